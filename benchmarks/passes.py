@@ -1,30 +1,39 @@
-"""`python -m benchmarks.passes`: time, calls and memory of target passes and draft levels, eager, compiled and captured."""
+"""`python -m benchmarks.passes`: time, calls and memory of target passes and draft levels, eager, compiled and captured, beside
+the time that reading weights, keys and values would take.
+"""
 
 from __future__ import annotations
 
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage
 from benchmarks.training.measuring import allocated, describe_machine, peak, ratio_spread, reset_peak
+from benchmarks.wide import add_widen_option, widened
 from sage.bench.options import counts
 from sage.commands import cli
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
 from sage.io.dtypes import torch_dtype
 from sage.io.tables import text_table
+from sage.runtime import linear_layers
 from sage.runtime.package_folder import PACKAGE_SUFFIX, passes_folder
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s
 from sage.targets.tree_passes import TreePasses
+
+READ_BYTES = 2**28  # larger than the caches
+EMBEDDING, ATTENTION = "aten::embedding", "scaled_dot_product"
 
 
 @dataclass
@@ -61,6 +70,51 @@ def num_calls(call: TimedCall) -> tuple[int, int]:
     return operators, counted
 
 
+class ReadTensors(TorchDispatchMode):
+    """Adds up what the operators of an eager pass have to read: weights, and keys and values. Of an embedding, rows are read.
+
+    Args:
+        weights: the parameters that the pass may read.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._storages = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._weights: dict[int, int] = {}
+        self._cached = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._weights.values()) + self._cached
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if ATTENTION in name:
+            self._cached += sum(tensor.nbytes for tensor in tensors[1:3])
+        elif name != EMBEDDING:
+            for tensor in tensors:
+                if tensor.untyped_storage().data_ptr() in self._storages:
+                    address = tensor.data_ptr()
+                    self._weights[address] = max(self._weights.get(address, 0), tensor.nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_read(call: TimedCall, weights: Iterable[Tensor]) -> int:
+    """Returns the bytes of weights, keys and values that an eager pass reads."""
+    call.reset()
+    with ReadTensors(weights) as read:
+        call.run()
+    return read.num_bytes
+
+
+@torch.inference_mode()
+def read_bandwidth(device: torch.device) -> float:
+    """Returns the bytes per second at which one large tensor is read (median of 5 runs)."""
+    source = torch.ones(READ_BYTES // 4, device=device)
+    return source.nbytes / statistics.median(interleaved_s([TimedCall(source.sum)], 5, device)[0])
+
+
 def timed(target: Any, mode: PassMode, make: Callable[[], TimedCall]) -> Timed:
     """Builds a pass in a mode and runs it once."""
     target.passes = mode
@@ -72,18 +126,28 @@ def timed(target: Any, mode: PassMode, make: Callable[[], TimedCall]) -> Timed:
     return Timed(mode, call, first_s, peak(target.device) - before, allocated(target.device) - before)
 
 
-def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int) -> list[list[str]]:
-    """Times one pass in turns in the modes that the device has, the reference first; returns a row of the table for each."""
+def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int, weights: Sequence[Tensor]) -> list[list[str]]:
+    """Times one pass in turns in the modes that the device has, the reference first; returns a row of the table for each.
+
+    The bandwidth is measured just before and after, because on shared machines it changes from minute to minute.
+
+    Args:
+        weights: of target and draft.
+    """
     modes = (PassMode.eager, PassMode.captured if target.device.type == "cuda" else PassMode.compiled)
     passes = [timed(target, mode, make) for mode in modes]
+    before = read_bandwidth(target.device)
     times = interleaved_s([one.call for one in passes], repeats, target.device)
-    rows = []
+    read, bandwidth = bytes_read(passes[0].call, weights), (before + read_bandwidth(target.device)) / 2
+    bound_s, rows = read / bandwidth, []
     for one, own in zip(passes, times, strict=True):
         spread = "{:.2f} ({:.2f}-{:.2f})".format(*ratio_spread(own, times[0]))
         operators, calls = num_calls(one.call)
         memory = [f"{max(count, 0) / 1e6:.1f}" for count in (one.peak, one.kept)]
-        seconds = f"{1e3 * statistics.median(own):.3f}"
-        rows.append([name, str(one.mode), seconds, spread, str(operators), str(calls), f"{one.first_s:.2f}", *memory])
+        median_s = statistics.median(own)
+        bound = [f"{read / 1e6:.1f}", f"{bandwidth / 1e9:.1f}", f"{1e3 * bound_s:.3f}", f"{median_s / bound_s:.2f}"]
+        counted = [str(operators), str(calls), f"{one.first_s:.2f}"]
+        rows.append([name, str(one.mode), f"{1e3 * median_s:.3f}", spread, *bound, *counted, *memory])
     return rows
 
 
@@ -91,6 +155,7 @@ def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int)
 def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int], context: int, repeats: int) -> str:
     """Measures passes over `nodes` and draft levels of `widths` on top of `context` tokens; returns the text to print."""
     room, rows = max(*nodes, *widths), list[list[str]]()
+    weights = [*target.model.parameters(), *(draft.network.parameters() if draft is not None else ())]
 
     def verify(count: int) -> TimedCall:
         passes = TreePasses(target, draft.levels if draft is not None else ())
@@ -100,15 +165,16 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
         return draft_level(new_session(draft, target, context + room), target, width, context)
 
     for count in nodes:
-        rows += rows_of(f"target pass, {count} nodes", target, partial(verify, count), repeats)
+        rows += rows_of(f"target pass, {count} nodes", target, partial(verify, count), repeats, weights)
     for width in widths if draft is not None else ():
-        rows += rows_of(f"draft level, {width} nodes", target, partial(level, width), repeats)
-    head = ("", "passes", "ms", "ratio to eager", "ATen calls", "all calls", "first call, s", "peak, MB", "kept, MB")
+        rows += rows_of(f"draft level, {width} nodes", target, partial(level, width), repeats, weights)
+    measured = ("ms", "ratio to eager", "reads, MB", "at GB/s", "takes ms", "ratio to that")
+    head = ("", "passes", *measured, "ATen calls", "all calls", "first call, s", "peak, MB", "kept, MB")
     kept_mb = sum(path.stat().st_size for path in passes_folder().glob(f"*{PACKAGE_SUFFIX}")) / 1e6
-    weights = sum(weight.numel() * weight.element_size() for weight in target.text_model.parameters())
     lines = [
-        f"{target.name}, {target.dtype}, {context} tokens in the cache; the text layers read {weights / 1e6:.1f} MB of weights",
-        text_table(head, rows, "<<>>>>>>>", ruled=False),
+        f"{target.name}, {target.dtype}, {context} tokens in the cache",
+        text_table(head, rows, "<<>>>>>>>>>>>", ruled=False),
+        "reads: weights, keys and values; GB/s: at which memory is read, measured before and after; caches are faster",
         "all calls: of Python and C functions; peak, kept: memory allocated by the first call, without compilers' processes",
         f"compiled passes are kept in {passes_folder()}, {kept_mb:.1f} MB; without it, starts are cold",
         describe_machine(target.device),
@@ -119,11 +185,15 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
 def main() -> int:
     parser = cli.new_parser("python -m benchmarks.passes", description=__doc__)
     cli.add_model_options(parser)
+    add_widen_option(parser)
     parser.add_argument("--nodes", metavar="N,N", default="1,4,8,16,32", help="nodes of target passes; default %(default)s")
     parser.add_argument("--widths", metavar="N,N", default="1,4,8", help="nodes of draft levels; default %(default)s")
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache; default %(default)s")
     parser.add_argument("--repeats", type=int, default=60, help="timed turns; default %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
+    parser.add_argument(
+        "--torch-kernels", action="store_true", help="linear layers of compiled passes with torch's kernel only"
+    )
     cli.add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
     cli.add_device_option(parser, "auto")
     args = parser.parse_args()
@@ -131,7 +201,10 @@ def main() -> int:
         raise ValueError("--context, --repeats: give at least 1")
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.torch_kernels:
+        linear_layers.MIN_BYTES = sys.maxsize
     path, folder = cli.find_models(args)
+    path = widened(path, args)
     device, dtype = cli.resolve_device(args.device), torch_dtype(args.dtype)
     target = sage.load_target(path, dtype=dtype, device=device, passes=PassMode.eager)
     draft = None if folder is None else sage.load_draft(folder, target)

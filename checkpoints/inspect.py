@@ -13,13 +13,14 @@ from checkpoints import run_folder
 from checkpoints.export.checks import check_folder
 from checkpoints.export.configs import EngineConfig
 from checkpoints.export.exporter import find_source
-from checkpoints.export.folder import CONFIG, EXPORT_INFO, Weights, export_info, verify_export
+from checkpoints.export.folder import CONFIG, Weights, export_info, verify_export
 from checkpoints.export.formats.registry import recognize
 from checkpoints.export.serving import COMPRESSOR, format_compressor
 from checkpoints.files import restore_interrupted
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, is_run, list_checks, list_steps, run_of, state_folder, step_name
 from checkpoints.store import verify_state
 from sage.bench.report_table import measured_with
+from sage.drafts.location import EXPORT_INFO
 from sage.drafts.registry import head_kind
 from sage.io.dtypes import dtype_name
 from sage.io.files import read_json

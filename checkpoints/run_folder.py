@@ -7,6 +7,7 @@
     state/step_########/     checkpoints to resume from (checkpoints.store)
     draft/, draft_best/      the latest draft, and the one with the highest validation score
     validation/step_########/report.json   measured by the run itself
+    validation/step_########_partial/      of a validation that was interrupted; no reader counts it as a validation
     checks/DRAFT_step_########/report.json  measured later by sage-validate; never replaces another measurement
     .lock                    locked by the process that trains
 
@@ -64,7 +65,7 @@ def locked_run(folder: Path) -> Iterator[None]:
         with suppress(Timeout):
             lock.acquire(timeout=0)
         if not lock.is_locked:
-            logger.warning("run.dir=%s: another process is training there; waiting %d s for its end", folder, WAIT_S)
+            logger.warning(waiting_line(folder))
             lock.acquire(timeout=WAIT_S, poll_interval=1)
     except Timeout as error:
         raise ValueError(f"run.dir={folder}: another process is training there; wait until it ends, or stop it") from error
@@ -74,6 +75,30 @@ def locked_run(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether another process trains in the folder; False where that cannot be found out. Creates nothing."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):
+        return False
+    lock.release()
+    return False
+
+
+def waiting_line(folder: Path) -> str:
+    """Returns what a process says that finds the folder locked."""
+    return (
+        f"run.dir={folder}: another process is training there and holds {folder / LOCK}; waiting up to {WAIT_S} s for its end, "
+        "because a file server may keep the lock of a process that has crashed"
+    )
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -99,15 +124,20 @@ def validation_folder(run: str | Path, step: int) -> Path:
     return Path(run) / VALIDATION / step_name(step)
 
 
-def next_check(home: Path, draft: str, step: int) -> Path:
+def partial_validation_folder(run: str | Path, step: int) -> Path:
+    """Returns the folder of an interrupted validation at `step`."""
+    return Path(run) / VALIDATION / f"{step_name(step)}_partial"
+
+
+def next_check(home: Path, draft: str, step: int | None) -> Path:
     """Returns a new folder for a later measurement: `checks/draft_best_step_00000100`, then `..._2`, and so on.
 
     Args:
-        home: a run, or the folder of a draft without a run.
+        home: a run, or a folder for the checks of drafts without a run.
         draft: name of the draft's folder.
-        step: optimizer steps that the draft was trained for.
+        step: optimizer steps that the draft was trained for; None: unknown.
     """
-    first = home / CHECKS / f"{draft}_{step_name(step)}"
+    first = home / CHECKS / (draft if step is None else f"{draft}_{step_name(step)}")
     candidates = itertools.chain([first], (first.with_name(f"{first.name}_{number}") for number in itertools.count(2)))
     return next(folder for folder in candidates if not folder.exists())
 

@@ -43,8 +43,11 @@ NUM_LOGGED_REASONS = 5
 NUM_SEARCHED = 10_000  # items of a stream, to name a share that holds out one
 
 
-def build_dataset(config: DataConfig, processor: Processor, split: str = "train") -> Any:
-    """Returns the dataset of a split, `train`, `validation` or `test`, for `StepLoader`; its preparation is cached."""
+def build_dataset(config: DataConfig, processor: Processor, split: str = "train", logs_skipped: bool = True) -> Any:
+    """Returns the dataset of a split, `train`, `validation` or `test`, for `StepLoader`; its preparation is cached.
+
+    Skipped items are listed, and counted in the log unless the caller counts them (`logs_skipped=False`).
+    """
     validate(config)
     part = Split(split)
     if any(source.streaming for source in config.resolved(part).values()):
@@ -57,10 +60,10 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
     if config.cache is Cache.examples:
         store = prepare_examples(config, sources, index, processor)
         skip_logs.append(store.folder.parent / SKIPPED)
-        dataset = StoredDataset(store, weights, store.folder.parent.name)
+        dataset = StoredDataset(store, weights, store.folder.parent.name, list(config.sources))
     else:
         dataset = ConversationDataset(config, sources, index, processor, weights)
-    _report_skipped(skip_logs, skip_path(config, index))
+    _report_skipped(skip_logs, skip_path(config, index), logs_skipped)
     return dataset
 
 
@@ -172,7 +175,7 @@ def _prompts(
             yield found
 
 
-def _report_skipped(skip_logs: list[Path], target: Path) -> None:
+def _report_skipped(skip_logs: list[Path], target: Path, logs_skipped: bool) -> None:
     """Lists the skipped items in `target`, and logs the invalid ones by reason; for the others see `long_examples`."""
     rows = [row for path in skip_logs for row in read_skipped(path)]
     listed = SkipLog(target, is_strict=False)
@@ -181,6 +184,6 @@ def _report_skipped(skip_logs: list[Path], target: Path) -> None:
             error_type = TooLong if row["kind"] == TooLong.kind else BadItem
             listed.add(error_type(row["source"], row["index"], row["reason"]))
     invalid = [row for row in rows if row["kind"] == BadItem.kind]
-    if invalid:
+    if invalid and logs_skipped:
         counts = ", ".join(f"{count} x {reason}" for reason, count in count_reasons(invalid).most_common(NUM_LOGGED_REASONS))
         logger.warning("skipped %d invalid items (%s); listed in %s", len(invalid), counts, target)

@@ -37,6 +37,13 @@ class OnBad(StrEnum):
     skip = "skip"  # skip and count the item, and list it in `data.bad_list`
 
 
+class Answers(StrEnum):
+    """The answers that a draft is trained on."""
+
+    given = "given"  # those of the data
+    target = "target"  # the target's own, generated before training (data_prep.tools.answers)
+
+
 class Images(StrEnum):
     """How a server receives images."""
 
@@ -59,6 +66,8 @@ class DataConfig:
         name: label in reports.
         sources: training sources by label.
         validation: prompt sources by label, with the keys of `sources`; empty: the held-out part of `sources`.
+        answers: the answers to train on: those of the data, or the target's own, generated before training with the settings
+            of `regenerate`.
         path, media_root, num_examples: default of this key for every one of `sources` that leaves it empty.
         holdout: share of the images (or texts) that are validation prompts instead of training examples where `validation`
             is empty; at least one. The pocket world has splits of its own.
@@ -78,6 +87,7 @@ class DataConfig:
     name: str = "pocket"
     sources: dict[str, SourceConfig] = field(default_factory=lambda: {"pocket": SourceConfig()})
     validation: dict[str, SourceConfig] = field(default_factory=dict)
+    answers: Answers = Answers.given
     path: str = ""
     media_root: str = ""
     num_examples: NonNegativeInt = 0
@@ -156,7 +166,7 @@ class RegenerateConfig(AnswerSettings):
 
 def data_config(stored: Mapping[str, Any]) -> DataConfig:
     """Returns the settings that a run's config.yaml holds under `data`; ValueError for a key or value of another version."""
-    kinds: dict[str, Any] = {"on_long": OnLong, "on_bad": OnBad, "cache": Cache}
+    kinds: dict[str, Any] = {"on_long": OnLong, "on_bad": OnBad, "cache": Cache, "answers": Answers}
     try:
         values = {key: kinds[key](value) if key in kinds else value for key, value in stored.items()}
         for group in ("sources", "validation"):
@@ -188,6 +198,11 @@ def validate(config: DataConfig) -> None:
         streams = [source.streaming for source in sources.values()]
         if any(streams) and (not all(streams) or config.cache is Cache.examples):
             raise ValueError(f"data.{group}: streaming and prepared sources in one mix; stream all, with data.cache=rows")
+        if any(streams) and group == "sources" and config.answers is Answers.target:
+            raise ValueError(
+                "data.answers: target; a stream has no fixed items to answer; write a part of it first (sage-data "
+                "action=convert data.num_examples=N out=PART.jsonl), then give data=messages data.path=PART.jsonl"
+            )
 
 
 def check_paths(config: DataConfig) -> None:

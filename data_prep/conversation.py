@@ -111,7 +111,8 @@ def check_conversation(conversation: Conversation, needs_answer: bool = True) ->
         needs_answer: whether the last message must be an answer (training) or a question (a prompt).
 
     Raises:
-        BadItem: an unknown role or part, turns out of order, an empty question, a placeholder without image or video.
+        BadItem: an unknown role or part, turns out of order, an empty question, an empty answer where answers are needed, a
+            placeholder without image or video.
     """
     try:
         if not isinstance(conversation.messages, list) or not conversation.messages:
@@ -120,6 +121,8 @@ def check_conversation(conversation: Conversation, needs_answer: bool = True) ->
         _check_order([message["role"] for message in messages], needs_answer)
         for i, message in enumerate(messages):
             _check_content(message, i)
+            if needs_answer and message["role"] == "assistant" and not text_of(message).strip():
+                raise ValueError(f"message {i}: an empty answer; a draft learns nothing from it")
     except ValueError as error:
         raise conversation.error(str(error)) from error
     return replace(conversation, messages=messages)

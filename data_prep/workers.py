@@ -24,9 +24,12 @@ def num_processes() -> int:
 
 
 def worker_context() -> Any:
-    """Returns a `forkserver` context that preloads torch: workers inherit neither threads nor CUDA from this process."""
+    """Returns a `forkserver` context that preloads torch: workers inherit neither threads nor CUDA from this process.
+
+    `sage.training` comes first, so that a user's own `data_prep.py` is not imported in place of this package.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["data_prep.chat"])
+    context.set_forkserver_preload(["sage.training", "data_prep.chat"])
     return context
 
 

@@ -2,11 +2,14 @@
 
 python examples/custom_source.py [RUN_FOLDER]
 
+Without a folder it trains in runs/custom_source, which it replaces.
+
 In a fork of this project, a source is a module in data_prep/sources with an entry in its `KINDS`; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import train
@@ -15,6 +18,7 @@ from data_prep.sources import KINDS, Kind, SourceConfig
 from data_prep.sources.base import Source
 from data_prep.splits import Split
 
+FOLDER = "runs/custom_source"
 NUM_ROWS = 48
 
 
@@ -43,7 +47,9 @@ def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) 
     return Arithmetic()
 
 
-def main(folder: str = "runs/custom_source") -> None:
+def main(folder: str = FOLDER) -> None:
+    if folder == FOLDER:
+        shutil.rmtree(folder, ignore_errors=True)  # of the last time; train.run refuses an existing run
     KINDS["arithmetic"] = Kind("custom_source", options=())
     config = train.compose(
         "target=pocket_qwen2_5_vl",

@@ -9,7 +9,7 @@ import gc
 import logging
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from support.accelerator import Traffic
+    from support.fake_cuda import FakeCuda
     from support.fork_server import ForkServer
 
     import sage
@@ -99,12 +100,13 @@ def shorter_tests() -> None:
 
 @pytest.fixture
 def rendered_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renders the plots of a test."""
-    from support.shortcuts import save_rendered
+    """Draws and renders the plots of a test."""
+    from support import shortcuts
 
-    from train.report import style
+    from train.report import run_page, style
 
-    monkeypatch.setattr(style, "save", save_rendered)
+    monkeypatch.setattr(style, "save", shortcuts.save_rendered)
+    monkeypatch.setattr(run_page, "draw_curves", shortcuts.draw_curves)
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +161,26 @@ def commands() -> Iterator[ForkServer]:
     server = ForkServer(environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MPLBACKEND": "agg"})
     yield server
     server.close()
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    from support.fake_cuda import FakeCuda
+
+    return FakeCuda(monkeypatch)
+
+
+@pytest.fixture
+def sage_export(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs `sage-export`; returns exit code, stdout and stderr."""
+    from train.cli.export import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = messages.exit_code(main, *arguments)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(params=["qwen2_5_vl", "llava_onevision"])

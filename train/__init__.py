@@ -1,12 +1,15 @@
 """Training of draft heads: `train.run(train.compose("target=pocket_qwen2_5_vl", "data=pocket"))`.
 
-Importing the package is cheap; torch is imported when a run starts.
+Importing the package is cheap; torch is imported when a run starts. `sage.training` has the same names, also where another
+module is called `train`.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import sage.training  # so that `data_prep` and `checkpoints` are those beside `sage`
 
 if TYPE_CHECKING:
     from train.config.schema import Config, ConfigError

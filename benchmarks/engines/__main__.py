@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.engines.comparison import report
 from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, measure
+from benchmarks.wide import add_widen_option, widened
 from data_prep.config import KEY_VARIABLE
 from sage.bench.options import counts, names, variants
 from sage.bench.report import display_name, machine
@@ -37,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--target", metavar="DIR", help="folder of the target; default: the one the first draft was trained for"
     )
-    parser.add_argument(
-        "--policies", metavar="A,B", help="our policies with default options; see `python -m sage.bench --help`"
-    )
+    add_widen_option(parser)
+    parser.add_argument("--policies", metavar="A,B", help="our policies with default options; see `sage-bench --help`")
     parser.add_argument(
         "--policy", metavar="[LABEL=]NAME:KEY=VALUE,..", action="append", default=[], help="a policy with options"
     )
@@ -95,7 +95,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         python=args.engine_python,
         server=args.server or None,
         server_key=os.environ.get(KEY_VARIABLE, ""),
-        target=args.target or target_of(next(iter(drafts.values())), "--target"),
+        target=widened(args.target or target_of(next(iter(drafts.values())), "--target"), args),
         drafts=drafts,
         variants=variants(args.policies, args.policy),
         baselines=names(args.baselines),

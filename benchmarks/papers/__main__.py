@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import time
@@ -16,7 +15,7 @@ from benchmarks.papers.lab import Lab
 from benchmarks.papers.render import write_page
 from benchmarks.papers.runs import QUICK, TrainingFailed, load_settings
 from benchmarks.papers.studies import STUDIES, select_studies
-from sage.commands.cli import run
+from sage.commands.cli import new_parser, run
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Every figure is written as soon as it is measured, so an interrupted process loses one measurement.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=__doc__)
+    parser = new_parser("python -m benchmarks.papers", description=__doc__)
     parser.add_argument("studies", metavar="STUDY", nargs="*", help=f"one of {', '.join(STUDIES)}; default: all")
     parser.add_argument("--quick", action="store_true", help="run every study once, on barely trained drafts")
     parser.add_argument("--settings", metavar="FILE", action="append", default=[], help="YAML over full.yaml; repeatable")

@@ -9,8 +9,9 @@ from dataclasses import fields
 import torch
 
 from benchmarks.training import batches, lengths, objective, step
-from sage.bench.shapes import layers_that_fit, shape_named, shapes
-from sage.commands.cli import run
+from sage.bench.random_targets import layers_that_fit
+from sage.bench.shapes import shape_named, shapes
+from sage.commands.cli import new_parser, run
 from sage.io.dtypes import torch_dtype
 from train.config.checks import MAX_STAGE, check
 from train.config.hydra_app import compose
@@ -63,7 +64,7 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
+    parser = new_parser("python -m benchmarks.training", description=__doc__)
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     shared.add_argument("--threads", type=int, help="CPU threads; default: as torch chooses")

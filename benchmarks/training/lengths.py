@@ -51,7 +51,7 @@ def measure(num_rows: int, target: str) -> str:
     with tempfile.TemporaryDirectory(prefix="length-bench-") as folder:
         write_rows(Path(folder), num_rows)
         source = SourceConfig(kind="llava_json", path=f"{folder}/rows.json")
-        config = DataConfig(sources={"mix": source}, cache_dir=f"{folder}/cache", max_length=4096)
+        config = DataConfig(sources={"mix": source}, cache_dir=f"{folder}/cache", max_length=4096, holdout=0.0)
         begin = time.perf_counter()
         list(mapped(abs, range(num_processes()), num_rows))
         start = time.perf_counter()

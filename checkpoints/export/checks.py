@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from checkpoints.export.configs import DEFAULT_THETA, EngineConfig, TargetFacts, TensorSpecs
-from checkpoints.export.folder import CONFIG, EXPORT_INFO, PICKLED, Weights, export_info, verify_export
+from checkpoints.export.folder import CONFIG, PICKLED, Weights, export_info, verify_export
 from checkpoints.export.formats.registry import recognize, variants
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
+from sage.drafts.location import EXPORT_INFO
 from sage.io.dtypes import dtype_name
 from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest
 from sage.io.model_files import read_config

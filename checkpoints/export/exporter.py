@@ -14,13 +14,13 @@ from torch import Tensor
 from checkpoints import run_folder
 from checkpoints.export.checks import CheckResult, InvalidExport, check_folder
 from checkpoints.export.configs import EMBEDDING, TargetFacts, read_target_embedding
-from checkpoints.export.folder import CONFIG, EXPORT_INFO, WEIGHTS, new_export
+from checkpoints.export.folder import CONFIG, WEIGHTS, new_export
 from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.formats.registry import find_format, imported_drafts
 from checkpoints.export.model_card import render_card
 from checkpoints.export.serving import COMPRESSOR, check_compatible
 from sage.drafts.head import DraftHead
-from sage.drafts.location import find_draft
+from sage.drafts.location import EXPORT_INFO, find_draft
 from sage.drafts.registry import head_kind
 from sage.io.dtypes import dtype_name
 from sage.io.files import read_json, write_json, write_text

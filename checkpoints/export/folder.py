@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoints.files import new_folder, restore_interrupted
+from sage.drafts.location import EXPORT_INFO
 from sage.io.files import read_json
 from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manifest, write_manifest
 
-EXPORT_INFO = "sage_export.json"  # facts for which the engines' config.json has no field; read by --inspect and --import
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 

@@ -9,19 +9,18 @@ Owns: converting. Does not own: reading a format (checkpoints.export.formats), d
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import sage
 from checkpoints.export.configs import EMBEDDING, EngineConfig, TargetFacts, read_target_embedding
-from checkpoints.export.folder import CONFIG, EXPORT_INFO, Weights, export_info, new_export
+from checkpoints.export.folder import CONFIG, Weights, export_info, new_export
 from checkpoints.export.formats.base import PREFIXES, ImportOptions
 from checkpoints.export.formats.registry import imported_drafts, recognize
 from sage.drafts.head import DraftHead
+from sage.drafts.location import EXPORT_INFO
 from sage.io.files import write_json
-from sage.io.manifest import refuse_corrupt_draft
 from sage.io.model_files import read_config
 
 BF16_EPS = 2**-7  # relative rounding error of bf16
@@ -62,18 +61,20 @@ def convert(
     return out
 
 
-def load_any(folder: Path | str, target: sage.Target, options: ImportOptions | None = None) -> Any:
-    """Loads a draft of this package or a third-party one, on the target's device and in its dtype.
+def is_export(folder: Path) -> bool:
+    """Whether the folder holds a draft in a format of an engine: an export, or a third-party draft."""
+    return recognize(EngineConfig(read_config(folder))) is not None
+
+
+def load_export(folder: Path, target: sage.Target) -> DraftHead:
+    """Loads an export, or a third-party draft, on the target's device and in its dtype; `sage.load_draft` calls it.
 
     Raises:
-        ValueError: neither of them, corrupt, or not for this target.
+        ValueError: it cannot be expressed, or is not for this target.
     """
-    folder = Path(folder)
-    if not (folder / CONFIG).is_file() or recognize(EngineConfig(read_config(folder))) is None:
-        return sage.load_draft(folder, target)
-    refuse_corrupt_draft(folder)
-    draft = read_draft(folder, TargetFacts.of_config(target.model.config, target.name), options)
-    check_embedding(folder, target.embed_tokens.weight.detach().cpu())
+    draft = read_draft(folder, TargetFacts.of_config(target.model.config, target.name))
+    if not target.is_meta:
+        check_embedding(folder, target.embed_tokens.weight.detach().cpu())
     return draft.to(device=target.device, dtype=target.dtype)
 
 

@@ -49,10 +49,12 @@ NUM_BATCHES_AHEAD = 8  # micro-batches; with large images, each has tens of MB
 class StepLoader:
     """Iterating yields, per optimizer step, the list of this rank's micro-batches.
 
-    A micro-batch is `collate`'s dict of tensors plus `ids`, the ids of the examples. The iteration has no end.
+    A micro-batch is `collate`'s dict of tensors plus `ids` and `sources`, the ids of the examples and the labels of their
+    sources ("" where the dataset has none). The iteration has no end.
 
     Args:
-        dataset: `__len__`, `__getitem__(position)`, `epoch(seed, epoch) -> positions`; or a `StreamDataset`.
+        dataset: `__len__`, `__getitem__(position)`, `epoch(seed, epoch) -> positions`, optionally
+            `source_of(position) -> label`; or a `StreamDataset`.
         collate: list of examples -> dict of tensors with loss_mask [B, T].
         global_batch_size: examples per step over all ranks.
         micro_batch_size: examples per rank and pass; not used with `micro_batch_tokens`.
@@ -227,9 +229,10 @@ class StepLoader:
 
 
 def collate_examples(examples: list[Example], collate: Collate) -> Batch:
-    """Returns one micro-batch with its `ids`; removes `id` from the examples."""
+    """Returns one micro-batch with its `ids` and `sources`; removes `id` and `source` from the examples."""
     ids = [example.pop("id") for example in examples]
-    return {**collate(examples), "ids": ids}
+    sources = [example.pop("source", "") for example in examples]
+    return {**collate(examples), "ids": ids, "sources": sources}
 
 
 class _Builder(torch.utils.data.Dataset[Any]):
@@ -249,8 +252,9 @@ class _Builder(torch.utils.data.Dataset[Any]):
             return error
 
     def _example(self, key: Any) -> Example:
-        example = dict(self.dataset[key])
-        return example if "id" in example else {**example, "id": str(key)}
+        source_of = getattr(self.dataset, "source_of", None)
+        named = {"id": str(key), **self.dataset[key]}
+        return named if source_of is None else {**named, "source": source_of(key)}
 
 
 def _raised(found: Any) -> Any:

@@ -11,7 +11,7 @@ Shapes: V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -59,6 +59,7 @@ class ConversationDataset(Dataset[Example]):
         self.fingerprint = index.fingerprint
         self.skipped = SkipLog(skip_path(config, index), is_strict=config.on_bad is OnBad.error)
         self.epoch = MixedOrder(index.source, weights).epoch
+        self._labels = list(config.sources)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -74,6 +75,10 @@ class ConversationDataset(Dataset[Example]):
             except BadItem as error:
                 self.skipped.add(error)
         raise ValueError(f"{self.skipped.path}: {MAX_INVALID_IN_A_ROW} invalid items in a row; is data.media_root right?")
+
+    def source_of(self, position: int) -> str:
+        """Returns the label of the source of an item of the training split."""
+        return self._labels[self.index.source[position]]
 
     def conversation(self, position: int) -> Conversation:
         """Returns the item without opening its images."""
@@ -113,8 +118,8 @@ class StoredDataset(Dataset[Example]):
         lengths: tokens per example, int64 [N].
     """
 
-    def __init__(self, store: ExampleStore, weights: list[float] | None, fingerprint: str) -> None:
-        self.store, self.fingerprint = store, fingerprint
+    def __init__(self, store: ExampleStore, weights: list[float] | None, fingerprint: str, labels: Sequence[str] = ()) -> None:
+        self.store, self.fingerprint, self._labels = store, fingerprint, labels
         self.lengths = store.lengths()
         self.epoch = MixedOrder(store.sources, weights).epoch
 
@@ -124,6 +129,11 @@ class StoredDataset(Dataset[Example]):
     def full_lengths(self) -> np.ndarray:
         """Returns the lengths of all examples before they are shortened, dropped ones included, int64 [N, 3] (`Lengths`)."""
         return np.load(self.store.folder.parent / LENGTHS)
+
+    def source_of(self, position: int) -> str:
+        """Returns the label of the source of an item of the training split; "" without labels."""
+        number = int(self.store.sources[position])
+        return self._labels[number] if number < len(self._labels) else ""
 
     def __getitem__(self, position: int) -> Example:
         return self.store[position]

@@ -28,9 +28,9 @@ from data_prep.dataset.lengths import as_array
 from data_prep.dataset.prepare import LENGTHS, processor_fingerprint
 from data_prep.sources.base import Source
 from data_prep.workers import mapped
-from sage.inputs.format import Size
 from sage.inputs.media import image_size, source_of, video_size
 from sage.inputs.processing import Processor, Segment, TemplateFault
+from sage.inputs.video import Size
 from sage.io.files import json_digest
 from sage.io.progress import progress_bar
 from sage.io.source import source_digest

@@ -9,9 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 from data_prep.conversation import BadItem, BadSource, TooLong
+from sage.commands.cli import EXIT_USER
 
 logger = logging.getLogger(__name__)
 SKIPPED = "skipped.jsonl"
+MAX_SHOWN = 50  # invalid items named in an error; the others are listed
 REMEDY = "; data.on_bad=skip skips and lists such items"
 
 
@@ -50,6 +52,42 @@ class SkipLog:
         with self.path.open("a") as file:  # one short write in append mode: lines of several processes do not mix
             file.write(json.dumps(item.as_row()) + "\n")
         logger.debug("skipped %s", item)
+
+
+class InvalidItems(BadItem):
+    """Several invalid items. The message names the first one, `details` all of them on lines of their own."""
+
+    exit_code = EXIT_USER
+    details = ""
+
+    @classmethod
+    def of(
+        cls, rows: list[dict[str, str]], lines: dict[str, dict[int, int]], total: int, listing: Path, note: str = ""
+    ) -> InvalidItems:
+        """Returns the error.
+
+        Args:
+            rows: as listed; at least one.
+            lines: source -> index of an item -> its line in the file.
+            total: number of items, invalid ones included.
+            listing: the file that lists them.
+            note: about items that were not checked completely.
+        """
+        named = [{**row, "index": _with_line(row, lines)} for row in rows]
+        shown = [f"{row['source']}: item {row['index']}: {row['reason']}\n" for row in named[:MAX_SHOWN]]
+        if len(named) > len(shown):
+            shown.append(f"and {len(named) - len(shown)} more, listed in {listing}\n")
+        count = f"; {len(named)} of {total} items are invalid, all of them listed above" if len(named) > 1 else ""
+        error = cls(named[0]["source"], named[0]["index"], f"{named[0]['reason']}{count}{note}{REMEDY}")
+        error.details = "".join(shown) if len(named) > 1 else ""
+        return error
+
+
+def _with_line(row: dict[str, str], lines: dict[str, dict[int, int]]) -> str:
+    """Returns the index of an item with its line: `2 (id 7), line 3`."""
+    number = row["index"].split()[0]
+    line = lines.get(row["source"], {}).get(int(number)) if number.isdigit() else None
+    return row["index"] if line is None else f"{row['index']}, line {line}"
 
 
 def read_skipped(path: Path) -> list[dict[str, str]]:

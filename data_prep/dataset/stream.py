@@ -78,6 +78,11 @@ class StreamDataset:
                 self.skipped.add(error)
         raise ValueError(f"{self.skipped.path}: {len(candidates)} invalid items in a row; is data.media_root right?")
 
+    def source_of(self, candidates: Candidates) -> str:
+        """Returns the label of the source of an item."""
+        names = {stream.name: label for stream, label in zip(self.streams, self.config.sources, strict=False)}
+        return names.get(candidates[0].source, "")
+
     def one_pass(self, split: Split) -> Iterator[Conversation]:
         """Yields every valid item of a split once, alternating between the sources regardless of their weights."""
         for raw in alternate(stream.iterate(0) for stream in self.streams):

@@ -5,7 +5,6 @@ Writes the target's folder with `score.json`: command, seed, score by kind of fa
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import time
@@ -54,7 +53,7 @@ def report(folder: Path, family: str, seed: int, wall_s: float) -> dict[str, Any
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.pocket.build", description=__doc__)
+    parser = cli.new_parser("python -m data_prep.pocket.build", description=__doc__)
     parser.add_argument("--family", required=True, choices=FAMILIES)
     parser.add_argument("--out", required=True, type=Path, help="the target's folder; an existing one is replaced")
     parser.add_argument("--seed", type=int, default=0)

@@ -6,7 +6,6 @@ end-of-sequence token within `MAX_NEW_TOKENS`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -115,7 +114,7 @@ def score_table(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.pocket.score", description=__doc__)
+    parser = cli.new_parser("python -m data_prep.pocket.score", description=__doc__)
     parser.add_argument("--target", required=True, help="a pocket target's folder")
     parser.add_argument("--prompts", type=int, default=60, help="held-out prompts per family")
     parser.add_argument("--samples", action="store_true", help="print one answer per family")

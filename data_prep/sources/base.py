@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from data_prep.conversation import BadItem, Conversation, check_conversation, media_parts
 from data_prep.splits import Shares, Split
-from sage.inputs.media import check_image
+from sage.inputs.media import check_media
 
 
 class Source(ABC):
@@ -36,6 +36,10 @@ class Source(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """Returns a text that changes whenever the items change."""
+
+    def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
+        """Returns the line of the file in which each of some items begins, from 1 on; {} where items are not lines."""
+        return {}
 
     def example(self, index: int) -> Conversation:
         """Returns an item that is valid for training, as far as can be checked without opening its images."""
@@ -78,7 +82,7 @@ def as_prompt(conversation: Conversation) -> Conversation:
 def _check_files(conversation: Conversation) -> Conversation:
     try:
         for part in media_parts(conversation.messages):
-            check_image(part[part["type"]])
+            check_media(part[part["type"]])
     except ValueError as error:
         raise conversation.error(str(error)) from error
     return conversation

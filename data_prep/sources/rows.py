@@ -87,6 +87,9 @@ class RowSource(Source):
         except (ValueError, TypeError, AttributeError) as error:
             raise BadItem(self.name, item_label(index, name), str(error)) from error
 
+    def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
+        return self.rows.line_numbers(indices) if isinstance(self.rows, JsonRows) else {}
+
     def fingerprint(self) -> str:
         return f"{self.rows.digest}:{self.settings}"
 
@@ -189,6 +192,18 @@ class JsonRows:
         except json.JSONDecodeError as error:
             fault = error.msg.removesuffix(" at")
             raise self.error(index, f"not valid JSON ({fault}, at character {error.pos} of the item)") from error
+
+    def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
+        """Returns the number of the line, from 1 on, in which each of some objects begins."""
+        begins = sorted((int(self.spans[index][0]), index) for index in indices)
+        found, line, place = {}, 1, 0
+        with self.path.open("rb") as file:
+            for begin, index in begins:
+                while place < begin:
+                    chunk = file.read(min(CHUNK_BYTES, begin - place))
+                    line, place = line + chunk.count(b"\n"), place + len(chunk)
+                found[index] = line
+        return found
 
     def error(self, index: int, reason: str) -> BadItem:
         """Returns the error that names this file and item."""

@@ -5,7 +5,6 @@ All raise ValueError for a setting, a file or an item that is wrong.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,20 +14,22 @@ from typing import Any
 
 from data_prep.build import build_dataset
 from data_prep.chat import Example, encode_example, example_lengths, shorten_example
-from data_prep.config import Cache, DataConfig, RegenerateConfig
-from data_prep.conversation import BadItem, Conversation, check_conversation
+from data_prep.config import Cache, DataConfig, OnBad, RegenerateConfig
+from data_prep.conversation import BadItem, BadTemplate, Conversation, check_conversation
 from data_prep.dataset.dataset import ConversationDataset
 from data_prep.dataset.lengths import LongExamples
 from data_prep.dataset.mixing import sample
-from data_prep.dataset.skip_log import count_reasons
+from data_prep.dataset.skip_log import InvalidItems, count_reasons, unique_rows
 from data_prep.dataset.stream import StreamDataset
 from data_prep.dialog import one_by_one
+from data_prep.own_answers import OwnShare, measure_own
 from data_prep.server.answers import ServedTarget, ServerAnswers
 from data_prep.server.chat_request import MediaPolicy
+from data_prep.sources.base import Source
 from data_prep.splits import Split
+from data_prep.tools.answers import answerable_items, decoder_origin, provenance_of, server_origin
 from data_prep.tools.regenerate import MediaFolder, RegenerationResult, answerer, as_line, finished_provenance, regenerate
 from data_prep.tools.stats import Statistics, measure, render_html
-from sage.drafts.location import find_draft
 from sage.inputs.processing import Processor
 from sage.io.files import writing
 from sage.io.progress import progress_bar
@@ -37,25 +38,79 @@ Data = ConversationDataset | StreamDataset
 
 
 def check_data(config: DataConfig, processor: Processor, split: str, limit: int) -> tuple[Statistics, Data]:
-    """Prepares a split and measures up to `limit` of its examples (0: all): a sample, or the beginning of a stream."""
-    dataset = _dataset(config, processor, split)
+    """Prepares a split and measures up to `limit` of its examples (0: all): a sample, or the beginning of a stream.
+
+    All rows are checked, and the images of the measured examples and of the held-out ones, before any invalid item is refused.
+
+    Raises:
+        InvalidItems: all invalid items, where `data.on_bad` is `error`. Of a stream, BadItem for the first one.
+    """
+    is_stream = any(source.streaming for source in config.sources.values())
+    dataset = _dataset(config, processor, split) if is_stream else _lenient_dataset(config, processor, split)
     conversations, count = _conversations(dataset, split, limit)
     total = None if isinstance(dataset, StreamDataset) else len(dataset)
     long = LongExamples(total, config.max_length, config.on_long)
-    statistics = measure(_examples(dataset, progress_bar(conversations, "measuring", count), long), total, processor)
+    is_strict = config.on_bad is OnBad.error
+    measured = _examples(dataset, progress_bar(conversations, "measuring", count), long, is_strict)
+    statistics = measure(measured, total, processor)
     statistics.long = long
-    statistics.skipped = count_reasons([row for row in dataset.skipped_items() if row["kind"] == BadItem.kind])
+    invalid = [row for row in dataset.skipped_items() if row["kind"] == BadItem.kind]
+    if isinstance(dataset, ConversationDataset):
+        statistics.total = len(dataset) - sum(item.kind == BadItem.kind for item in dataset.skipped.items)
+        invalid = unique_rows(invalid + _held_out_invalid(config, dataset, split, limit))
+        if invalid and is_strict:
+            total = sum(map(len, dataset.sources))
+            note = "" if count == len(dataset) else f" (images of {count} items opened; limit=0 opens all)"
+            raise InvalidItems.of(invalid, _line_numbers(invalid, dataset.sources), total, dataset.skipped.path, note)
+    statistics.skipped = count_reasons(invalid)
     long.check()
     if not statistics.num_measured:
         raise ValueError(f"data.sources: not one of {count or 'all'} items became an example; see {dataset.skipped.path}")
     return statistics, dataset
 
 
-def write_report(out: Path, config: DataConfig, statistics: Statistics, dataset: Data, split: str, num_shown: int) -> None:
+def _lenient_dataset(config: DataConfig, processor: Processor, split: str) -> Data:
+    """Builds a dataset that skips invalid items, to find all; without a valid one, raises the error of the first."""
+    try:
+        return _dataset(replace(config, on_bad=OnBad.skip), processor, split, logs_skipped=False)
+    except ValueError:
+        return _dataset(config, processor, split)
+
+
+def _held_out_invalid(config: DataConfig, dataset: ConversationDataset, split: str, limit: int) -> list[dict[str, str]]:
+    """Returns the invalid items among the prompts that a training split holds out, whose images a run opens as well."""
+    if split != Split.train or config.validation or any(source.has_splits for source in dataset.sources):
+        return []
+    try:
+        held_out = _lenient_dataset(config, dataset.processor, Split.validation)
+    except ValueError:  # nothing is held out
+        return []
+    for _ in _examples(held_out, _conversations(held_out, Split.validation, limit)[0]):
+        pass
+    return [row for row in held_out.skipped_items() if row["kind"] == BadItem.kind]
+
+
+def _line_numbers(rows: list[dict[str, str]], sources: list[Source]) -> dict[str, dict[int, int]]:
+    """Returns source -> index of an item -> its line in the file."""
+    found = {}
+    for name in {row["source"] for row in rows}:
+        numbers = [row["index"].split()[0] for row in rows if row["source"] == name]
+        source = next((source for source in sources if Path(source.name) == Path(name)), None)
+        found[name] = source.line_numbers([int(number) for number in numbers if number.isdigit()]) if source else {}
+    return found
+
+
+def measure_own_answers(dataset: Data, target: Any, split: str, count: int) -> OwnShare:
+    """Returns the share of own answers in a sample of `count` examples, or in the first ones of a stream."""
+    conversations, number = _conversations(dataset, split, count)
+    found = _examples(dataset, progress_bar(conversations, "comparing with the target", number))
+    return measure_own(target, ((conversation.source, example) for conversation, example in found))
+
+
+def write_report(out: Path, title: str, statistics: Statistics, dataset: Data, split: str, num_shown: int) -> None:
     """Writes the HTML report `out` with `num_shown` examples of a split, and `statistics.as_json()` beside it."""
     conversations, _ = _conversations(dataset, split, num_shown, seed=1)
     shown = list(_examples(dataset, conversations)) if num_shown else []
-    title = f"{config.name} for {dataset.processor.family.model_type}"
     for path, text in (
         (out, render_html(title, statistics, shown, dataset.processor)),
         (out.with_suffix(".json"), json.dumps(statistics.as_json(), indent=2) + "\n"),
@@ -96,16 +151,10 @@ def regenerate_data(
     """Replaces a split's answers by the target's own, in an `out` without rows of other settings; see
     data_prep.tools.regenerate.
     """
-    dataset = _items(config, target.processor, split)
-    origin = {
-        "target": target.name,
-        "target_fingerprint": target.fingerprint,
-        "draft": _digest(find_draft(settings.draft)) if settings.draft else None,
-        "policy": settings.policy,
-        "dtype": str(target.dtype),
-    }
+    dataset = answerable_items(config, target.processor, split)
     drive = one_by_one(answerer(target, draft, settings, config.num_frames))
-    return regenerate(dataset, drive, out, _provenance(dataset, origin, settings), settings.seed, rank, world_size)
+    provenance = provenance_of(dataset, decoder_origin(target, settings), settings)
+    return regenerate(dataset, drive, out, provenance, settings.seed, rank, world_size)
 
 
 def regenerate_from_server(
@@ -123,35 +172,14 @@ def regenerate_from_server(
     finished = finished_provenance(out)
     with ServerAnswers(settings, key, target, policy) as servers:
         model = servers.check() if finished is None else finished.get("served_model")
-        dataset = _items(config, target.processor, split)
-        origin = {
-            "target": target.name,
-            "target_fingerprint": target.fingerprint,
-            "draft": None,
-            "served_model": model,
-        }
-        provenance = _provenance(dataset, origin, settings)
+        dataset = answerable_items(config, target.processor, split)
+        provenance = provenance_of(dataset, server_origin(target, model), settings)
         return regenerate(dataset, servers.drive, out, provenance, settings.seed, rank, world_size)
 
 
-def _items(config: DataConfig, processor: Processor, split: str) -> Data:
-    if any(source.streaming for source in config.sources.values()):
-        raise ValueError(
-            "data.sources: a stream has no fixed items to answer and resume; write a part of it first (action=convert "
-            "data.num_examples=N out=PART.jsonl), then answer that (action=regenerate data=messages data.path=PART.jsonl)"
-        )
-    return _dataset(config, processor, split)
-
-
-def _provenance(dataset: Data, origin: dict[str, Any], settings: RegenerateConfig) -> dict[str, Any]:
-    """Returns the origin of the rows: target, engine, data and decoding settings."""
-    data = {"data": dataset.fingerprint, "num_frames": dataset.config.num_frames}
-    return {**origin, **data, **settings.sampling()}
-
-
-def _dataset(config: DataConfig, processor: Processor, split: str) -> Data:
+def _dataset(config: DataConfig, processor: Processor, split: str, logs_skipped: bool = True) -> Data:
     """Builds a dataset that provides its conversations; cached examples do not."""
-    dataset: Data = build_dataset(replace(config, cache=Cache.rows), processor, split)
+    dataset: Data = build_dataset(replace(config, cache=Cache.rows), processor, split, logs_skipped)
     return dataset
 
 
@@ -164,9 +192,12 @@ def _conversations(dataset: Data, split: str, count: int, seed: int = 0) -> tupl
 
 
 def _examples(
-    dataset: Data, conversations: Iterator[Conversation], long: LongExamples | None = None
+    dataset: Data, conversations: Iterator[Conversation], long: LongExamples | None = None, is_strict: bool = False
 ) -> Iterator[tuple[Conversation, Example]]:
-    """Yields conversations with their examples; invalid ones are listed or raised, as set by `data.on_bad`. `long` counts."""
+    """Yields conversations with their examples; invalid ones are listed or raised, as set by `data.on_bad`. `long` counts.
+
+    With `is_strict`, a fault of the chat template, which all items share, is raised at once.
+    """
     config = dataset.config
     for conversation in conversations:
         try:
@@ -176,12 +207,6 @@ def _examples(
             limits = (config.max_length, config.on_long, config.num_frames)
             yield check_conversation(conversation), shorten_example(conversation, example, dataset.processor, *limits)
         except BadItem as error:
+            if is_strict and isinstance(error, BadTemplate):
+                raise
             dataset.skipped.add(error)
-
-
-def _digest(folder: Path) -> str:
-    """Returns name and weight hash of a draft folder."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return f"{folder.name}:{digest.hexdigest()[:16]}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from jinja2 import Environment, FileSystemLoader
 from data_prep.chat import Example, Fit
 from data_prep.conversation import Conversation, media_parts
 from data_prep.dataset.lengths import LongExamples
+from data_prep.own_answers import OwnShare
 from sage.inputs.media import open_image, open_video_part
 from sage.inputs.processing import Processor
-from sage.io.tables import text_table
+from sage.io.tables import counted, text_table
 
 MEASURES = {
     "tokens": "tokens per example",
@@ -34,6 +36,7 @@ MEASURES = {
 QUANTILES = {"min": 0.0, "5%": 0.05, "median": 0.5, "95%": 0.95, "max": 1.0}
 HEAD = ("", *QUANTILES, "mean")
 NO_FAMILY = "-"
+NOT_MEASURED = "own answers: not measured; the first steps of a run do, and own=64 with the weights of the target here"
 JSON_KEYS = ("min", "p05", "median", "p95", "max", "mean")
 THUMBNAIL_SIDE = 224  # pixels
 NUM_FRAMES = 4  # shown per video
@@ -49,6 +52,7 @@ class Statistics:
         sources, families: measured examples by source and by task family.
         values: one value per measured example, by measure (a key of `MEASURES`).
         skipped: invalid items by reason.
+        own: the share of tokens that are the target's own choice, if it was measured.
         long: the examples that exceed `data.max_length`, if they were counted.
     """
 
@@ -57,6 +61,7 @@ class Statistics:
     families: Counter[str] = field(default_factory=Counter)
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     skipped: Counter[str] = field(default_factory=Counter)
+    own: OwnShare | None = None
     long: LongExamples | None = None
 
     @property
@@ -69,6 +74,11 @@ class Statistics:
         if self.total is None:
             return f"a stream, its first {self.num_measured} examples measured"
         return f"{self.total} examples, {self.num_measured} measured"
+
+    @property
+    def own_line(self) -> str:
+        """The share of own answers, or how it is measured."""
+        return self.own.line() if self.own else NOT_MEASURED
 
     def add(self, conversation: Conversation, example: Example, processor: Processor) -> None:
         """Measures one example."""
@@ -105,6 +115,7 @@ class Statistics:
             "families": dict(self.families),
             "measures": {name: dict(zip(JSON_KEYS, self.summary(name), strict=True)) for name in MEASURES},
             "skipped": dict(self.skipped),
+            "own_answers": {"share": self.own.share, "tokens": self.own.num_tokens} if self.own else None,
             "long": {fit: self.long.counts[fit] for fit in Fit} if self.long else None,
         }
 
@@ -117,6 +128,7 @@ class Statistics:
         lines += [f"{sum(self.skipped.values())} invalid items skipped"]
         lines += [f"  {count} x {reason}" for reason, count in self.skipped.most_common()]
         lines += [self.long.line()] if self.long else []
+        lines += [self.own_line]
         return "\n".join(lines)
 
 
@@ -139,15 +151,24 @@ def format_number(value: float) -> str:
 def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversation, Example]], processor: Processor) -> str:
     """Returns the report as HTML (template: report.html), with the examples `shown`."""
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    pages.filters["without_folders"] = without_folders
+    varying = [name for name in MEASURES if len(set(statistics.values[name])) > 1]
+    same = [f"{label} {format_number(statistics.values[name][0])}" for name, label in MEASURES.items() if name not in varying]
     counts = {"Sources": statistics.sources, "Families": statistics.families, "Skipped, by reason": statistics.skipped}
     return pages.get_template("report.html").render(
         title=title,
         statistics=statistics,
         head=HEAD,
-        charts=[_histogram(label, statistics.values[name]) for name, label in MEASURES.items()],
-        counts={name: count for name, count in counts.items() if count},
+        constants=same,
+        charts=[_histogram(MEASURES[name], statistics.values[name]) for name in varying],
+        counts={name: count for name, count in counts.items() if set(count) - {NO_FAMILY}},
         examples=[_example(conversation, example, processor) for conversation, example in shown],
     )
+
+
+def without_folders(text: str) -> str:
+    """Returns a text with the folders of absolute paths left out: `/home/me/rows.json` -> `rows.json`."""
+    return re.sub(r"(?<![\w.~/])~?/(?:[^\s/'\"()]+/)+(?=[^\s/])", "", text)
 
 
 def _histogram(label: str, values: list[float]) -> dict[str, Any]:
@@ -159,7 +180,7 @@ def _histogram(label: str, values: list[float]) -> dict[str, Any]:
     counts, _ = np.histogram(values, bins=bins, range=edges)
     width, most = 320 / bins, max(1, int(counts.max()))
     bars = [(i * width + 0.5, 110 - 95 * n / most, width - 1, 95 * n / most) for i, n in enumerate(counts.tolist())]
-    return {"label": label, "bars": bars, "low": low, "high": high, "most": most}
+    return {"label": label, "bars": bars, "low": low, "high": high, "most": counted(most, "example")}
 
 
 def _example(conversation: Conversation, example: Example, processor: Processor) -> dict[str, Any]:
@@ -168,8 +189,8 @@ def _example(conversation: Conversation, example: Example, processor: Processor)
         "tokens": len(visual),
         "visual": int(visual.sum()),
         "supervised": int(example["loss_mask"].sum()),
-        "source": conversation.source,
-        "family": conversation.family or NO_FAMILY,
+        "source": without_folders(conversation.source),
+        **({"family": conversation.family} if conversation.family else {}),
     }
     tokens = _tokens(example, visual.tolist(), processor)
     return {"id": conversation.id, "facts": facts, "media": list(_media(conversation)), "tokens": list(tokens)}

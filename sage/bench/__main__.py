@@ -1,137 +1,41 @@
-"""Command line of the bench: compares policies; `costs` measures passes of random weights; `policies` lists the policies."""
+"""Command line of the bench: compares policies; `costs` measures passes of random weights; `policies` lists the policies.
+
+Imports torch after the command line is checked.
+"""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import torch
-from transformers.utils import logging as transformers_logging
-
-import sage
-from sage.bench import costs as cost
 from sage.bench import options
-from sage.bench.measurement import load_prompts, measure
-from sage.bench.report import all_policies, build_report, calibration, replays
-from sage.bench.report_table import format_table
-from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
-from sage.bench.settings import CostSettings, MeasurementSettings
-from sage.bench.shapes import Shape, layers_that_fit, shape_named
-from sage.commands.cli import find_models, load_options, resolve_device, run
-from sage.io.dtypes import torch_dtype
-from sage.io.files import read_json, write_json
-from sage.io.progress import progress_callback
-from sage.io.ranges import check_fields, from_attributes
-from sage.planning.base import Policy
-from sage.runtime.pass_modes import resolve_pass_mode
-
-CPU_LAYERS = 2  # one layer of a 7B target takes a CPU about a second per large tree
+from sage.commands.cli import run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; the first argument may be a subcommand, `costs` or `policies`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    transformers_logging.set_verbosity_error()  # assisted generation logs warnings about its own defaults
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    if arguments[:1] == ["costs"]:
-        _costs(options.costs_parser().parse_args(arguments[1:]))
-    elif arguments[:1] == ["policies"]:
-        options.print_policies(arguments[1:])
+    if arguments[:1] == ["policies"]:
+        from sage.bench import policies
+
+        policies.run(arguments[1:])
+        return
+    is_costs = arguments[:1] == ["costs"]
+    args = (options.costs_parser() if is_costs else options.compare_parser()).parse_args(arguments[is_costs:])
+    (options.check_costs if is_costs else options.check_compare)(args)
+    from sage.bench import commands
+
+    if is_costs:
+        commands.measure_costs(args)
     else:
-        _compare(options.compare_parser().parse_args(arguments), shlex.join(["python", "-m", "sage.bench", *arguments]))
+        commands.compare(args, shlex.join(["python", "-m", "sage.bench", *arguments]))
 
 
-def _compare(args: argparse.Namespace, command: str) -> None:
-    check_fields(from_attributes(MeasurementSettings, args))
-    own, sampling = options.variants(args.policies, args.policy), sage.Sampling.from_attributes(args)
-    placement = load_options(args)
-    path, folder = find_models(args)
-    target = sage.load_target(path, **placement)
-    draft = None if folder is None else sage.load_draft(folder, target)
-    runners = _runners(target, draft, own, args)
-    prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
-    num_answers = len(prompts) * args.repeats * len(runners)
-    target.passes = resolve_pass_mode(args.passes, target.device.type, num_answers, target.is_whole)
-    measurement = measure(runners, prompts, sampling, args.repeats, args.warmup, progress_callback("measuring"))
-    report = build_report(
-        measurement,
-        target,
-        str(folder or "none"),
-        [one.label for one in own],
-        kinds={one.label: one.policy for one in own},
-        options={one.label: one.options for one in own if one.options},
-        calibration=calibration(runners, measurement),
-        replay=replays(target, draft, prompts, sampling, _replayed(own)) if args.replay else {},
-        command=command,
-        **({"first_answer": True} if args.first_answer else {}),
-    )
-    print(format_table(report))
-    _write(report, args.out)
-
-
-def _costs(args: argparse.Namespace) -> None:
-    check_fields(from_attributes(CostSettings, args))
-    shape, report = shape_named(args.shape), None if args.project is None else _read_report(args.project)
-    grid = {name: options.counts(getattr(args, name)) for name in ("nodes", "widths", "contexts")}
-    if args.bandwidth is not None:
-        found = cost.roofline_costs(shape, torch_dtype(args.dtype), args.bandwidth, **grid)
-    else:
-        found = _measured_costs(args, shape, grid)
-    print(cost.format_costs(found))
-    if report is not None:
-        found["projection"] = cost.project(report, found)
-        print(f"\n{cost.format_projection(found['projection'], shape.name, report['target'])}")
-    _write(found, args.out)
-
-
-def _measured_costs(args: argparse.Namespace, shape: Shape, grid: dict[str, list[int]]) -> dict[str, Any]:
-    device, dtype, layers = resolve_device(args.device), torch_dtype(args.dtype), args.layers
-    if layers is None:
-        layers = layers_that_fit(shape, dtype, device)
-        layers = layers if device.type == "cuda" else min(layers, CPU_LAYERS)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        return cost.measure_shape_costs(shape, layers, dtype, device, repeats=args.repeats, **grid)
-
-
-def _runners(target: Any, draft: Any, own: Sequence[options.Variant], args: argparse.Namespace) -> list[Runner]:
-    """Returns the policies, then the baselines, always including autoregressive decoding."""
-    assistant = find_assistant(target, args.assistant, draft)
-    needing = [one.label for one in own if one.policy != AUTOREGRESSIVE] + ["--replay"] * args.replay
-    if needing and draft is None:
-        raise ValueError(f"--draft: missing; required by {', '.join(needing)}; give a draft folder")
-    wanted = dict.fromkeys([AUTOREGRESSIVE, *options.names(args.baselines), *([HF_ASSISTED] if args.assistant else [])])
-    runners: list[Runner] = [
-        PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options), is_first_answer=args.first_answer)
-        for one in own
-    ]
-    taken = [one.label for one in own]
-    return runners + [baseline_runner(target, name, assistant) for name in wanted if name not in taken]
-
-
-def _replayed(own: Sequence[options.Variant]) -> dict[str, Policy]:
-    """Returns new policies of the measured variants, and every other policy."""
-    policies = {one.label: sage.policy(one.policy, **one.options) for one in own}
-    return policies | all_policies({}, leave_out=[one.policy for one in own])
-
-
-def _read_report(file: str) -> dict[str, Any]:
-    try:
-        return read_json(Path(file))
-    except ValueError as error:
-        raise ValueError(f"--project {error}; give a report.json") from error
-
-
-def _write(report: dict[str, Any], out: str | None) -> None:
-    if out is not None:
-        write_json(Path(out), report)
-        print(f"written: {out}")
+def console() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(main))
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    console()

@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage.bench.random_targets import random_target
 from sage.bench.report import SCHEMA, machine, versions
 from sage.bench.report_table import HOST_PHASES, decode_shares
-from sage.bench.shapes import Shape, random_target
+from sage.bench.shapes import Shape
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.costs.tables import Curve
 from sage.drafts.draft import new_session
@@ -43,10 +44,6 @@ from sage.targets import Target
 from sage.targets.tree_passes import TreePasses
 
 logger = logging.getLogger(__name__)
-
-NODES = (1, 2, 4, 8, 16, 32, 64, 128)
-WIDTHS = (1, 2, 4, 8, 16, 32)
-CONTEXTS = (256, 1024, 4096)
 
 
 def measure_shape_costs(
@@ -201,9 +198,6 @@ def roofline_costs(
 
     `bandwidth_gb_s`: gigabytes (1e9) the device reads per second.
     """
-    head = shape.vocab_size * shape.hidden_size
-    target = shape.num_layers * shape.layer_parameters + head
-    draft = shape.layer_parameters + 2 * shape.hidden_size**2 + head  # a layer, fc of two inputs, the shared lm_head
     row = 2 * shape.num_kv_heads * shape.head_dim  # keys and values of a token in one layer
 
     def seconds(weights: int, tokens: int, layers: int) -> float:
@@ -211,11 +205,11 @@ def roofline_costs(
 
     tables = {
         "verify": [
-            {"nodes": n, "context": context, "seconds": seconds(target, context + n, shape.num_layers)}
+            {"nodes": n, "context": context, "seconds": seconds(shape.pass_parameters, context + n, shape.num_layers)}
             for context, n in product(contexts, nodes)
         ],
         "draft": [
-            {"width": width, "context": context, "seconds": seconds(draft, context + width, 1)}
+            {"width": width, "context": context, "seconds": seconds(shape.draft_parameters, context + width, 1)}
             for context, width in product(contexts, widths)
         ],
     }

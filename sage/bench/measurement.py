@@ -52,9 +52,25 @@ class BenchPrompt:
     seed: int | None = None
 
 
+class Interrupted(Exception):
+    """Ends a measurement early; raised by its `progress` after a signal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What an interrupted measurement was to contain."""
+
+    prompts: int
+    repeats: int
+
+
 @dataclass(kw_only=True)
 class Measurement:
-    """Results: `runs[runner][prompt][repeat]`, and in `failed` the reasons of excluded runners."""
+    """Results: `runs[runner][prompt][repeat]`, and in `failed` the reasons of excluded runners.
+
+    An interrupted measurement, whose `planned` is not None, contains the prompts that every runner completed; the first
+    ones may have one repeat more.
+    """
 
     prompts: list[BenchPrompt]
     sampling: Sampling
@@ -62,6 +78,7 @@ class Measurement:
     runs: dict[str, list[list[TimedRun]]]
     autoregressive: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    planned: Planned | None = None
 
 
 def measure(
@@ -71,6 +88,8 @@ def measure(
     repeats: int = 3,
     warmup: int = 1,
     progress: Callable[[int, int], None] | None = None,
+    observe: Callable[[Mapping[str, TimedRun]], None] | None = None,
+    ends: tuple[type[BaseException], ...] = (Interrupted,),
 ) -> Measurement:
     """Runs every runner `repeats` times on every prompt, interleaved. Raises ValueError for no prompt, a name used twice, no
     autoregressive runner, or a count out of range.
@@ -78,6 +97,8 @@ def measure(
     Args:
         warmup: untimed runs of each runner on the first prompt, of at most `WARMUP_TOKENS` tokens.
         progress: called with (done, total), counting prompts once per repeat.
+        observe: called before `progress` with the runs of the prompt, by runner.
+        ends: exceptions that end the measurement early if a prompt is complete; before that they are raised.
     """
     _check(runners, prompts, sampling, repeats, warmup)
     failed: dict[str, str] = {}
@@ -86,21 +107,33 @@ def measure(
         logger.debug("warming up %s", runner.name)
         _run(runner, prompts[0], short, failed)
     runs: dict[str, list[list[TimedRun]]] = {runner.name: [[] for _ in prompts] for runner in runners}
-    for repeat in range(repeats):
-        for index, prompt in enumerate(prompts):
-            done = repeat * len(prompts) + index
+    done, total = 0, repeats * len(prompts)
+    try:
+        while done < total:
+            index = done % len(prompts)
+            latest = {}
             for runner in rotated(runners, done):
-                if (run := _run(runner, prompt, sampling, failed)) is not None:
-                    runs[runner.name][index].append(run)
+                if (run := _run(runner, prompts[index], sampling, failed)) is not None:
+                    latest[runner.name] = run
+            for name, run in latest.items():
+                runs[name][index].append(run)
+            done += 1
+            if observe is not None:
+                observe(latest)
             if progress is not None:
-                progress(done + 1, repeats * len(prompts))
+                progress(done, total)
+    except ends:
+        if not done:
+            raise
+    measured = min(done, len(prompts))
     return Measurement(
-        prompts=list(prompts),
+        prompts=list(prompts[:measured]),
         sampling=sampling,
-        repeats=repeats,
-        runs={name: own for name, own in runs.items() if name not in failed},
+        repeats=-(-done // len(prompts)),
+        runs={name: own[:measured] for name, own in runs.items() if name not in failed},
         autoregressive=[runner.name for runner in runners if runner.is_autoregressive and runner.name not in failed],
         failed=failed,
+        planned=None if done == total else Planned(prompts=len(prompts), repeats=repeats),
     )
 
 

@@ -1,4 +1,4 @@
-"""Options of `python -m sage.bench`, the notation of a policy with its options, and the table of policies in the docs."""
+"""Options of `sage-bench`, their checks, and the notation of a policy with its options. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,34 +6,47 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-import sage
-from sage.bench import costs as cost
-from sage.bench.runners import BASELINES, HF_GENERATE, PROMPT_LOOKUP
-from sage.bench.settings import CostSettings, MeasurementSettings
-from sage.bench.shapes import shapes
-from sage.commands import cli
-from sage.io.tables import markdown_table
-from sage.planning.options import defaults
-from sage.trees import policy_class
+from sage.bench.settings import (
+    BASELINES,
+    CONTEXTS,
+    HF_ASSISTED,
+    HF_GENERATE,
+    NODES,
+    PROMPT_LOOKUP,
+    WIDTHS,
+    CostSettings,
+    MeasurementSettings,
+)
+from sage.bench.shapes import shape_named, shapes
+from sage.commands.cli import (
+    add_device_map_option,
+    add_device_option,
+    add_dtype_option,
+    add_model_options,
+    add_passes_option,
+    add_settings,
+    named_models,
+    new_parser,
+)
+from sage.decoding.settings import Sampling
+from sage.io.ranges import check_fields, from_attributes
+from sage.trees import AUTOREGRESSIVE, POLICIES, check_name, policy
 
 DEFAULT_POLICIES = "chain,static,sage,cost_aware"
 EXAMPLES = """\
 several configurations of one policy side by side, on the captions of a file of prompts:
   sage-data action=convert data=pocket split=validation data.num_examples=400 out=prompts.jsonl
-  python -m sage.bench --draft runs/demo_pocket_qwen2_5_vl \\
+  sage-bench --draft runs/demo_pocket_qwen2_5_vl \\
       --prompts prompts.jsonl --family caption --num-prompts 16 \\
       --policies chain,cost_aware --policy sage:max_width=2,min_width=1 --policy deep=sage:max_depth=12,max_width=2 \\
       --baselines hf_generate,hf_prompt_lookup --out bench.json
-  python -m train.report bench.json        # the same as a page with plots
+  sage-report bench.json        # the same as a page with plots
 
-costs of passes, measured with random weights: python -m sage.bench costs --help
-policies and their options: python -m sage.bench policies
+costs of passes, measured with random weights: sage-bench costs --help
+policies and their options: sage-bench policies
 """
-START, END = "<!-- policies: written by `make docs` -->", "<!-- end of policies -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +71,7 @@ def variant(spec: str) -> Variant:
             raise ValueError(f"--policy {spec}: {word!r} has no value; write POLICY:option=value,option=value")
         options[key] = _value(value)
     try:
-        sage.policy(name, **options)
+        policy(name, **options)
     except ValueError as error:
         raise ValueError(f"--policy {spec}: {error}") from error
     return Variant(label=label or spec, policy=name, options=options)
@@ -71,13 +84,56 @@ def variants(policies: str | None, specs: Sequence[str]) -> list[Variant]:
     if policies is None:
         policies = "" if specs else DEFAULT_POLICIES
     plain = names(policies)
-    if unknown := [name for name in plain if name not in sage.POLICIES]:
-        raise ValueError(f"--policies: {unknown[0]!r} is unknown; choose from {', '.join(sage.POLICIES)}")
+    if unknown := [name for name in plain if name not in POLICIES]:
+        raise ValueError(f"--policies: {unknown[0]!r} is unknown; choose from {', '.join(POLICIES)}")
     found = [Variant(label=name, policy=name) for name in plain] + [variant(spec) for spec in specs]
     labels = [one.label for one in found]
-    if twice := [label for label in labels if labels.count(label) > 1 or (label in BASELINES and label not in sage.POLICIES)]:
+    if twice := [label for label in labels if labels.count(label) > 1 or (label in BASELINES and label not in POLICIES)]:
         raise ValueError(f"--policy: {twice[0]!r} names two runners; write LABEL=POLICY:option=value with labels of your own")
     return found
+
+
+def check_compare(args: argparse.Namespace) -> None:
+    """Refuses mistakes in the options of the comparison before anything is loaded.
+
+    Raises:
+        ValueError: a number out of range, an unknown policy or baseline, or a missing draft or target.
+    """
+    check_fields(from_attributes(MeasurementSettings, args))
+    needing = [] if args.policies is None else names(args.policies)
+    for name in needing:
+        if name not in POLICIES:
+            raise ValueError(f"--policies: {name!r} is unknown; choose from {', '.join(POLICIES)}")
+    needing = [name for name in needing if name != AUTOREGRESSIVE]
+    for spec in args.policy:
+        name = spec.partition(":")[0].rpartition("=")[2]
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ValueError(f"--policy {spec}: {error}") from error
+        needing += [spec] if name != AUTOREGRESSIVE else []
+    if args.policies is None and not args.policy:
+        needing = DEFAULT_POLICIES.split(",")
+    baselines_of(args)
+    if args.replay:
+        needing.append("--replay")
+    if needing and args.draft is None:
+        raise ValueError(f"--draft: missing; required by {', '.join(needing)}; give a draft folder")
+    named_models(args)
+
+
+def baselines_of(args: argparse.Namespace) -> list[str]:
+    """Returns the baselines of `--baselines` and of `--assistant`; ValueError for an unknown one."""
+    found = names(args.baselines)
+    if unknown := [name for name in found if name not in BASELINES]:
+        raise ValueError(f"--baselines: {unknown[0]!r} is not a baseline; choose from {', '.join(BASELINES)}")
+    return [*found, *([HF_ASSISTED] if args.assistant else [])]
+
+
+def check_costs(args: argparse.Namespace) -> None:
+    """Refuses a number out of range, or an unknown shape."""
+    check_fields(from_attributes(CostSettings, args))
+    shape_named(args.shape)
 
 
 def _value(text: str) -> Any:
@@ -107,23 +163,23 @@ def counts(text: str) -> list[int]:
 def compare_parser() -> argparse.ArgumentParser:
     """Returns the parser of the comparison."""
     text = "Compares decoding policies and Hugging Face decoders, interleaved in one process."
-    parser = cli.new_parser("python -m sage.bench", description=text, epilog=EXAMPLES)
-    cli.add_model_options(parser)
+    parser = new_parser("sage-bench", description=text, epilog=EXAMPLES)
+    add_model_options(parser)
     _variant_options(parser)
     _prompt_options(parser)
-    cli.add_settings(parser, MeasurementSettings)
-    cli.add_settings(parser, sage.Sampling, "min_new_tokens")
-    cli.add_passes_option(parser)
-    cli.add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
-    cli.add_device_option(parser, "auto")
-    cli.add_device_map_option(parser)
+    add_settings(parser, MeasurementSettings)
+    add_settings(parser, Sampling, "min_new_tokens")
+    add_passes_option(parser)
+    add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
+    add_device_option(parser, "auto")
+    add_device_map_option(parser)
     parser.add_argument(
         "--first-answer",
         action="store_true",
         help="a new policy for every run, as in a new process; with cost_aware:fresh_costs=true, times include measuring costs",
     )
     parser.add_argument("--replay", action="store_true", help="also replay every policy on the same recorded drafts")
-    parser.add_argument("--out", metavar="FILE", help="write the report as JSON, for `python -m train.report FILE`")
+    parser.add_argument("--out", metavar="FILE", help="write the report as JSON, for `sage-report FILE`")
     return parser
 
 
@@ -132,14 +188,14 @@ def _variant_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--policies",
         metavar="A,B",
-        help=f"of {', '.join(sage.POLICIES)}; with default options; default: {DEFAULT_POLICIES}, or none with --policy",
+        help=f"of {', '.join(POLICIES)}; with default options; default: {DEFAULT_POLICIES}, or none with --policy",
     )
     group.add_argument(
         "--policy",
         action="append",
         default=[],
         metavar="[LABEL=]NAME:KEY=VALUE,..",
-        help="a policy with options, see `python -m sage.bench policies`; repeat to compare several configurations",
+        help="a policy with options, see `sage-bench policies`; repeat to compare several configurations",
     )
     group.add_argument(
         "--baselines",
@@ -167,54 +223,14 @@ def _prompt_options(parser: argparse.ArgumentParser) -> None:
 def costs_parser() -> argparse.ArgumentParser:
     """Returns the parser of `costs`."""
     text = "Measures verification c_t(nodes, context) and draft levels c_d(width, context) on random weights."
-    parser = cli.new_parser("python -m sage.bench costs", description=text)
+    parser = new_parser("sage-bench costs", description=text)
     parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(shapes())}")
-    parser.add_argument("--nodes", default=",".join(map(str, cost.NODES)), metavar="N,N")
-    parser.add_argument("--widths", default=",".join(map(str, cost.WIDTHS)), metavar="N,N")
-    parser.add_argument("--contexts", default=",".join(map(str, cost.CONTEXTS)), metavar="N,N")
-    cli.add_settings(parser, CostSettings)
-    cli.add_dtype_option(parser, "bf16", "dtype of the weights (default: %(default)s)")
-    cli.add_device_option(parser, "auto")
+    parser.add_argument("--nodes", default=",".join(map(str, NODES)), metavar="N,N")
+    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), metavar="N,N")
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), metavar="N,N")
+    add_settings(parser, CostSettings)
+    add_dtype_option(parser, "bf16", "dtype of the weights (default: %(default)s)")
+    add_device_option(parser, "auto")
     parser.add_argument("--project", metavar="FILE", help="a report.json whose host overhead is projected to this shape")
     parser.add_argument("--out", metavar="FILE", help="write the tables as JSON")
     return parser
-
-
-def print_policies(arguments: Sequence[str]) -> None:
-    """Prints the table, or writes it to a file between `START` and `END`."""
-    prog = "python -m sage.bench policies"
-    text = f"The table of policies in the documentation, generated from their classes: `{prog} --write FILE`."
-    parser = argparse.ArgumentParser(prog=prog, description=text)
-    parser.add_argument("--write", metavar="FILE", type=Path, help="replace the table in FILE")
-    file = parser.parse_args(arguments).write
-    if file is None:
-        print(policy_table())
-    else:
-        file.write_text(with_table(file.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def with_table(page: str) -> str:
-    """Returns the page with a current table between `START` and `END`; raises ValueError if one is missing."""
-    if START not in page or END not in page:
-        raise ValueError(f"--write: the file has no lines {START!r} and {END!r}; add them")
-    before, rest = page.split(START, 1)
-    return f"{before}{START}\n{policy_table()}\n{END}{rest.split(END, 1)[1]}"
-
-
-def policy_table() -> str:
-    """Returns a row per policy: name, first line of its docstring, options with defaults."""
-    rows = []
-    for name in sage.POLICIES:
-        kind = policy_class(name)
-        rule = (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
-        options = (f"`{option}` {_written(value)}" for option, value in defaults(kind).items())
-        rows.append([f"`{name}`", rule, ", ".join(options)])
-    return markdown_table(["policy", "rule", "options and defaults"], rows, "<")
-
-
-def _written(default: Any) -> str:
-    if isinstance(default, StrEnum):
-        return " or ".join([default, *(other for other in type(default) if other != default)])
-    if isinstance(default, Sequence):
-        return f"({len(default)} paths of child ranks)"
-    return f"{default:g}" if isinstance(default, float) else json.dumps(default)

@@ -57,6 +57,7 @@ def build_report(
         "prompts": len(measurement.prompts),
         **{key: getattr(measurement.sampling, key) for key in SAMPLING_KEYS},
         "repeats": measurement.repeats,
+        **_partial(measurement),
         **summarize(measurement, target, policies),
         "machine": machine(target.device),
         "versions": versions(),
@@ -64,6 +65,15 @@ def build_report(
     if taken := sorted(report.keys() & extra.keys()):
         raise ValueError(f"report: {', '.join(taken)} is set by the measurement; use another key")
     return report | extra
+
+
+def _partial(measurement: Measurement) -> dict[str, Any]:
+    """Returns the section `partial` of an interrupted measurement: prompts and repeats measured and planned."""
+    planned = measurement.planned
+    if planned is None:
+        return {}
+    measured = {"prompts": len(measurement.prompts), "repeats": measurement.repeats}
+    return {"partial": {**measured, "planned_prompts": planned.prompts, "planned_repeats": planned.repeats}}
 
 
 def display_name(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
-from sage.io.tables import RULE, text_table
+from sage.io.tables import RULE, counted, text_table
 
 WIDTH = 118
 HEADER = ("policy", "tokens/pass", "accepted", "tokens/s", "speedup", "95% interval", "end to end", "identical", "to HF")
@@ -102,15 +102,19 @@ def measured_with(report: Mapping[str, Any]) -> str:
     Every table of figures states them. Settings that a report does not contain are left out.
     """
     forms: tuple[tuple[str, Callable[[Any], str]], ...] = (
-        ("prompts", lambda count: _counted(count, "prompt")),
-        ("repeats", lambda count: f"{_counted(count, 'run')} each"),
+        ("partial", interruption),
+        ("prompts", lambda count: counted(count, "prompt")),
+        ("repeats", lambda count: f"{counted(count, 'run')} each"),
         ("dtype", lambda dtype: f"{dtype} on {report['device']}"),
         ("temperature", lambda temperature: f"temperature {temperature:g}"),
-        ("max_new_tokens", lambda count: f"at most {_counted(count, 'new token')}"),
+        ("max_new_tokens", lambda count: f"at most {counted(count, 'new token')}"),
         ("first_answer", lambda _: "a new policy for every run"),
     )
     return ", ".join(form(report[key]) for key, form in forms if key in report)
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def interruption(partial: Mapping[str, Any]) -> str:
+    """Returns `partial: interrupted after 5 of 16 prompts`, from the section `partial` of a report."""
+    text = f"partial: interrupted after {partial['prompts']} of {counted(partial['planned_prompts'], 'prompt')}"
+    repeats = f" in run {partial['repeats']} of {partial['planned_repeats']}"
+    return text + repeats * (partial["planned_repeats"] > 1)

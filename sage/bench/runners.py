@@ -23,18 +23,12 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteria, Stop
 
 import sage
 from sage.bench.report_table import TARGET_PREFILL_PHASES
+from sage.bench.settings import BASELINES, HF_ASSISTED, HF_COMPILED, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP
 from sage.decoding.settings import Sampling
 from sage.drafts.model import check_pair
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.runtime.timing import PHASES, now_s, prepared_s
 from sage.trees import AUTOREGRESSIVE
-
-HF_GENERATE = "hf_generate"
-HF_STATIC = "hf_static_cache"
-HF_COMPILED = "hf_compiled"
-PROMPT_LOOKUP = "hf_prompt_lookup"
-HF_ASSISTED = "hf_assisted"
-BASELINES = (AUTOREGRESSIVE, HF_GENERATE, HF_STATIC, HF_COMPILED, PROMPT_LOOKUP, HF_ASSISTED)
 
 PROMPT_LOOKUP_TOKENS = 10
 

@@ -1,4 +1,4 @@
-"""Settings of measurements, for the options of `python -m sage.bench` and the keys `decode.*`. Imports no torch."""
+"""Settings of measurements, for the options of `sage-bench` and the keys `decode.*`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from typing import Annotated
 
 from sage.decoding.settings import DraftedAnswerSettings
 from sage.io.ranges import NonNegativeInt, PositiveInt, Range
+from sage.trees import AUTOREGRESSIVE
 
+HF_GENERATE = "hf_generate"
+HF_STATIC = "hf_static_cache"
+HF_COMPILED = "hf_compiled"
+PROMPT_LOOKUP = "hf_prompt_lookup"
+HF_ASSISTED = "hf_assisted"
+BASELINES = (AUTOREGRESSIVE, HF_GENERATE, HF_STATIC, HF_COMPILED, PROMPT_LOOKUP, HF_ASSISTED)
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # the grid of measured costs: nodes per target pass, nodes per draft level, context
+WIDTHS = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (256, 1024, 4096)
 MeasuredTokens = Annotated[int, Range(ge=2, remedy="the prefill yields the first token, which is not decoded")]
 
 
@@ -29,7 +39,7 @@ class MeasurementSettings(DraftedAnswerSettings):
 
 @dataclass(kw_only=True)
 class CostSettings:
-    """Numbers of `python -m sage.bench costs`.
+    """Numbers of `sage-bench costs`.
 
     Attributes:
         layers: layers to build; without it, all that fit, at most 2 on a CPU.

@@ -1,4 +1,4 @@
-"""Shapes of published targets' text models, and random models of these shapes for cost measurements.
+"""Shapes of published targets' text models. Imports no torch.
 
 The sizes are those of `architecture` in conf/target. A mixture of experts has no shape: its cost depends on the tokens.
 """
@@ -7,21 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from transformers import AutoConfig
 
 from sage.io.files import config_dir
-from sage.targets import Target
-from sage.targets.families import FAMILIES
 
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1}
 VISION_OF = {"qwen2_5_vl": VISION, "qwen3_vl": VISION | {"deepstack_visual_indexes": []}}  # a tower of one small block
-USABLE_MEMORY = 0.7  # share of free memory; the rest is for activations, KV cache and other processes
 
 
 @dataclass(frozen=True)
@@ -44,6 +38,16 @@ class Shape:
         """Weights of one decoder layer, without biases and norms."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def pass_parameters(self) -> int:
+        """Weights that a pass reads: all layers and lm_head; of the embedding, it reads single rows only."""
+        return self.num_layers * self.layer_parameters + self.vocab_size * self.hidden_size
+
+    @property
+    def draft_parameters(self) -> int:
+        """Weights that a level of an EAGLE head of this shape reads: a layer, fc of two inputs, the shared lm_head."""
+        return self.layer_parameters + 2 * self.hidden_size**2 + self.vocab_size * self.hidden_size
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -81,59 +85,3 @@ def shape_named(name: str) -> Shape:
     if name not in shapes():
         raise ValueError(f"--shape {name!r} is unknown; choose one of {', '.join(shapes())}")
     return shapes()[name]
-
-
-def layers_that_fit(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
-    """Returns the layers that fit into free memory, beside embedding, lm_head and a draft layer; ValueError if none fits."""
-    free_bytes = USABLE_MEMORY * _free_bytes(device) - shape.vocabulary_parameters * dtype.itemsize
-    fit = int(free_bytes // (shape.layer_parameters * dtype.itemsize)) - 2  # the draft: a layer, and fc of about a layer
-    if fit < 1:
-        raise ValueError(
-            f"--shape {shape.name}: no layer fits into the free memory of {device}; choose a smaller shape or free memory"
-        )
-    return min(fit, shape.num_layers)
-
-
-def random_target(shape: Shape, num_layers: int, dtype: torch.dtype, device: torch.device, context: int) -> Target:
-    """Returns a target of this shape with `num_layers` text layers and random weights; a vision tower has one small block."""
-    text = _text_config(shape, num_layers, context)
-    if shape.model_type in VISION_OF:
-        vision = VISION_OF[shape.model_type] | {"out_hidden_size": shape.hidden_size}
-        config = AutoConfig.for_model(
-            shape.model_type, text_config=text, vision_config=vision, tie_word_embeddings=shape.is_tied
-        )
-    else:
-        config = AutoConfig.for_model(shape.model_type, **text)
-    with torch.device(device):
-        return Target(FAMILIES[shape.model_type].auto_class.from_config(config, dtype=dtype))
-
-
-def _text_config(shape: Shape, num_layers: int, context: int) -> dict[str, Any]:
-    half = shape.head_dim // 2
-    height = half * 3 // 8  # Qwen2.5-VL splits 64 frequencies into 16, 24, 24
-    section = {"mrope_section": [half - 2 * height, height, height]} if shape.model_type in VISION_OF else {}
-    return {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "sliding_window": None,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": context,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **section},
-        "tie_word_embeddings": shape.is_tied,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024 * int(line.split()[1])
-    raise ValueError("--layers: the free memory of this system is unknown; give the number of layers")

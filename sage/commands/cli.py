@@ -14,11 +14,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin
 
+from sage.commands.parsing import EXIT_USER, CommandParser, CompletionAction
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.io.docstrings import key_meanings
 from sage.io.dtypes import LONG_NAMES, SHORT_NAMES, torch_dtype
 from sage.io.manifest import refuse_corrupt_draft
 from sage.io.ranges import field_types, plain_type
+from sage.io.target_paths import find_target
 from sage.runtime.pass_modes import PassMode
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 EXIT_DONE = 0
 EXIT_CRASH = 1  # anything unforeseen, and an interrupt before anything was saved
-EXIT_USER = 2  # the user's mistake, reported in one line
 EXIT_STOPPED = 3  # stopped by a signal after saving
 
 
@@ -52,34 +53,51 @@ def pop_debug_flag() -> bool:
 
 
 def new_parser(program: str, **texts: Any) -> argparse.ArgumentParser:
-    """Returns a parser with `--version`, whose help keeps the line breaks of its texts, `description` and `epilog`."""
-    parser = argparse.ArgumentParser(prog=program, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
+    """Returns a parser with `--version`, whose help keeps the line breaks of its texts, `description` and `epilog`.
+
+    An installed command also has `--shell-completion`.
+    """
+    parser = CommandParser(prog=program, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
     parser.add_argument("--version", action="version", version=version_text(), help="print versions and exit")
+    if " " not in program:
+        text = 'print shell completion of bash (also for zsh) or fish: eval "$(%(prog)s --shell-completion install=bash)"'
+        parser.add_argument("--shell-completion", action=CompletionAction, metavar="install=SHELL", help=text)
     return parser
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--target` and `--draft`; `find_models` reads them."""
     default = "default: the one the draft was trained for"
-    parser.add_argument("--target", metavar="DIR_OR_ID", help=f"folder or hub id of the target; {default}")
+    parser.add_argument("--target", metavar="TARGET", help=f"folder, hub id or name of the target; {default}")
     parser.add_argument("--draft", metavar="RUN", help=f"{DRAFT_HELP}; not needed for the policy autoregressive")
+
+
+def named_models(args: argparse.Namespace) -> tuple[str | None, Path | None]:
+    """Returns the folder or hub id of `--target`, and the folder of `--draft`, None for those not given. Imports no torch.
+
+    Raises:
+        ValueError: one of them does not exist, or neither is given.
+    """
+    if args.draft is None and args.target is None:
+        raise ValueError("--target: missing; give a folder, hub id or name, or a --draft that names its target")
+    draft = None if args.draft is None else find_draft(args.draft, "--draft")
+    return None if args.target is None else find_target(args.target, "--target"), draft
 
 
 def find_models(args: argparse.Namespace) -> tuple[str, Path | None]:
     """Returns the target's folder or hub id, and the draft's folder, if given, with its checksums verified; loads neither.
 
-    Raises ValueError if the draft is missing or corrupt, or if no target is known.
+    Raises ValueError as `named_models` does, or if the draft is corrupt or names no target.
     """
-    if args.draft is None:
-        if args.target is None:
-            raise ValueError("--target: missing; give a folder or hub id, or a --draft that names its target")
-        return args.target, None
-    draft = find_draft(args.draft, "--draft")
+    target, draft = named_models(args)
+    if draft is None:
+        assert target is not None
+        return target, None
     refuse_corrupt_draft(draft)
     from sage.drafts.loading import kind_of_folder
 
     kind_of_folder(draft)
-    return args.target or target_of(draft, "--target"), draft
+    return target or find_target(target_of(draft, "--target"), "--target"), draft
 
 
 def add_dtype_option(parser: argparse._ActionsContainer, default: str | None, text: str) -> None:

@@ -1,4 +1,7 @@
-"""sage-generate: answers a prompt about images or videos with speculative decoding; text is printed as it is accepted."""
+"""sage-generate: answers a prompt about images or videos with speculative decoding; text is printed as it is accepted.
+
+Imports torch after the command line is checked.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ from typing import Any
 
 from sage.commands import cli
 from sage.decoding.settings import Sampling
-from sage.trees import FIRST_ANSWER_POLICY, POLICIES
+from sage.drafts.pruning import Pruning
+from sage.inputs.media import check_media
+from sage.trees import AUTOREGRESSIVE, FIRST_ANSWER_POLICY, POLICIES, check_name
 
+DESCRIPTION = "Answers a prompt about images or videos with speculative decoding; text is printed as it is accepted."
 GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = cli.new_parser("sage-generate", description=__doc__)
+    parser = cli.new_parser("sage-generate", description=DESCRIPTION)
     add = parser.add_argument
     cli.add_model_options(parser)
     add("--image", action="append", default=[], help="path or URL of an image; can be repeated")
@@ -41,7 +47,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="print attention kernels, bandwidth, time of a pass and synchronizations on this device instead of an answer",
     )
-    add("--explain", action="store_true", help="print the tree and the policy's decision of every round")
+    add(
+        "--explain",
+        action="store_true",
+        help="draw the tree of every round, mark (*) what was accepted, and print the policy's decision",
+    )
     add("--show-drafted", action="store_true", help="print accepted draft tokens in green")
     return parser.parse_args(argv)
 
@@ -51,9 +61,32 @@ def main() -> None:
 
     def run() -> None:
         args = parse_args()
+        check(args)
         (_check_device if args.check_device else _generate)(args)
 
     sys.exit(cli.run(run))
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses mistakes of the command line before anything is loaded; imports no torch.
+
+    Raises:
+        ValueError: an unknown policy, a number out of range, no prompt, or an image, video, draft or target that is missing.
+    """
+    check_name(args.policy)
+    Sampling.from_attributes(args)
+    Pruning(args.prune, args.prune_method, args.seed)
+    if not args.check_device:
+        _content(args)
+        for path in (path for path in args.image if not path.startswith(("http://", "https://"))):
+            check_media(path)
+        for path in args.video:
+            check_media(path, "video")
+        if args.policy != AUTOREGRESSIVE and not args.draft:
+            raise ValueError(
+                f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
+            )
+    cli.named_models(args)
 
 
 def _check_device(args: argparse.Namespace) -> None:
@@ -66,14 +99,11 @@ def _check_device(args: argparse.Namespace) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     import sage
+    from sage.commands.explain import explanation
     from sage.decoding.generation import pieces, start
 
     messages = [{"role": "user", "content": _content(args)}]
     policy, sampling = sage.policy(args.policy), Sampling.from_attributes(args)
-    if policy.num_candidates and not args.draft:
-        raise ValueError(
-            f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
-        )
     target, draft = _load(args)
     generation = start(
         target,
@@ -81,25 +111,27 @@ def _generate(args: argparse.Namespace) -> None:
         target.prepare(messages),
         policy=policy,
         sampling=sampling,
-        pruning=sage.Pruning(args.prune, args.prune_method, args.seed),
+        pruning=Pruning(args.prune, args.prune_method, args.seed),
     )
     is_green = args.show_drafted and cli.has_colors(sys.stdout)
+    rounds: list[Any] = []
+
+    def finish() -> None:
+        """Ends the line of the answer, complete or interrupted, and reports what was decoded."""
+        print(flush=True)
+        if args.explain:
+            for line in explanation(rounds, generation.stats, policy, target.processor.tokenizer):
+                _print_dim(line)
+        if generation.stats.new_tokens:
+            _report(generation.stats, is_green and cli.has_colors(sys.stderr))
+
     try:
-        for piece in pieces(generation):
+        for piece in pieces(generation, rounds.append if args.explain else None):
             print(f"{GREEN}{piece.text}{RESET}" if is_green and piece.is_drafted else piece.text, end="", flush=True)
     except KeyboardInterrupt:
-        _finish(args, policy, generation.stats)
+        finish()
         raise
-    _finish(args, policy, generation.stats)
-
-
-def _finish(args: argparse.Namespace, policy: Any, stats: Any) -> None:
-    """Ends the line of the answer, complete or interrupted, and reports what was decoded."""
-    print(flush=True)
-    if args.explain:
-        _explain(policy, stats)
-    if stats.new_tokens:
-        _report(stats, args.show_drafted and cli.has_colors(sys.stdout) and cli.has_colors(sys.stderr))
+    finish()
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -122,20 +154,15 @@ def _content(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [*media, {"type": "text", "text": args.prompt}]
 
 
-def _explain(policy: Any, stats: Any) -> None:
-    for number, entry in enumerate(stats.rounds_log, start=1):
-        tree = f"{entry['nodes']:2} nodes {entry['depth']:2} deep, {entry['accepted']} accepted"
-        line = f"round {number:3}: {tree}  {policy.explain(entry)}".rstrip()
-        print(f"{DIM}{line}{RESET}" if cli.has_colors(sys.stderr) else line, file=sys.stderr)
-
-
 def _report(stats: Any, show_drafted: bool) -> None:
-    legend = f"; {GREEN}green{RESET}{DIM} = drafted and accepted" if show_drafted else ""
-    rate = (stats.new_tokens - 1) / stats.decode_s if stats.decode_s else 0.0
-    line = (
-        f"{stats.new_tokens} tokens in {stats.target_passes} target passes "
-        f"({stats.tokens_per_target_pass:.2f} tokens per pass), {rate:.0f} tokens/s{legend}"
-    )
-    if not stats.target_passes:
-        line = f"1 token, from the prefill{legend}"
+    rest, passes = stats.new_tokens - 1, stats.target_passes
+    text = f"{stats.new_tokens} token{'s' if rest else ''}: 1 from the prefill"
+    if passes:
+        rate = rest / stats.decode_s if stats.decode_s else 0.0
+        noun = "passes" if passes > 1 else "pass"
+        text += f", {rest} from {passes} target {noun} ({rest / passes:.2f} per pass), {rate:.0f} tokens/s"
+    _print_dim(f"{text}; {GREEN}green{RESET}{DIM} = drafted and accepted" if show_drafted else text)
+
+
+def _print_dim(line: str) -> None:
     print(f"{DIM}{line}{RESET}" if cli.has_colors(sys.stderr) else line, file=sys.stderr)

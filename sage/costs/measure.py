@@ -58,6 +58,7 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
         draft=Curve(list(DRAFT_WIDTHS), levels, is_stepped=is_stepped),
         context=context,
         verify_per_token=growth_s / max(longer - context, 1),
+        has_key_buckets=is_stepped and not passes.is_split,
     )
 
 

@@ -5,7 +5,8 @@ verification a cost by number of nodes and context length.
 
 A pass whose numbers of nodes and keys are dynamic, eager or compiled, computes exactly its nodes, so its cost grows with every
 one of them and is interpolated between the measured counts. A captured pass computes the bucket that they are padded to
-(`sage.runtime.buckets`), so its cost is a step function: that of the bucket's edge.
+(`sage.runtime.buckets`), so its cost is a step function: that of the bucket's edge. The keys of a target pass that reads their
+number from the device are not padded.
 
 Shapes: N verified nodes (the root included), S context tokens.
 """
@@ -73,6 +74,7 @@ class Costs:
         context: S the verify curve was measured at.
         verify_per_token: additional seconds of a target pass per context token beyond `context`.
         overhead: seconds per round beyond passes and levels.
+        has_key_buckets: whether a target pass costs as much as the bucket of its keys.
     """
 
     verify: Curve
@@ -80,12 +82,13 @@ class Costs:
     context: int
     verify_per_token: float = 0.0
     overhead: float = 0.0
+    has_key_buckets: bool = False
 
     def verify_s(self, nodes: int, context: int) -> float:
         """Returns c_t(n, S), at least half of the value at `context`."""
         at_context = self.verify(nodes)
         longer = context - self.context
-        if self.verify.is_stepped:
+        if self.has_key_buckets:
             longer = key_bucket(context + nodes + 1) - key_bucket(self.context + nodes + 1)
         return max(at_context + self.verify.scale * self.verify_per_token * longer, at_context / 2)
 

@@ -5,7 +5,7 @@ Shapes: N tree nodes, U draft vocabulary, V vocabulary, T prompt tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession, check_probabilities
 from sage.planning.base import Policy
-from sage.planning.tree import RoundOutcome, Tree, TreeBuilder
+from sage.planning.tree import Columns, RoundOutcome, Tree, TreeBuilder
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens, cached_index, join_tokens
 from sage.runtime.timing import Clock
@@ -28,10 +28,17 @@ from sage.targets.tree_passes import TreePasses
 
 @dataclass
 class Round:
-    """Tokens emitted by one round, truncated at the answer's end; the draft had proposed the first `num_drafted` of them."""
+    """Tokens emitted by one round, truncated at the answer's end; the draft had proposed the first `num_drafted` of them.
+
+    Attributes:
+        tree: the verified tree, the root first; None for the prefill.
+        path: indices of the nodes that the target chose, the root first.
+    """
 
     tokens: list[int]
     num_drafted: int
+    tree: Columns | None = None
+    path: Sequence[int] = ()
 
 
 @dataclass
@@ -189,7 +196,7 @@ def commit(request: Request, tree: Tree, verdict: Verdict, features: Features) -
     figures = request.policy.observe(outcome)
     request.stats.add_round(tree.depth, len(tree) - 1, num_accepted, figures)
     request.clock.lap("policy")
-    return Round(emitted, num_accepted)
+    return Round(emitted, num_accepted, tree.columns, path)
 
 
 def _emit(request: Request, tokens: list[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -251,14 +251,19 @@ def stream(
         yield piece.text
 
 
-def pieces(generation: Generation) -> Iterator[Piece]:
+def pieces(generation: Generation, on_round: Callable[[Round], object] | None = None) -> Iterator[Piece]:
     """Yields the text of each round, split after its drafted tokens; holds back the bytes of an incomplete character. Raises
     ValueError for a target without a processor to decode with.
+
+    Args:
+        on_round: called with every round before its text is yielded.
     """
     if generation.target.processor is None:
         raise ValueError("stream: the target has no processor to decode text with; use generate and read its tokens")
     detokenizer = Detokenizer(generation.target.processor.tokenizer)
     for round_ in generation.rounds():
+        if on_round is not None:
+            on_round(round_)
         before = len(generation.tokens) - len(round_.tokens)
         for end, is_drafted in ((before + round_.num_drafted, True), (len(generation.tokens), False)):
             is_last = generation.request.stop.is_over and end == len(generation.tokens)

@@ -21,6 +21,7 @@ from sage.drafts.eagle import EagleConfig
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import MLP, Attention
 from sage.drafts.rope import Rope
+from sage.drafts.unroll import Chains
 from sage.targets import Features, Target
 
 
@@ -75,10 +76,15 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
 
     def forward(self, embeds: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
-        """[B, T, D] each -> [B, T, D]; mask and cache as in `DraftLayer.forward`."""
+        """[B, T, D] each -> [B, T, D]; [B, R, D] in the first step of chains with R roots.
+
+        Mask and cache are those of `DraftLayer.forward`.
+        """
         normed = self.hidden_norm(features)
         pair = torch.cat((self.input_layernorm(embeds), normed), -1)
-        hidden = (normed if self.norm_before_residual else features) + self.self_attn(pair, rope, mask, cache)
+        residual = normed if self.norm_before_residual else features
+        residual = cache.queries(residual) if isinstance(cache, Chains) else residual
+        hidden = residual + self.self_attn(pair, rope, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

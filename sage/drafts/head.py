@@ -21,7 +21,7 @@ from sage.drafts.compressor.operators import Conv, Resampler
 from sage.drafts.compressor.spans import HeadInput, PairMasks
 from sage.drafts.head_session import CommitPass, LevelPass
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
-from sage.drafts.unroll import Chains
+from sage.drafts.unroll import Chains, at_rows
 from sage.io.model_files import load_weights, read_config
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_function import PassFunction
@@ -194,7 +194,7 @@ class DraftHead(PreTrainedModel):
             rope: cos and sin of `position_ids`, if precomputed.
 
         Returns:
-            [B, T, D], the features of the next pairs and the input of `logits`.
+            [B, T, D], the features of the next pairs and the input of `logits`; in step 0 of chains with roots, [B, R, D].
         """
         return self.read(embeds_next, features, rope or self.rope(position_ids, embeds_next.dtype), tree_mask, cache)
 
@@ -213,7 +213,13 @@ class DraftHead(PreTrainedModel):
         return shortened
 
     def unroll(
-        self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, steps: int = 1, weight: Tensor | None = None
+        self,
+        embeds_next: Tensor,
+        features: Tensor,
+        position_ids: Tensor,
+        steps: int = 1,
+        weight: Tensor | None = None,
+        roots: Tensor | None = None,
     ) -> list[Tensor]:
         """Drafts `steps` tokens ahead of every position in parallel, each step from the output of the previous one.
 
@@ -222,17 +228,27 @@ class DraftHead(PreTrainedModel):
                 rows returned by `shorten` (then P = Q).
             steps: K.
             weight: [B, P], factors of the attention values (`HeadInput.weight`); None for 1.
+            roots: LongTensor [B, R], positions to draft from, different in each sequence; None for all.
 
         Returns:
             K tensors; number i is [B, P - i, D], and its row s belongs to pair s + i: the output of decoding if the target
-            has read up to pair s and the later tokens are drafted.
+            has read up to pair s and the later tokens are drafted. With `roots`, [B, R, D]: the rows of the roots, which are
+            undefined beyond pair P - 1.
 
         Ref: EAGLE-3, arXiv 2503.01840, section 3.2 (training-time test).
         """
-        chains, outputs = Chains(weight), []
-        for step in range(min(steps, embeds_next.shape[1])):
-            embeds = embeds_next[:, step:]
-            features = self(embeds, features[:, : embeds.shape[1]], position_ids[..., step:], cache=chains)
+        chains, outputs, last = Chains(weight, roots), [], embeds_next.shape[1] - 1
+        for step in range(min(steps, last + 1)):
+            if roots is None:
+                embeds, positions = embeds_next[:, step:], position_ids[..., step:]
+                features = features[:, : embeds.shape[1]]
+            elif step:
+                pairs = (roots + step).clamp(max=last)
+                embeds = at_rows(embeds_next, pairs, 1)
+                positions = position_ids.gather(-1, pairs.expand(*position_ids.shape[:-1], -1))
+            else:
+                embeds, positions = embeds_next, position_ids
+            features = self(embeds, features, positions, cache=chains)
             outputs.append(features)
         return outputs
 

@@ -67,12 +67,22 @@ class Attention(nn.Module):
         self.qkv = FusedLinear(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
+        """Returns [B, N, D]; fewer rows in the first of several steps with `Chains` of fewer roots."""
         batch, length, _ = hidden.shape
-        heads = self.qkv(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
-        rotated = rotate(heads[:, : -self.kv_heads], *rope)
-        query, key, value = rotated[:, : -self.kv_heads], rotated[:, -self.kv_heads :], heads[:, -self.kv_heads :]
+        if isinstance(cache, Chains) and cache.is_first and cache.roots is not None:
+            length = cache.roots.shape[1]
+            query = rotate(self._heads(self.q_proj(cache.queries(hidden))), *(cache.queries(part, 2) for part in rope))
+            key, value = rotate(self._heads(self.k_proj(hidden)), *rope), self._heads(self.v_proj(hidden))
+        else:
+            heads = self._heads(self.qkv(hidden))
+            rotated = rotate(heads[:, : -self.kv_heads], *rope)
+            query, key, value = rotated[:, : -self.kv_heads], rotated[:, -self.kv_heads :], heads[:, -self.kv_heads :]
         out = self._attend(query, key, value, mask, cache).reshape(batch, -1, length, self.head_dim).transpose(1, 2)
         return self.o_proj(out.reshape(batch, length, -1))
+
+    def _heads(self, states: Tensor) -> Tensor:
+        """[B, T, H * d] -> [B, H, T, d]."""
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
         """Returns [B, H, T, d] or, folded, [B, H / G, G * T, d]."""
@@ -113,14 +123,15 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
-        """[B, N, D] -> [B, N, D].
+        """[B, N, D] -> [B, N, D]; [B, R, D] in the first step of chains with R roots.
 
         Args:
             rope: cos and sin, each [B, 1, N, d].
             mask: additive, tiled for grouped queries [B or 1, 1, G * N, S]; None attends causally.
             cache: one-layer cache to read and extend, or the chains of an unrolled pass; None attends within `hidden`.
         """
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, mask, cache)
+        residual = cache.queries(hidden) if isinstance(cache, Chains) else hidden
+        hidden = residual + self.self_attn(self.input_layernorm(hidden), rope, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

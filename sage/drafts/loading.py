@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from torch import Tensor
 from sage.drafts.draft import Draft
 from sage.drafts.location import find_draft
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.drafts.registry import KINDS, DraftKind, draft_kind, head_kind
+from sage.drafts.registry import KINDS, DraftKind, draft_kind, head_kind, importer
 from sage.io.manifest import refuse_corrupt_draft
 from sage.io.model_files import read_config
 from sage.targets import Target, is_target_folder
+from sage.targets.widened import check_widening, is_widened
+
+logger = logging.getLogger(__name__)
 
 
 def new_draft(
@@ -48,14 +52,15 @@ def new_draft(
 
 
 def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> Draft:
-    """Loads a draft for a target: a trained head, or a smaller target of the same family.
+    """Loads a draft for a target: a trained head, an export of one, or a smaller target of the same family.
 
     Args:
         path: a run (its best draft), a draft of a run, or the folder of any draft; see `find_draft`.
         dtype: dtype of a smaller target; None = the target's, the only one for a head, which reads the target's features.
 
     Raises:
-        ValueError: no draft there, a corrupt one, a head in another dtype, or one for another target (names both).
+        ValueError: no draft there, a corrupt one, a head in another dtype, or one for another target (names both); a widened
+            target that does not compute the function of its source.
     """
     draft = open_draft(path, target, dtype or target.dtype)
     if draft.reads_features and draft.dtype != target.dtype:
@@ -70,23 +75,36 @@ def open_draft(path: str | Path, target: Target, dtype: torch.dtype) -> Draft:
     folder = find_draft(path)
     if not target.is_meta:
         refuse_corrupt_draft(folder)
+        if is_widened(Path(target.name)):
+            statement = check_widening(Path(target.name)).statement
+            logger.info("draft: %s: accepted for %s, which is %s", path, target.name, statement)
+    kind = kind_of_folder(folder)
+    if kind is None:
+        exported: Draft = importer().load_export(folder, target)
+        exported.network.to(dtype=dtype)
+        return exported
     with torch.device("meta") if target.is_meta else nullcontext():
-        draft: Draft = kind_of_folder(folder).draft_class().load(folder, target, dtype)
+        draft: Draft = kind.draft_class().load(folder, target, dtype)
     return draft
 
 
-def kind_of_folder(folder: Path) -> DraftKind:
-    """Returns the kind of the draft in a folder, `model` for that of a target; ValueError if there is none."""
+def kind_of_folder(folder: Path) -> DraftKind | None:
+    """Returns the kind of the draft in a folder, `model` for that of a target; None for an export or a third-party draft.
+
+    Raises:
+        ValueError: it is none of these.
+    """
     stored = read_config(folder)
     if is_target_folder(folder):
         return next(kind for kind in KINDS.values() if kind.is_target)
     kind = head_kind(stored.get("model_type"))
-    if kind is None or not stored.get("target"):
+    if kind is not None and stored.get("target"):
+        return kind
+    if not importer().is_export(folder):
         raise ValueError(
-            f"draft: {folder}: model_type {stored.get('model_type')!r} is not a draft of this package; sage-export --import "
-            "converts EAGLE-3 drafts"
+            f"draft: {folder}: model_type {stored.get('model_type')!r} is neither a draft of this package nor an EAGLE-3 draft"
         )
-    return kind
+    return None
 
 
 def check_draft(draft: Draft, target: Target, pruning: Pruning = KEEP_ALL) -> None:

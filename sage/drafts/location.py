@@ -13,6 +13,7 @@ from sage.io.files import read_json
 RUN_CONFIG = "config.yaml"  # makes a folder a run
 DRAFT, BEST_DRAFT = "draft", "draft_best"  # folders of a run: the latest draft, and the one with the best validation score
 DRAFT_CONFIG = "config.json"  # makes a folder a draft
+EXPORT_INFO = "sage_export.json"  # of an export: facts for which the engines' config.json has no field
 ALLOWED = f"give a run, RUN/{DRAFT}, RUN/{BEST_DRAFT} or the folder of a draft"
 DRAFT_HELP = f"a run (its best draft), RUN/{DRAFT}, RUN/{BEST_DRAFT} or the folder of a draft"
 
@@ -41,7 +42,7 @@ def find_draft(path: str | Path, key: str = "draft") -> Path:
 
 
 def target_of(draft: Path, options: str) -> str:
-    """Returns the folder or hub id of the target that a draft was trained for, from its config.json.
+    """Returns the folder or hub id of the target that a draft was trained for, from its config.json or its sage_export.json.
 
     Args:
         options: the settings that name a target instead, for the message.
@@ -51,6 +52,8 @@ def target_of(draft: Path, options: str) -> str:
     """
     try:
         found = read_json(draft / DRAFT_CONFIG).get("target_path")
+        if not found and (draft / EXPORT_INFO).is_file():
+            found = (read_json(draft / EXPORT_INFO).get("target") or {}).get("name")
     except ValueError as error:
         raise ValueError(f"draft: {error}; save or copy the draft again") from error
     if not found:

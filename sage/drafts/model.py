@@ -104,8 +104,14 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
     text.num_hidden_layers = num_layers
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[k] for k in picked]
+    vision = getattr(config, "vision_config", None)
+    attention = getattr(vision, "_attn_implementation", None)
+    if vision is not None:
+        vision._attn_implementation = "sdpa"  # transformers would look for a package named after `VARLEN`
     with torch.device(target.device):
         model = type(target.model)(config)
+    if vision is not None:
+        model.config.vision_config._attn_implementation = attention
     for parameter in model.parameters():  # not `model.to`: the rope frequencies are buffers, and stay in float32
         parameter.data = parameter.data.to(target.dtype)
     layers = next(name for name, module in target.model.named_modules() if module is target.text_model) + ".layers."

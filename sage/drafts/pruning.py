@@ -4,6 +4,8 @@ Ref: SpecVLM of Ji et al., arXiv 2508.16201, section 3.2 (two stages, attention-
 Differs by: the attention is recorded in the target's prefill instead of a second pass over the text; both are the same,
 because attention is causal.
 
+Imports torch when a prompt is pruned, so that a command line can check the settings.
+
 Shapes: T prompt tokens, P visual tokens.
 """
 
@@ -11,11 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from sage.targets import Features, Prompt
+    from sage.targets import Features, Prompt
 
 STAGE_ONE_MASS = 0.4
 
@@ -72,6 +75,8 @@ class Pruning:
         if self.method == PruneMethod.UNIFORM:
             return uniform_indices(count, budget)
         if self.method == PruneMethod.RANDOM:
+            import torch
+
             return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))[:budget]
         assert attention is not None, "the prefill was run without wants_attention"
         return two_stage_indices(attention, budget)
@@ -85,6 +90,8 @@ def two_stage_indices(score_P: Tensor, budget: int) -> Tensor:
 
     Ref: arXiv 2508.16201, section 3.2.
     """
+    import torch
+
     order = score_P.sort(descending=True)
     mass = order.values.cumsum(0) / order.values.sum()
     first = min(int((mass < STAGE_ONE_MASS).sum()) + 1, budget)
@@ -94,5 +101,7 @@ def two_stage_indices(score_P: Tensor, budget: int) -> Tensor:
 
 def uniform_indices(count: int, budget: int) -> Tensor:
     """Returns `budget` evenly spaced indices of `count`. For 5 of 10: 1 3 5 7 9."""
+    import torch
+
     steps = torch.arange(budget, dtype=torch.float64)
     return ((steps + 0.5) * count / max(budget, 1)).long()

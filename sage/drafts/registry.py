@@ -13,6 +13,7 @@ from typing import Any
 from sage.drafts.options import Eagle3Options, EagleOptions, ModelOptions
 
 MODEL_TYPE_PREFIX = "sage_"  # of `model_type` in the config.json of a draft head
+IMPORTER = "checkpoints.export.importer"  # module that reads drafts in the formats of engines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,11 @@ def draft_kind(name: str) -> DraftKind:
 def head_kind(model_type: Any) -> DraftKind | None:
     """The row of the draft head with this `model_type` in its config.json; None for anything else."""
     return next((kind for kind in KINDS.values() if kind.model_type == model_type and not kind.is_target), None)
+
+
+def importer() -> Any:
+    """Imports the reader of exports and third-party drafts, with `is_export(folder)` and `load_export(folder, target)`."""
+    return import_module(IMPORTER)
 
 
 def _resolve(path: str) -> Any:

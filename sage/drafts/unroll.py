@@ -10,7 +10,10 @@ So row s attends to the keys 0..s of step 0, causally, and to row s of each earl
 needed. The few keys of the chain enter the causal attention as one additional key of every row, whose score is their
 log-sum-exp.
 
-Shapes: B batch, H query heads, C key heads, G heads per key head, T rows, I keys of the chain, d head size.
+Training needs only the rows whose chains reach a supervised pair. With `roots` = [1 3], rows 1 and 3 of every step are
+computed; step 0 still provides the keys of all pairs, and a mask replaces the causal order of the queries.
+
+Shapes: B batch, P pairs, R roots, H query heads, C key heads, G heads per key head, T rows, I keys of the chain, d head size.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sage.runtime.attention import causal_attention
+from sage.runtime.attention import causal_attention, tile_mask
 
 EXTRA = 8  # additional columns: two are used, and fused kernels need a multiple of eight
 
@@ -28,22 +31,33 @@ class Chains:
 
     Args:
         weight: [B, P], factor of each value of step 0, the same for all heads; None for 1.
+        roots: LongTensor [B, R], the rows to compute, different in each sequence; None for all.
 
     Attributes:
         true: keys and values [B, C, P, d] of step 0.
-        own: keys and values of each later step, [B, C, P - i, d].
+        own: keys and values of each later step, [B, C, P - i, d], or [B, C, R, d] with roots.
     """
 
-    def __init__(self, weight: Tensor | None = None) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor | None = None, roots: Tensor | None = None) -> None:
+        self.weight, self.roots = weight, roots
         self.true: tuple[Tensor, Tensor] | None = None
         self.own: list[tuple[Tensor, Tensor]] = []
+        self._mask: Tensor | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether step 0 is still to be computed."""
+        return self.true is None
+
+    def queries(self, states: Tensor, dim: int = 1) -> Tensor:
+        """Returns the rows to compute of states with an entry per key in dimension `dim`: those of the roots in step 0."""
+        return at_rows(states, self.roots, dim) if self.is_first and self.roots is not None else states
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Computes the attention of the next step.
 
         Args:
-            query: [B, H, T, d], rope applied; key, value: [B, C, T, d].
+            query: [B, H, T, d], rope applied; key, value: [B, C, T, d], or [B, C, P, d] in step 0.
 
         Returns:
             [B, H, T, d].
@@ -51,23 +65,55 @@ class Chains:
         if self.true is None:
             value = value if self.weight is None else value * self.weight[:, None, :, None]
             self.true = (key, value)
-            return causal_attention(query, key, value)
+            if self.roots is None:
+                return causal_attention(query, key, value)
+            self._mask = _mask_of_roots(self.roots, query, key)
+            return _masked_attention(query, key, value, self._mask[..., : key.shape[2]])
         self.own.append((key, value))
         rows = query.shape[2]
-        true_key, true_value = (states[:, :, :rows] for states in self.true)
         keys, values = (torch.stack([states[:, :, :rows] for states in step], 3) for step in zip(*self.own, strict=True))
+        if self._mask is not None:
+            return attend_with_chain(query, *self.true, keys, values, self._mask)
+        true_key, true_value = (states[:, :, :rows] for states in self.true)
         return attend_with_chain(query, true_key, true_value, keys, values)
 
 
-def attend_with_chain(query: Tensor, key: Tensor, value: Tensor, chain_key: Tensor, chain_value: Tensor) -> Tensor:
+def at_rows(states: Tensor, rows: Tensor, dim: int) -> Tensor:
+    """Returns the entries `rows` [B, R] of dimension `dim` >= 1; `states` [B, ..] or, for all sequences, [1, ..]."""
+    shape = [1] * states.dim()
+    shape[0], shape[dim] = rows.shape
+    sizes = list(states.shape)
+    sizes[0], sizes[dim] = rows.shape
+    return states.expand(len(rows), *states.shape[1:]).gather(dim, rows.view(shape).expand(sizes))
+
+
+def _mask_of_roots(roots: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Returns the additive mask [B, 1, G * R, P + 1] of the roots over the keys of step 0, and over the key of their chains."""
+    keys = torch.arange(key.shape[2] + 1, device=roots.device)
+    is_visible = (keys <= roots[..., None]) | (keys == key.shape[2])
+    return tile_mask(is_visible, query.shape[1] // key.shape[1], query.dtype)
+
+
+def _masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """Attention of [B, H, R, d] to [B, C, S, d] under a mask [B, 1, G * R, S], with grouped heads folded into the rows."""
+    folded = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(*query.shape[:-1], -1)
+
+
+def attend_with_chain(
+    query: Tensor, key: Tensor, value: Tensor, chain_key: Tensor, chain_value: Tensor, mask: Tensor | None = None
+) -> Tensor:
     """Softmax attention of each row over the keys up to it and over its own chain.
 
-    One fused causal attention plus the chain's I keys per row, so that no [T, T] weights are stored. A key in front represents
-    the chain: it is orthogonal to all others, its score in row s is l = log sum_i exp(q_s k_si), and its value is 1 in a
-    separate column, where the fused attention leaves the chain's share exp(l) / (exp(l) + sum of the causal exponentials).
+    One fused attention plus the chain's I keys per row, so that no [T, T] weights are stored. One more key, in front for causal
+    attention and at the end under a mask, represents the chain: it is orthogonal to all others, its score in row s is
+    l = log sum_i exp(q_s k_si), and its value is 1 in a separate column, where the fused attention leaves the chain's share
+    exp(l) / (exp(l) + sum of the other exponentials).
 
     Args:
         query: [B, H, T, d]; key, value: [B, C, T, d]; chain_key, chain_value: [B, C, T, I, d].
+        mask: additive [B, 1, G * T, P + 1] over `key` and `value` [B, C, P, d] and the key of the chain; None attends causally.
 
     Returns:
         [B, H, T, d].
@@ -80,18 +126,18 @@ def attend_with_chain(query: Tensor, key: Tensor, value: Tensor, chain_key: Tens
     level = (scores.logsumexp(-1) / scale).flatten(1, 2)[..., None]
     high = level.to(query.dtype)
     low = (level - high.to(wide)).to(query.dtype)  # two numbers, so that bf16 holds the score to four digits
-    out = causal_attention(
-        nn.functional.pad(torch.cat((query, high, low), -1), (0, EXTRA - 2, 1, 0)),
-        _with_first_row(key, num_ones=2),
-        _with_first_row(value, num_ones=1),
-        scale,
-    )[:, :, 1:]
+    longer = nn.functional.pad(torch.cat((query, high, low), -1), (0, EXTRA - 2))
+    if mask is None:
+        longer = nn.functional.pad(longer, (0, 0, 1, 0))
+        out = causal_attention(longer, _with_row(key, 2, in_front=True), _with_row(value, 1, in_front=True), scale)[:, :, 1:]
+    else:
+        out = _masked_attention(longer, _with_row(key, 2), _with_row(value, 1), mask, scale)
     return out[..., :size] + out[..., size : size + 1] * own
 
 
-def _with_first_row(states: Tensor, num_ones: int) -> Tensor:
-    """[B, C, T, d] -> [B, C, 1 + T, d + EXTRA]; the added first row is zero except for `num_ones` ones after column d."""
+def _with_row(states: Tensor, num_ones: int, in_front: bool = False) -> Tensor:
+    """[B, C, T, d] -> [B, C, T + 1, d + EXTRA]; the added row is zero except for `num_ones` ones after column d."""
     size = states.shape[-1]
-    longer = nn.functional.pad(states, (0, EXTRA, 1, 0))
-    longer[:, :, 0, size : size + num_ones] = 1
+    longer = nn.functional.pad(states, (0, EXTRA, 1, 0) if in_front else (0, EXTRA, 0, 1))
+    longer[:, :, 0 if in_front else -1, size : size + num_ones] = 1
     return longer

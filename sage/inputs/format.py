@@ -8,21 +8,14 @@ Shapes: T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from sage.inputs.video import Size, VideoSize
+
 Inputs = dict[str, Any]
-Size = tuple[int, int]  # width and height in pixels
-
-
-class VideoSize(NamedTuple):
-    """Number of the sampled frames of a video, and their width and height in pixels."""
-
-    frames: int
-    width: int
-    height: int
 
 
 class InputFormat:

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
-from transformers.image_utils import load_image
 
-from sage.inputs.format import Size, VideoSize
 from sage.inputs.video import (
     DECODING_ERRORS,
     MAX_PIXELS,
     TOO_MANY_PIXELS,
     Segment,
+    Size,
     Video,
+    VideoSize,
     measure_video,
     no_size_warning,
     read_video,
@@ -95,10 +95,10 @@ def _upright_size(image: Image.Image) -> Size:
     return (height, width) if is_turned else (width, height)
 
 
-def check_image(source: Any) -> None:
-    """Raises ValueError if the file of an image is missing; reads nothing."""
+def check_media(source: Any, kind: str = "image") -> None:
+    """Raises ValueError if the file of an image or of a video is missing or empty; reads nothing."""
     if isinstance(source, (str, Path)) and not str(source).startswith("data:"):
-        _check_path(source, f"image {_name(source)}: ")
+        _check_path(source, f"{kind} {_name(source)}: ")
 
 
 def source_of(part: dict[str, Any], kind: str) -> Any:
@@ -181,6 +181,8 @@ def frame_files(folder: Path) -> list[Path]:
 
 
 def _download(url: str) -> Image.Image:
+    from transformers.image_utils import load_image  # imports torch
+
     try:
         return load_image(url)
     except (UnidentifiedImageError, Image.DecompressionBombError):
@@ -208,6 +210,8 @@ def _check_path(source: Any, prefix: str = "") -> None:
         raise ValueError(f"{prefix}an empty path; name a file")
     if not os.path.exists(source):  # unlike Path.exists, False for an invalid file name
         raise ValueError(f"{prefix}no such file")
+    if os.path.isfile(source) and os.path.getsize(source) == 0:
+        raise ValueError(f"{prefix}an empty file; copy it again")
 
 
 def _check_size(size: tuple[int, int]) -> None:

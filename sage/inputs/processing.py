@@ -28,8 +28,9 @@ from transformers import AutoTokenizer, BatchFeature
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import cached_file
 
-from sage.inputs.format import InputFormat, Inputs, Size, VideoSize
+from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.media import DEFAULT_FPS, open_image, open_video_part, source_of
+from sage.inputs.video import Size, VideoSize
 
 TEMPLATE_FILE = "chat_template.json"
 BLANK = "\u2581"  # of SentencePiece
@@ -237,7 +238,8 @@ class Processor:
         return re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)))
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}  # no warning of a long prompt
+        ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
         return ids
 
     @cached_property

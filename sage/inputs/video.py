@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from PIL import Image, ImageSequence
 
-from sage.inputs.format import VideoSize
-
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".gif")
 READER = "av"
 TIME_KEYS = ("fps", "start", "end")  # of a message part: frames per second, and the segment in seconds
@@ -29,6 +27,15 @@ MAX_PIXELS = 100_000_000  # of an image or a frame
 TOO_MANY_PIXELS = f"too many pixels, allowed: at most {MAX_PIXELS}"
 
 Segment = tuple[float, float] | None  # seconds
+Size = tuple[int, int]  # width and height in pixels
+
+
+class VideoSize(NamedTuple):
+    """Number of the sampled frames of a video, and their width and height in pixels."""
+
+    frames: int
+    width: int
+    height: int
 
 
 class Video(NamedTuple):

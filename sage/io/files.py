@@ -7,7 +7,6 @@ flushed to disk and renamed. Importing this module imports the standard library 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PACKAGES_DIR = Path(__file__).resolve().parents[2]  # contains `sage` and the packages beside it
+
 
 def user_cache_dir() -> Path:
     """Returns `sage-draft` in $XDG_CACHE_HOME (~/.cache)."""
@@ -25,17 +26,15 @@ def user_cache_dir() -> Path:
 
 def config_dir() -> Path:
     """Returns the folder of the YAML files: `train/_conf` of an installed package, `conf/` of a checkout."""
-    spec = importlib.util.find_spec("train._conf")
-    if spec is not None and spec.submodule_search_locations:
-        return Path(list(spec.submodule_search_locations)[0])
-    return Path(__file__).resolve().parents[2] / "conf"
+    installed = PACKAGES_DIR / "train" / "_conf"
+    return installed if installed.is_dir() else PACKAGES_DIR / "conf"
 
 
 def package_dir(name: str) -> str:
-    """Returns the folder of an installed package, found without importing it."""
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.submodule_search_locations, name
-    return str(Path(list(spec.submodule_search_locations)[0]).resolve())
+    """Returns the folder of a package of this project, without importing it."""
+    folder = PACKAGES_DIR / name
+    assert folder.is_dir(), name
+    return str(folder)
 
 
 def json_digest(value: Any) -> str:

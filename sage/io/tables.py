@@ -55,5 +55,10 @@ def text_table(
     return "\n".join(" " * indent + text for text in body)
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns `1 run` or `2 runs`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _sides(align: str, count: int) -> str:
     return align[:count].ljust(count, align[-1])

@@ -19,6 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from sage.runtime.prefix_attention import PassKeys, attend_in_parts
+
 NAME = "sage_tree"
 VARLEN = "sage_flash_varlen"  # transformers packs windows for implementations named flash
 HALF = (torch.float16, torch.bfloat16)
@@ -35,11 +37,12 @@ def tree_attention(
     dropout: float = 0.0,
     is_masked: bool | None = None,
     attention_recorder: AttentionRecorder | None = None,
+    pass_keys: PassKeys | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention for the AttentionInterface of transformers.
 
-    The text model forwards `is_masked` and `attention_recorder` from its own keyword arguments.
+    The text model forwards `is_masked`, `attention_recorder` and `pass_keys` from its own keyword arguments.
 
     Args:
         query: [B, H, N, d].
@@ -47,6 +50,7 @@ def tree_attention(
         attention_mask: additive float [1 or B, 1, G * N, S] from `tile_mask`; None attends as `causal_attention`.
         is_masked: whether the pass has a mask, which some text models drop.
         attention_recorder: records this layer.
+        pass_keys: of a pass that attends to its keys in two parts, in place of a mask; B = 1, and keys and values are buffers.
 
     Returns:
         [B, N, H, d] and None for the weights.
@@ -54,7 +58,11 @@ def tree_attention(
     Raises:
         RuntimeError: the text model has lost the mask, or needs attention that is not implemented here.
     """
-    _check_arguments(attention_mask, is_masked, kwargs)
+    _check_arguments(attention_mask, is_masked, pass_keys, kwargs)
+    if pass_keys is not None:
+        parts = pass_keys.full if kwargs.get("sliding_window") is None else pass_keys.sliding
+        assert parts is not None, "a kind of layer that the configuration of the text model does not name"
+        return attend_in_parts(query, key, value, parts, scaling or query.shape[-1] ** -0.5).transpose(1, 2), None
     batch, heads, length, size = query.shape
     kv_heads = key.shape[1]
     if attention_recorder is not None:
@@ -71,7 +79,9 @@ def tree_attention(
 AttentionInterface.register(NAME, tree_attention)
 
 
-def _check_arguments(attention_mask: Tensor | None, is_masked: bool | None, more: dict[str, Any]) -> None:
+def _check_arguments(
+    attention_mask: Tensor | None, is_masked: bool | None, pass_keys: PassKeys | None, more: dict[str, Any]
+) -> None:
     if is_masked is None:
         raise RuntimeError("tree attention: the text model does not forward its keyword arguments to the attention function")
     if is_masked and attention_mask is None:
@@ -82,7 +92,7 @@ def _check_arguments(attention_mask: Tensor | None, is_masked: bool | None, more
     for name in ("softcap", "s_aux"):
         if more.get(name) is not None:
             raise RuntimeError(f"tree attention: {name} is not implemented")
-    if more.get("sliding_window") is not None and attention_mask is None:
+    if more.get("sliding_window") is not None and attention_mask is None and pass_keys is None:
         raise RuntimeError("tree attention: a sliding window needs a mask (see `Family.prefill_mask` and `Family.tree_mask`)")
 
 

@@ -19,7 +19,8 @@ from sage.runtime.buckets import key_bucket
 from sage.runtime.cache import TreeCache
 from sage.runtime.executors import Executor, Run
 from sage.runtime.package_folder import warn_once
-from sage.runtime.pass_function import KEYS, Argument, Dim, Padding, PassFunction, Result, flat
+from sage.runtime.pass_function import CAPACITY, KEYS, Argument, Dim, Padding, PassFunction, Result, flat
+from sage.runtime.prefix_trial import has_kernels
 from sage.runtime.timing import preparation, synchronize
 
 Outputs = Sequence[Tensor]
@@ -121,6 +122,9 @@ class Captured(Executor):
         run.drop_except(set().union(*(pool.addresses() for pool in self._pools.values())))
         return run
 
+    def splits_keys(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        return has_kernels(device, dtype, head_dim)
+
     def capacity(self, num_tokens: int) -> int:
         return key_bucket(num_tokens + 1)  # and one row that padding writes
 
@@ -212,7 +216,7 @@ class StaticCall:
 
     def _pad(self, argument: Argument, static: Tensor) -> Tensor:
         if argument.padding is Padding.spare_row:
-            return static.fill_(self._sizes[KEYS] - 1)
+            return static.fill_(self._sizes[KEYS if KEYS in self._sizes else CAPACITY] - 1)
         return static.fill_(masked_value(argument.dtype)) if argument.padding is Padding.masked else static
 
     def _read(self, result: Result, static: Tensor, sizes: dict[Dim, int]) -> Tensor:

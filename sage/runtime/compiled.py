@@ -24,6 +24,8 @@ from sage.io.files import atomic_path, json_digest
 from sage.io.machine import environment
 from sage.io.model_files import in_one_line
 from sage.runtime.executors import Executor, Run
+from sage.runtime.joint_linear import C_FUNCTION, JOINT_LINEAR
+from sage.runtime.linear_layers import choose, kernel_facts
 from sage.runtime.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, warn_once, writable_path
 from sage.runtime.pass_function import PassFunction, Value, flat
 from sage.runtime.timing import preparation
@@ -31,6 +33,7 @@ from sage.runtime.timing import preparation
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,  # otherwise weights of up to 8 elements become part of the code
+    "aot_inductor.custom_ops_to_c_shims": {JOINT_LINEAR: [C_FUNCTION]},
     "realize_reads_threshold": 1,  # otherwise every layer computes cos and sin again, for every head, if they read little
 }
 SPARE_ROWS = 1  # a compiled pass assumes more cache rows than keys
@@ -146,13 +149,14 @@ def _known_or_new(module: nn.Module, example: Example, label: str, depends_on: A
     with torch.inference_mode(False):  # an inference tensor cannot be traced
         args, dims = example()
     device = args[0].device
-    facts = [type(module).__name__, label, depends_on, str(next(module.parameters()).dtype)]
+    kernel = kernel_facts(module)
+    facts = [type(module).__name__, label, depends_on, str(next(module.parameters()).dtype), kernel]
     path = passes_folder() / f"{json_digest(facts)}{PACKAGE_SUFFIX}"
     if known := _loaded(path, module, device):
         return known
     path = writable_path(path)
     with only_process(path, label):
-        return _loaded(path, module, device) or _newly_compiled(path, module, args, dims, label)
+        return _loaded(path, module, device) or _newly_compiled(path, module, args, dims, label, kernel is not None)
 
 
 def _reason(error: Exception) -> str:
@@ -171,19 +175,27 @@ def _loaded(path: Path, module: nn.Module, device: torch.device) -> Package | No
     return package
 
 
-def _newly_compiled(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], label: str) -> Package:
-    """Compiles to a file and loads it; deletes packages that are no longer used."""
+def _newly_compiled(
+    path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], label: str, has_choice: bool
+) -> Package:
+    """Compiles to a file and loads it; deletes packages that are no longer used.
+
+    Args:
+        has_choice: whether linear layers run with the faster of two kernels; False for torch's.
+    """
     print(f"passes: compiling {label}, once; kept in {path.parent}", file=sys.stderr)
-    _compile_to(path, module, args, dims)
+    _compile_to(path, module, args, dims, has_choice)
     prune(path.parent)
     return Package(path, module, args[0].device)
 
 
-def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...]) -> None:
+def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], has_choice: bool) -> None:
     with atomic_path(path) as temporary, warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.no_grad():
         program = torch.export.export(
             module, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
+        if has_choice:
+            print(f"passes: {choose(program)}", file=sys.stderr)
         package = BytesIO()  # torch ends the process where it cannot write a file
         torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=OPTIONS)
         temporary.write_bytes(package.getvalue())

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from sage.runtime.cache import TreeCache
@@ -26,6 +27,10 @@ class Executor(ABC):
     @abstractmethod
     def bind(self, function: PassFunction) -> Run:
         """Returns what runs `function`. Call it for every request: weights may have moved since the last one."""
+
+    def splits_keys(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether a target's pass attends to its keys in two parts (see `sage.runtime.prefix_attention`)."""
+        return False
 
     def capacity(self, num_tokens: int) -> int:
         """Returns the capacity of a cache that is to hold `num_tokens` tokens."""

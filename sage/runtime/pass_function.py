@@ -47,6 +47,7 @@ class Dim:
 
 NODES = Dim("nodes", 5, MAX_NODES, node_bucket, has_variant=True)
 VISIBLE = Dim("visible", 7, MAX_NODES, lambda count: max(node_bucket(count), 2), has_variant=True)  # a graph masks its padding
+SEEN = Dim("seen", 7, MAX_NODES, node_bucket, has_variant=True)  # a single node sees itself: nothing to mask
 TOKENS = Dim("tokens", 5, MAX_NODES, node_bucket, has_variant=True, is_padded_in_front=True)
 PARENTS = Dim("parents", 3, MAX_NODES, lambda count: max(node_bucket(count), MIN_PARENTS), minimum=1)
 KEYS = Dim("keys", 24, MAX_KEYS, lambda count: key_bucket(count + 1))  # and one row that padding writes

@@ -1,7 +1,8 @@
 """Attention of the vision tower: names and availability. Does not import torch.
 
-Qwen2.5-VL attends within windows of 64 patches in most layers. With `sdpa`, transformers runs one call per window, 840 for an
-image of 640 x 480; with flash-attn, or torch's own flash kernel for packed sequences (`varlen`), one per layer.
+Some vision towers take all images as one packed sequence, and Qwen2.5-VL attends within windows of 64 patches in most layers.
+With `sdpa`, transformers runs one call per part, 840 for an image of 640 x 480; with flash-attn, or torch's own flash kernel
+for packed sequences (`varlen`), one per layer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from importlib.util import find_spec
 
 
 class VisionAttention(StrEnum):
-    """Choices of `target.attention`; `auto` is flash_attention_2 on a GPU in half precision if flash-attn is installed."""
+    """Choices of `target.attention`; `auto` takes a flash kernel where one runs: flash-attn if it is installed, else varlen."""
 
     auto = "auto"
     eager = "eager"
@@ -36,23 +37,32 @@ def has_flash_attention() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def resolve_attention(choice: VisionAttention, device_type: str, is_half: bool, has_windows: bool) -> VisionAttention:
+def resolve_attention(
+    choice: VisionAttention, device_type: str, is_half: bool, is_packed: bool, is_ampere: bool
+) -> VisionAttention:
     """Returns the attention to use; ValueError for a flash kernel on another device than a GPU or in another dtype, and for
-    `varlen` without windows.
+    `varlen` without a packed sequence or on an older GPU.
 
     Args:
         is_half: whether the target is in float16 or bfloat16.
-        has_windows: whether the vision tower attends within windows of a packed sequence.
+        is_packed: whether the vision tower attends within the parts of a packed sequence.
+        is_ampere: whether the device is an NVIDIA GPU of compute capability 8.0 or higher, which torch's flash kernel needs.
     """
     fits_flash = device_type == "cuda" and is_half
     if choice is VisionAttention.auto:
-        return VisionAttention.flash_attention_2 if fits_flash and has_flash_attention() else VisionAttention.sdpa
-    if choice is VisionAttention.varlen and not has_windows:
-        raise ValueError("target.attention: varlen is for vision towers with windows (qwen2_5_vl); use auto")
+        if fits_flash and has_flash_attention():
+            return VisionAttention.flash_attention_2
+        return VisionAttention.varlen if fits_flash and is_packed and is_ampere else VisionAttention.sdpa
+    if choice is VisionAttention.varlen and not is_packed:
+        raise ValueError(
+            "target.attention: varlen is for vision towers with packed images (qwen2_vl, qwen2_5_vl, qwen3_vl); use auto"
+        )
     if choice in (VisionAttention.flash_attention_2, VisionAttention.varlen) and not fits_flash:
         precision = "half precision" if is_half else "full precision"
         raise ValueError(
             f"target.attention: {choice} needs a GPU and a target in bf16 or fp16; this one is on {device_type} in "
             f"{precision}; use auto"
         )
+    if choice is VisionAttention.varlen and not is_ampere:
+        raise ValueError("target.attention: varlen needs an NVIDIA GPU of compute capability 8.0 or higher; use auto")
     return choice

@@ -24,6 +24,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 Mask: TypeAlias = Tensor | dict[str, Tensor] | None
 Tile = Callable[[Tensor], Tensor]  # Bool [N, S] or [B, N, S], True = attend -> the additive mask of `sage.runtime.attention`
 POSITIONS, NEXT_POSITION = "position_ids", "next_position"  # keys of inputs, see `Family.with_positions`
+VISION = "vision."  # prefix of such keys
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,14 @@ class Family(InputFormat):
         auto_class: class of transformers that loads the model.
         vision_types: `model_type` of the vision towers that the family takes; empty: of one class, not checked.
         served_by: engines that serve drafts for the family: vLLM if a check in tests/engines passes, SGLang as it documents.
-        has_windows: whether the vision tower attends within windows of a packed sequence.
+        is_packed: whether the vision tower takes all images as one sequence and attends within its parts.
     """
 
     model_types: ClassVar[dict[str, str]] = {}
     auto_class: ClassVar[Any] = AutoModelForImageTextToText
     vision_types: ClassVar[tuple[str, ...]] = ()
     served_by: ClassVar[tuple[str, ...]] = ()
-    has_windows: ClassVar[bool] = False
+    is_packed: ClassVar[bool] = False
 
     # -- the model -------------------------------------------------------------------------------------------------------------
 
@@ -152,6 +153,10 @@ class Family(InputFormat):
             return {}
         out = model.model.get_image_features(*pixels, return_dict=True)
         return {self.slots["image"]: Visual(torch.cat(tuple(out.pooler_output)))}
+
+    def vision_layout(self, inputs: Inputs) -> Inputs:
+        """Returns what the vision tower derives from the sizes of images and videos, under keys that begin with `VISION`."""
+        return {}
 
     def positions(self, model: Any, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rope positions of the prompt, [3, B, T] or [B, T], and of the token after it, [B]."""
@@ -221,29 +226,30 @@ class Family(InputFormat):
     # -- embedding -------------------------------------------------------------------------------------------------------------
 
     def with_positions(self, model: nn.Module, inputs: Inputs) -> Inputs:
-        """Returns the inputs with their rope positions, for `embed`.
+        """Returns the inputs with their rope positions and the layout of the vision tower's input, for `embed`.
 
-        `positions` reads the grids of images and videos number by number. For inputs on the CPU, this does not wait for the GPU
-        that they are moved to.
+        Both read the grids of images and videos number by number. For inputs on the CPU, this does not wait for the GPU that
+        they are moved to.
         """
         if NEXT_POSITION in inputs:
             return inputs
         try:
             position_ids, next_position = self.positions(model, inputs, _attention_mask(inputs))
+            layout = self.vision_layout(inputs)
         except (IndexError, StopIteration):  # fewer images than the text has; `embed` names the mistake
             return inputs
-        return {**inputs, POSITIONS: position_ids, NEXT_POSITION: next_position}
+        return {**inputs, **layout, POSITIONS: position_ids, NEXT_POSITION: next_position}
 
     def embed(self, model: Any, inputs: Inputs, past: Prompt | None = None) -> Prompt:
         """Runs embedding and vision tower once; arguments as for `Target.embed`.
 
         Raises ValueError if the numbers of slots and of visual embeddings differ.
         """
-        given, inputs = inputs, without_positions(inputs)
+        placed, inputs = self.with_positions(model, inputs), without_positions(inputs)
         input_ids, attention_mask = inputs["input_ids"], _attention_mask(inputs)
         embeds = model.get_input_embeddings()(input_ids)
         visual_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-        visual = past.visual if past and self._has_same_pixels(inputs, past.inputs) else self.visual_features(model, inputs)
+        visual = past.visual if past and self._has_same_pixels(inputs, past.inputs) else self.visual_features(model, placed)
         for token_id, found in visual.items():
             mask = input_ids == token_id
             if int(mask.sum()) != len(found.embeds):
@@ -254,7 +260,6 @@ class Family(InputFormat):
             embeds = embeds.masked_scatter(mask[..., None], found.embeds.to(embeds))
             visual_mask |= mask
         extras = _join_extras(visual, input_ids, visual_mask)
-        placed = self.with_positions(model, given)
         position_ids, next_position = placed[POSITIONS], placed[NEXT_POSITION]
         return Prompt(input_ids, embeds, position_ids, next_position, attention_mask, visual_mask, inputs, visual, extras)
 
@@ -276,7 +281,7 @@ def _join_extras(visual: dict[int, Visual], input_ids: Tensor, visual_mask: Tens
 
 def without_positions(inputs: Inputs) -> Inputs:
     """Returns the inputs as they were before `Family.with_positions`; another model computes its own positions."""
-    return {key: value for key, value in inputs.items() if key not in (POSITIONS, NEXT_POSITION)}
+    return {key: value for key, value in inputs.items() if key not in (POSITIONS, NEXT_POSITION) and not key.startswith(VISION)}
 
 
 def _attention_mask(inputs: Inputs) -> Tensor:

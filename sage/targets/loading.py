@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from sage.inputs.processing import Processor
-from sage.io.files import config_dir, package_dir
 from sage.io.hub import require_hub
 from sage.io.model_files import in_one_line, load_weights, read_config
+from sage.io.target_paths import find_target, path_of_target, refuse_without_config
 from sage.runtime.attention import HALF, VARLEN
 from sage.runtime.pass_modes import PassMode, check_pass_mode, resolve_pass_mode
 from sage.runtime.vision_attention import VisionAttention, check_attention, resolve_attention
@@ -54,9 +52,7 @@ def load_target(
         resolve_pass_mode(pass_mode, torch.device(device).type)  # refuses before anything is loaded
     else:
         check_device_map(device_map)
-    path = path_of_target(str(path_or_id))
-    if _looks_local(path) and not Path(path).is_dir():
-        raise ValueError(f"target: {path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
+    path = find_target(str(path_or_id))
     processor = load_processor(path)
     auto_class = FAMILIES[processor.family.model_type].auto_class
     placement = _placement(torch.device(device), device_map)
@@ -65,18 +61,10 @@ def load_target(
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
     target = Target(model if placement else model.to(device), processor)
     target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_whole)
-    is_half = target.dtype in HALF
-    _set_attention(model, resolve_attention(vision_attention, target.device.type, is_half, target.family.has_windows))
+    device, is_half = target.device, target.dtype in HALF
+    is_ampere = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    _set_attention(model, resolve_attention(vision_attention, device.type, is_half, target.family.is_packed, is_ampere))
     return target
-
-
-def path_of_target(name: str) -> str:
-    """Returns the folder or hub id of a name of conf/target; anything else as it is. A folder of that name takes precedence."""
-    file = config_dir() / "target" / f"{name}.yaml"
-    if Path(name).exists() or Path(name).name != name or not file.is_file():
-        return name
-    found = str(yaml.safe_load(file.read_text(encoding="utf-8"))["path"])
-    return re.sub(r"\$\{package_dir:(\w+)\}", lambda package: package_dir(package[1]), found)
 
 
 def _set_attention(model: Any, attention: VisionAttention) -> None:
@@ -96,12 +84,14 @@ def _placement(device: torch.device, device_map: str | dict[str, Any] | None) ->
 
 
 def load_processor(path: str) -> Processor:
-    """Loads the tokenizer and image processor from a target's folder or hub id, without weights.
+    """Loads the tokenizer and image processor from a target's folder, hub id or name, without weights.
 
     Raises:
         ValueError: no target of a known family, or files that are missing, corrupt, or those of another model,
             or a hub that cannot be reached.
     """
+    path = path_of_target(path)
+    refuse_without_config(path)
     require_hub(path, "target")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -126,6 +116,8 @@ def load_processor(path: str) -> Processor:
 
 def _unreadable(path: str, reason: str) -> str:
     """Returns the message for a configuration that transformers cannot read; names remote code, which is never run."""
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        return f"target: {path}: no config.json there; give the folder of a model, which contains config.json"
     try:
         config = read_config(path)
     except ValueError:
@@ -155,10 +147,6 @@ def is_target_folder(path: str | Path) -> bool:
         return False
     kind = config.get("model_type")
     return kind in FAMILIES and FAMILIES[kind].model_types[kind] in (config.get("architectures") or ())
-
-
-def _looks_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
 
 
 def meta_target(architecture: PreTrainedConfig) -> Target:

@@ -21,6 +21,8 @@ from sage.inputs.processing import Messages, Processor
 from sage.runtime.attention import AttentionRecorder, select_backends, tile_mask, use_tree_attention
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_modes import PassMode
+from sage.runtime.prefix_attention import PassKeys
+from sage.runtime.prompt_linear import fast_prompts
 from sage.targets.families import family_of
 from sage.targets.family import Mask, Prompt
 from sage.targets.placement import connect, is_multi_device, layer_devices
@@ -188,7 +190,8 @@ class Target:
             wants_attention: also return `Features.attention`.
         """
         recorder = AttentionRecorder(prompt.visual_mask[0]) if wants_attention else None
-        features = self.read(prompt, cache, levels, recorder)
+        with fast_prompts(self.text_model, self.passes is PassMode.compiled):
+            features = self.read(prompt, cache, levels, recorder)
         return replace(features, attention=recorder.mean()) if recorder else features
 
     def read(
@@ -213,6 +216,7 @@ class Target:
         levels: Sequence[int],
         recorder: AttentionRecorder | None = None,
         text_inputs: Inputs | None = None,
+        keys: PassKeys | None = None,
     ) -> Features:
         """Runs the text layers: the one implementation of a pass.
 
@@ -224,8 +228,10 @@ class Target:
             levels: indices k of `hidden_states` to return as well.
             recorder: records the attention of every layer.
             text_inputs: `Family.text_inputs` of a prompt.
+            keys: what the pass attends to, in place of a mask.
         """
         extra: dict[str, Any] = {} if recorder is None else {"attention_recorder": recorder}
+        extra |= {} if keys is None else {"pass_keys": keys}
         with self._captured(levels) as hidden_states:
             last = self.text_model(
                 inputs_embeds=embeds,

@@ -16,8 +16,9 @@ from transformers import PreTrainedConfig
 from sage.runtime.attention import tile_mask, use_tree_attention
 from sage.runtime.cache import RowCache, TreeCache
 from sage.runtime.executors import Executor, executor_of
-from sage.runtime.pass_function import CAPACITY, KEYS, NODES, VISIBLE, Argument, Padding, PassFunction, Result
-from sage.targets.family import Family, Mask
+from sage.runtime.pass_function import CAPACITY, KEYS, NODES, SEEN, VISIBLE, Argument, Dim, Padding, PassFunction, Result
+from sage.runtime.prefix_attention import PassKeys, full_keys, sliding_keys
+from sage.targets.family import FULL, SLIDING, Family, Mask
 from sage.targets.target import Features, Target
 
 NAN_TOKEN = -1  # in place of a token where a logit is NaN
@@ -32,22 +33,24 @@ class TreeOutput:
     greedy: Tensor | None = None
 
 
-class TreePass(PassFunction):
+class TreeFunction(PassFunction):
     """The target's pass over a tree, with its lm_head and its greedy choice at every node.
 
     Args:
         levels: indices k of `hidden_states` to return as well.
+        seen: the dimension of the visible rows.
+        more: arguments between the visible rows and the buffers.
     """
 
-    def __init__(self, target: Target, levels: Sequence[int]) -> None:
+    def __init__(self, target: Target, levels: Sequence[int], seen: Dim, more: Sequence[Argument] = ()) -> None:
         buffers = (1, target.num_kv_heads, CAPACITY, target.head_dim)
         arguments = (
             Argument("tokens", (NODES,), torch.long),
             Argument("positions", (NODES,), torch.long),
             Argument("rows", (NODES,), torch.long, Padding.spare_row),
-            Argument("visible", (NODES, VISIBLE), torch.bool, Padding.masked),
-            Argument("visible_rows", (VISIBLE,), torch.long, Padding.spare_row),
-            Argument("columns", (KEYS,), torch.long, Padding.counting),
+            Argument("visible", (NODES, seen), torch.bool, Padding.masked),
+            Argument("visible_rows", (seen,), torch.long, Padding.spare_row),
+            *more,
             Argument("keys", buffers, target.dtype, Padding.cache, target.num_layers),
             Argument("values", buffers, target.dtype, Padding.cache, target.num_layers),
         )
@@ -57,6 +60,29 @@ class TreePass(PassFunction):
         super().__init__("target", names, arguments, results, (describe_target(target), tuple(levels)), family_modules(target))
         self.text_model, self.embed_tokens, self.lm_head = target.text_model, target.embed_tokens, target.lm_head
         self._target, self._levels = target, tuple(levels)
+
+    def _read(
+        self, tokens: Tensor, positions: Tensor, cache: RowCache, mask: Mask, keys: PassKeys | None = None
+    ) -> tuple[Tensor, ...]:
+        """Returns greedy tokens [N] (`greedy_tokens`), logits [N, V], the last features [1, N, D] and those of the levels.
+        Features equal those of a sequential pass along each node's path.
+        """
+        target = self._target
+        embeds, places = self.embed_tokens(tokens)[None], target.family.decode_positions(positions)
+        with use_tree_attention(self.text_model):
+            features = target.run(embeds, places, mask, cache, self._levels, keys=keys)
+        logits = self.lm_head(features.last[0])
+        return greedy_tokens(logits), logits, features.last, *features.levels
+
+    def _tile(self, visible: Tensor) -> Tensor:
+        return tile_mask(visible, self._target.group, self._target.dtype)
+
+
+class TreePass(TreeFunction):
+    """A tree pass that masks all of its keys."""
+
+    def __init__(self, target: Target, levels: Sequence[int]) -> None:
+        super().__init__(target, levels, VISIBLE, (Argument("columns", (KEYS,), torch.long, Padding.counting),))
 
     def forward(
         self,
@@ -79,17 +105,10 @@ class TreePass(PassFunction):
             keys, values: buffers of every layer, [1, H, C, d].
 
         Returns:
-            greedy tokens [N] (`greedy_tokens`), logits [N, V], the last features [1, N, D] and those of the
-            levels. Features equal those of a sequential pass along each node's path.
+            the results of `TreeFunction._read`.
         """
-        target = self._target
         cache = RowCache(keys, values, rows, columns.shape[0])  # sizes come from `shape`: `len` is specialized in tracing
-        with use_tree_attention(self.text_model):
-            embeds = self.embed_tokens(tokens)[None]
-            mask = self._mask(visible, visible_rows, columns)
-            features = target.run(embeds, target.family.decode_positions(positions), mask, cache, self._levels)
-        logits = self.lm_head(features.last[0])
-        return greedy_tokens(logits), logits, features.last, *features.levels
+        return self._read(tokens, positions, cache, self._mask(visible, visible_rows, columns))
 
     def _mask(self, visible: Tensor, visible_rows: Tensor, columns: Tensor) -> Mask:
         """Returns the additive masks of the pass; None if its single node attends to all keys."""
@@ -98,8 +117,34 @@ class TreePass(PassFunction):
         seen = (columns < visible_rows[:1]).expand(visible.shape[0], -1).clone().index_copy_(1, visible_rows, visible)
         return self._target.family.tree_mask(seen, self._tile)
 
-    def _tile(self, visible: Tensor) -> Tensor:
-        return tile_mask(visible, self._target.group, self._target.dtype)
+
+class SplitTreePass(TreeFunction):
+    """A tree pass that masks the rows of the tree only, for which the number of keys is a tensor of the device."""
+
+    def __init__(self, target: Target, levels: Sequence[int]) -> None:
+        super().__init__(target, levels, SEEN)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        visible: Tensor,
+        visible_rows: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Runs the pass; arguments and results as for `TreePass.forward`."""
+        capacity = keys[0].shape[2]
+        found = self._keys(visible, visible_rows, capacity)
+        return self._read(tokens, positions, RowCache(keys, values, rows, capacity), None, found)
+
+    def _keys(self, visible: Tensor, visible_rows: Tensor, capacity: int) -> PassKeys:
+        window = self._target.family.window
+        given = (visible, visible_rows, capacity, self._target.group, self._tile)
+        types = getattr(self._target.text_config, "layer_types", None) or [SLIDING if window else FULL]
+        full = full_keys(*given) if FULL in types else None
+        return PassKeys(full, None if window is None else sliding_keys(*given, window))
 
 
 class TreePasses:
@@ -108,13 +153,17 @@ class TreePasses:
     Args:
         levels: indices k of `hidden_states` to return as well.
         executor: None for that of the target's pass mode.
+
+    Attributes:
+        is_split: whether a pass costs the keys that there are, not those of a bucket (see `SplitTreePass`).
     """
 
     def __init__(self, target: Target, levels: Sequence[int], executor: Executor | None = None) -> None:
         self.target, self.executor = target, executor or executor_of(target.passes)
-        key = (tuple(levels), target.dtype)
+        self.is_split = self.executor.splits_keys(target.device, target.dtype, target.head_dim)
+        key = (tuple(levels), target.dtype, self.is_split)
         if key not in target.functions:
-            target.functions[key] = TreePass(target, levels)
+            target.functions[key] = SplitTreePass(target, levels) if self.is_split else TreePass(target, levels)
         self._run = self.executor.bind(target.functions[key])
         self._steps = torch.empty(0, dtype=torch.long)
 
@@ -147,7 +196,7 @@ class TreePasses:
             steps.narrow(0, first, nodes),
             visible,
             steps.narrow(0, end - seen, seen),
-            steps.narrow(0, 0, end),
+            *(() if self.is_split else (steps.narrow(0, 0, end),)),
             cache.keys,
             cache.values,
         )

@@ -10,6 +10,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from sage.io.names import did_you_mean
+
 if TYPE_CHECKING:
     from sage.planning.base import Policy
     from sage.trees import sage as sage
@@ -26,10 +28,15 @@ def __getattr__(name: str) -> Any:
     return import_module(f"sage.trees.{name}")
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError for an unknown policy, with the known ones; imports none of them."""
+    if name not in POLICIES:
+        raise ValueError(f"policy: {name!r} is unknown{did_you_mean(name, POLICIES)}; choose one of {', '.join(POLICIES)}")
+
+
 def policy_class(name: str) -> type[Policy]:
     """Returns the class of a policy, from the module of its name; ValueError for an unknown name lists the known ones."""
-    if name not in POLICIES:
-        raise ValueError(f"policy: {name!r} is unknown; choose one of {', '.join(POLICIES)}")
+    check_name(name)
     members = vars(import_module(f"sage.trees.{name}")).values()
     [kind] = [member for member in members if isinstance(member, type) and vars(member).get("name") == name]
     return kind

@@ -10,21 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, make_draft, outputs, save_target
+from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, make_draft, outputs
 from support.messages import refused
 
 import sage
 from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.base import ImportOptions
-from checkpoints.export.importer import convert, load_any, read_draft
+from checkpoints.export.importer import convert, read_draft
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 Folder = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, sage.Target]:
-    return {f: save_target(tmp_path_factory.mktemp(f) / "target", f) for f in ("qwen2_5_vl", "llava_onevision")}
 
 
 @pytest.fixture
@@ -155,17 +150,17 @@ class TestLayouts:
         assert back.token_map is None
         assert torch.equal(outputs(back), outputs(draft))
 
-    def test_load_any(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
-        """As sage-validate loads drafts: third-party ones and ours."""
+    def test_load_draft(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
+        """Every command loads third-party drafts and exports as it loads ours."""
         target = targets["qwen2_5_vl"]
-        draft = load_any(theirs(), target)
+        draft = sage.load_draft(theirs(), target)
         assert torch.equal(outputs(draft), expected(target))
         make_draft(target).save_pretrained(tmp_path / "ours")
-        assert torch.equal(outputs(load_any(tmp_path / "ours", target)), outputs(make_draft(target)))
+        assert torch.equal(outputs(sage.load_draft(tmp_path / "ours", target)), outputs(make_draft(target)))
         with refused("neither a run", "config.json"):
-            load_any(tmp_path, target)
+            sage.load_draft(tmp_path, target)
         with refused("mrope_section"):
-            load_any(tmp_path / "theirs", targets["llava_onevision"])
+            sage.load_draft(tmp_path / "theirs", targets["llava_onevision"])
 
     def test_image_inputs_come_from_the_export_or_the_options(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
         target = targets["qwen2_5_vl"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.export_helpers import LEVELS, edit_json, export_draft, make_draft, outputs, sage_export, save_target
+from support.export_helpers import LEVELS, edit_json, export_draft, make_draft, outputs, save_target
 from support.messages import check_message, refused
 from torch import Tensor
 
@@ -109,25 +109,20 @@ def draft(target: sage.Target, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    return sage_export(monkeypatch, capsys)
-
-
 @pytest.mark.usefixtures("row")
 def test_a_row_is_exported_checked_described_and_imported(
-    target: sage.Target, draft: Path, tmp_path: Path, command: Any
+    target: sage.Target, draft: Path, tmp_path: Path, sage_export: Any
 ) -> None:
     out, back = tmp_path / "out", tmp_path / "back"
-    code, text, _ = command(draft, "--format", "block", "--out", out, "--dtype", "float32")
+    code, text, _ = sage_export(draft, "--format", "block", "--out", out, "--dtype", "float32")
     assert code == 0 and "bit-identical" in text and "block.mlp.up_proj.weight" in load_file(out / "model.safetensors")
     card = (out / "README.md").read_text()
     for part in ("`block`", '"method": "block", "parallel_drafting": true', "equal blocks 100.0%", f"--import {out}"):
         assert part in card
     assert "SGLang" not in card
-    assert command("--check", out)[1].endswith(f"{out}: block; valid\n")
-    assert "format" in command("--inspect", out)[1] and "block" in command("--inspect", out)[1]
-    assert command("--import", out, "--target", target.name, "--out", back)[0] == 0
+    assert sage_export("--check", out)[1].endswith(f"{out}: block; valid\n")
+    assert "format" in sage_export("--inspect", out)[1] and "block" in sage_export("--inspect", out)[1]
+    assert sage_export("--import", out, "--target", target.name, "--out", back)[0] == 0
     trained, imported = (sage.load_draft(folder, target) for folder in (draft, back))
     assert torch.equal(outputs(trained), outputs(imported))
     served = check_served(check_folder(out), TargetFacts.of_folder(target.name))
@@ -135,14 +130,14 @@ def test_a_row_is_exported_checked_described_and_imported(
 
 
 @pytest.mark.usefixtures("row")
-def test_corrupt_exports_of_a_row_are_refused(target: sage.Target, draft: Path, tmp_path: Path, command: Any) -> None:
+def test_corrupt_exports_of_a_row_are_refused(target: sage.Target, draft: Path, tmp_path: Path, sage_export: Any) -> None:
     out = export_draft(draft, tmp_path / "out", "block").folder
     (out / "manifest.json").unlink()
     edit_json(out / "config.json", lambda config: config.pop("block_size"))
     tensors = load_file(out / "model.safetensors")
     tensors.pop("block.mlp.up_proj.weight")
     save_file(tensors, out / "model.safetensors")
-    code, text, _ = command("--check", out)
+    code, text, _ = sage_export("--check", out)
     assert code == 2
     check_message(text.replace(str(out), "OUT"), "block_size: missing", "block.mlp.up_proj.weight: missing", "2 errors")
     with refused("midlayer.mlp.up_proj.weight: missing"):
@@ -150,13 +145,15 @@ def test_corrupt_exports_of_a_row_are_refused(target: sage.Target, draft: Path, 
 
 
 @pytest.mark.usefixtures("row")
-def test_a_row_is_offered_and_its_obstacles_are_named(target: sage.Target, draft: Path, tmp_path: Path, command: Any) -> None:
-    code, text, _ = command("--help")
+def test_a_row_is_offered_and_its_obstacles_are_named(
+    target: sage.Target, draft: Path, tmp_path: Path, sage_export: Any
+) -> None:
+    code, text, _ = sage_export("--help")
     assert code == 0 and "or block (vLLM)" in " ".join(text.split())
-    code, _, error = command(draft, "--format", "gguf", "--out", tmp_path / "out")
+    code, _, error = sage_export(draft, "--format", "gguf", "--out", tmp_path / "out")
     assert code == 2 and "choose one of eagle3, speculators, eagle, block" in error
     make_draft(target, image_inputs="embed").save_pretrained(tmp_path / "draft")
-    code, _, error = command(tmp_path / "draft", "--format", "block", "--out", tmp_path / "out")
+    code, _, error = sage_export(tmp_path / "draft", "--format", "block", "--out", tmp_path / "out")
     assert code == 2 and error == "error: draft.image_inputs: blocks have no images; train with token\n"
 
 

@@ -16,7 +16,7 @@ from support.train_helpers import ROOT
 from checkpoints import run_folder
 from checkpoints.export.exporter import find_source, with_report
 from checkpoints.inspect import inspect_folder
-from checkpoints.run_folder import LOCK, locked_run, score
+from checkpoints.run_folder import LOCK, is_locked, locked_run, score
 
 
 def report(*names: str, metric: str = "tokens_per_target_pass") -> dict[str, Any]:
@@ -133,9 +133,10 @@ def test_a_run_that_another_process_trains_is_refused(
     assert process.stdout is not None and process.stdout.readline()
     with refused(f"run.dir={tmp_path / 'run'}"), locked_run(tmp_path / "run"):
         raise AssertionError
-    assert "waiting" in caplog.text
+    assert "waiting" in caplog.text and str(tmp_path / "run" / LOCK) in caplog.text and is_locked(tmp_path / "run")
     process.kill()
     process.communicate()
+    assert not is_locked(tmp_path / "run") and not is_locked(tmp_path)
     for _ in range(2):
         with locked_run(tmp_path / "run"):
             assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]

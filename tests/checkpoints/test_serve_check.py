@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.export_helpers import edit_json, sage_export, save_draft, save_target
+from support.export_helpers import edit_json, save_draft, save_target
 from support.fake_vllm import install_fake_vllm
 from support.messages import check_message, refused
 from support.train_helpers import make_target
@@ -33,7 +33,8 @@ def answers(*rounds: list[int], text: int = 0) -> Answers:
     return Answers([[text] for _ in rounds], list(rounds), depth=2)
 
 
-GOOD = answers([3, 1, 2, 3, 2], [2, 1, 3])
+GOOD, WORSE = answers([3, 1, 2, 3, 2], [2, 1, 3]), answers([3, 1, 1, 3, 1], [2, 1, 3])
+BETTER, LOW = answers([3, 3, 3, 3, 2], [2, 3, 3]), answers([1, 1, 2, 1, 1], [1, 1])
 
 
 class TestAcceptance:
@@ -49,34 +50,20 @@ class TestVerdict:
     def test_all_good(self) -> None:
         assert verdict(Measured(GOOD, GOOD, GOOD), "token", "token") == []
 
-    def test_a_bad_draft_is_bad_everywhere(self) -> None:
-        bad = answers([1, 1, 2, 1, 1], [1, 1])
-        assert bad.accepted[0] < MIN_FIRST
-        (line,) = verdict(Measured(bad, bad, bad), "token", "token")
-        check_message(line, "draft bad", "20%", "train further")
-
-    def test_a_bad_export_is_bad_in_our_decoder(self) -> None:
-        bad = answers([3, 1, 1, 3, 1], [2, 1, 3])
-        lines = verdict(Measured(GOOD, bad, bad), "token", "token")
-        assert len(lines) == 1
-        check_message(lines[0], "export bad", "export again")
-
-    def test_an_export_that_is_accepted_more_differs_too(self) -> None:
-        better = answers([3, 3, 3, 3, 2], [2, 3, 3])
-        (line,) = verdict(Measured(GOOD, better, better), "token", "token")
-        assert line.startswith("export bad")
-
     @pytest.mark.parametrize(
-        ("corrected", "trained_with", "parts"),
+        ("measured", "trained_with", "parts"),
         [
-            (GOOD, "token", ("engine bad", "54498")),
-            (None, "embed", ("engine bad", "image_inputs=token", "embed")),
-            (answers([1, 1, 2, 1, 1], [1, 1]), "token", ("engine bad", "version and settings")),
+            (Measured(LOW, LOW, LOW), "token", ("draft bad", "20%", "train further")),
+            (Measured(GOOD, WORSE, WORSE), "token", ("export bad", "export again")),
+            (Measured(GOOD, BETTER, BETTER), "token", ("export bad",)),
+            (Measured(GOOD, GOOD, WORSE, GOOD), "token", ("engine bad", "54498")),
+            (Measured(GOOD, GOOD, WORSE), "embed", ("engine bad", "image_inputs=token", "embed")),
+            (Measured(GOOD, GOOD, WORSE, LOW), "token", ("engine bad", "version and settings")),
         ],
     )
-    def test_a_bad_engine_and_its_cause(self, corrected: Answers | None, trained_with: str, parts: tuple[str, ...]) -> None:
-        bad = answers([3, 1, 1, 3, 1], [2, 1, 3])
-        (line,) = verdict(Measured(GOOD, GOOD, bad, corrected), "token", trained_with)
+    def test_what_is_bad_and_its_remedy(self, measured: Measured, trained_with: str, parts: tuple[str, ...]) -> None:
+        assert LOW.accepted[0] < MIN_FIRST
+        (line,) = verdict(measured, "token", trained_with)
         check_message(line, *parts)
 
     def test_other_texts_have_a_wider_tolerance(self) -> None:
@@ -131,12 +118,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `sage-export`; returns exit code, stdout and stderr."""
-    return sage_export(monkeypatch, capsys)
-
-
 class FakeEngine:
     """A process of vLLM that drafts as our decoder, except that every round of its first engine emits one token."""
 
@@ -182,15 +163,15 @@ def fake_process(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
 
 @pytest.mark.slow
 class TestCommand:
-    def check(self, home: Path, command: Any, *more: Any) -> tuple[int, str, str]:
+    def check(self, home: Path, sage_export: Any, *more: Any) -> tuple[int, str, str]:
         sizes = ("--num-prompts", 2, "--max-new-tokens", 4, "--depth", 2)
-        found: tuple[int, str, str] = command(
+        found: tuple[int, str, str] = sage_export(
             home / "run", "--serve-check", home / "export", "--engine-python", PYTHON, *sizes, *more
         )
         return found
 
-    def test_all_good(self, home: Path, command: Any, fake_process: type[FakeEngine]) -> None:
-        code, out, _ = self.check(home, command)
+    def test_all_good(self, home: Path, sage_export: Any, fake_process: type[FakeEngine]) -> None:
+        code, out, _ = self.check(home, sage_export)
         assert (code, out.splitlines()[-1]) == (0, "all good: draft, export and engine")
         assert out.count("2/2") == 3 and "accepted 2" in out and "corrected" not in out
         (setting,) = fake_process.started
@@ -202,24 +183,26 @@ class TestCommand:
         )
         assert setting.draft == home / "export" and setting.max_model_len > 20
 
-    def test_a_known_fault_of_the_engine(self, home: Path, command: Any, fake_process: type[FakeEngine]) -> None:
+    def test_a_known_fault_of_the_engine(self, home: Path, sage_export: Any, fake_process: type[FakeEngine]) -> None:
         fake_process.is_faulty = True
-        code, out, _ = self.check(home, command)
+        code, out, _ = self.check(home, sage_export)
         assert code == 2 and "export, vLLM corrected" in out
         check_message(out.splitlines()[-1], "engine bad", "54498")
         assert [one.corrects_slots for one in fake_process.started] == [False, True]
 
-    def test_export_of_other_weights(self, home: Path, command: Any, fake_process: type[FakeEngine], tmp_path: Path) -> None:
+    def test_export_of_other_weights(
+        self, home: Path, sage_export: Any, fake_process: type[FakeEngine], tmp_path: Path
+    ) -> None:
         edit_json(home / "broken" / "config.json", lambda config: config.update(vocab_size=7))
-        code, out, _ = command(home / "run", "--serve-check", home / "broken", "--engine-python", PYTHON)
+        code, out, _ = sage_export(home / "run", "--serve-check", home / "broken", "--engine-python", PYTHON)
         assert code == 2 and out.startswith("export bad: ") and not fake_process.started
 
-    def test_an_engine_that_ends(self, home: Path, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_an_engine_that_ends(self, home: Path, sage_export: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         install_fake_vllm(tmp_path, monkeypatch)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         export(home / "run", tmp_path / "broken", "eagle3", ExportOptions())
         sizes = ("--num-prompts", 1, "--max-new-tokens", 2)
-        code, _, err = command(home / "run", "--serve-check", tmp_path / "broken", "--engine-python", PYTHON, *sizes)
+        code, _, err = sage_export(home / "run", "--serve-check", tmp_path / "broken", "--engine-python", PYTHON, *sizes)
         last = err.splitlines()[-1]
         assert code == 2
         assert "vLLM ended with exit code 1: RuntimeError: no such draft" in last and "its log is" in last
@@ -227,7 +210,7 @@ class TestCommand:
         assert "Traceback" in log.read_text() and str(log) in last
 
     def test_refused_before_anything_is_loaded(
-        self, home: Path, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, home: Path, sage_export: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         install_fake_vllm(tmp_path, monkeypatch, version="0.11.1")
         monkeypatch.setattr(sage, "load_target", None)
@@ -239,7 +222,7 @@ class TestCommand:
             ((home / "eagle", "--serve-check", home / "sglang"), ("--serve-check", "eagle for sglang", "eagle3")),
             ((home / "run", "--serve-check", home / "export"), ("--engine-python", "0.11.1", "0.32")),
         ):
-            code, _, err = command(*arguments, "--engine-python", PYTHON)
+            code, _, err = sage_export(*arguments, "--engine-python", PYTHON)
             assert code == 2 and err.count("\n") == 1
             check_message(err.replace(PYTHON, "PYTHON"), *parts)
 
@@ -265,11 +248,11 @@ CHECK = ("run", "--serve-check", "export", "--engine-python")
     ],
 )
 def test_bad_options_are_refused_in_one_line(
-    home: Path, command: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], parts: tuple[str, ...]
+    home: Path, sage_export: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], parts: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(home)
     (home / "text").write_text("no program")
-    code, _, err = command(*arguments)
+    code, _, err = sage_export(*arguments)
     assert code == 2 and err.count("\n") == 1
     check_message(err.replace(PYTHON, "PYTHON"), *parts)
     assert not (home / "o").exists()

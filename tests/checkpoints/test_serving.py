@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from support.export_helpers import export_draft, make_draft, save_draft, save_target
+from support.export_helpers import export_draft, make_draft, save_draft
 from support.messages import refused
 from support.models import text_sizes
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
@@ -19,15 +18,8 @@ from checkpoints.export.formats.registry import find_format
 from checkpoints.export.model_card import serve_commands
 from checkpoints.export.serving import serving_line
 from sage.io.files import config_dir
-from train.cli.export import main
 
 POOL = {"kind": "pool", "ratio": 4}
-
-
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, sage.Target]:
-    """Both tiny targets, saved."""
-    return {name: save_target(tmp_path_factory.mktemp(name) / "target", name) for name in ("qwen2_5_vl", "llava_onevision")}
 
 
 def line_of(target: sage.Target, kind: str = "eagle3", **options: Any) -> str:
@@ -99,16 +91,12 @@ def test_a_smaller_model_has_no_export(targets: dict[str, sage.Target]) -> None:
     assert "draft=model" in serving_line(target.model, target.model.config)
 
 
-def test_an_export_names_all_obstacles_at_once(
-    targets: dict[str, sage.Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_names_all_obstacles_at_once(targets: dict[str, sage.Target], tmp_path: Path, sage_export: Any) -> None:
     draft = save_draft(tmp_path / "draft", targets["llava_onevision"], "eagle", input_norm=True, compressor=POOL)
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["sage-export", str(draft), "--format", "eagle", "--out", str(out)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2 and not out.exists()
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    code, _, shown = sage_export(draft, "--format", "eagle", "--out", out)
+    assert code == 2 and not out.exists()
+    lines = [line for line in shown.splitlines() if line.startswith("error: ")]
     assert [line.split(":")[1].strip() for line in lines] == ["--flavour", "target", "draft.input_norm", "draft.compressor"]
 
 

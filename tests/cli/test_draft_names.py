@@ -1,4 +1,4 @@
-"""A draft is named in the same way in every command: a run, one of its drafts, or the folder of any draft."""
+"""A draft is named in the same way in every command: a run, one of its drafts, any folder; a corrupt one is refused by all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hydra.core.config_store import ConfigStore
+from support.export_helpers import LEVELS, export_draft, make_draft, outputs
+from support.export_helpers import save_target as save_deeper_target
 from support.messages import check_message, exit_code, refused
 from support.validate_helpers import save_draft, save_run, save_target
 
@@ -19,15 +22,22 @@ from data_prep.config import RegenerateConfig
 from data_prep.tools import cli as data_cli
 from sage.bench.__main__ import main as bench
 from sage.bench.options import compare_parser
+from sage.commands import generate
+from sage.commands.cli import find_models
 from sage.commands.generate import main as sage_generate
+from sage.drafts.loading import open_draft
 from sage.drafts.location import find_draft, target_of
 from sage.io.manifest import write_manifest
+from sage.targets.loading import meta_target
 from train.cli.data import DataCommand
 from train.cli.data import check as check_data_command
 from train.cli.export import main as sage_export
+from train.cli.validate import main as validate_main
 from train.config.checks import check
 from train.config.hydra_app import compose
-from train.config.schema import Config
+from train.config.schema import Config, ValidateConfig
+from train.distill.build import build_student
+from train.validation.selection import Checkpoint, settle
 
 
 @pytest.fixture(scope="module")
@@ -145,20 +155,78 @@ def test_generate_verifies_the_draft_before_it_loads_the_target(
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "llama", "target_path": str(target)}))
-    for folder, part in ((draft, "corrupt"), (other, "sage-export --import"), (tmp_path / "none", "no such folder")):
+    for folder, part in ((draft, "corrupt"), (other, "EAGLE-3"), (tmp_path / "none", "no such folder")):
         assert exit_code(sage_generate, "--draft", folder, "--prompt", "Hi") == 2
         check_message(capsys.readouterr().err, str(folder), part)
 
 
 def test_the_bench_takes_the_target_from_the_draft(run: Path, target: Path) -> None:
-    from sage.commands.cli import find_models
-
     assert find_models(compare_parser().parse_args(["--draft", str(run)])) == (str(target), run / "draft_best")
     assert find_models(compare_parser().parse_args(["--draft", str(run), "--target", "a/b"])) == ("a/b", run / "draft_best")
     with refused("--target: missing", "--draft"):
         find_models(compare_parser().parse_args([]))
 
 
+@pytest.mark.slow
+def test_an_export_is_a_draft_of_every_command(tmp_path: Path) -> None:
+    """`sage-generate --draft`, `sage-validate draft=`, the continuation of training from it, and its plan."""
+    loaded, target = save_deeper_target(tmp_path / "target"), tmp_path / "target"
+    made = make_draft(loaded)
+    made.save_pretrained(tmp_path / "draft")
+    out = tmp_path / "export"
+    export_draft(tmp_path / "draft", out, dtype=torch.float32)
+    assert find_models(generate.parse_args(["--draft", str(out)])) == (str(target), out)
+    assert torch.equal(outputs(sage.load_draft(out, loaded)), outputs(made))
+    found = settle(compose("validate", [], ValidateConfig), Checkpoint(draft=out, run=None), [])
+    assert (found.target.path, found.target.dtype) == (str(target), "fp32")
+    config: Config = compose("config", [f"target.path={target}", "draft=eagle3", f"draft.path={out}"], Config)
+    config.draft.feature_levels = LEVELS  # type: ignore[attr-defined]
+    started = build_student(config, loaded, None, None).decoding_draft  # type: ignore[arg-type]
+    assert torch.equal(outputs(started), outputs(made))
+    planned = open_draft(out, meta_target(loaded.model.config), torch.float32)
+    assert {weight.device.type for weight in planned.network.parameters()} == {"meta"}
+
+
 def test_a_smaller_target_is_a_draft(target: Path, tmp_path: Path) -> None:
     assert find_draft(target) == target
     assert save_draft(tmp_path / "draft", sage.load_target(target)) == find_draft(tmp_path / "draft")
+
+
+@pytest.fixture
+def corrupt_run(target: Path, tmp_path: Path) -> Path:
+    """A run whose draft has one flipped bit in its weights."""
+    run = save_run(tmp_path / "run", target)
+    path = run / "draft" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    return run
+
+
+@pytest.mark.parametrize("command", ["sage-generate", "sage-validate", "sage-export"])
+def test_commands_exit_with_2_and_one_line(
+    corrupt_run: Path, target: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = corrupt_run / "draft"
+    main, arguments = {
+        "sage-generate": (sage_generate, ["--target", target, "--draft", draft, "--prompt", "Hi"]),
+        "sage-validate": (validate_main, [f"checkpoint={corrupt_run}"]),
+        "sage-export": (sage_export, [corrupt_run, "--format", "eagle3", "--out", corrupt_run / "out"]),
+    }[command]
+    assert exit_code(main, *arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    check_message(error, str(draft / "model.safetensors"), "sha256", "manifest.json", "copy the draft again")
+
+
+def test_load_draft_refuses(corrupt_run: Path, target: Path) -> None:
+    with refused(str(corrupt_run / "draft" / "model.safetensors"), "sha256", "copy the draft again"):
+        sage.load_draft(corrupt_run / "draft", sage.load_target(target))
+
+
+def test_load_draft_accepts_an_intact_draft_and_one_without_manifest(target: Path, tmp_path: Path) -> None:
+    loaded = sage.load_target(target)
+    folder = save_draft(tmp_path / "draft", loaded)
+    assert sage.load_draft(folder, loaded).config.hidden_size == 32
+    write_manifest(folder, 3)
+    assert sage.load_draft(folder, loaded).config.hidden_size == 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,21 @@ from support.models import make_inputs, make_qwen, random_draft
 from support.processors import make_processor
 
 import sage
+from data_prep.sources import KINDS
+from sage.bench.options import compare_parser
 from sage.commands import cli, generate
+from sage.commands.explain import tree_lines
 from sage.decoding import generation as answers
 from sage.decoding.chat import Chat
 from sage.io.files import config_dir
-from sage.targets.loading import path_of_target
+from sage.io.target_paths import path_of_target
+from sage.targets.loading import load_processor
+from train.cli import export
+from train.config.checks import check_path, check_run_folder
+from train.config.hydra_app import compose
+from train.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -36,8 +47,24 @@ def test_a_name_of_the_configuration_is_a_target(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pocket_qwen3_vl").mkdir()
     assert path_of_target("pocket_qwen3_vl") == "pocket_qwen3_vl"
-    with refused("pocket_qwen3_vl", "config.json"):
-        sage.load_target("pocket_qwen3_vl")
+    for load in (sage.load_target, load_processor):
+        with refused("target: pocket_qwen3_vl: no config.json there"):
+            load("pocket_qwen3_vl")
+
+
+def test_a_name_is_a_target_of_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = path_of_target("pocket_qwen3_vl")
+    assert cli.find_models(generate.parse_args(["--target", "pocket_qwen3_vl"])) == (folder, None)
+    assert cli.find_models(compare_parser().parse_args(["--target", "pocket_qwen3_vl"])) == (folder, None)
+    exported = export.parse_args(["--check", folder, "--target", "pocket_qwen3_vl"])
+    export._check_names(exported)
+    assert exported.target == folder
+    assert load_processor("pocket_qwen3_vl").family.model_type == "qwen3_vl"
+    config = compose("config", ["target.path=pocket_qwen3_vl"], Config)
+    assert (config.target.name, config.target.path, config.target.dtype) == ("pocket_qwen3_vl", folder, "fp32")
+    check_path("decode.assistant", "pocket_qwen3_vl")
+    with refused("--target: pocket_qwen3_v", "did you mean pocket_qwen3_vl?"):
+        cli.find_models(generate.parse_args(["--target", "pocket_qwen3_v"]))
 
 
 def test_an_answer_prints_its_text_and_its_figures_in_a_line(target: sage.Target) -> None:
@@ -71,6 +98,57 @@ def test_a_prompt_beyond_the_context_is_to_be_shortened(target: sage.Target) -> 
     target.text_config.max_position_embeddings = 8
     with refused("prompt: 16 tokens", "context length is 8", "shorten the prompt"):
         sage.generate(target, None, make_inputs(target, length=12), "autoregressive", max_new_tokens=4)
+
+
+def test_a_long_prompt_is_refused_without_a_warning_of_the_tokenizer(
+    target: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda text, *_: warned.append(text))
+    assert target.processor is not None
+    target.processor.tokenizer.model_max_length = 4
+    assert target.prepare([{"role": "user", "content": "Hello, hello"}])["input_ids"].shape[1] > 4
+    assert warned == []
+
+
+def test_the_tree_of_a_round_is_drawn() -> None:
+    """A root with two children; the first has two, of which the second is accepted."""
+    assert list(tree_lines([7, 1, 2, 3, 4], [-1, 0, 0, 1, 1], {0, 1, 4}, "t{}".format)) == [
+        "  t7",
+        "  ├─ * t1",
+        "  │  ├─ t3",
+        "  │  └─ * t4",
+        "  └─ t2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("train_from_python", "runs/from_python"), ("custom_source", "runs/custom_source")]
+)
+def test_an_example_that_trains_can_be_repeated(
+    name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its default folder is replaced, as `make demo` does; a folder that the user gives is not."""
+    report = {"prompts": 1, "policies": {"chain": {"match": 1, "total": 1, "tokens_per_target_pass": 1.0}}}
+    ran: list[str] = []
+
+    def run(config: Config, callbacks: Any = ()) -> Any:
+        check_run_folder(config.run)
+        Path(config.run.dir).mkdir(parents=True)
+        (Path(config.run.dir) / "config.yaml").touch()
+        ran.append(config.run.dir)
+        return report
+
+    monkeypatch.setattr("train.run", run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("data_prep.sources.KINDS", {**KINDS})
+    example = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]
+    example()
+    example()
+    assert ran == [folder, folder]
+    example("mine")
+    with refused("run.dir=mine", "already holds a run"):
+        example("mine")
 
 
 @pytest.mark.parametrize(
@@ -107,4 +185,8 @@ def test_ctrl_c_ends_the_line_and_reports_what_was_decoded(
     shown = capsys.readouterr()
     assert shown.out.endswith("\n") and "\x1b" not in shown.out
     lines = shown.err.splitlines()
-    assert lines[-1] == "stopped" and "4 tokens in 3 target passes" in lines[-2] and sum("round" in line for line in lines) == 3
+    assert (
+        lines[-1] == "stopped"
+        and "4 tokens: 1 from the prefill, 3 from 3 target passes (1.00 per pass)" in lines[-2]
+        and sum("round" in line for line in lines) == 3
+    )

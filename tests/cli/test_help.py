@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
-from support.messages import check_message, exit_code
+from support.messages import check_message, exit_code, refused
 from support.train_helpers import environment
 
 from data_prep.sources import SourceConfig
@@ -51,7 +51,7 @@ def registered() -> None:
 
 def helped(command: str, *words: str) -> str:
     name, schema, _ = COMMANDS[command]
-    return help_text(name, schema, [*words, "--help"])
+    return help_text(name, schema, [*words, "--help", "all"])
 
 
 def key_lines(text: str) -> dict[str, tuple[str, str]]:
@@ -75,6 +75,49 @@ def test_every_key_has_a_value_and_a_meaning(command: str) -> None:
         expected |= {f"decode.options.{name}.{option}" for name in POLICIES for option in defaults(policy_class(name))}
     assert shown.keys() == expected
     assert [key for key, (_, meaning) in shown.items() if not meaning] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_fits_a_screen_and_names_every_group_and_key(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    name, schema, _ = COMMANDS[command]
+    text = help_text(name, schema, ["--help"])
+    assert len(text.splitlines()) < 100
+    assert (
+        max(
+            len(line)
+            for line in text[text.index("Choices (") : text.index("Exit codes") if "Exit" in text else None].splitlines()
+        )
+        < 110
+    )
+    groups = set(re.findall(r"^  ([\w/]+)=$", helped(command), flags=re.MULTILINE))
+    assert groups == set(re.findall(r"^  ([a-z/]+)= ", text, flags=re.MULTILINE))
+    shown = set(text[text.index("Keys (") :].replace("=", " ").split())
+    for key in key_lines(helped(command)):
+        part, _, last = key.rpartition(".")
+        assert (last if not part.startswith("decode.options") else part.rpartition(".")[2]) in shown, key
+
+
+def test_topics_are_described() -> None:
+    def about(*topics: str) -> str:
+        return help_text("config", Config, [*topics, "--help"])
+
+    text = about("optim")
+    assert "optim=\n  * adamw " in text and "  optim.grad_clip=1.0 " in text and "train." not in text
+    assert "give a number above 0; SpecVLM uses 8e-5 for a 7B target" in about("optim.lr", "optim.lr=0.5")
+    assert "optim.lr=0.5 " in about("optim.lr", "optim.lr=0.5")
+    assert about("lr").count("peak learning rate") == 1 and "target.recipe.lr" in about("lr")
+    assert "decode.options.sage.max_depth=8 " in about("sage")
+    assert about("draft").count("\n  draft.compressor.") == about("draft/compressor").count("\n  draft.compressor.") > 3
+    assert "qwen2_5_vl_72b" in about("target") and "num_hidden_layers" not in about("target")
+    assert len(about("seed").splitlines()) == 2
+    for topic, parts in (
+        ("optim.learning", ["optim.learning:"]),
+        ("lrr", ["lrr:", "did you mean lr?"]),
+        ("optm", ["did you mean optim?"]),
+    ):
+        with refused("--help", *parts):
+            about(topic)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image, ImageDraw
 from support.fork_server import ForkServer
 from support.messages import refused
-from support.train_helpers import ROOT, environment
+from support.train_helpers import ROOT, environment, metrics
 
 from data_prep.conversation import BadItem
 from train.config.hydra_app import compose
@@ -100,13 +100,16 @@ def execute(folder: Path, line: str, is_short: bool, variables: dict[str, str]) 
 @pytest.mark.parametrize(("block", "name", "steps"), [(MESSAGES, "chats", 50), (LLAVA, "llava", 4)], ids=["messages", "llava"])
 def test_the_lines_of_the_readme(block: str, name: str, steps: int, folder: Path, variables: dict[str, str]) -> None:
     is_short = block == LLAVA
-    data, train, validate, export = [execute(folder, line, is_short, variables) for line in block.splitlines()]
-    assert "23 examples, 23 measured" in data and "0 invalid items skipped" in data
+    data, *plans, train, validate, export = [execute(folder, line, is_short, variables) for line in block.splitlines()]
+    assert "23 examples, 23 measured" in data and "0 invalid items skipped" in data and "own answers: " in data
+    assert all("the target's own, generated before the first step" in plan for plan in plans)
+    assert ("23 conversations (23 now): 23 answered" in train and "own answers: 100%" in train) != is_short
+    assert "\nverdict: " in train and "\nnext: sage-" in train and "\nverdict: " in validate
     assert "the longest of 23 examples" in data and "the longest of 23 examples" in train
     assert ("23 example(s) are repeated to 50 steps (34.8 epochs)" in train) != is_short
     assert "1 held-out prompt(s)" in train and "1 prompt, 1 run each" in train and "1 prompt, 1 run each" in validate
     run = folder / "runs" / f"pocket_qwen2_5_vl-eagle3-{name}"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(run)
     assert lines[-1]["step"] == steps and (is_short or lines[-1]["loss"] < 0.5 * lines[0]["loss"])
     (report,) = (run / "validation").glob("*/report.json")
     assert all(found["match"] == found["total"] for found in json.loads(report.read_text())["policies"].values())

@@ -23,11 +23,13 @@ import sage
 from data_prep.build import build_dataset
 from data_prep.config import DataConfig, OnBad, RegenerateConfig
 from data_prep.conversation import BadItem
+from data_prep.dataset.skip_log import InvalidItems
 from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.sources import SourceConfig
 from data_prep.splits import Split
 from data_prep.tools import cli
 from train.cli import data as data_cli
+from train.console.errors import report as report_error
 
 
 def test_convert_and_back(tmp_path: Path) -> None:
@@ -59,16 +61,42 @@ def invalid_rows(folder: Path) -> DataConfig:
 def test_check_counts_skipped_items(tmp_path: Path) -> None:
     config = invalid_rows(tmp_path)
     processor = make_processor("qwen2_5_vl")
-    with refused("item 2:", "no.png"):
+    with refused("rows.json: item 2, line 1:", "no.png", "2 of 3 items are invalid", error=InvalidItems) as caught:
         cli.check_data(config, processor, "train", 0)
+    missing, corrupt = caught.value.details.splitlines()  # of the rows alone, then of their pixels
+    assert "item 2, line 1: image" in missing and "item 1, line 1: image" in corrupt
     config.on_bad = OnBad.skip
     for _ in range(2):  # the second time from the cached index
         found, dataset = cli.check_data(config, processor, "train", 0)
-        assert (found.total, found.num_measured) == (2, 1)
+        assert (found.total, found.num_measured) == (1, 1)
         assert sorted(found.skipped.values()) == [1, 1]
-    cli.write_report(tmp_path / "page.html", config, found, dataset, "train", 5)
-    assert "mine for qwen2_5_vl" in (tmp_path / "page.html").read_text()
+    cli.write_report(tmp_path / "page.html", "mine.jsonl for tiny", found, dataset, "train", 5)
+    assert "<h1>mine.jsonl for tiny</h1>" in (tmp_path / "page.html").read_text()
+    assert str(tmp_path) not in (tmp_path / "page.html").read_text()
     assert json.loads((tmp_path / "page.json").read_text())["measured"] == 1
+
+
+def test_check_names_all_invalid_rows_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With their lines, whatever is invalid: JSON, an empty answer, a missing or a corrupt image, also a held-out one."""
+    save_images(tmp_path, *(f"{i}.png" for i in range(8)))
+    for i in (5, 6):
+        (tmp_path / f"{i}.png").write_bytes((tmp_path / f"{i}.png").read_bytes()[:40])
+
+    def row(i: int, answer: str = "Red.") -> str:
+        question = {"role": "user", "content": [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": "What?"}]}
+        return json.dumps({"messages": [question, {"role": "assistant", "content": answer}]})
+
+    lines = [row(0), "{", row(1), "", row(2, " "), row(99), *(row(i) for i in range(3, 8))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    source = SourceConfig(kind="messages", path=str(tmp_path / "rows.jsonl"))
+    config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache"), holdout=0.5)
+    with refused("rows.jsonl: item 1, line 2:", "5 of 10 items are invalid", error=InvalidItems) as caught:
+        cli.check_data(config, make_processor("qwen2_5_vl"), "train", 0)
+    named = sorted(int(text.split("line ")[1].split(":")[0]) for text in caught.value.details.splitlines())
+    assert named == [2, 5, 6, 9, 10]
+    assert "message 1: an empty answer" in caught.value.details
+    assert report_error(caught.value) == 2
+    assert capsys.readouterr().err.count("\n") == 6
 
 
 @pytest.fixture
@@ -92,7 +120,7 @@ def test_check_measures_the_beginning_of_a_stream(streamed: DataConfig, tmp_path
     assert (found.total, found.num_measured) == (None, 5)
     assert dict(found.sources) == {str(tmp_path / "long.parquet"): 3, str(tmp_path / "short.parquet"): 2}
     assert "a stream, its first 5 examples measured" in found.as_text()
-    cli.write_report(tmp_path / "page.html", streamed, found, dataset, "train", 3)
+    cli.write_report(tmp_path / "page.html", "s", found, dataset, "train", 3)
     assert (tmp_path / "page.html").read_text().count('<div class="example">') == 3
     found, _ = cli.check_data(streamed, processor, "train", 0)  # all of it, once
     assert found.num_measured == 13
@@ -151,6 +179,7 @@ def test_check_from_the_command_line(target_folder: Path, tmp_path: Path, capsys
     printed = capsys.readouterr().out
     assert "6 examples, 6 measured" in printed
     assert f"page: {page_path}" in printed
+    assert "own answers: " in printed and "are the target&#x27;s own choice" in page_path.read_text()
     assert page_path.read_text().startswith("<!doctype html>")
     rows = tmp_path / "rows.jsonl"
     assert command(*words, "action=convert", f"out={rows}") == 0

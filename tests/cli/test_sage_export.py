@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors import SafetensorError
-from support.export_helpers import REDUCED, edit_json, export_draft, sage_export, save_draft, save_run, save_target
+from support.export_helpers import REDUCED, edit_json, export_draft, save_draft, save_run, save_target
 from support.messages import check_message, refused
 
 from checkpoints.export.configs import TargetFacts
@@ -21,7 +19,6 @@ from checkpoints.export.exporter import find_source
 from checkpoints.export.folder import push_to_hub
 from checkpoints.export.formats.registry import variants
 from checkpoints.export.model_card import serve_commands
-from train.cli.export import main
 
 ID = "Qwen/Qwen2.5-VL-7B-Instruct"
 
@@ -37,56 +34,49 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the console entry point; returns exit code, stdout and stderr."""
-    return sage_export(monkeypatch, capsys)
-
-
 class TestCommand:
-    def test_debug_shows_the_traceback(self, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        arguments = [str(tmp_path / "nowhere"), "--format", "eagle3", "--out", str(tmp_path / "out")]
-        assert command(*arguments)[0] == 2
-        monkeypatch.setattr(sys, "argv", ["sage-export", *arguments, "--debug"])
+    def test_debug_shows_the_traceback(self, tmp_path: Path, sage_export: Any) -> None:
+        arguments = (tmp_path / "nowhere", "--format", "eagle3", "--out", tmp_path / "out")
+        assert sage_export(*arguments)[0] == 2
         with pytest.raises(ValueError, match="nowhere"):
-            main()
+            sage_export(*arguments, "--debug")
 
-    def test_truncated_weights_without_a_manifest(self, home: Path, tmp_path: Path, command: Any) -> None:
+    def test_truncated_weights_without_a_manifest(self, home: Path, tmp_path: Path, sage_export: Any) -> None:
         shutil.copytree(home / "lone", tmp_path / "draft")
         weights = tmp_path / "draft" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:2000])
-        code, _, error = command(tmp_path / "draft", "--format", "eagle3", "--out", tmp_path / "out")
+        code, _, error = sage_export(tmp_path / "draft", "--format", "eagle3", "--out", tmp_path / "out")
         assert code == 2 and str(tmp_path / "draft") in error and "weights" in error
 
-    def test_export_of_a_run(self, home: Path, tmp_path: Path, command: Any) -> None:
-        code, out, _ = command(home / "run", "--format", "eagle3", "--out", tmp_path / "out")
+    def test_export_of_a_run(self, home: Path, tmp_path: Path, sage_export: Any) -> None:
+        code, out, _ = sage_export(home / "run", "--format", "eagle3", "--out", tmp_path / "out")
         assert code == 0
         assert f"draft: {home / 'run' / 'draft_best'}, 100 steps" in out
         assert "bit-identical" in out
         check_message(next(line for line in out.splitlines() if line.startswith("warning: At image")), "vLLM")
         assert (tmp_path / "out" / "model.safetensors").is_file()
 
-    def test_check_and_inspect(self, home: Path, tmp_path: Path, command: Any) -> None:
-        code, out, _ = command("--check", home / "export")
+    def test_check_and_inspect(self, home: Path, tmp_path: Path, sage_export: Any) -> None:
+        code, out, _ = sage_export("--check", home / "export")
         assert (code, out.splitlines()[-1]) == (0, f"{home / 'export'}: eagle3; valid")
         edit_json(export_draft(home / "run", tmp_path / "bad").folder / "config.json", lambda c: c.update(vocab_size=1))
-        code, out, _ = command("--check", tmp_path / "bad")
+        code, out, _ = sage_export("--check", tmp_path / "bad")
         assert code == 2
         assert "error: manifest.json: " in out
         assert "config.json: corrupt" in out
-        assert "1 errors: do not serve this" in out
-        code, out, _ = command("--inspect", home / "export")
+        assert "1 error: do not serve this" in out
+        code, out, _ = sage_export("--inspect", home / "export")
         assert (code, "export, intact" in out) == (0, True)
-        assert command("--inspect", tmp_path / "bad")[0] == 2
+        assert sage_export("--inspect", tmp_path / "bad")[0] == 2
 
-    def test_check_of_a_run(self, home: Path, command: Any) -> None:
-        code, out, _ = command("--check", home / "run")
+    def test_check_of_a_run(self, home: Path, sage_export: Any) -> None:
+        code, out, _ = sage_export("--check", home / "run")
         assert code == 2
         check_message(out, "config.yaml", "export it first")
 
     @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left")])
     def test_full_disk(
-        self, home: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+        self, home: Path, tmp_path: Path, sage_export: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
     ) -> None:
         def full(*_: Any, **__: Any) -> None:
             raise error
@@ -97,21 +87,21 @@ class TestCommand:
             (home / "lone", "--format", "eagle3"),
             ("--import", home / "export", "--target", home / "target", "--levels", "0,1,2"),
         ):
-            code, _, err = command(*arguments, "--out", tmp_path / "o")
+            code, _, err = sage_export(*arguments, "--out", tmp_path / "o")
             assert (code, err.count("\n")) == (2, 1)
             assert f"--out {tmp_path / 'o'}: could not be written" in err
             assert "No space left" in err
             assert not list(tmp_path.iterdir())
 
-    def test_json_output(self, home: Path, command: Any) -> None:
-        check = json.loads(command("--check", home / "export", "--json", "--target", home / "target")[1])
+    def test_json_output(self, home: Path, sage_export: Any) -> None:
+        check = json.loads(sage_export("--check", home / "export", "--json", "--target", home / "target")[1])
         assert (check["format"], check["errors"], check["notes"]) == ("eagle3", [], [])
-        found = json.loads(command("--inspect", home / "export", "--json")[1])
+        found = json.loads(sage_export("--inspect", home / "export", "--json")[1])
         assert (found["kind"], found["is_intact"]) == ("export", True)
 
-    def test_import(self, home: Path, tmp_path: Path, command: Any) -> None:
+    def test_import(self, home: Path, tmp_path: Path, sage_export: Any) -> None:
         arguments = ("--import", home / "export", "--target", home / "target", "--out", tmp_path / "ours", "--levels", "0,1,2")
-        code, out, _ = command(*arguments, "--image-inputs", "token")
+        code, out, _ = sage_export(*arguments, "--image-inputs", "token")
         assert code == 0
         assert f"sage-validate draft={tmp_path / 'ours'} target.path={home / 'target'}" in out
         config = json.loads((tmp_path / "ours" / "config.json").read_text())
@@ -139,20 +129,14 @@ class TestCommand:
         ],
     )
     def test_errors_are_one_line(
-        self, home: Path, command: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], parts: tuple[str, ...]
+        self, home: Path, sage_export: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], parts: tuple[str, ...]
     ) -> None:
         monkeypatch.chdir(home)
-        code, _, err = command(*arguments)
+        code, _, err = sage_export(*arguments)
         assert code == 2
         assert err.count("\n") == 1
         check_message(err, *parts)
         assert not (home / "o").exists()
-
-    @pytest.mark.slow
-    def test_help_needs_no_torch(self) -> None:
-        code = "import sys; from train.cli.export import parse_args; print('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == "False"
 
 
 class TestCard:
@@ -168,18 +152,18 @@ class TestCard:
         last = export_draft(home / "run" / "draft", tmp_path / "last", "eagle3").folder
         assert "| `sage` | 2.25 |" in (last / "README.md").read_text()
 
-    def test_measurements_of_a_later_check(self, home: Path, tmp_path: Path, command: Any) -> None:
+    def test_measurements_of_a_later_check(self, home: Path, tmp_path: Path, sage_export: Any) -> None:
         check = tmp_path / "check"
         shutil.copytree(home / "run" / "validation" / "step_00000100", check)
         edit_json(check / "report.json", lambda content: content.update(step=100, prompts=7))
         arguments = [home / "run", "--format", "eagle3", "--allow-unserved", "--report", check, "--out"]
-        assert command(*arguments, tmp_path / "out")[0] == 0
+        assert sage_export(*arguments, tmp_path / "out")[0] == 0
         assert "7 prompts, float32 on cpu" in (tmp_path / "out" / "README.md").read_text()
         edit_json(check / "report.json", lambda content: content.update(step=50))
-        code, _, err = command(*arguments, tmp_path / "other")
+        code, _, err = sage_export(*arguments, tmp_path / "other")
         assert code == 2 and not (tmp_path / "other").exists()
         check_message(err, str(check), "50", "100")
-        code, _, err = command("--inspect", home / "run", "--report", check)
+        code, _, err = sage_export("--inspect", home / "run", "--report", check)
         assert code == 2
         check_message(err, "--report", "--inspect")
 
@@ -267,9 +251,9 @@ class TestHub:
         monkeypatch.setattr("huggingface_hub.HfApi", Api)
         return calls
 
-    def test_push(self, home: Path, tmp_path: Path, command: Any, hub: Any) -> None:
+    def test_push(self, home: Path, tmp_path: Path, sage_export: Any, hub: Any) -> None:
         options = ("--target-name", ID, "--push-to-hub", "me/draft", "--private", "--license", "mit")
-        code, out, _ = command(home / "run", "--format", "eagle3", "--out", tmp_path / "out", *options)
+        code, out, _ = sage_export(home / "run", "--format", "eagle3", "--out", tmp_path / "out", *options)
         assert (code, out.splitlines()[-1]) == (0, "https://hub/commit/1")
         assert hub[0] == ("create", {"repo_id": "me/draft", "private": True, "exist_ok": True, "repo_type": "model"})
         assert hub[1][1]["folder_path"] == tmp_path / "out"

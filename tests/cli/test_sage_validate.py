@@ -14,6 +14,8 @@ import sage
 from checkpoints.export.exporter import find_source, with_report
 from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import list_checks
+from sage.bench.runners import PolicyRunner
+from sage.commands.cli import EXIT_STOPPED
 from train.cli import validate as validate_cli
 from train.cli.validate import _alias, run_validation
 from train.config.hydra_app import compose
@@ -52,6 +54,26 @@ def test_a_run_folder_is_measured_with_its_own_settings(run, capsys):
     assert "2 prompts, 1 run each, float32 on cpu, temperature 0, at most 6 new tokens" in shown
     page = (run / "checks" / "draft_step_00000012" / "report.md").read_text()
     assert "2 prompts, 1 run each, float32 on cpu, temperature 0, at most 6 new tokens" in page
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_the_prompts_that_were_measured(run, tmp_path, monkeypatch, capsys):
+    run = Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checks")))
+    decode, answers = PolicyRunner.run, []
+
+    def interrupted(*arguments):
+        answers.append(None)
+        if len(answers) == 4:  # the second policy on the second prompt
+            raise KeyboardInterrupt
+        return decode(*arguments)
+
+    monkeypatch.setattr(PolicyRunner, "run", interrupted)
+    assert measured(f"checkpoint={run}", "decode.baselines=[]", "decode.warmup=0") == EXIT_STOPPED
+    report = json.loads((run / "checks" / "draft_step_00000012" / "report.json").read_text())
+    assert report["partial"] == {"prompts": 1, "repeats": 1, "planned_prompts": 2, "planned_repeats": 1}
+    assert report["prompts"] == report["policies"]["static"]["total"] == 1
+    shown = capsys.readouterr().out
+    assert "partial: interrupted after 1 of 2 prompts" in shown and "report.md" in shown
 
 
 @pytest.mark.slow
@@ -105,12 +127,15 @@ def test_a_target_is_loaded_with_its_device_map_and_attention(run, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run, tmp_path):
+def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     target_folder = OmegaConf.load(run / "config.yaml").target.path
     draft = save_draft(tmp_path / "mine", sage.load_target(target_folder))
     overrides = [f"target.path={target_folder}", "decode.policies=[chain]", "decode.num_prompts=1", "decode.max_new_tokens=4"]
     assert measured(f"draft={draft}", *overrides) == 0
-    assert (draft / "checks" / "mine_step_00000000" / "report.md").is_file()
+    assert not (draft / "checks").exists()
+    page = (tmp_path / "runs" / "checks" / "mine" / "report.md").read_text()
+    assert "training step" not in page and "step 0" not in page
 
 
 def test_a_draft_made_for_another_target_is_refused_with_both_sides(run, tmp_path):

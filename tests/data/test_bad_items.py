@@ -53,6 +53,7 @@ INVALID: dict[str, tuple[bytes, tuple[str, ...]]] = {
         row(None, share_turns("What?", "Which?", "Red.", roles=("human", "human", "gpt"))),
         ("message 1", "'user' after 'user'", "'assistant'"),
     ),
+    "empty answer": (row(None, share_turns("What?", " ")), ("message 1", "empty answer")),
     "placeholder without image": (row(None), ("<image>",)),
     "image without placeholder": (row("good.png", share_turns("What?", "Red.")), ("1 image(s)",)),
     "not UTF-8": (row(None, share_turns("What?", "Red.")).replace(b"Red.", b"R\xe4d"), ("UTF-8",)),
@@ -258,3 +259,40 @@ def test_invalid_items_of_other_layouts(name: str, streaming: bool, tmp_path: Pa
     (row,) = read_skipped(listed)
     assert row["index"].split()[0] == "1"
     assert part in row["reason"]
+
+
+def skipped_row(index: str, reason: str) -> dict[str, str]:
+    return {"source": "rows.json", "index": index, "reason": reason}
+
+
+def test_reasons_that_differ_in_values_are_counted_together_and_shown_by_the_first() -> None:
+    rows = [
+        skipped_row("3 (id c)", "ends with 'user'; the last message must be the assistant's"),
+        skipped_row("4", "image a/b.png: 1x1 pixels"),
+        skipped_row("7 (id g)", "ends with 'system'; the last message must be the assistant's"),
+    ]
+    assert count_reasons(rows) == {
+        "ends with 'user'; the last message must be the assistant's (first: item 3 (id c))": 2,
+        "image a/b.png: 1x1 pixels (item 4)": 1,
+    }
+    assert count_reasons([]) == {}
+
+
+def test_every_skipped_item_is_listed_with_its_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An invalid row, an invalid conversation and one that is too long."""
+    rows = [
+        {"id": "robot", "conversations": [{"from": "robot", "value": "a"}]},
+        {"id": "open", "conversations": share_turns("a")},
+        {"id": "long", "conversations": share_turns("a", "b" * 200)},
+        {"id": "fine", "conversations": share_turns("a", "b")},
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    source = SourceConfig(kind="sharegpt", path=str(tmp_path / "rows.json"))
+    config = DataConfig(sources={"it": source}, holdout=0.0, max_length=100, on_bad=OnBad.skip, cache_dir=str(tmp_path))
+    dataset = build_dataset(config, make_processor("qwen2_5_vl"))
+    assert [dataset[i]["id"] for i in range(len(dataset))] == ["fine", "fine"]
+    listed = read_skipped(dataset.skipped.path)
+    assert [item["index"] for item in listed] == ["0 (id robot)", "1 (id open)", "2 (id long)"]
+    assert "'robot'" in caplog.text and "'user'" in caplog.text
+    assert "item 0 (id robot)" in caplog.text
+    assert "skipped" in caplog.text and str(dataset.skipped.path) in caplog.text

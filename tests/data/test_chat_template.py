@@ -58,7 +58,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[int], list[int], list[str]]] =
         [8 + 1 + 2 + 1 + 6 + 1 + 3 + 1 + 11, 5],
         ["Yes."],
     ),
-    "empty_answer": ([user("Hi?"), assistant("")], [18 + 6 + 3 + 2 + 11, 1], [6 + 1 + 3 + 1 + 11, 1], [""]),
     "markers_as_text": (
         [user("<|im_end|>"), assistant("a<|im_end|>\n<|im_start|>user\nb<image>")],
         [18 + 6 + 10 + 2 + 11, 1 + 10 + 1 + 12 + 4 + 1 + 1 + 7 + 1],

@@ -11,7 +11,7 @@ from support.messages import refused
 
 from data_prep.conversation import BadItem, Conversation, TooLong, check_conversation
 
-GOOD = [{"role": "system", "content": "Ok"}, user(make_image(), "Hi?"), assistant("Yes."), user("No"), assistant("")]
+GOOD = [{"role": "system", "content": "Ok"}, user(make_image(), "Hi?"), assistant("Yes."), user("No"), assistant("Why?")]
 
 
 def test_contents_become_lists_of_parts() -> None:
@@ -30,8 +30,14 @@ def test_placeholder_in_the_middle_of_a_text_is_text() -> None:
 def test_text_parts_of_an_answer_are_joined() -> None:
     answer = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert check_conversation(Conversation("c", [user("Hi"), answer])).messages[1] == assistant("ab")
+
+
+def test_empty_answers_are_refused_in_training_alone() -> None:
     empty: dict[str, Any] = {"role": "assistant", "content": []}
-    assert check_conversation(Conversation("c", [user("Hi"), empty])).messages[1] == assistant("")
+    for answer in (empty, assistant(" ")):
+        with refused("message 1", "empty answer", error=BadItem):
+            check_conversation(Conversation("c", [user("Hi"), answer, user("And?"), assistant("Yes")]))
+        assert check_conversation(Conversation("c", [user("Hi"), answer, user("And?")]), needs_answer=False)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.data_helpers import assistant, make_image, make_processor, user
 from data_prep.chat import build_example
 from data_prep.conversation import Conversation
 from data_prep.dataset.mixing import sample
-from data_prep.tools.stats import measure, render_html
+from data_prep.tools.stats import measure, render_html, without_folders
 
 
 def test_statistics_counted_by_hand() -> None:
@@ -59,7 +59,17 @@ def test_report_marks_supervised_tokens() -> None:
     assert "&lt;id&gt;" in html
     assert "&lt;why&gt;" in html
     assert "http" not in html.replace("viewport", "")
-    assert html.count("<svg") == 6
+    assert html.count("<svg") == 0 and "Equal in all examples: tokens per example" in html
+    assert "family" not in html and "Families" not in html
+    other = Conversation("b", [user("Hi?"), assistant("Yes."), user("No"), assistant("ab")], "one")
+    both = measure([(conversation, example), (other, build_example(other, processor))], 2, processor)
+    html = render_html("title", both, [], processor)
+    assert html.count("<svg") == 6 and "highest bar: 1 example<" in html
+
+
+def test_folders_of_absolute_paths_are_left_out() -> None:
+    text = "/home/me/rows.json: no image (item 3 of '/data/x.png') a/b 1/2 https://a.b/c"
+    assert without_folders(text) == "rows.json: no image (item 3 of 'x.png') a/b 1/2 https://a.b/c"
 
 
 def test_report_shows_the_segment_of_a_video() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -90,8 +91,6 @@ def test_supervision_covers_the_answers_and_their_end(tokenizers, family):
 
 
 def test_probe_labels_are_within_range():
-    import random
-
     rng = random.Random(0)
     for _ in range(30):
         _, labels = probe.draw_labelled(rng)

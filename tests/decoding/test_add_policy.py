@@ -15,6 +15,7 @@ from support.validate_helpers import save_draft, save_target
 
 import sage
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 MODULE = '''
 from dataclasses import dataclass
@@ -68,7 +69,6 @@ def python(checkout: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_it_is_in_the_api_and_in_the_configuration(checkout: Path) -> None:
     names, policies, options, kind = json.loads(python(checkout, "-c", COMPOSE))
     assert set(names) == {*sage.POLICIES, "pair"}
@@ -76,9 +76,8 @@ def test_it_is_in_the_api_and_in_the_configuration(checkout: Path) -> None:
     assert kind == "Pair"
 
 
-@pytest.mark.slow
 def test_it_is_in_the_help_of_the_commands(checkout: Path) -> None:
-    choices = python(checkout, "-m", "train.cli.train", "--help").split("  decode/policy=\n")[1].split("\n\n")[0]
+    choices = python(checkout, "-m", "train.cli.train", "--help", "decode").split("  decode/policy=\n")[1].split("\n\n")[0]
     assert re.search(r"^ +pair +The two most probable tokens at level 1$", choices, re.MULTILINE)
     assert "pair" in python(checkout, "-m", "sage", "--help")
     printed = python(checkout, "-c", "from sage.bench.__main__ import main; main(['policies']); main(['--help'])")
@@ -86,7 +85,6 @@ def test_it_is_in_the_help_of_the_commands(checkout: Path) -> None:
     assert "pair" in printed.split("--policies A,B")[-1]
 
 
-@pytest.mark.slow
 def test_it_is_in_a_report(checkout: Path, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     draft = save_draft(tmp_path / "draft", sage.load_target(target))

@@ -17,7 +17,8 @@ from sage.bench.costs import (
     roofline_costs,
     without_layers,
 )
-from sage.bench.shapes import Shape, layers_that_fit, random_target, shape_named, shapes
+from sage.bench.random_targets import layers_that_fit, random_target
+from sage.bench.shapes import Shape, shape_named, shapes
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=64, head_dim=8)

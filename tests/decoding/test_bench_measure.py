@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 import sage
 import sage.decoding.generation
-from sage.bench.measurement import BenchPrompt, measure, rotated
+from sage.bench.measurement import BenchPrompt, Planned, measure, rotated
 from sage.bench.report import build_report
+from sage.bench.report_table import measured_with
 from sage.bench.runners import (
     AUTOREGRESSIVE,
     HF_ASSISTED,
@@ -30,6 +31,7 @@ from sage.bench.runners import (
     complete_phases,
     on_device,
 )
+from sage.bench.running import RunningFigures
 from sage.bench.summary import (
     acceptance_by_depth,
     accepted_histogram,
@@ -106,6 +108,42 @@ def test_every_repeat_iterates_over_all_prompts():
     measurement = measure(runners, prompts, SAMPLING, repeats=2, warmup=0, progress=lambda *now: done.append(now))
     assert seen == [0, 1, 2, 0, 1, 2] and done[-1] == (6, 6) and len(done) == 6
     assert {len(repeats) for runs in measurement.runs.values() for repeats in runs} == {2}
+
+
+@pytest.mark.parametrize(
+    ("after", "prompts", "repeats", "counts"),
+    [(2, 2, 1, [1, 1]), (4, 3, 2, [2, 1, 1]), (6, 3, 2, [2, 2, 2])],
+)
+def test_an_interrupted_measurement_contains_the_complete_prompts(after, prompts, repeats, counts):
+    """The last runner is interrupted in the middle of a prompt, so that the others' runs of that prompt are dropped."""
+    runners, _ = fakes()
+    left = itertools.count()
+
+    def run(inputs, sampling, run=runners[2].run):
+        if next(left) == after:
+            raise KeyboardInterrupt
+        return run(inputs, sampling)
+
+    runners[2].run = run
+    asked, seen = [BenchPrompt(name=str(i), inputs={}) for i in range(3)], []
+    figures = RunningFigures(runners, ["autoregressive", "sage"])
+    options = {"warmup": 0, "observe": lambda runs: (seen.append(set(runs)), figures.add(runs)), "ends": (KeyboardInterrupt,)}
+    found = measure(runners, asked, SAMPLING, 2, **options)
+    assert ([prompt.name for prompt in found.prompts], found.repeats) == (["0", "1", "2"][:prompts], repeats)
+    assert [[len(runs) for runs in own] for own in found.runs.values()] == [counts] * 3
+    assert found.planned == (None if after == 6 else Planned(prompts=3, repeats=2)) and len(seen) == after
+    assert str(figures) == f"sage {2.0:.2f} tokens/pass 2.00x"
+    report = build_report(found, SimpleNamespace(name="t", device=torch.device("cpu"), dtype=torch.float32), "draft", ["sage"])
+    partial = {"prompts": prompts, "repeats": repeats, "planned_prompts": 3, "planned_repeats": 2}
+    assert report.get("partial") == (None if after == 6 else partial)
+    assert measured_with(report).startswith("partial: interrupted after") == (after < 6)
+
+
+def test_an_interrupt_before_the_first_complete_prompt_is_raised():
+    runners, _ = fakes()
+    runners[2].run = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure(runners, PROMPTS, SAMPLING, warmup=0, ends=(KeyboardInterrupt,))
 
 
 @pytest.mark.parametrize(

@@ -131,13 +131,17 @@ class TestCurve:
         assert costs.verify_s(3, 0) == pytest.approx(1.5 * 2.0 / 2)
 
     def test_a_captured_pass_costs_as_much_as_the_edge_of_its_bucket(self) -> None:
-        """5 nodes are padded to 8, 65 to 128; 1 + 300 + 1 keys to 512, as 1 + 400 + 1, and 1 + 600 + 1 to 1024."""
+        """5 nodes are padded to 8, 65 to 128; 1 + 300 + 1 keys to 512, as 1 + 400 + 1, and 1 + 600 + 1 to 1024, unless the pass
+        reads the number of keys from the device.
+        """
         curve = Curve([1, 2, 4, 8, 64], [1.0, 2.0, 3.0, 7.0, 8.0], is_stepped=True)
         assert curve.up_to(9) == [1.0, 2.0, 3.0, 3.0, 7.0, 7.0, 7.0, 7.0, pytest.approx(7 + 1 / 7)]
         assert curve(65) == curve(128) > curve(64)
-        costs = Costs(curve, Curve([1], [0.1]), context=300, verify_per_token=0.001)
+        costs = Costs(curve, Curve([1], [0.1]), context=300, verify_per_token=0.001, has_key_buckets=True)
         assert costs.verify_s(1, 300) == costs.verify_s(1, 400) == 1.0
         assert costs.verify_s(1, 600) == pytest.approx(1.512)
+        costs.has_key_buckets = False
+        assert costs.verify_s(1, 400) == pytest.approx(1.1)
 
     @pytest.mark.parametrize("seconds", [[], [1.0], [1.0, 0.0], [1.0, math.nan]])
     def test_a_curve_without_a_time_for_every_count_is_refused(self, seconds: list[float]) -> None:

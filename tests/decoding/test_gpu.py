@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_cuda import FakeCuda, fake_cuda
+from support.fake_cuda import FakeCuda
 from support.messages import refused
 from support.models import Operators, in_float64, make_inputs, make_qwen, random_draft
 from support.processors import image_part, make_processor, user
@@ -27,8 +27,6 @@ from sage.targets import loading
 from sage.targets.families.qwen2_5_vl import PatchProjection
 from sage.targets.loading import _set_attention
 from train.launch.ranks import pick_device
-
-__all__ = ["fake_cuda"]
 
 
 def test_clock_of_a_second_gpu_uses_its_stream(fake_cuda: FakeCuda) -> None:
@@ -264,13 +262,23 @@ class TestLoading:
                 assert config.get_text_config()._attn_implementation == "sdpa"
 
     @pytest.mark.parametrize(
-        ("device", "is_half", "is_installed", "expected"),
-        [("cuda", True, True, "flash_attention_2"), ("cuda", True, False, "sdpa"), ("cuda", False, True, "sdpa"),
-         ("cpu", True, True, "sdpa")],
+        ("device", "is_half", "is_installed", "is_packed", "is_ampere", "expected"),
+        [("cuda", True, True, True, True, "flash_attention_2"), ("cuda", True, False, True, True, "varlen"),
+         ("cuda", True, False, False, True, "sdpa"), ("cuda", True, False, True, False, "sdpa"),
+         ("cuda", False, True, True, True, "sdpa"), ("cpu", True, True, True, False, "sdpa")],
     )  # fmt: skip
-    def test_auto(self, device: str, is_half: bool, is_installed: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_auto(
+        self,
+        device: str,
+        is_half: bool,
+        is_installed: bool,
+        is_packed: bool,
+        is_ampere: bool,
+        expected: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         monkeypatch.setattr(vision_attention, "has_flash_attention", lambda: is_installed)
-        assert resolve_attention(VisionAttention.auto, device, is_half, True) == expected
+        assert resolve_attention(VisionAttention.auto, device, is_half, is_packed, is_ampere) == expected
 
     def test_varlen_attends_within_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def naive(query: Any, key: Any, value: Any, ends: Any, _: Any, longest: int, __: int) -> torch.Tensor:
@@ -302,4 +310,6 @@ class TestLoading:
             with refused(f"target.attention: {choice}", "GPU", "cpu"):
                 sage.load_target(target, attention=choice)
         with refused("target.attention: varlen", "qwen2_5_vl"):
-            resolve_attention(VisionAttention.varlen, "cuda", True, has_windows=False)
+            resolve_attention(VisionAttention.varlen, "cuda", True, is_packed=False, is_ampere=True)
+        with refused("target.attention: varlen", "8.0"):
+            resolve_attention(VisionAttention.varlen, "cuda", True, is_packed=True, is_ampere=False)

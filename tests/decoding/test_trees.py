@@ -7,14 +7,22 @@ import math
 import pytest
 import torch
 from support.messages import refused
-from support.slow_trees import grow_fully, paths_of
+from support.slow_trees import grow_fully, paths_of, tree_of
 
 import sage
+from sage.decoding.verify import accept
 from sage.planning.tree import Frontier, RoundOutcome
 from sage.trees.sage import round_half_up
 from sage.trees.static import STATIC_TREE
 
 GEOMETRIC = torch.tensor([0.5**i for i in range(1, 13)])
+
+
+def test_acceptance() -> None:
+    """Root chooses 3 (a child), that chooses 3 (a child), that chooses 0 (no child): two accepted, 0 is the bonus."""
+    tree = tree_of([(1,), (3,), (3, 3), (3, 1)])
+    assert accept(tree, [3, 0, 3, 0, 2]) == ([0, 2, 3], [3, 3, 0])
+    assert accept(tree_of([(1,)]), [2, 0]) == ([0], [2])
 
 
 class TestSageEquations:

@@ -9,8 +9,7 @@ import torch
 from support.accelerator import IS_SUPPORTED, on_device, pretend_accelerator
 from support.compressor_helpers import COMPRESSORS, CONVERSATIONS, draft_with, example, prompt_of, starts_of_answers
 from support.messages import refused
-from support.models import MAKERS, make_inputs, make_qwen, random_draft
-from support.near_draft import near_draft
+from support.models import MAKERS, make_inputs, make_qwen, near_draft, random_draft
 from support.processors import make_processor, random_image
 from support.synchronizations import new_policy
 from transformers import LogitsProcessor

@@ -1,4 +1,4 @@
-"""Bounds of device synchronizations and copies per round, for every policy; see docs/gpu.md."""
+"""Bounds of device synchronizations and copies per round, for every policy, eager and captured; see docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 from support import synchronizations
 from support.accelerator import Traffic, on_device
 from support.messages import refused
-from support.models import make_inputs, make_qwen
-from support.near_draft import near_draft
+from support.models import make_inputs, make_llava, make_qwen, near_draft
+from support.pass_helpers import capture_with, head, slow_except
 from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy, table
 
 import sage
+from sage.runtime.captured import call_again
+from sage.runtime.pass_modes import PassMode
 
 
 def rounds_of(traffic: Traffic, name: str, kind: str = "near", **options: Any) -> list[RoundCounts]:
@@ -67,3 +69,32 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert synchronizations.main(["--policies", "autoregressive,eagle2", "--max-new-tokens", "4", "--lines"]) == 0
     out = capsys.readouterr().out
     assert "| `autoregressive` | 3 | 0.0 | 1.0 | 1.0 | 0.0 |" in out and "sage/decoding/verify.py:" in out
+
+
+@pytest.mark.parametrize(("make", "kind"), [(make_qwen, "eagle"), (make_llava, "eagle3"), (make_llava, "near")])
+@pytest.mark.parametrize(
+    "case", slow_except(("chain 0", "sage 1"), [f"{name} 0" for name in sage.POLICIES] + ["chain 1", "sage 1"])
+)
+def test_equal_tokens_and_bounds_of_captured_passes(
+    traffic: Traffic, make: Any, kind: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The eager tokens of the CPU; synchronizations at most levels + 1. `case`: policy and temperature.
+
+    A replay calls the function again.
+    """
+    capture_with(monkeypatch, call_again)
+    target = make()
+    draft: Any = near_draft(target) if kind == "near" else head(target, kind)
+    policy, temperature = case.split()
+    options = {"max_new_tokens": 7, "temperature": float(temperature), "seed": 3}
+    inputs = make_inputs(target)
+    expected = sage.generate(target, draft, inputs, new_policy(policy), **options).tokens.tolist()
+    target.passes = PassMode.captured
+    on_device(draft.model if kind == "near" else draft)
+    on_device(target)
+    for _ in range(2):  # the first request captures
+        counts = count_rounds(traffic, target, draft, inputs, new_policy(policy), **options)
+        assert counts.tokens == expected
+    for one in counts.rounds:
+        assert one.synchronizations <= one.levels + 1, counts.lines
+        assert one.uploads <= MAX_UPLOADS and one.blocking_uploads == 0, counts.lines

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.train_helpers import python
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sage", "data_prep", "checkpoints", "train", "benchmarks")
@@ -19,6 +21,7 @@ FORBIDDEN = {  # third-party packages, by the package that may not import them
     "checkpoints": {"hydra", "omegaconf", "deepspeed", "wandb"},
 }
 ONLY_IN = {"deepspeed": "train/engine/", "wandb": "train/monitor/"}
+BY_NAME = {"sage/training/__init__.py": "train"}  # imports a package above by name; only type checkers read its import
 NEVER_IMPORTED = {"benchmarks", "tests", "support"}
 Graph = dict[str, set[str]]
 
@@ -37,7 +40,10 @@ def imported_modules(source: str) -> set[str]:
 def read_sources() -> dict[str, set[str]]:
     """Path relative to the repository -> imported modules, of every file of the packages."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return {path.relative_to(ROOT).as_posix(): imported_modules(path.read_text()) for path in paths}
+    found = {path.relative_to(ROOT).as_posix(): imported_modules(path.read_text()) for path in paths}
+    for path, package in BY_NAME.items():
+        found[path] = {module for module in found[path] if module.split(".")[0] != package}
+    return found
 
 
 def package_graph(sources: dict[str, set[str]]) -> Graph:
@@ -96,6 +102,21 @@ def draw(graph: Graph) -> str:
     return "\n".join([f"{len(graph)} names, {1 + max(floors.values(), default=-1)} floors, {arrows} arrows", *lines])
 
 
+def test_rooms_of_data_prep_point_down() -> None:
+    """`build`, which connects the rooms, and `config`, which reads the registry of sources, are the modules above them."""
+    order = ("tools", "server", "batching", "dataset", "sources", "pocket")  # highest first
+    sources = read_sources()
+    graph = room_graph(sources, "data_prep")
+    assert {room for room in graph if not room.endswith(".py")} == {*order, "api"}
+    for position, room in enumerate(order):
+        assert graph[room] & set(order) <= set(order[position:]), room
+    shared = {name: used & set(order) for name, used in graph.items() if name.endswith(".py") and used & set(order)}
+    assert shared.keys() == {"build.py", "config.py"} and shared["config.py"] == {"sources"}
+    assert not [
+        path for path, modules in sources.items() if path.startswith("data_prep/sources/") and "data_prep.config" in modules
+    ]
+
+
 @pytest.mark.parametrize("title", ["packages", "sage", "train"])
 def test_imports_are_the_drawn_ones_and_point_down(title: str) -> None:
     sources = read_sources()
@@ -150,11 +171,45 @@ def test_negative_control_wrong_arrows_are_found_and_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_import_sage_is_light() -> None:
-    heavy = ["hydra", "omegaconf", "deepspeed", "wandb", "datasets"]
+@pytest.mark.parametrize(
+    ("statements", "heavy"),
+    [
+        ("import sage.io.tables", {"torch", "numpy", "transformers"}),
+        ("import sage.drafts.registry, train.config.schema", {"torch"}),
+        ("from train.cli.export import parse_args", {"torch"}),
+        ("import data_prep, data_prep.config as c; c.validate(c.DataConfig())", {"torch"}),
+        ("import sage; sage.generate; sage.load_target; sage.trees.sage.confidence", FORBIDDEN["sage"] - {"httpx", "rich"}),
+    ],
+)
+def test_imports_are_light(statements: str, heavy: set[str], tmp_path: Path) -> None:
+    done = python("-c", f"import sys; {statements}; print({heavy!r} & set(sys.modules))", cwd=tmp_path)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_a_users_own_modules_are_not_imported_in_place_of_the_packages(tmp_path: Path) -> None:
+    """Also where the folder is on PYTHONPATH, which DeepSpeed's launcher sets."""
+    for name in ("train", "data_prep", "checkpoints"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user')")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_text("")
     code = (
-        "import sys, sage; sage.generate; sage.load_target; sage.trees.sage.confidence;"
-        f"print([m for m in {heavy!r} if m in sys.modules])"
+        "import sys\nfrom sage.training import compose, scripts\n"
+        "print([m for m in ('torch', 'deepspeed') if m in sys.modules])\n"
+        "from sage.targets.loading import path_of_target\n"
+        "config = compose('target=pocket_qwen3_vl', 'data=pocket')\n"
+        "print(path_of_target('pocket_qwen3_vl') == config.target.path, sys.modules['train'].__file__)\n"
+        "for name in scripts.FUNCTIONS:\n"
+        "    sys.argv = ['-m', name.removeprefix('sage-'), '--version']\n"
+        "    try: scripts.main()\n"
+        "    except SystemExit as stop: print(name, stop.code)\n"
+        "del sys.modules['train'], sys.modules['sage.training']\n"
+        "sys.path.insert(0, 'mine')\nimport train\n"
+        "try: import sage.training\nexcept ImportError as error: print(error)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    shown = [line for line in out.stdout.splitlines() if not line.startswith("sage-draft ")]
+    assert shown[:2] == ["[]", f"True {ROOT / 'train/__init__.py'}"]
+    assert shown[2:-1] == [f"sage-{name} 0" for name in ("train", "validate", "data", "export", "report")]
+    assert "mine/train.py" in shown[-1] and "import sage.training first" in shown[-1]

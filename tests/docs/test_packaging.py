@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"sage": "sage", "train": "train", "data_prep": "data_prep", "checkpoints": "checkpoints", "conf": "train/_conf"}
-DATA = {".yaml", ".json", ".safetensors", ".jinja", ".html"}
+DATA = {".yaml", ".json", ".safetensors", ".jinja", ".html", ".cpp"}
 
 
 def test_every_package_is_listed() -> None:
@@ -65,7 +65,9 @@ def test_wheel_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     empty.mkdir()
     zipfile.ZipFile(wheel).extractall(installed)
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    code = "import train, sys; print(train.__file__); from train.cli.train import main; sys.argv[1:] = ['--help']; main()"
+    code = (
+        "import train, sys; print(train.__file__); from train.cli.train import main; sys.argv[1:] = ['--help', 'all']; main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=empty, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith(str(installed))

@@ -11,9 +11,12 @@ import pytest
 from support.doc_commands import check_blocks, check_text, make_placeholders
 from support.doc_pages import REVIEW, REVIEW_ROW, ROOT, check_files, check_links, check_review, pages, read
 from support.doc_quotes import MESSAGES, PLAN, check_generated, check_messages, quoted_plan
-from support.messages import SNAPSHOT
+from support.messages import SNAPSHOT, refused
 
-from sage.bench.options import END, START
+import sage
+from sage.bench.__main__ import main
+from sage.bench.policies import END, START, policy_table, with_table
+from sage.planning.options import defaults
 
 PAGES = pages()
 FAST, SLOW = (check_links, check_files, check_review, check_messages), (check_blocks, check_text, check_generated)
@@ -121,7 +124,7 @@ def test_a_changed_figure_of_a_plan_is_renewed(tmp_path: Path) -> None:
 def test_no_check_has_lost_its_subject() -> None:
     text = "\n".join(map(read, PAGES))
     assert {found[2] for found in PLAN.finditer(text)} == {"plan", "serving", "verdict"} and START in text
-    assert len(MESSAGES.findall(text)) >= 10 and len(REVIEW_ROW.findall("".join(REVIEW.findall(text)))) == 36
+    assert len(MESSAGES.findall(text)) >= 10 and len(REVIEW_ROW.findall("".join(REVIEW.findall(text)))) == 42
 
 
 def test_every_target_of_make_is_documented() -> None:
@@ -136,3 +139,28 @@ def test_the_recorded_messages_are_those_of_tests_that_exist() -> None:
     for name in json.loads(SNAPSHOT.read_text(encoding="utf-8")):
         file, test = name.split("::")[0], re.findall(r"::(\w+)", name.partition("[")[0])[-1]
         assert f"def {test}(" in sources[file] + suites, f"{name}: remove it from messages.json"
+
+
+def test_every_policy_has_a_row_with_its_options_and_defaults() -> None:
+    rows = policy_table().splitlines()[2:]
+    assert len(rows) == len(sage.POLICIES)
+    for name, row in zip(sage.POLICIES, rows, strict=True):
+        assert row.startswith(f"| `{name}` |")
+        assert all(f"`{option}` " in row for option in defaults(sage.trees.policy_class(name)))
+    text = "\n".join(rows)
+    for part in ("`depth` 5", "`ratio` 0.03", "`max_depth` null", "`history` true", "`threshold` cumulative or node"):
+        assert part in text
+
+
+def test_writing_replaces_what_is_between_the_markers(tmp_path: Path, capsys) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
+    main(["policies", "--write", str(page)])
+    assert page.read_text() == f"before\n{START}\n{policy_table()}\n{END}\nafter\n"
+    main(["policies"])
+    assert capsys.readouterr().out.strip() == policy_table()
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    with refused("--write", START):
+        with_table("no table here")

@@ -25,7 +25,7 @@ from benchmarks.papers.figures import FIGURES_DIR, FigureStore, digest
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.markdown import fill
 from benchmarks.papers.runs import load_settings
-from benchmarks.papers.studies import SECTIONS, STUDIES, ablations, confidence, epochs, projection, select_studies
+from benchmarks.papers.studies import SECTIONS, STUDIES, ablations, confidence, epochs, projection, regimes, select_studies
 from sage.bench.costs import measure_shape_costs
 from sage.bench.shapes import Shape
 from sage.costs.tables import Costs, Curve
@@ -69,9 +69,7 @@ def test_every_study_has_a_section_with_plots(measured: Path) -> None:
     text = (measured / "docs" / "results.md").read_text()
     assert set(SECTIONS) == set(STUDIES)
     assert not list((measured / "docs" / FIGURES_DIR).glob("engines*")), "vLLM is not installed here"
-    for number, study in enumerate(SECTIONS, start=1):
-        if study == "engines":
-            continue
+    for number, study in enumerate((name for name in SECTIONS if name != "engines"), start=1):
         assert f"\n## {number}. " in text
         assert f"`make results-{study}`" in text
         for file in STUDIES[study].plots:
@@ -105,7 +103,7 @@ def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch, threads:
 
     def get(name: str, inputs: Any, *_: Any) -> Any:
         content = store.read(name)
-        if content is None and name.startswith("engines_"):  # measured only where vLLM is installed
+        if content is None and name.startswith(("engines_", "regimes_", "vllm_")):  # measured only where vLLM is installed
             return {}
         assert content is not None and content["inputs"] == digest(inputs), name
         return content["figures"]
@@ -353,3 +351,36 @@ def test_slow_policy_is_explained_by_its_rounds(measured: Path) -> None:
         [one] = [one for one in study.expectations(study.select(found)) if one.claim == claim]
         assert one.is_met is is_met
         assert ("tokens per round of" in one.evidence) is not is_met
+
+
+@pytest.mark.slow
+def test_sizes_are_compared_with_goals_with_vllm_and_with_the_projection(measured: Path) -> None:
+    files = FigureStore(measured / "docs" / FIGURES_DIR).read_all()
+    assert "Beside vLLM" not in render.render(files)
+    small, large = (files[f"regimes_{megabytes}"]["figures"] for megabytes in (4, 8))
+    assert (small["mlp"], large["mlp"]) == (512, 1536) and large["weights_mb"] > 2 * small["weights_mb"]
+    assert small["ratio_of_bytes"] > 2 * large["ratio_of_bytes"] and large["bandwidth"] == small["bandwidth"]
+    tokens = [{name: part["policies"][name]["tokens"] for name in part["policies"]} for part in (small, large)]
+    assert tokens[0] == tokens[1], "the same texts at both sizes"
+    decoders = {
+        name: {"tokens_per_s": 10.0, "first_token_ms": 5.0} for name in ("autoregressive", "chain, eagle3", "vllm 1 tokens")
+    }
+    decoders["vllm"] = {"tokens_per_s": 20.0, "first_token_ms": 4.0}
+    ratio = {"ratio": 0.5, "range": [0.4, 0.6]}
+    pairs = {"autoregressive": ("autoregressive", "vllm"), "same draft": ("chain, eagle3", "vllm 1 tokens")}
+    beside = {"ratios": {name: {"ours": one, "theirs": other, **ratio} for name, (one, other) in pairs.items()}}
+    files["vllm_8"] = {**files["regimes_8"], "figures": {"engine": {"vllm": "0.32.0"}, "decoders": decoders, **beside}}
+    large["megabytes"], large["policies"]["cost_aware"]["speedup"] = 62, 1.95
+    large["projected"] = {name: part["speedup"] for name, part in large["policies"].items()}
+    text = render.render(files)
+    assert "Beside vLLM 0.32.0" in text and "| 5.0 ms | 4.0 ms | 10 | 20 | 0.50x (0.40-0.60) |" in text
+    study = STUDIES["regimes"]
+    found = {one.claim.partition(": ")[2]: one for one in study.expectations(study.select(render._figures(files)))}
+    assert found["`cost_aware` at least 1.90x"].is_met and not found["first token no later than vLLM's"].is_met
+    assert not found["autoregressive at least 2 times vLLM's speed"].is_met
+
+
+def test_ratio_of_a_large_target_by_hand() -> None:
+    """Qwen2.5-VL-7B: 28 layers of width 3584 with 28 + 4 heads of 128 and an MLP of 18944; a vocabulary of 152064."""
+    layer, head = 2 * 3584 * 128 * (28 + 4) + 3 * 3584 * 18944, 152064 * 3584
+    assert regimes.ratio_of_large() == pytest.approx((layer + 2 * 3584**2 + head) / (28 * layer + head))

@@ -214,10 +214,15 @@ class TestCommand:
         self, folders: tuple[str, str], policy: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self.run(folders, "--max-new-tokens", "8", "--explain", policy=policy) == 0
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("round ")]
+        shown = capsys.readouterr().err.splitlines()
+        lines = [line for line in shown if line.startswith("round ")]
         why = {"sage": "planned depth", "cost_aware": "tokens/s"}[policy]
         assert lines and all(why in line and "accepted" in line for line in lines)
+        assert shown[0].startswith('prefill  : 1 token, "')
+        nodes = [int(line.split()[2]) for line in lines]
+        assert sum("─ " in line for line in shown) == sum(nodes)
+        assert sum("─ * " in line for line in shown) == sum(int(line.split()[6]) for line in lines)
 
     def test_one_token_is_the_prefills(self, folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run(folders, "--max-new-tokens", "1") == 0
-        assert "1 token, from the prefill" in capsys.readouterr().err
+        assert "1 token: 1 from the prefill\n" in capsys.readouterr().err

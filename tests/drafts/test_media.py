@@ -18,7 +18,7 @@ from support.data_helpers import make_image, make_noise, save_images
 from support.messages import check_message, refused
 
 from sage.inputs import media, video
-from sage.inputs.media import DEFAULT_FRAMES, MAX_PIXELS, check_image, open_image, open_video, open_video_part
+from sage.inputs.media import DEFAULT_FRAMES, MAX_PIXELS, check_media, open_image, open_video, open_video_part
 from sage.inputs.video import Video, evenly_spaced, frames_of_segment, sample_frames
 
 
@@ -149,13 +149,15 @@ def test_unreadable_images_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.png").write_bytes(b"")
     with refused(f"image {tmp_path}/cut.jpg"):
         open_image(tmp_path / "cut.jpg")
-    for name in ("text.png", "empty.png"):
-        with refused(f"image {tmp_path}/{name}"):
-            open_image(tmp_path / name)
+    with refused(f"image {tmp_path}/text.png"):
+        open_image(tmp_path / "text.png")
+    for opens in (open_image, open_video, check_media):
+        with refused(f"{tmp_path}/empty.png: an empty file"):
+            opens(tmp_path / "empty.png")
     with refused(f"image {tmp_path}/gone.png: no such file"):
         open_image(tmp_path / "gone.png")
     for empty in ("", " "):
-        for opens in (open_image, open_video, check_image):
+        for opens in (open_image, open_video, check_media):
             with refused(repr(empty), "empty path"):
                 opens(empty)
     with refused(f"image {'x' * 200}: no such file"):  # such as base64 without `data:`
@@ -163,7 +165,7 @@ def test_unreadable_images_are_named(tmp_path: Path) -> None:
     with refused(f"image {tmp_path}: Is a directory"):
         open_image(tmp_path)
     with refused("image https://example.com/a.png", "URL"):
-        check_image("https://example.com/a.png")
+        check_media("https://example.com/a.png")
     with refused("image ", "base64"):
         open_image("data:image/png;base64,@@")
 
@@ -178,10 +180,10 @@ def test_failed_download_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return load
 
-    monkeypatch.setattr(media, "load_image", answer(ConnectError("Name or service not known")))
+    monkeypatch.setattr("transformers.image_utils.load_image", answer(ConnectError("Name or service not known")))
     with refused("image https://x.org/a.png", "(Name or service not known)"):
         open_image("https://x.org/a.png", allow_urls=True)
-    monkeypatch.setattr(media, "load_image", answer(UnidentifiedImageError("page")))
+    monkeypatch.setattr("transformers.image_utils.load_image", answer(UnidentifiedImageError("page")))
     with refused("image https://x.org/a.png"):
         open_image("https://x.org/a.png", allow_urls=True)
 

@@ -1,16 +1,19 @@
 """A kind of draft is one module and one row of the registry.
 
 With a session, pass functions and training of its own, it trains, resumes, decodes under every policy in every pass mode, is
-planned and inspected, and an export is refused by name.
+planned and inspected, and an export is refused by name. Here it is a bigram model: the logits of the next token are a linear
+function of the last token's embedding, without a cache and without a context.
+
+Shapes: D hidden; K steps, S supervised positions.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import json
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +22,138 @@ import torch
 from hydra.core.config_store import ConfigStore
 from safetensors.torch import load_file
 from support.accelerator import IS_SUPPORTED, Traffic, on_device
-from support.bigram_kind import ROW, BigramDraft
 from support.models import make_inputs
-from support.pass_helpers import capture_with, head, without_compiler
+from support.pass_helpers import capture_with, head, quick_wrappers, without_compiler
 from support.synchronizations import count_rounds, new_policy
-from support.train_helpers import command, make_target, single_process, train_quickly
+from support.train_helpers import configured, make_target, metrics, single_process, train_quickly
+from torch import Tensor, nn
 
 import sage
 from checkpoints.export.exporter import export
 from checkpoints.inspect import inspect_folder
-from sage.drafts.registry import KINDS
+from sage.drafts.eagle import EagleConfig
+from sage.drafts.head import DraftHead
+from sage.drafts.registry import KINDS, DraftKind
+from sage.drafts.session import DraftSession
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
+from sage.runtime.executors import EAGER, executor_of
+from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
+from sage.runtime.pass_function import NODES, Argument, PassFunction, Result
 from sage.runtime.pass_modes import PassMode
+from sage.targets import Features, Prompt
 from train.config import store
 from train.config.hydra_app import compose
 from train.config.schema import Config
+from train.distill.objective import DraftOutput, Objective
+from train.distill.pairs import Pairs
+from train.distill.student import Student, gather_supervised
 from train.plan.search import plan
 from train.plan.text import render
+
+
+@dataclass(kw_only=True)
+class BigramOptions:
+    """The distribution of the next token by the last one.
+
+    Attributes:
+        scale: factor of the embedding.
+    """
+
+    scale: float = 1.0
+
+
+class BigramConfig(EagleConfig):
+    model_type = "sage_bigram"
+
+    def __init__(self, *, scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale = scale
+
+
+class BigramDraft(DraftHead):
+    config_class = BigramConfig
+    compressor = None
+
+    def __init__(self, config: BigramConfig) -> None:
+        super().__init__(config)
+        self.next_hidden = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.post_init()
+
+    @torch.no_grad()
+    def reset_parameters(self, target: sage.Target, vocabulary: Tensor | None = None) -> None:
+        self.next_hidden.weight.normal_(std=0.1)
+
+    def hidden(self, embeds: Tensor) -> Tensor:
+        """[.., D] -> [.., D], the input of the target's lm_head."""
+        return self.next_hidden(self.config.scale * embeds)
+
+    def pass_functions(self, target: sage.Target) -> tuple[PassFunction, PassFunction]:
+        key = (target, self.dtype)
+        if key not in self._functions:
+            self._functions[key] = (BigramPass(self, target),) * 2
+        return self._functions[key]
+
+
+class BigramPass(PassFunction):
+    def __init__(self, draft: BigramDraft, target: sage.Target) -> None:
+        arguments = (Argument("tokens", (NODES,), torch.long),)
+        names = ("the bigram of one token", "the bigrams of several tokens")
+        super().__init__("draft", names, arguments, (Result((NODES, target.vocab_size)),), draft.config.to_dict())
+        self.draft, self.embed_tokens, self.lm_head = draft, target.embed_tokens, target.lm_head
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor]:
+        return (self.lm_head(self.draft.hidden(self.embed_tokens(tokens))),)
+
+
+class BigramSession(DraftSession):
+    """Looks up the logits of every node; nothing is remembered but the number of committed tokens."""
+
+    context = 0
+
+    def __init__(self, draft: BigramDraft, target: sage.Target, capacity: int) -> None:
+        executor = EAGER if draft.training else executor_of(target.passes)
+        self._run = executor.bind(draft.pass_functions(target)[0])
+        self._staging = TokenStagingBuffer(target.device)
+
+    @torch.no_grad()
+    def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
+        return self._run(root)[0]
+
+    @torch.no_grad()
+    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
+        return self._run(self._staging.stage(tokens))[0]
+
+    @torch.no_grad()
+    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+        return self._run(self._staging.stage(tokens)[-1:])[0]
+
+    def set_synthetic_state(self, context: int, width: int) -> None:
+        self.context = context
+
+
+class BigramStudent(Student):
+    @classmethod
+    def of(cls, draft: BigramDraft, config: Config) -> BigramStudent:
+        return cls(draft.float().train().requires_grad_(True), Objective(config.objective))
+
+    @property
+    def decoding_draft(self) -> BigramDraft:  # type: ignore[override]
+        return self.draft
+
+    def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
+        hidden = self.draft.hidden(pairs.embeds_next.to(self.draft.dtype))
+        hidden_KSD, is_valid_KS = gather_supervised([hidden], pairs.mask)
+        return DraftOutput(hidden_KSD, target_lm_head, is_valid_KS)
+
+
+ROW = DraftKind(
+    name="bigram",
+    options=BigramOptions,
+    draft=f"{__name__}:BigramDraft",
+    session=f"{__name__}:BigramSession",
+    student=f"{__name__}:BigramStudent",
+)
 
 BIGRAM = ["draft=bigram", "objective=model", "draft.scale=0.5"]
 
@@ -73,6 +190,7 @@ def test_it_decodes(
 @pytest.mark.slow
 def test_its_function_is_compiled(tiny_qwen: sage.Target, draft: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    quick_wrappers(monkeypatch)
     function, _ = draft.pass_functions(tiny_qwen)
     run = Compiled().bind(function)
     for tokens in (torch.tensor([5]), torch.tensor([5, 6, 7])):
@@ -104,14 +222,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path,
     with single_process(monkeypatch):
         for folder, lengths in (("straight", (6,)), ("resumed", (3, 6))):
             for steps in lengths:
-                given = [
-                    "train.save_every=3",
-                    f"train.max_steps={steps}",
-                    f"run.resume={steps > lengths[0]}",
-                ]
-                fixed = ["deepspeed=zero0", "launch.device=cpu", f"data.cache_dir={tmp_path}/cache"]
-                arguments = [*command(target, tmp_path / folder, *BIGRAM), *fixed, *given]
-                assert train_quickly(compose("config", arguments, Config)) == 0
+                given = ["train.save_every=3", f"train.max_steps={steps}", f"run.resume={steps > lengths[0]}"]
+                assert train_quickly(configured(target, tmp_path / folder, *BIGRAM, *given)) == 0
         yield target, tmp_path
 
 
@@ -120,7 +232,7 @@ def test_it_trains_resumes_and_is_loaded_inspected_and_not_exported(run: tuple[P
     path, folder = run
     straight, resumed = (load_file(folder / name / "draft" / "model.safetensors") for name in ("straight", "resumed"))
     assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
-    losses = [json.loads(line)["loss"] for line in (folder / "straight" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in metrics(folder / "straight")]
     assert losses[-1] < losses[0]
     target = sage.load_target(path, dtype=torch.float32)
     draft = sage.load_draft(folder / "straight", target)
@@ -161,7 +273,6 @@ def test_a_draft_does_not_outlive_its_use(
 
 
 def test_heads_keep_no_functions_of_a_copy(tiny_qwen: sage.Target) -> None:
-
     draft = head(tiny_qwen)
     functions = draft.pass_functions(tiny_qwen)
     copied = copy.deepcopy(draft)

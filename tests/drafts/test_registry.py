@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from support.messages import refused
 from support.models import make_inputs, make_qwen
-from support.train_helpers import environment
+from support.train_helpers import python
 
 import sage
 from checkpoints.export.exporter import load_trained
@@ -119,11 +117,9 @@ def test_a_row_is_listed_in_help(tmp_path: Path) -> None:
         "KINDS['scaled'] = replace(KINDS['eagle'], name='scaled')\n"
         "from train.cli.train import main; main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--help"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
-    )
+    done = python("-c", code, "--help", "draft", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    choices = done.stdout.split("  draft=\n")[1].split("\n\n")[0]
+    choices = f"\n{done.stdout}".split("\n  draft=\n")[1].split("\n\n")[0]
     assert re.findall(r"^[ *]{4}(\w+)", choices, re.MULTILINE) == ["eagle", "eagle3", "model", "scaled"]
     assert "draft=eagle|eagle3|scaled" in done.stdout
 
@@ -146,10 +142,3 @@ def test_rows_agree_with_their_classes(kind: str) -> None:
     draft = row.draft_class()
     assert row.name == kind and callable(row.session_class()) and issubclass(row.student_class(), Student)
     assert row.is_target or draft.config_class.model_type == row.model_type
-
-
-@pytest.mark.slow
-def test_the_registry_is_read_without_torch() -> None:
-    code = "import sys, sage.drafts.registry, train.config.schema; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

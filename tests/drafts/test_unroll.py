@@ -127,3 +127,29 @@ def test_heads_share_one_forward() -> None:
     for kind in (sage.drafts.eagle.EagleDraft, sage.drafts.eagle3.Eagle3Draft):
         assert issubclass(kind, DraftHead) and kind.forward is DraftHead.forward and kind.unroll is DraftHead.unroll
         assert issubclass(kind, nn.Module)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_rows_of_roots_equal_those_of_all_pairs(tiny_qwen: sage.Target, kind: str) -> None:
+    """Outputs and gradients in float64, for roots that differ between sequences, some without a chain of full depth."""
+    draft = random_draft(tiny_qwen, kind, seed=3).double().requires_grad_(True)
+    generator = torch.Generator().manual_seed(0)
+    embeds, features = torch.randn(2, 2, 11, 32, generator=generator, dtype=torch.float64)
+    positions, weight = torch.arange(11).expand(3, 2, 11), torch.rand(2, 11, generator=generator, dtype=torch.float64)
+    roots = torch.tensor([[0, 4, 5, 10], [2, 3, 8, 9]])
+    full = draft.unroll(embeds, features, positions, STEPS, weight)
+    expected = [
+        states[:, : 11 - i].gather(1, roots.clamp(max=10 - i)[..., None].expand(-1, -1, 32)) for i, states in enumerate(full)
+    ]
+    ours = draft.unroll(embeds, features, positions, STEPS, weight, roots)
+    exists = [(roots + i <= 10)[..., None] for i in range(STEPS)]
+    parameters, grads = list(draft.parameters()), []
+    for steps in (ours, expected):
+        loss = sum((states * is_row).square().sum() for states, is_row in zip(steps, exists, strict=True))
+        grads.append(torch.autograd.grad(loss, parameters, allow_unused=True))
+    for mine, theirs, is_row in zip(ours, expected, exists, strict=True):
+        torch.testing.assert_close(mine * is_row, theirs * is_row, atol=1e-12, rtol=1e-12)
+    for mine, theirs in zip(*grads, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-10)

@@ -55,6 +55,7 @@ TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
 NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 16, 64, 3
 TOLERANCE = 0.01  # of the rounds
 MIN_LOSS = 0.05  # of the tokens accepted per round
+COMPARED = ("texts equal", "rounds: ours", "vLLM", "accepted: ours", "vLLM")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 TRAINING = (
@@ -132,10 +133,9 @@ CASES = (
 
 def main() -> int:
     """Trains, exports, serves and compares; returns 0 if all checks pass."""
-    args = parse_args()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    watch = Watch()
+    parser = new_parser(__doc__, [case.name for case in CASES])
+    parser.add_argument("--runs", type=Path, help="folder of the training runs, kept and reused; default: a temporary one")
+    args, watch = parser.parse_args(), Watch()
     cases = [case for case in CASES if not args.only or case.name in args.only]
     with tempfile.TemporaryDirectory() as scratch:
         runs = args.runs or Path(scratch) / "runs"
@@ -152,17 +152,24 @@ def main() -> int:
         for case, one in zip(cases, theirs, strict=True)
         for problem in (check(case, ours[case.run, case.dtype], one) if one else ["vLLM failed, see above"])
     ]
-    print("\n".join(f"FAILED {failure}" for failure in failures) or "engines: all checks pass")
-    print(watch.text())
-    return 1 if failures else 0
+    return conclude("engines", failures, watch.text())
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def new_parser(description: str | None, names: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the options that checks of several cases have in common; makes transformers print errors only."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine-python", type=Path, required=True, help="interpreter of the environment with vLLM")
-    parser.add_argument("--runs", type=Path, help="folder of the training runs, kept and reused; default: a temporary one")
-    parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES], help="only these cases")
-    return parser.parse_args()
+    parser.add_argument("--only", nargs="*", choices=names, help="only these cases")
+    return parser
+
+
+def conclude(what: str, failures: Sequence[str], times: str) -> int:
+    """Prints the result; returns the exit code."""
+    print("\n".join(f"FAILED {failure}" for failure in failures) or f"{what}: all checks pass")
+    print(times)
+    return 1 if failures else 0
 
 
 class Watch:
@@ -258,8 +265,7 @@ class Lab:
     def _serve(self, case: Case) -> Answers | None:
         engine, begin = self._engines.get(), time.monotonic()
         try:
-            engine.load(self._setting(case))
-            answers = engine.trace()
+            answers = trace(engine, self._setting(case))
         except EngineFailed as error:
             print(f"{case.name}: {error}", flush=True)
             engine = self._start_engine(engine.cores)
@@ -267,7 +273,7 @@ class Lab:
         finally:
             self._engines.put(engine)
         print(f"served {case.name}: {time.monotonic() - begin:.0f} s", flush=True)
-        return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], DEPTH)
+        return answers
 
     def _setting(self, case: Case) -> EngineSetting:
         """Exports the draft of a case."""
@@ -287,6 +293,13 @@ class Lab:
         )
 
 
+def trace(engine: VllmProcess, setting: EngineSetting) -> Answers:
+    """Returns the answers of vLLM; raises EngineFailed."""
+    engine.load(setting)
+    answers = engine.trace()
+    return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
+
+
 def check(case: Case, ours: Answers, theirs: Answers) -> list[str]:
     """Returns what is wrong with a case."""
     found = [] if theirs.tokens == ours.tokens else ["other texts"]
@@ -297,31 +310,32 @@ def check(case: Case, ours: Answers, theirs: Answers) -> list[str]:
         return [*found, *([] if loss >= MIN_LOSS else [f"vLLM accepts only {loss:.1%} less than our decoder"])]
     if theirs.num_rounds != ours.num_rounds:
         found.append(f"{theirs.num_rounds} rounds, {ours.num_rounds} with our decoder")
+    return [*found, *differing_acceptance(ours, theirs)]
+
+
+def differing_acceptance(ours: Answers, theirs: Answers) -> list[str]:
+    """Returns a problem if the shares of rounds that accept a position differ by more than `TOLERANCE`."""
     gap = max(abs(a - b) for a, b in zip(ours.accepted, theirs.accepted, strict=True))
-    return [*found, *([] if gap <= TOLERANCE else [f"acceptance by position differs by {gap:.3f}"])]
+    return [] if gap <= TOLERANCE else [f"acceptance by position differs by {gap:.3f}"]
+
+
+def cells(ours: Answers, theirs: Answers) -> list[str]:
+    """Returns the cells of `COMPARED`."""
+    same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True))
+    shares = [" ".join(f"{share:.3f}" for share in one.accepted) for one in (ours, theirs)]
+    return [f"{same}/{len(ours.tokens)}", str(ours.num_rounds), str(theirs.num_rounds), *shares]
 
 
 def table(results: Sequence[tuple[Case, Answers, Answers]]) -> str:
     """Returns a row per case."""
-    head = ("format", "draft", "vocabulary", "dtype", "texts equal", "rounds: ours", "vLLM", "accepted: ours", "vLLM")
     rows = []
     for case, ours, theirs in results:
-        same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True))
-        shares = [" ".join(f"{share:.3f}" for share in one.accepted) for one in (ours, theirs)]
         draft = f"{case.run}, {case.damage.__name__}" if case.damage else case.run
         draft += ", vLLM as released" if case.is_released else ""
-        rows.append(
-            [
-                case.format,
-                f"control: {draft}" if case.is_control else draft,
-                "reduced" if case.run == "reduced" else "full",
-                case.dtype,
-                f"{same}/{len(ours.tokens)}",
-                *(str(one.num_rounds) for one in (ours, theirs)),
-                *shares,
-            ]
-        )
-    return markdown_table(list(head), rows, "<")
+        draft = f"control: {draft}" if case.is_control else draft
+        vocabulary = "reduced" if case.run == "reduced" else "full"
+        rows.append([case.format, draft, vocabulary, case.dtype, *cells(ours, theirs)])
+    return markdown_table(["format", "draft", "vocabulary", "dtype", *COMPARED], rows, "<")
 
 
 if __name__ == "__main__":

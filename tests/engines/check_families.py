@@ -2,8 +2,9 @@
 
 Each family has a small random target and an `eagle3` draft, trained on the target's own answers until some of its tokens are
 accepted. Its export is served by vLLM (float32, greedy, `DEPTH` drafted tokens per round) and compared with our policy `chain`
-of the same depth: the same token ids and rounds for every prompt, acceptance by position within `TOLERANCE`. Prompts of
-a family with images have one each, and vLLM's drafting after images is corrected (`train.engines.vllm_worker`).
+of the same depth: the same token ids and rounds for every prompt, acceptance by position within the tolerance of
+check_exports.py. Prompts of a family with images have one each, and vLLM's drafting after images is corrected
+(`train.engines.vllm_worker`).
 
 Evidence for `Family.served_by`: it names vLLM only where this check passes.
 
@@ -12,7 +13,6 @@ Evidence for `Family.served_by`: it names vLLM only where this check passes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.utils import logging as transformers_logging
+from check_exports import COMPARED, cells, conclude, differing_acceptance, new_parser, trace
 
 import sage
 from checkpoints.export.exporter import ExportOptions, export
@@ -48,7 +48,6 @@ from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
 POCKET = Path(__file__).resolve().parents[2] / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
 IMAGE_SIDE = 128  # pixels
 NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 8, 48, 3
-TOLERANCE = 0.01  # of the rounds
 TRAIN_PROMPTS, STEPS, BATCH, LR = 32, 80, 8, 3e-3
 EMBEDDING_STD = 0.5
 SPECIAL_IDS = range(1024, 1030)  # of the pocket tokenizer
@@ -120,38 +119,26 @@ class Row:
             return ["vLLM failed, see above"]
         found = [] if self.theirs.tokens == self.ours.tokens else ["other texts"]
         found += [] if self.theirs.rounds == self.ours.rounds else ["other rounds"]
-        gap = max(abs(a - b) for a, b in zip(self.ours.accepted, self.theirs.accepted, strict=True))
-        found += [] if gap <= TOLERANCE else [f"acceptance by position differs by {gap:.3f}"]
+        found += differing_acceptance(self.ours, self.theirs)
         return [*found, *([] if 0.05 < self.ours.accepted[0] < 0.98 else ["the draft's acceptance is too low or too high"])]
 
     def cells(self) -> list[str]:
         """Returns the cells of the line."""
-        theirs = self.theirs or Answers([[] for _ in self.ours.tokens], [], DEPTH)
-        same = sum(a == b for a, b in zip(self.ours.tokens, theirs.tokens, strict=True))
-        rounds = [str(one.num_rounds) for one in (self.ours, theirs)]
-        shares = [" ".join(f"{share:.3f}" for share in one.accepted) for one in (self.ours, theirs)]
-        return [self.name, f"{same}/{len(self.ours.tokens)}", *rounds, *shares]
+        return [self.name, *cells(self.ours, self.theirs or Answers([[] for _ in self.ours.tokens], [], DEPTH))]
 
 
 def main() -> int:
     """Builds, trains, exports, serves and compares; returns 0 if all checks pass."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine-python", type=Path, required=True, help="interpreter of the environment with vLLM")
-    parser.add_argument("--only", nargs="*", choices=list(CONFIGS), help="only these families")
+    parser = new_parser(__doc__, list(CONFIGS))
     parser.add_argument("--scratch", type=Path, help="folder of targets, exports and logs, kept; default: a temporary one")
     args = parser.parse_args()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
         rows = check(args.only or list(CONFIGS), scratch, args.engine_python)
-    head = ("target", "texts equal", "rounds: ours", "vLLM", "accepted: ours", "vLLM")
-    print(markdown_table(list(head), [row.cells() for row in rows], "<"))
-    failures = [f"FAILED {row.name}: {problem}" for row in rows for problem in row.problems()]
-    print("\n".join(failures) or "families: all checks pass")
-    print(f"{time.monotonic() - begin:.0f} s")
-    return 1 if failures else 0
+    print(markdown_table(["target", *COMPARED], [row.cells() for row in rows], "<"))
+    failures = [f"{row.name}: {problem}" for row in rows for problem in row.problems()]
+    return conclude("families", failures, f"{time.monotonic() - begin:.0f} s")
 
 
 def check(names: Sequence[str], scratch: Path, python: Path) -> list[Row]:
@@ -285,14 +272,12 @@ class Engine:
                 self.python, self.scratch / PROMPTS_FILE, log, max_new_tokens=MAX_NEW_TOKENS, cores=[self.core]
             )
         try:
-            self._process.load(setting)
-            answers = self._process.trace()
+            return trace(self._process, setting)
         except EngineFailed as error:
             print(error, flush=True)
             self.__exit__()
             self._process = None
             return None
-        return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], DEPTH)
 
 
 def serve(engine: Engine, prepared: Prepared) -> Row:

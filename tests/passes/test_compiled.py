@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 from support.models import make_qwen, random_draft, text_sizes
-from support.pass_helpers import answer, head, run_chain
+from support.pass_helpers import answer, head, quick_wrappers, run_chain
 from torch import nn
 from transformers import LlamaConfig, Qwen3VLConfig
 
 import sage
 from sage.runtime import compiled as package
+from sage.runtime import joint_linear, linear_layers
 from sage.runtime.executors import EAGER
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import PREPARATIONS
@@ -44,8 +45,8 @@ FAMILY_CONFIGS = (
 
 
 @pytest.fixture(autouse=True)
-def quick_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(package.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_wrappers(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,9 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shared(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the passes that the tests of this file share."""
+    """The folder of the passes that the tests of this file share, whose linear layers run with the kernel for few rows."""
+    monkeypatch.setattr(linear_layers, "MIN_BYTES", 0)
+    monkeypatch.setattr(linear_layers, "timings", lambda *_: (0.0, 1.0))
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared_folder))
     return shared_folder / "sage-draft" / "passes"
 
@@ -83,6 +86,9 @@ def test_once_per_pass_and_from_disk(shared: Path, capsys: pytest.CaptureFixture
             assert answer(other, drafts, PassMode.compiled, "static") == answer(other, drafts, PassMode.eager, "static")
             compiled = capsys.readouterr().err.count("compiling")
         assert len(list(shared.glob("*.pt2"))) <= 6 and compiled == 0
+        for weight in (other.lm_head.weight, other.text_model.layers[0].mlp.up_proj.weight):  # no copy of them is kept
+            weight.data.neg_()
+        assert answer(other, drafts, PassMode.compiled, "static") == answer(other, drafts, PassMode.eager, "static")
 
 
 def test_full_cache(shared: Path) -> None:
@@ -147,9 +153,10 @@ def test_small_weights_are_not_part_of_the_code(
 
 
 def test_no_compiler(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+    monkeypatch.setattr(linear_layers, "MIN_BYTES", 0)
+    monkeypatch.setattr(linear_layers, "kernel", joint_linear.kernel.__wrapped__)
     target = make_qwen(**LAYERS)
-    with warnings.catch_warnings(record=True) as caught:
+    with torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)}), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = answer(target, None, PassMode.compiled, "autoregressive")
     messages = [str(one.message) for one in caught if str(one.message).startswith("passes:")]

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from support.messages import refused
-from support.models import in_float64, make_inputs, random_draft
-from support.near_draft import near_draft
+from support.models import in_float64, make_inputs, near_draft, random_draft
 from support.pass_helpers import without_compiler
 
 import sage
 from benchmarks import passes, texts
 from sage.bench.measurement import BenchPrompt
+from sage.costs.measure import empty_cache, verify_pass
 from sage.decoding.noise import gumbel
 from sage.decoding.sampling import Sampling
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall
+from sage.targets.tree_passes import TreePasses
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +35,26 @@ def test_times_calls_and_memory_of_both_modes(tiny_qwen: sage.Target, monkeypatc
     rows = [line.split() for line in text.splitlines() if " nodes " in line]
     modes = [next(word for word in row if word in list(PassMode)) for row in rows]
     assert modes == ["eager", "compiled"] * 3
-    assert all(float(row[-1]) >= 0 and float(row[-2]) >= 0 and int(row[-4]) > 0 for row in rows)
-    assert "peak, MB  kept, MB" in text and "1.5 MB" in text
+    assert all(float(row[-1]) >= 0 and float(row[-2]) >= 0 and int(row[-4]) > 0 and float(row[-6]) > 0 for row in rows)
+    assert "reads, MB" in text and "peak, MB  kept, MB" in text and "1.5 MB" in text
 
 
 def test_levels_of_a_smaller_target(tiny_qwen: sage.Target) -> None:
     text = passes.measure(tiny_qwen, near_draft(tiny_qwen), nodes=[1], widths=[2], context=20, repeats=3)
     assert text.count("draft level, 2 nodes") == 2
+
+
+def test_bytes_that_a_pass_reads(tiny_qwen: sage.Target) -> None:
+    """All weights of the text layers and lm_head once, and the keys and values of context and node; no other embedding row."""
+    tiny_qwen.passes = PassMode.eager
+    tree = TreePasses(tiny_qwen, ())
+    call = verify_pass(tree, tiny_qwen, empty_cache(tree, 12), 1, 10)
+    with torch.inference_mode():
+        found = passes.bytes_read(call, tiny_qwen.model.parameters())
+    layers = {weight.data_ptr(): weight.nbytes for weight in tiny_qwen.text_model.layers.parameters()}
+    head = {weight.data_ptr(): weight.nbytes for weight in (tiny_qwen.lm_head.weight, tiny_qwen.text_model.norm.weight)}
+    row = 2 * tiny_qwen.num_layers * tiny_qwen.num_kv_heads * tiny_qwen.head_dim * 4
+    assert found == sum((layers | head).values()) + 11 * row
 
 
 def test_memory_of_the_first_call(tiny_qwen: sage.Target) -> None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from support.kernel_layouts import use_cuda_layouts
 from support.messages import refused
-from support.models import in_float64, make_qwen
-from support.near_draft import near_draft
+from support.models import in_float64, make_qwen, near_draft
 from support.pass_helpers import answer, capture_with, head, run_chain, slow_except, without_compiler
+from support.processors import make_processor
 
 import sage
 from sage.decoding.chat import Chat
+from sage.runtime import captured
 from sage.runtime.buckets import key_bucket, node_bucket
 from sage.runtime.captured import MAX_FAILURES, MAX_FREE, CachePool, Captured, CapturedFunction, call_again
 from sage.runtime.executors import EAGER, executor_of
@@ -103,20 +104,30 @@ class TestBuckets:
     def test_keys(self, count: int, expected: int) -> None:
         assert key_bucket(count) == expected
 
-    def test_number_of_captures_is_bounded(self, tiny_qwen: sage.Target) -> None:
-        """One per bucket, whatever the lengths of prompts and trees; none for a second request."""
+    @pytest.mark.parametrize(("is_split", "expected"), [(True, 4), (False, 8)])
+    def test_number_of_captures_is_bounded(
+        self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, is_split: bool, expected: int
+    ) -> None:
+        """One per bucket of nodes, whatever the lengths; none for a second request. Without the kernels of attention in two
+        parts, one per bucket of nodes and keys.
+        """
+        monkeypatch.setattr(captured, "has_kernels", lambda *_: is_split)
         captures: list[int] = []
 
         def counting(function: Any) -> Any:
             captures.append(1)
             return call_again(function)
 
-        passes = TreePasses(tiny_qwen, (), Captured(counting))
+        passes, eager = TreePasses(tiny_qwen, (), Captured(counting)), TreePasses(tiny_qwen, (), EAGER)
         for _ in range(2):
-            cache = passes.new_cache(400)
+            cache, other = passes.new_cache(400), tiny_qwen.new_cache(400)
             for nodes in (1, 2, 3, 5, 8, 1, 7):
-                run_chain(passes, cache, nodes)
-            assert len(captures) == 4
+                for length in (10, 300):
+                    for one in (cache, other):
+                        one.zero_to(length)
+                    found = run_chain(passes, cache, nodes)
+                    torch.testing.assert_close(found.logits, run_chain(eager, other, nodes).logits)
+            assert len(captures) == expected
             del cache
 
     @pytest.mark.parametrize("form", ["captured"], indirect=True)
@@ -154,8 +165,6 @@ class TestCaches:
         assert cache.length == eager.length
 
     def test_second_turn_of_a_chat(self, form: PassMode) -> None:
-        from support.processors import make_processor
-
         texts = []
         for passes in (form, PassMode.eager):
             target = sage.Target(make_qwen().model, make_processor(make_qwen()))
@@ -167,8 +176,6 @@ class TestCaches:
     @pytest.mark.parametrize("form", ["captured"], indirect=True)
     def test_a_chat_that_grows_keeps_one_cache(self, form: PassMode) -> None:
         """Graphs of caches that a chat has outgrown are dropped with them."""
-        from support.processors import make_processor
-
         target = sage.Target(make_qwen().model, make_processor(make_qwen()))
         target.passes = form
         draft = head(target)

@@ -30,14 +30,18 @@ import sage
 from checkpoints.export.formats.registry import FORMATS
 from sage.io.files import config_dir
 from sage.planning.options import defaults
+from sage.training.scripts import FUNCTIONS
 from train.cli.data import DataCommand
 from train.config.checks import check
+from train.config.help import help_text
 from train.config.hydra_app import compose, register_resolvers
 from train.config.schema import Config, ValidateConfig
 from train.config.store import group_choices, register
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-ENTRY_POINTS: dict[str, str] = {name: entry.partition(":")[0] for name, entry in PROJECT["scripts"].items()}
+ENTRY_POINTS: dict[str, str] = {  # modules that are the commands when they are run
+    name: FUNCTIONS.get(name, entry).partition(":")[0] for name, entry in PROJECT["scripts"].items()
+}
 COMPOSED = {
     "sage-train": ("config", Config),
     "sage-validate": ("validate", ValidateConfig),
@@ -216,6 +220,11 @@ def _compose(name: str, words: list[str]) -> None:
     parser.add_argument("--resume")
     parser.add_argument("--debug", action="store_true")
     args = parser.parse_intermixed_args([word for word in words if word != "--version"])
+    if args.help:
+        register()
+        register_resolvers()
+        help_text(*COMPOSED[name], args.overrides)  # refuses an unknown topic
+        return
     overrides = [] if args.shell_completion else args.overrides
     if args.multirun:
         check_settings(overrides)

@@ -18,7 +18,7 @@ from support.doc_pages import ROOT, blocks, pages, read
 from support.messages import SNAPSHOT
 
 import train
-from sage.bench.options import START, with_table
+from sage.bench.policies import START, with_table
 from train.config.checks import check
 from train.plan.search import plan
 from train.plan.text import render

@@ -35,7 +35,7 @@ SUBSTITUTIONS = {  # in the Makefile, every block and every program, in this ord
     r"max_steps=\d\d\d\b": "max_steps=4",
     r"(sage-train (?:-m )?)(?![-.]|.*launch\.plan)": rf"\1{TRAINING} ",
     r"(sage-validate )(?!-)": rf"\1{DECODING} ",
-    r"train\.compose\(": f"train.compose(*{TRAINING.split()}, ",
+    r"(train|training)\.compose\(": rf"\1.compose(*{TRAINING.split()}, ",
 }
 
 

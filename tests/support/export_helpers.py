@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from support.models import MAKERS
 from support.train_helpers import policy_figures
@@ -19,7 +16,6 @@ from checkpoints.export.formats.registry import find_format
 from checkpoints.store import StateStore
 from sage.drafts.head import DraftHead
 from sage.io.manifest import write_manifest
-from train.cli.export import main
 
 LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default
 REDUCED = torch.arange(3, 330, 3)
@@ -106,17 +102,3 @@ train: {max_steps: 300, epochs: null}
 objective: {ce_weight: 0.1}
 data: {sources: {llava: {path: /home/me/data}}, max_length: 2048, cache_dir: /home/me/cache}
 """
-
-
-def sage_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Returns a function that runs `sage-export`; it returns exit code, stdout and stderr."""
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sage-export", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run

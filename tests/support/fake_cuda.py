@@ -40,8 +40,3 @@ class FakeCuda:
     def elapsed_time(self, other: object) -> float:
         """Returns one millisecond."""
         return 1.0
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return FakeCuda(monkeypatch)

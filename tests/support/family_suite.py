@@ -27,9 +27,12 @@ from data_prep.chat import segments
 from data_prep.conversation import Message
 from sage.decoding import generation
 from sage.drafts.draft import new_session
-from sage.inputs.format import InputFormat, Inputs, VideoSize
+from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.processing import Processor
+from sage.inputs.video import VideoSize
 from sage.planning.tree import Tree
+from sage.runtime.captured import Captured, call_again
+from sage.runtime.executors import EAGER, Executor
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.family import Prompt
 from sage.targets.loading import meta_target
@@ -200,6 +203,9 @@ class FamilySuite:
                 for nodes in (len(TREE), 1):
                     found, case = tree(target, prompt, known, nodes), f"{name}, {known} tokens reused, {nodes} nodes"
                     torch.testing.assert_close(found, expected[:nodes], **EXACT, msg=lambda m, n=case: f"{n}: {m}")
+        for nodes in (len(TREE), 1):  # with keys in two parts, and padding
+            found = tree(target, prompt, nodes=nodes, executor=Captured(call_again))
+            torch.testing.assert_close(found, expected[:nodes], **EXACT)
 
     def test_a_lost_mask_is_an_error(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
         """Negative control: a dict of masks by layer type, which some text models drop, fails or changes nothing."""
@@ -408,13 +414,14 @@ def between_media(prompt: Prompt) -> int:
     return next((i for i in range(1, len(visual)) if visual[i - 1] and not visual[i]), 2)
 
 
-def tree(target: sage.Target, prompt: Prompt, known: int = 0, nodes: int = len(TREE)) -> Tensor:
+def tree(target: sage.Target, prompt: Prompt, known: int = 0, nodes: int = len(TREE), executor: Executor = EAGER) -> Tensor:
     """Returns the features [N, D] of a tree below the prompt, of which `known` tokens were prefilled before the others."""
-    cache, ancestors = target.new_cache(512), TREE.ancestors[:nodes, :nodes]
+    cache, ancestors = executor.new_cache(target, 500, target.new_cache), TREE.ancestors[:nodes, :nodes]
     if known:
         target.prefill(prompt.at(torch.arange(known)), cache)
     target.prefill(prompt.after(known), cache)
-    return tree_pass(target, TREE.tokens[:nodes], prompt.next_position + TREE.depths[:nodes], ancestors, cache).last[0]
+    positions = prompt.next_position + TREE.depths[:nodes]
+    return tree_pass(target, TREE.tokens[:nodes], positions, ancestors, cache, executor).last[0]
 
 
 def paths(target: sage.Target, inputs: Inputs) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import (
 )
 
 import sage
+from sage.drafts.model import ModelDraft
 from sage.drafts.session import DraftSession
 from sage.runtime.host_tensors import Tokens
 
@@ -228,3 +230,12 @@ class OracleSession(DraftSession):
             rank = int(torch.multinomial(torch.tensor([0.7, 0.15, 0.1, 0.05]), 1, generator=generator))
             logits[self.answer[at]] = logits.max() + 2.0 - rank
         return logits
+
+
+def near_draft(target: sage.Target, noise: float = 0.01) -> ModelDraft:
+    """Returns a copy of the target with normal noise of this size in its text layers; many of its tokens are accepted."""
+    model = copy.deepcopy(target.model)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.model.language_model.parameters():
+        parameter.data += noise * torch.randn(parameter.shape, generator=generator)
+    return ModelDraft(sage.Target(model), target)

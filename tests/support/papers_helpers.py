@@ -36,6 +36,7 @@ def tiny_world(where: Path) -> Path:
         "length": {"lengths": [4, 8], "edges": [0, 4]},
         "pruning": {"families": ["caption"]},
         "engines": {"python": str(where / "no_engines" / "python")},
+        "regimes": {"megabytes": [4, 8], "threads": 1},
         "projection": {"shapes": ["qwen2_5_vl_7b"], "contexts": [1024], "policies": ["chain", "cost_aware"]},
     }
     path = where / "tiny.yaml"

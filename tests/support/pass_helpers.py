@@ -11,11 +11,11 @@ from support.models import make_inputs, random_draft
 
 import sage
 from sage.planning.tree import Columns, Tree
-from sage.runtime import executors
+from sage.runtime import compiled, executors
 from sage.runtime.cache import TreeCache
 from sage.runtime.captured import Capture, Captured
 from sage.runtime.compiled import Compiled
-from sage.runtime.executors import EAGER, Run
+from sage.runtime.executors import EAGER, Executor, Run
 from sage.runtime.pass_function import PassFunction, flat
 from sage.runtime.pass_modes import PassMode
 from sage.targets import Features
@@ -48,17 +48,27 @@ class Uncompiled(Compiled):
         return run
 
 
+def quick_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles the code around the kernels without optimization."""
+    monkeypatch.setitem(compiled.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
+
+
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the functions of compiled passes, not compiled."""
     monkeypatch.setitem(executors._EXECUTORS, PassMode.compiled, Uncompiled())
 
 
 def tree_pass(
-    target: sage.Target, tokens: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, cache: TreeCache
+    target: sage.Target,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    visible: torch.Tensor,
+    cache: TreeCache,
+    executor: Executor = EAGER,
 ) -> Features:
-    """The features of an eager pass over a tree."""
+    """The features of a pass over a tree, by default an eager one."""
     with torch.no_grad():
-        return TreePasses(target, (), EAGER)(tokens, positions, visible, cache).features
+        return TreePasses(target, (), executor)(tokens, positions, visible, cache).features
 
 
 def answer(target: sage.Target, draft: Any, passes: PassMode, policy: str, **options: Any) -> tuple[list[int], list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints.run_folder import read_metrics
 from data_prep.pocket import architecture, training
 from train.state.resume import rng_state, set_rng_state
 
@@ -97,6 +99,11 @@ def draft_weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "draft" / "model.safetensors")
 
 
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return read_metrics(run / "metrics.jsonl")
+
+
 def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Validate = quick_validation) -> None:
     """Trains until a signal is received during step `step`."""
     from train.job.build import building
@@ -117,14 +124,17 @@ def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Valida
 
 def sage_train(commands: ForkServer, *arguments: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """`sage-train` in a process of its own, warnings shown."""
+    return _finished([*commands.command("train.cli.train"), *arguments], cwd, timeout_s)
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A new interpreter, which has imported nothing."""
+    return _finished([sys.executable, *arguments], cwd)
+
+
+def _finished(command_line: list[str], cwd: Path, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*commands.command("train.cli.train"), *arguments],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        command_line, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
     )
 
 
@@ -132,6 +142,12 @@ def environment() -> dict[str, str]:
     """One thread per process, the checkout on PYTHONPATH, no launcher variables."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR")}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def srun_variables(rank: int) -> dict[str, str]:
+    """The variables of one of two ranks that srun starts on this machine."""
+    facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost"}
+    return {f"SLURM_{name}": str(value) for name, value in (facts | {"PROCID": rank, "LOCALID": rank}).items()}
 
 
 @contextmanager

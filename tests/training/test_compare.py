@@ -17,7 +17,8 @@ from checkpoints.run_folder import next_check
 from train.cli import validate as validate_cli
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, ScoreConfig, ScoreMetric
-from train.config.sweep import Job, failures, folder_name, job_name, swept_keys
+from train.config.sweep import Job, failures, folder_name, job_line, job_name, num_jobs, stopped_line, swept_keys
+from train.console.errors import NOTHING_SAVED
 from train.report import __main__ as report_command
 from train.report.compare import (
     SweepComparison,
@@ -110,17 +111,18 @@ def test_only_changed_keys_are_listed(runs: list[Path]) -> None:
 @pytest.mark.usefixtures("rendered_plots")
 def test_a_comparison_is_written_best_run_first(runs: list[Path], tmp_path: Path) -> None:
     lines = compare([read_run(run) for run in runs], tmp_path).splitlines()
-    assert lines[0].split() == ["run", "lr", "steps", "loss", "sage", "tok/pass", "chain", "tok/pass", *["sage", "speedup"],
-                                "chain", "speedup", "identical"]  # fmt: skip
-    assert lines[2].split() == ["b", "*", "0.0003", "2/4", "1.0000", "3.00", "-", "1.50x", "-", "4/4"]
-    assert lines[3].split() == ["a", "0.0001", "4/4", "1.0000", "2.00", "1.50", "2.00x", "2.00x", "8/8"]
-    assert lines[4].split() == ["c", "0.01", "1", "4.0000", *"----", "not", "validated"]
-    assert "* best by tokens_per_target_pass of sage" in lines[-2] and str(tmp_path / "compare.md") in lines[-1]
+    assert lines[0].split() == ["run", "steps", "loss", "sage", "tok/pass", "chain", "tok/pass", *["sage", "speedup"],
+                                "chain", "speedup", "identical", "optim.lr"]  # fmt: skip
+    assert lines[2].split() == ["b", "*", "2/4", "1.0000", "3.00", "-", "1.50x", "-", "4/4", "0.0003"]
+    assert lines[3].split() == ["a", "4/4", "1.0000", "2.00", "1.50", "2.00x", "2.00x", "8/8", "0.0001"]
+    assert lines[4].split() == ["c", "1", "4.0000", *"----", "not", "validated", "0.01"]
+    assert "* best by tokens_per_target_pass of sage" in lines[-3] and lines[-2].startswith("Fastest: a, 2.00x with chain;")
+    assert str(tmp_path / "compare.md") in lines[-1]
     content = json.loads((tmp_path / "compare.json").read_text())
     assert content["changed"] == ["optim.lr"] and [run["score"] for run in content["runs"]] == [3.0, 2.0, None]
     assert content["runs"][0]["policies"]["sage"]["match"] == 4
     text = (tmp_path / "compare.md").read_text()
-    assert text.startswith("# Comparison of 3 runs") and "| b * | 0.0003 | 2/4 |" in text and "(compare.png)" in text
+    assert text.startswith("# Comparison of 3 runs") and "| b * | 2/4 |" in text and "(compare.png)" in text
     with Image.open(tmp_path / "compare.png") as image:
         assert image.width > 1000 and len(image.convert("L").getcolors(256) or []) > 10
 
@@ -139,10 +141,25 @@ def test_a_table_of_many_long_keys_fits_the_terminal(tmp_path: Path, width: int,
     assert max(map(len, lines)) <= width and last.startswith("comparison: ")
     labels = [line.split()[0] for line in lines if line.startswith("[")]
     assert labels == [f"[{n}]" for n in range(1, num_runs + 1)]
-    assert "".join(lines).replace(" ", "").count("sagetok/pass") >= 1 and "max_length" not in shown
+    assert "sage tok/pass" in shown and "max_length" not in shown
+    assert all(f"{part}." in shown.split() or f"{part}." in shown for part in ("data", "sources", "images_and_questions"))
     assert shown.count(f"part-{num_runs - 1}") >= 1 or width == 40
     page = (tmp_path / "out" / "compare.md").read_text()
     assert f"{'folder/' * 70}part-{num_runs - 1}" in page  # complete
+
+
+def test_the_most_decisive_settings_are_in_the_table_and_the_others_on_the_page(runs: list[Path], tmp_path: Path) -> None:
+    pair = [read_run(run) for run in runs[:2]]
+    for number, run in enumerate(pair):
+        run.config |= {f"data.sources.pocket.families.option_{place}": number for place in range(40)}
+        run.config |= {"draft.kind": f"kind {number}", "decode.num_prompts": number}
+        run.prompts = [f"prompt {place}" for place in range(16 + number)]
+    shown = compare(pair, tmp_path, 999)
+    assert shown.splitlines()[0].split()[-8:-5] == ["draft.kind", "optim.lr", "decode.num_prompts"]
+    assert "35 more setting(s) differ" in shown
+    assert "warning: the runs were measured on different prompts (17, 16)" in shown
+    page = (tmp_path / "compare.md").read_text()
+    assert page.count("families.option_") == 40 and "## Other differences" in page and "different prompts" in page
 
 
 def test_options_count_among_the_runs_that_measure_the_policy(runs: list[Path]) -> None:
@@ -180,7 +197,7 @@ def test_runs_are_found_by_name_pattern_and_folder(runs: list[Path], tmp_path: P
 
 def test_a_comparison_is_written_beside_its_runs(tmp_path: Path) -> None:
     assert output_folder([tmp_path / "a", tmp_path / "b"]) == tmp_path
-    assert output_folder([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == tmp_path / "x+y"
+    assert output_folder([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == tmp_path / "comparison"
     assert short_names([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == ["x/a", "y/a"]
 
 
@@ -227,9 +244,17 @@ def test_a_sweep_scores_its_runs_and_compares_them_with_failed_jobs(
     ending.compare(jobs)
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("b *") and lines[-1] == f"comparison: {tmp_path / 'compare.md'}"
-    assert lines[4].endswith("exit 2: no supervised token") and lines[5].startswith("d ") and lines[5].endswith("exit 1: boom")
+    assert "exit 2: no supervised token" in lines[4] and lines[5].startswith("d ") and "exit 1: boom" in lines[5]
     assert failures(jobs) == ("3 of 5 jobs failed: c (exit 2: no supervised token); d (exit 1: boom); e (exit 2: ?)")
     assert failures(jobs[:2]) is None
+    jobs[0].code, jobs[1].code, jobs[1].error = 3, 1, NOTHING_SAVED
+    assert failures(jobs[:2]) is None  # stopped by a signal
+
+
+def test_a_sweep_into_the_folder_of_a_run_is_refused(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.config.hydra_app.is_sweep", lambda: True)
+    with refused(f"run.dir={runs[0]}", "already holds a run", "give another", error=ConfigError):
+        compose("config", [f"run.dir={runs[0]}"], Config)
 
 
 def test_a_single_job_is_not_compared(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,6 +265,11 @@ def test_a_single_job_is_not_compared(runs: list[Path], tmp_path: Path, capsys: 
 def test_a_job_is_named_by_what_the_sweep_changes() -> None:
     arguments = "-m optim.lr=1e-4,3e-4 run.dir=x +a.b=range(1,3) seed=choice(1,2) oops decode.policies=[sage,chain]"
     assert swept_keys(arguments.split()) == ["optim.lr", "a.b", "seed"]
+    assert num_jobs(arguments.split()) == 2 * 2 * 2 and num_jobs(["-m", "seed=1"]) == 1
+    assert num_jobs(["optim.lr=interval(0,1)"]) is None and num_jobs(["seed=1,2", "sweep=optuna"]) is None
+    assert job_line(1, 3, "seed=2", [60.0]) == "job 2 of 3: seed=2, about 0:02:00 left"
+    assert job_line(0, 3, "seed=1", []) == "job 1 of 3: seed=1" and job_line(1, None, "seed=2", [1.0]) == "job 2: seed=2"
+    assert stopped_line(3, 1) == "stopped, 2 jobs left; repeat the command with run.resume=true to go on"
     assert swept_keys(["optim.lr=tag(log,interval(1e-5,1e-3))"]) == ["optim.lr"]
     overrides = ["optim.lr=1e-4", "run.dir=x", "+a.b=1"]
     assert job_name(overrides, ["optim.lr", "a.b"], "all") == "optim.lr=1e-4 a.b=1"
@@ -261,7 +291,9 @@ def test_the_page_of_a_run_compares_estimate_and_measurement(runs: list[Path]) -
     path = write_run_report(runs[0])
     text = path.read_text()
     assert "4 steps, 400 tokens in 0.1 minutes of training; loss 1.0000." in text
-    assert "Best tokens_per_target_pass of `sage`: **2.00**, after step 4" in text
+    assert "Best tokens_per_target_pass of `sage`: **2.00**, after step 4." in text and "By speed" not in text
+    other = write_run_report(runs[1]).read_text()
+    assert "**3.00**, after step 2. By speed, the best is `sage` after step 4: **2.50x**." in other
     assert "| 4 | 2.00 | 0.75 | 1.50 | 2.00 | 2.00x | 8/8 |" in text and "chains of 5 drafted tokens" in text
     assert "[validation at step 4](validation/step_00000004/report.md)" in text
     with Image.open(runs[0] / "curves.png") as image:
@@ -276,6 +308,7 @@ def test_a_validation_is_compared_with_the_estimate_before_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("rendered_plots")
 def test_a_run_without_validation_has_curves_too(runs: list[Path]) -> None:
     assert "Estimated and measured" not in write_run_report(runs[2]).read_text()
 

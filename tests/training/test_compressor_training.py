@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,21 @@ import torch
 from support.compressor_helpers import COMPRESSORS
 from support.data_helpers import make_noise
 from support.fork_server import ForkServer
-from support.messages import check_message, refused
+from support.messages import refused
 from support.train_helpers import command, configured, draft_weights, sage_train, train_quickly
 
 import sage
 from checkpoints.run_folder import read_metrics
 from data_prep.build import prompts
-from train.cli.train import train as train_command
-from train.config.hydra_app import run_app
 from train.config.schema import Config
 from train.job.build import building
 from train.job.loop import train_step
-from train.launch.cluster_env import is_main_rank
 from train.launch.ranks import process_group
 from train.plan.meta import build_on_meta
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=3"]
 STEPS = 5
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +47,6 @@ def configure(folder: Path, run: Path, *overrides: str) -> Config:
     return configured(folder / "target_qwen2_5_vl", run, f"data.cache_dir={folder}/cache", *overrides)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "draft"), [(mode, EAGLE3 if number % 2 else []) for number, mode in enumerate(COMPRESSORS)], ids=COMPRESSORS
 )
@@ -79,7 +74,6 @@ def planned_without(config: Config) -> int:
     return sum(p.numel() for name, p in head.named_parameters() if not name.startswith("compressor.")) - 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "draft"), [("select", []), ("weighted", EAGLE3)], ids=["eagle-select", "eagle3-weighted"])
 def test_the_saved_draft_decodes_and_resuming_is_exact(folder: Path, tmp_path: Path, mode: str, draft: list[str]) -> None:
     """From command line to decoder; a resumed run is the uninterrupted one, draws included."""
@@ -100,7 +94,6 @@ def test_the_saved_draft_decodes_and_resuming_is_exact(folder: Path, tmp_path: P
     torch.testing.assert_close(draft_weights(tmp_path / "run"), draft_weights(tmp_path / "half"), rtol=0, atol=0)
 
 
-@pytest.mark.slow
 def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path: Path, commands: ForkServer) -> None:
     """Both gather and reduce the compressor's weights in every step, so neither waits for the other."""
     make_noise(deviation=50).save(tmp_path / "noise.png")
@@ -125,35 +118,6 @@ def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path
     assert sage.load_draft(tmp_path / "run" / "draft", target).config.compressor == COMPRESSORS["select"]  # type: ignore[union-attr]
 
 
-WRONG = {
-    "draft/compressor=blur": ("draft/compressor=blur", "concat, conv, none, pool, prune"),
-    "draft/compressor=pool draft.compressor.ratio=0": ("draft.compressor.ratio=0", "at least 1"),
-    "draft/compressor=pool draft.compressor.ratio=2.5": ("draft.compressor.ratio=2.5",),
-    "draft/compressor=concat draft.compressor.conv_ratio=0": ("draft.compressor.conv_ratio=0", "at least 1"),
-    "draft/compressor=resampler draft.compressor.queries=0": ("draft.compressor.queries=0", "at least 1"),
-    "draft/compressor=select draft.compressor.temperature=0": ("draft.compressor.temperature=0.0", "above 0"),
-    "draft/compressor=select draft.compressor.temperature=inf": ("draft.compressor.temperature=inf", "above 0"),
-    "draft/compressor=resampler draft.compressor.ratio=3": ("draft.compressor.ratio", "draft/compressor"),
-    "draft.compressor.kind=pool": ("draft.compressor.kind=pool", "draft/compressor=pool"),
-    "draft=model draft.num_layers=1 draft/compressor=pool": ("draft/compressor=pool", "none", "draft=model"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("overrides", "parts"), WRONG.items(), ids=WRONG.keys())
-def test_invalid_options_are_refused_with_exit_code_2(
-    overrides: str, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["sage-train", f"target.path={tmp_path}", *overrides.split()])
-    assert run_app("config", Config, train_command, is_main_rank) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: ") and shown.count("\n") == 1, shown
-    check_message(shown, *parts)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
 def test_a_saved_draft_with_another_compressor_is_refused(folder: Path, tmp_path: Path) -> None:
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     sage.new_draft(target, "eagle", compressor={"kind": "pool", "ratio": 4}).save_pretrained(tmp_path / "pool")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.fake_cuda import FakeCuda, fake_cuda
+from support.fake_cuda import FakeCuda
 from support.messages import refused
 from support.train_helpers import ROOT
 
@@ -26,7 +26,6 @@ from train.launch.launcher import check_devices
 from train.launch.ranks import NCCL_TIMEOUT_S, Ranks, check_own_gpu, pick_device, process_group
 from train.state.resume import TrainState
 
-__all__ = ["fake_cuda"]
 GPU = torch.device("cuda", 0)
 PRESETS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ from safetensors.torch import load_file
 from support.messages import refused
 from support.train_helpers import configured, draft_weights, make_target, quick_report
 
+from checkpoints.run_folder import read_reports
 from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from data_prep.multi_turn import FOLLOW_UPS
-from sage.bench.measurement import BenchPrompt, Measurement
+from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, Planned
 from sage.decoding.sampling import Sampling
 from sage.targets import Target
 from train.config.hydra_app import compose
@@ -155,6 +159,45 @@ def test_prompts_are_prepared_once_for_all_validations(tmp_path: Path, monkeypat
     assert len(prepared) == 2
 
 
+@pytest.mark.slow
+def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A signal after the first of two prompts; the resumed run replaces the partial report by a complete one."""
+    is_signalled = [True]
+
+    def decode(*arguments: Any, progress: Any, show: Any, **options: Any) -> Any:
+        def after_prompt(done: int, total: int) -> None:
+            if is_signalled.pop():
+                signal.raise_signal(signal.SIGTERM)
+            progress(done, total)
+            is_signalled.append(False)
+
+        def shown(*now: Any) -> None:
+            seen.append(now)
+            show(*now)
+
+        return validate(*arguments, progress=after_prompt, show=shown, **options)
+
+    seen = list[tuple[int, int, str]]()
+    overrides = ["train.max_steps=1", "decode.num_prompts=2", "decode.policies=[autoregressive,chain]"]
+    config, run = configure(tmp_path, *overrides), tmp_path / "run"
+    with caplog.at_level(logging.INFO, logger="train"):
+        assert run_rank(config, decode) == 3
+    partial = run / "validation" / "step_00000001_partial"
+    assert f"{partial}: partial: interrupted after 1 of 2 prompts" in caplog.text
+    report = json.loads((partial / "report.json").read_text())
+    assert (report["prompts"], report["partial"]["planned_prompts"]) == (1, 2) and read_reports(run) == []
+    assert "**Partial: interrupted after 1 of 2 prompts.**" in (partial / "report.md").read_text()
+    assert [now[:2] for now in seen] == [(0, 2), (1, 2)]
+    assert re.fullmatch(r"chain \d\.\d\d tokens/pass \d+\.\d\dx", seen[1][2])
+    is_signalled.append(False)
+    resumed = [*overrides, "run.resume=true"]
+    assert run_rank(configured(Path(config.target.path), run, *resumed), decode) == 0
+    assert not partial.exists() and read_reports(run)[0][1]["prompts"] == 2
+    assert not run_rank(configured(Path(config.target.path), run, *resumed), Scores()), "decoded again"
+
+
 class CountingTarget:
     """Answers every prompt with its number of messages; counts the prepared prompts."""
 
@@ -216,6 +259,12 @@ def test_measurements_are_merged_without_sending_pixels(monkeypatch: pytest.Monk
     sent, later_turns = wires.sent[0]
     assert [prompt.inputs for prompt in sent.prompts] == [{}, {}]
     assert [turn if turn is None else turn.id for turn in later_turns] == [None, "b-turn-2"]
+    part = replace(own, prompts=own.prompts[:1], runs={"ar": own.runs["ar"][:1]}, planned=Planned(prompts=3, repeats=1))
+    merged = shard.merge(part)
+    assert merged is not None and merged.planned == Planned(prompts=4, repeats=1)  # rank 1 completed its two prompts
+    assert [prompt.name for prompt in merged.prompts] == ["a", "b", "b-turn-2"]
+    with pytest.raises(Interrupted):
+        shard_prompts(config, Ranks(1, 2, torch.device("cpu")), prompts).merge(part)
     assert wires.sent[1] is None and measured[0] is None and measured[1] is not None
     assert [(prompt.name, prompt.inputs) for prompt in measured[1].prompts] == [
         *(("a", {"input_ids": 0}), ("b", {"input_ids": 0}), ("c", {"input_ids": 0}), ("b-turn-2", {"input_ids": 2}))

@@ -20,17 +20,19 @@ import torch
 from support.data_helpers import make_noise
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
-from support.train_helpers import ROOT, command, environment
+from support.train_helpers import ROOT, command, environment, metrics, srun_variables
 
 from checkpoints.store import SaveFailed
 from sage.commands.cli import run as run_command
 from train.config.hydra_app import compose, run_app
 from train.config.schema import Config, ConfigError
 from train.console.errors import NOTHING_SAVED
+from train.job.answers import AnswersStopped
 from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host
 from train.launch.launcher import check_devices
 from train.launch.launcher import launch as launch_work
+from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.launch.supervisor import RankFailed, Supervisor, describe, interrupted
 
@@ -56,10 +58,6 @@ def two_ranks(target: Path, run: Path, *overrides: str) -> Config:
     arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "launch.device=cpu")
     config: Config = compose("config", [*arguments, *overrides], Config)
     return config
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -99,11 +97,8 @@ def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_p
 
 def as_by_srun(sage_train: Sequence[str], arguments: list[str], rank: int, **options: Any) -> subprocess.Popen[str]:
     """One of two ranks, started with srun's variables."""
-    facts = {"STEP_ID": 0, "STEP_NUM_TASKS": 2, "JOB_ID": os.getpid(), "STEP_NODELIST": "localhost", "PROCID": rank}
-    variables = {f"SLURM_{key}": str(value) for key, value in (facts | {"LOCALID": rank}).items()}
-    return subprocess.Popen(
-        [*sage_train, *arguments], env=environment() | variables, stderr=subprocess.PIPE, text=True, **options
-    )
+    variables = environment() | srun_variables(rank)
+    return subprocess.Popen([*sage_train, *arguments], env=variables, stderr=subprocess.PIPE, text=True, **options)
 
 
 @pytest.mark.slow
@@ -234,11 +229,29 @@ def test_the_root_cause_is_a_kill_or_the_first_primary_failure(tmp_path: Path) -
     assert str(supervisor.root_cause()) == "disk full"
 
 
+def test_what_a_command_waits_for_is_said_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("train.launch.launcher.is_locked", lambda folder: folder == tmp_path)
+    assert launch_work(compose("config", [f"run.dir={tmp_path}"], Config), lambda _: int("waiting" not in caplog.text)) == 0
+
+
 def test_an_interrupt_exits_with_3_only_if_a_state_is_saved(tmp_path: Path) -> None:
     assert (interrupted(tmp_path).exit_code, str(interrupted(tmp_path))) == (1, NOTHING_SAVED)
     (tmp_path / "state" / "step_00000003").mkdir(parents=True)
     assert interrupted(tmp_path).exit_code == 3
     check_message(str(interrupted(tmp_path)), "run.resume=true")
+
+
+def test_a_stopped_rank_that_has_saved_answers_says_so(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path)
+    assert supervisor.stopped(str(tmp_path)).exit_code == 1
+    failures = (describe(interrupted(tmp_path), 0), describe(AnswersStopped(tmp_path / "kept"), 1))
+    for rank, failure in enumerate(failures):
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(asdict(failure)))
+    stopped = supervisor.stopped(str(tmp_path))
+    assert stopped.exit_code == 3
+    check_message(str(stopped), "same command continues", f"{tmp_path}/kept")
 
 
 @pytest.mark.slow
@@ -261,6 +274,8 @@ def test_a_command_interrupted_before_it_saved_exits_with_1_and_ends_a_sweep(
     monkeypatch.setattr("sys.argv", ["sage-train", "-m", "seed=1,2", f"run.dir={tmp_path}/sweep"])
     assert run_app("config", Config, lambda config: started.append(config.seed) or 3, lambda: True) == 3
     assert started == [1]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "job 1 of 2: seed=1" and lines[-1].startswith("stopped, 2 jobs left;") and "failed" not in str(lines)
     assert run_command(lambda: signal.default_int_handler(2, None)) == 1
 
 
@@ -370,3 +385,10 @@ def test_signals_set_the_flag_once_it_is_polled() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)  # the second Ctrl-C interrupts at once
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [("aabb", 2), ("aaaa", 4), ("abab", 4), ("aab", 3), ("abc", 1), ("a", 1)])
+def test_ranks_per_node(nodes: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them unless every node has as many, numbered in a row."""
+    monkeypatch.setattr(Ranks, "gather", lambda *_: list(nodes))
+    assert Ranks(0, len(nodes), torch.device("cpu")).per_node() == expected

@@ -1,11 +1,127 @@
-"""The index shift from sequences to pairs, worked out by hand."""
+"""From a micro-batch to the teacher's pairs: staging, teacher, index shift."""
 
 from __future__ import annotations
 
-import torch
+import threading
+from typing import Any
 
+import pytest
+import torch
+from support.data_helpers import Numbers, collate_numbers
+from support.fake_cuda import FakeCuda
+from support.models import padded_batch
+from torch import Tensor, nn
+
+import sage
+from data_prep.batching.loader import StepLoader
+from sage.drafts.model import ModelDraft, shallow_model
+from sage.targets.family import NEXT_POSITION, POSITIONS
 from sage.targets.target import Features
+from train.config.schema import ObjectiveConfig
+from train.distill.objective import Objective
 from train.distill.pairs import Pairs, count_supervised, make_pairs, with_noise
+from train.distill.staging import Staging
+from train.distill.student import ModelStudent
+from train.distill.teacher import Teacher
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def test_embedding_uses_the_staged_positions(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = padded_batch(tiny_target)
+    plain = tiny_target.embed(batch)
+    staged = Staging(tiny_target, CPU, torch.float32)(batch)
+    monkeypatch.setattr(type(tiny_target.family), "positions", lambda *_: pytest.fail("computed twice"))
+    found = tiny_target.embed(staged)
+    assert torch.equal(found.position_ids, plain.position_ids) and torch.equal(found.next_position, plain.next_position)
+    assert torch.equal(found.embeds, plain.embeds)
+    assert POSITIONS not in found.inputs and NEXT_POSITION not in found.inputs
+
+
+def test_pixels_are_converted_before_they_are_copied(tiny_target: sage.Target) -> None:
+    """Nothing is lost: the vision tower converts them to its own dtype first."""
+    target = tiny_target
+    target.model.bfloat16()
+    batch = padded_batch(target) | {"second_per_grid_ts": torch.tensor([0.4375, 1 / 3])}
+    staged = Staging(target, CPU, torch.bfloat16)(batch)
+    assert staged["pixel_values"].dtype == torch.bfloat16
+    assert staged["second_per_grid_ts"].dtype == torch.float32, "rope positions are computed from them"
+    expected, found = (target.family.visual_features(target.model, inputs) for inputs in (batch, staged))
+    assert all(torch.equal(found[key].embeds, value.embeds) for key, value in expected.items())
+
+
+def test_batches_for_a_gpu_are_pinned_in_the_context_of_that_gpu(
+    tiny_qwen: sage.Target, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = list[int]()
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(id(self)) or self)
+    staged = Staging(tiny_qwen, GPU, torch.float32)(padded_batch(tiny_qwen))
+    assert sorted(pinned) == sorted(id(value) for value in staged.values() if isinstance(value, Tensor))
+    assert fake_cuda.calls == [("set_device", GPU)]  # of the calling thread
+    assert staged["ids"] == ["a", "b"]
+
+
+def test_the_loader_stages_in_its_own_thread() -> None:
+    threads = list[str]()
+
+    def stage(batch: dict[str, Any]) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return batch | {"is_staged": True}
+
+    loader = StepLoader(Numbers(4), collate_numbers, 2, 1, stage=stage)
+    steps = iter(loader)
+    assert all(batch["is_staged"] for batch in next(steps))
+    steps.close()
+    assert set(threads) == {"step-loader_0"}
+
+
+def masked_features(target: sage.Target, batch: dict[str, Any], level: int) -> Features:
+    """As Hugging Face computes them from the padding mask, with materialized softmax."""
+    prompt = target.embed(batch)
+    target.text_config._attn_implementation = "eager"
+    out = target.text_model(
+        inputs_embeds=prompt.embeds,
+        position_ids=prompt.position_ids,
+        attention_mask=prompt.attention_mask,
+        use_cache=False,
+        output_hidden_states=True,
+    )
+    target.text_config._attn_implementation = "sdpa"
+    return Features(out.last_hidden_state, (out.hidden_states[level],))
+
+
+def test_features_of_a_padded_batch_equal_the_masked_reference(tiny_target: sage.Target) -> None:
+    batch = padded_batch(tiny_target)
+    found = tiny_target.features(tiny_target.embed(batch), [1])
+    tiny_target.model.double()
+    expected = masked_features(tiny_target, {**batch, "pixel_values": batch["pixel_values"].double()}, 1)
+    real = batch["attention_mask"].bool()
+    assert not real.all()
+    for mine, theirs in zip((found.last, *found.levels), (expected.last, *expected.levels), strict=True):
+        torch.testing.assert_close(mine[real].double(), theirs[real], rtol=1e-4, atol=1e-5)  # float32 against float64
+
+
+def test_no_pass_of_a_training_step_builds_a_mask(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention takes no mask, and one of a padded batch has B T^2 entries per layer."""
+    calls: list[tuple[int, Any, bool]] = []
+    attend = nn.functional.scaled_dot_product_attention
+
+    def recorded(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False, **kw: Any
+    ) -> Tensor:
+        calls.append((query.shape[-2], attn_mask, is_causal))
+        return attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **kw)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", recorded)
+    batch = padded_batch(tiny_target)
+    length = batch["input_ids"].shape[1]
+    pairs = Teacher(tiny_target)(batch)
+    student = ModelStudent(shallow_model(tiny_target, 1), Objective(ObjectiveConfig(ce_weight=1.0, feature_weight=0.0)))
+    assert isinstance(student.decoding_draft, ModelDraft)
+    student(pairs, Teacher(tiny_target).lm_head)
+    text = [call for call in calls if call[0] == length]
+    assert len(text) == tiny_target.num_layers + 1
+    assert all(mask is None and is_causal for _, mask, is_causal in text)
 
 
 def pairs_of_five() -> Pairs:

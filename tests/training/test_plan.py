@@ -12,6 +12,7 @@ import torch
 from support.compressor_helpers import COMPRESSORS
 from support.messages import refused
 from support.models import make_qwen
+from support.plans import big, configure
 
 import sage
 from sage.drafts.compressor.spans import PairMasks
@@ -21,7 +22,7 @@ from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.plan.data import _local_folder
-from train.plan.estimate import LaunchPlan, estimate
+from train.plan.estimate import estimate
 from train.plan.memory import draft_activations, draft_memory
 from train.plan.meta import build_on_meta, count, target_architecture
 from train.plan.search import find_change, fits_with, plan
@@ -29,16 +30,6 @@ from train.plan.text import render
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted(path.stem for path in (ROOT / "conf/target").glob("*.yaml") if "architecture:" in path.read_text())
-
-
-def configure(*overrides: str) -> Config:
-    draft = [] if any(word.startswith(("draft=", "experiment=")) for word in overrides) else ["draft=eagle"]
-    config: Config = compose("config", ["launch.plan=true", "data.path=/no/data", *draft, *overrides], Config)
-    return config
-
-
-def big(target: str, *overrides: str) -> LaunchPlan:
-    return plan(configure(f"target={target}", "data=llava_instruct", *overrides))
 
 
 @pytest.mark.parametrize("target", PRESETS)
@@ -293,7 +284,7 @@ def test_a_plan_reports_the_data(target: Path, tmp_path: Path, capsys: pytest.Ca
     text = planned(f"data.path={path}", "data.max_length=64", "data.on_long=cut")
     assert re.search(rf"examples +23 for training in {path}", text)
     assert "23 of 23 examples are too long for data.max_length=64: 23 shortened" in text
-    assert re.search(r"complete run +50 steps", text)
+    assert re.search(r"training +50 steps, \d", text) and re.search(r"these data +64 tokens per example, 100% of", text)
     assert "drops all of 23 examples" in planned(f"data.path={path}", "data.max_length=64")
     assert "not opened" in planned() and "data.path is not given" in planned()
     assert "no such file" in planned(f"data.path={tmp_path}/gone.jsonl")

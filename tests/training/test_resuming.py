@@ -1,25 +1,28 @@
-"""A run is resumed with its own configuration; changes are shown, recorded with their step, or refused."""
+"""A run is resumed with its own configuration; changes are shown, recorded with their step, or refused, as are changed data."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from support.messages import refused
-from support.train_helpers import command, single_process, train_quickly
+from support.train_helpers import command, configured, metrics, train_quickly
 
 from checkpoints import run_folder
 from checkpoints.export.exporter import find_source
 from checkpoints.inspect import inspect_folder
+from sage.io.manifest import write_manifest
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.overrides import with_resume
 from train.config.resuming import changes
 from train.config.schema import Config, ConfigError
+from train.launch.ranks import process_group
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 START = ("draft=eagle", "optim.lr=8e-3", "objective.steps=2", "decode.options.sage.max_depth=4", "train.save_every=1")
 
 
@@ -31,18 +34,11 @@ def started(folder: Path, *overrides: str) -> Path:
     return folder / "run"
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with single_process(monkeypatch):
-        yield
-
-
 def resumed(run: Path, *overrides: str) -> Config:
     config: Config = compose("config", [*with_resume(["--resume", str(run)]), *overrides], Config)
     return config
 
 
-@pytest.mark.slow
 def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:
     run = started(tmp_path, "draft=eagle3", "draft.draft_vocab_size=100", "draft/compressor=pool", "tracking=tensorboard")
     config = resumed(run)
@@ -53,20 +49,17 @@ def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:
     check(config)
 
 
-@pytest.mark.slow
 def test_keys_of_the_own_choices_need_no_choice(tmp_path: Path) -> None:
     config = resumed(started(tmp_path, "tracking=wandb"), "tracking.project=mine")
     assert [change.key for change in changes(config)] == ["tracking.project"]
 
 
-@pytest.mark.slow
 def test_the_complete_command_line_of_the_start_is_accepted_too(tmp_path: Path) -> None:
     run = started(tmp_path, "experiment=debug", "draft=eagle3", "data.num_examples=8")
     words = [f"target.path={tmp_path}", *START, "experiment=debug", "draft=eagle3", "data=pocket", "data.num_examples=8"]
     assert changes(resumed(run, *words)) == []
 
 
-@pytest.mark.slow
 def test_only_resuming_compares_with_the_run(tmp_path: Path) -> None:
     run = started(tmp_path)
     planned = compose("config", [f"target.path={tmp_path}", f"run.dir={run}", "launch.plan=true", "optim.lr=1e-3"], Config)
@@ -87,7 +80,6 @@ def test_only_resuming_compares_with_the_run(tmp_path: Path) -> None:
         *("tracking=tensorboard", "decode.num_prompts=3", "decode/policy=[autoregressive,chain]", "data.num_workers=1"),
     ],
 )
-@pytest.mark.slow
 def test_length_launch_tracking_and_decoding_may_change(tmp_path: Path, override: str) -> None:
     config = resumed(started(tmp_path), override)
     assert changes(config) and not any(change.is_fixed or change.is_recipe for change in changes(config))
@@ -95,7 +87,6 @@ def test_length_launch_tracking_and_decoding_may_change(tmp_path: Path, override
 
 
 @pytest.mark.parametrize("override", ["optim.lr=1e-3", "objective.steps=3", "optim=adamw_cosine", "objective=lk"])
-@pytest.mark.slow
 def test_changes_of_the_recipe_are_told_apart(tmp_path: Path, override: str) -> None:
     config = resumed(started(tmp_path), override)
     assert any(change.is_recipe for change in changes(config))
@@ -109,9 +100,9 @@ def test_changes_of_the_recipe_are_told_apart(tmp_path: Path, override: str) -> 
         *(("draft.input_norm=false", "draft.input_norm=False"), ("data=sharegpt", "data.name=sharegpt")),
         *(("target=qwen2_5_vl_7b", "target.path="), ("train.global_batch_size=64", "train.global_batch_size=64")),
         *(("+data/validation=pocket", "data.validation.pocket"), ("score.metric=speedup", "score.metric=speedup")),
+        *(("draft.image_inputs=token", "draft.image_inputs=token"), ("data.cache=rows", "data.cache=rows")),
     ],
 )
-@pytest.mark.slow
 def test_settings_that_make_another_run_are_refused_by_key(tmp_path: Path, override: str, key: str) -> None:
     with refused(key, "run.dir", error=ConfigError):
         check(resumed(started(tmp_path), override))
@@ -125,7 +116,6 @@ def test_a_mistyped_run_is_refused(tmp_path: Path) -> None:
     assert with_resume(["a=1", "--resume=x", "b=2"]) == ["a=1", "run.dir=x", "run.resume=true", "b=2"]
 
 
-@pytest.mark.slow
 def test_a_configuration_without_newer_keys_is_resumed(tmp_path: Path) -> None:
     run = started(tmp_path)
     saved = OmegaConf.load(run / "config.yaml")
@@ -136,7 +126,6 @@ def test_a_configuration_without_newer_keys_is_resumed(tmp_path: Path) -> None:
     check(config)
 
 
-@pytest.mark.slow
 def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
     run = started(tmp_path)
     with (run / "config.yaml").open("a") as file:
@@ -145,8 +134,6 @@ def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
         resumed(run)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
 def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path, target: Path) -> None:
     run = tmp_path / "run"
     first = command(target, run, "optim.lr=8e-3", "train.max_steps=2")
@@ -166,8 +153,7 @@ def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path, target: Pat
     entries = json.loads((run / "provenance.json").read_text())["resumed"]
     assert [entry["from_step"] for entry in entries] == [2, 3]
     assert entries[1]["changed"]["optim.lr"] == [8e-3, 1e-3]
-    losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["lr"] for line in losses if "lr" in line] == [8e-3, 8e-3, 8e-3, 1e-3]
+    assert [line["lr"] for line in metrics(run) if "lr" in line] == [8e-3, 8e-3, 8e-3, 1e-3]
 
     described = "from step 3: optim.lr 0.008 -> 0.001"
     assert find_source(run / "draft").recipe_changes == [described]
@@ -175,8 +161,6 @@ def test_recipe_changes_are_recorded_with_their_step(tmp_path: Path, target: Pat
     assert described in (run / "report.md").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
 def test_a_run_in_progress_is_refused(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "WAIT_S", 0)
     run = tmp_path / "run"
@@ -190,10 +174,61 @@ def test_a_run_in_progress_is_refused(tmp_path: Path, target: Path, monkeypatch:
     assert train_quickly(resumed(run, "train.max_steps=2")) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
 def test_a_resume_without_changes_leaves_the_configuration_alone(tmp_path: Path, target: Path) -> None:
     run = tmp_path / "run"
     assert train_quickly(compose("config", command(target, run, "train.max_steps=1"), Config)) == 0
     assert train_quickly(resumed(run)) == 0
     assert len(run_folder.config_files(run)) == 1
+
+
+WORDS = ["the", "red", "cube", "is", "left", "of", "a", "small", "green", "ball"]
+OTHERS = ["seven", "yellow", "cylinders", "stand", "behind", "two", "purple", "cones"]
+
+
+def append_rows(path: Path, words: list[str], count: int) -> None:
+    with path.open("a") as file:
+        for number in range(count):
+            answer = " ".join(words[number % len(words) :] + words[: number % len(words)])
+            messages = [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"id": f"{words[0]}-{number}", "messages": messages}) + "\n")
+
+
+def configure(home: Path, *overrides: str) -> Config:
+    own = ["data=messages", f"data.path={home}/rows.jsonl", "data.num_examples=0", "data.holdout=0.1", "data.num_workers=0"]
+    draft = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=40"]
+    return configured(home / "target_qwen2_5_vl", home / "run", *own, *draft, *overrides)
+
+
+@pytest.fixture
+def home(tmp_path: Path, target: Path) -> Path:
+    """A run of two steps whose data has grown since."""
+    (tmp_path / target.name).symlink_to(target)
+    append_rows(tmp_path / "rows.jsonl", WORDS, 40)
+    assert train_quickly(configure(tmp_path)) == 0
+    append_rows(tmp_path / "rows.jsonl", OTHERS, 200)
+    return tmp_path
+
+
+def test_changed_data_is_refused_by_name_and_restored_data_accepted(home: Path) -> None:
+    grown = (home / "rows.jsonl").read_text()
+    with refused("data.path=", "rows.jsonl", error=ConfigError):
+        train_quickly(configure(home, "run.resume=true", "train.max_steps=3"))
+    assert not (home / "run" / "state" / "step_00000003").exists()
+    (home / "rows.jsonl").write_text("".join(line + "\n" for line in grown.splitlines()[:40]))
+    assert train_quickly(configure(home, "run.resume=true", "train.max_steps=3")) == 0
+
+
+def test_a_state_without_data_fingerprint_keeps_its_draft_vocabulary(home: Path) -> None:
+    from train.job.build import building
+
+    state = home / "run" / "state" / "step_00000002"
+    trainer = json.loads((state / "trainer.json").read_text())
+    del trainer["data"]
+    (state / "trainer.json").write_text(json.dumps(trainer))
+    write_manifest(state, 2)
+    config = configure(home, "run.resume=true", "train.max_steps=3")
+    with process_group("cpu", 60) as ranks, building(config, ranks) as run:
+        token_map = run.engine.draft.token_map
+        rows = run.teacher.target.lm_head.weight[token_map]
+        assert torch.equal(run.teacher.lm_head, rows) and torch.equal(run.engine.student.token_map, token_map)
+        assert run.state.data

@@ -6,7 +6,9 @@ import json
 import logging
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,71 +17,33 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.messages import check_message, refused
-from support.train_helpers import command, train_quickly, train_until_signal
+from support.train_helpers import configured, draft_weights, metrics, train_quickly, train_until_signal
 
 import sage
 from checkpoints.export.exporter import load_trained
-from checkpoints.export.importer import load_any
 from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import LOCK
 from sage.io.manifest import write_manifest
-from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.job.loop import TrainingError, TrainingRun, fit
 from train.job.rank import run_rank
 from train.launch.ranks import process_group
-from train.state.resume import rng_state, seed_everything, set_rng_state
+from train.state.resume import seed_everything
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
+Configure = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher variables; restores the random generators."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = rng_state(torch.device("cpu"))
-    yield
-    set_rng_state(before, torch.device("cpu"))
-
-
-@pytest.fixture(autouse=True)
-def no_run_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the curves takes longer than these runs; tests that need them ask for `run_page`."""
-    if "run_page" not in request.fixturenames:
-        monkeypatch.setattr("train.validation.in_loop.write_run_report", lambda *_: None)
-
-
-@pytest.fixture
-def run_page() -> None:
-    """Keeps the curves of the run."""
+def configure(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Configure:
+    """Configures short runs, which share the cache of their data."""
+    cache = f"data.cache_dir={tmp_path_factory.mktemp('cache')}"
+    return lambda run, *overrides, family="qwen2_5_vl": configured(targets[family], run, cache, *overrides)
 
 
 # Both kinds of head; the small targets have too few layers for the default feature levels.
 DRAFTS = {"eagle": ["draft=eagle"], "eagle3": ["draft=eagle3", "draft.feature_levels=[0,1,2]"]}
 each_draft = pytest.mark.parametrize("draft", DRAFTS)
-
-
-def configure(target: Path, run: Path, cache: Path, *overrides: str) -> Config:
-    where = [f"data.cache_dir={cache}", "deepspeed=zero0", "launch.device=cpu"]
-    arguments = command(target, run, *where, *overrides)
-    config: Config = compose("config", arguments, Config)
-    return config
-
-
-def weights(run: Path, folder: str = "draft") -> dict[str, torch.Tensor]:
-    return load_file(run / folder / "model.safetensors")
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -91,16 +55,10 @@ def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], 
 @pytest.mark.usefixtures("rendered_plots")
 @pytest.mark.parametrize(("family", "draft"), [("qwen2_5_vl", "eagle"), ("llava_onevision", "eagle"), ("qwen2_5_vl", "eagle3")])
 def test_a_run_writes_the_documented_files(
-    targets: dict[str, Path],
-    cache: Path,
-    tmp_path: Path,
-    family: str,
-    draft: str,
-    run_page: None,
-    caplog: pytest.LogCaptureFixture,
+    configure: Configure, targets: dict[str, Path], tmp_path: Path, family: str, draft: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
-    config = configure(targets[family], run, cache, *DRAFTS[draft], "train.save_every=1", "train.validate_every=1")
+    config = configure(run, *DRAFTS[draft], "train.save_every=1", "train.validate_every=1", family=family)
     with caplog.at_level(logging.INFO):
         assert run_rank(config) == 0
     assert f"for {targets[family].name}" in caplog.text, "the loaded target, not the preset"
@@ -125,7 +83,7 @@ def test_a_run_writes_the_documented_files(
     saved = sage.load_draft(run / "draft", sage.load_target(targets[family], dtype=torch.float32))
     assert saved.kind == draft
     for name, value in saved.state_dict().items():
-        assert torch.equal(value, weights(run)[name])
+        assert torch.equal(value, draft_weights(run)[name])
 
 
 @pytest.mark.parametrize(
@@ -133,23 +91,22 @@ def test_a_run_writes_the_documented_files(
     [("eagle", "fp32", None), ("eagle3", "fp32", None), ("eagle", "bf16", None), ("eagle", "fp32", 300)],
 )
 def test_three_steps_and_three_resumed_are_six_bit_for_bit(
-    targets: dict[str, Path], cache: Path, tmp_path: Path, draft: str, dtype: str, budget: int | None
+    configure: Configure, tmp_path: Path, draft: str, dtype: str, budget: int | None
 ) -> None:
     """With noise on the features, so that a generator that is not restored would show."""
     schedule = ["optim.schedule=cosine", "optim.warmup_steps=2", "train.log_every=3"]
     same = [*DRAFTS[draft], f"target.dtype={dtype}", "objective.feature_noise=0.1", *schedule]
     same += ["train.micro_batch_size=4", f"train.micro_batch_tokens={budget}"] if budget else []
     straight, halved = tmp_path / "straight", tmp_path / "halved"
-    target = targets["qwen2_5_vl"]
-    assert train_quickly(configure(target, straight, cache, *same, "train.max_steps=6")) == 0
-    stopping = configure(target, halved, cache, *same, "train.max_steps=6")
+    assert train_quickly(configure(straight, *same, "train.max_steps=6")) == 0
+    stopping = configure(halved, *same, "train.max_steps=6")
     with process_group("cpu", 60) as ranks:
         train_until_signal(stopping, ranks, 3)
     assert (halved / "state" / "latest").read_text() == "step_00000003\n"
     assert not (halved / "draft").exists()
     seed_everything(99, 0)  # the state of the process does not matter
-    assert train_quickly(configure(target, halved, cache, *same, "train.max_steps=6", "run.resume=true")) == 0
-    left, right = weights(straight), weights(halved)
+    assert train_quickly(configure(halved, *same, "train.max_steps=6", "run.resume=true")) == 0
+    left, right = draft_weights(straight), draft_weights(halved)
     assert all(torch.equal(left[name], right[name]) for name in left)
     for one, other in zip(metrics(straight), metrics(halved), strict=True):
         for name in ("step", "tokens", "loss", "loss_ce", "loss_feature", "lr", "grad_norm", "agreement"):
@@ -159,7 +116,7 @@ def test_three_steps_and_three_resumed_are_six_bit_for_bit(
 
 
 @each_draft
-def test_the_split_of_a_batch_does_not_matter(targets: dict[str, Path], cache: Path, tmp_path: Path, draft: str) -> None:
+def test_the_split_of_a_batch_does_not_matter(configure: Configure, tmp_path: Path, draft: str) -> None:
     """1 x 4 = 2 x 2 = 4 x 1 micro-batches, and as many as a budget of tokens allows.
 
     Sums run in another order and padding differs, so the teacher's features agree to
@@ -169,8 +126,8 @@ def test_the_split_of_a_batch_does_not_matter(targets: dict[str, Path], cache: P
     for size, *budget in ((4,), (2,), (1,), (4, "train.micro_batch_tokens=300")):
         run = tmp_path / f"micro{len(runs)}"
         split = [*DRAFTS[draft], f"train.micro_batch_size={size}", *budget]
-        assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, *split)) == 0
-        runs.append((weights(run), metrics(run)))
+        assert train_quickly(configure(run, *split)) == 0
+        runs.append((draft_weights(run), metrics(run)))
     for found in runs[1:]:
         assert_close(runs[0][0], found[0], 5e-6)
         for one, other in zip(runs[0][1], found[1], strict=True):
@@ -178,46 +135,45 @@ def test_the_split_of_a_batch_does_not_matter(targets: dict[str, Path], cache: P
             assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
-def test_negative_control_another_batch_is_another_run(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+def test_negative_control_another_batch_is_another_run(configure: Configure, tmp_path: Path) -> None:
     runs = []
     for seed in (0, 1):
         run = tmp_path / f"seed{seed}"
-        assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, f"seed={seed}")) == 0
-        runs.append(weights(run))
+        assert train_quickly(configure(run, f"seed={seed}")) == 0
+        runs.append(draft_weights(run))
     with pytest.raises(AssertionError):
         assert_close(runs[0], runs[1], 5e-6)
 
 
-def test_one_batch_is_overfitted(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+def test_one_batch_is_overfitted(configure: Configure, tmp_path: Path) -> None:
     """With four examples the feature loss falls below a fifth and the draft agrees with the target."""
     run = tmp_path / "run"
     few = ["data.num_examples=4", "train.max_steps=60", "train.micro_batch_size=4", "optim.lr=3e-3", "train.log_every=20"]
-    assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, *few)) == 0
+    assert train_quickly(configure(run, *few)) == 0
     first, *_, last = metrics(run)
     assert last["loss_feature"] < 0.2 * first["loss_feature"]
     assert last["agreement"] > max(0.5, first["agreement"])
 
 
-def test_every_stage_on_one_rank_equals_no_sharding(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+def test_every_stage_on_one_rank_equals_no_sharding(configure: Configure, tmp_path: Path) -> None:
     plain, *sharded = (tmp_path / f"zero{stage}" for stage in range(4))
     for run in (plain, *sharded):
-        assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, f"deepspeed={run.name}")) == 0
+        assert train_quickly(configure(run, f"deepspeed={run.name}")) == 0
     for run in sharded:
-        assert_close(weights(plain), weights(run), 5e-6)
+        assert_close(draft_weights(plain), draft_weights(run), 5e-6)
         assert metrics(plain)[-1]["grad_norm"] == pytest.approx(metrics(run)[-1]["grad_norm"], rel=1e-5), run.name
 
 
-def test_bf16_without_sharding_takes_the_same_first_step(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+def test_bf16_without_sharding_takes_the_same_first_step(configure: Configure, target: Path, tmp_path: Path) -> None:
     """The first step of Adam is lr in every weight, up to bf16 rounding; DeepSpeed alone would make it 0.73 lr here."""
     run = tmp_path / "run"
     one_step = ["target.dtype=bf16", "train.max_steps=1", "train.micro_batch_size=4", "decode.policies=[autoregressive]"]
-    config = configure(targets["qwen2_5_vl"], run, cache, *one_step)
+    config = configure(run, *one_step)
     assert train_quickly(config) == 0
-    target = sage.load_target(targets["qwen2_5_vl"], dtype=torch.bfloat16)
-    fresh = sage.new_draft(target, "eagle", seed=config.seed).state_dict()
+    fresh = sage.new_draft(sage.load_target(target, dtype=torch.bfloat16), "eagle", seed=config.seed).state_dict()
     name = "layer.mlp.down_proj.weight"  # has a gradient from the first step on
-    moved = (weights(run)[name].float() - fresh[name].float()).abs()
-    assert weights(run)[name].dtype == torch.bfloat16
+    moved = (draft_weights(run)[name].float() - fresh[name].float()).abs()
+    assert draft_weights(run)[name].dtype == torch.bfloat16
     assert float(moved.mean()) == pytest.approx(config.optim.lr, rel=0.05)
 
 
@@ -234,14 +190,13 @@ class NonFinite:
             yield batches
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(
-    targets: dict[str, Path], cache: Path, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(configure: Configure, tmp_path: Path) -> None:
     from train.job.build import building
 
-    config = configure(targets["qwen2_5_vl"], tmp_path / "run", cache, "train.max_steps=3")
+    config = configure(tmp_path / "run", "train.max_steps=3")
     with process_group("cpu", 60) as ranks, building(config, ranks) as run:
-        ids = [batch["ids"] for batch in iter_second_step(run)]
+        with closing(iter(run.loader)) as steps:
+            ids = [batch["ids"] for batch in list(islice(steps, 2))[1]]
         run.loader = NonFinite(run, float("nan"))
         before: list[torch.Tensor] = []
         step = run.engine.step
@@ -253,71 +208,57 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(
         assert all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
 
 
-def iter_second_step(run: TrainingRun) -> list[dict[str, Any]]:
-    steps = run.loader.__iter__()
-    next(steps)
-    second = next(steps)
-    steps.close()
-    return second
-
-
-def test_a_batch_without_answers_is_refused(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+def test_a_batch_without_answers_is_refused(configure: Configure, tmp_path: Path) -> None:
     from train.job.build import building
 
     with (
         process_group("cpu", 60) as ranks,
-        building(configure(targets["qwen2_5_vl"], tmp_path / "run", cache), ranks) as run,
+        building(configure(tmp_path / "run"), ranks) as run,
     ):
-        steps = run.loader.__iter__()
-        batches = next(steps)
-        steps.close()
+        with closing(iter(run.loader)) as steps:
+            batches = next(steps)
         for batch in batches:
             batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-
-        class Masked:
-            def __iter__(self) -> Any:
-                yield batches
-
-        run.loader = Masked()
+        run.loader = (given for given in [batches])  # type: ignore[assignment]
         with refused("step 1", error=TrainingError):
             fit(run)
 
 
 def test_nothing_is_written_before_everything_fits(
-    targets: dict[str, Path], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr("train.job.build.build_target", lambda *_: pytest.fail("loaded a model before the options were checked"))
         for option in ("max_depth=1", "window=0"):
             with refused("decode.options.sage", *option.split("=")):
-                train_quickly(configure(targets["qwen2_5_vl"], run, cache, f"decode.options.sage.{option}"))
+                train_quickly(configure(run, f"decode.options.sage.{option}"))
     assert not run.exists()
-    assert train_quickly(configure(targets["qwen2_5_vl"], run, cache)) == 0
+    assert train_quickly(configure(run)) == 0
     other = tmp_path / "other"
     with refused("llava_onevision", "qwen2_5_vl"):
-        train_quickly(configure(targets["llava_onevision"], other, cache, f"draft.path={run / 'draft'}"))
+        train_quickly(configure(other, f"draft.path={run / 'draft'}", family="llava_onevision"))
     assert not other.exists()
 
 
 def test_a_prompt_that_cannot_be_prepared_is_refused_before_training(
-    targets: dict[str, Path], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.job.build.held_out_prompts", lambda *_: [[{"role": "user", "content": " "}]])
     with refused("validation prompt prompt-0"):
-        train_quickly(configure(targets["qwen2_5_vl"], tmp_path / "run", cache))
+        train_quickly(configure(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_corrupt_state_is_skipped_and_that_of_another_draft_refused(
-    targets: dict[str, Path], cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, target = tmp_path / "run", targets["qwen2_5_vl"]
-    assert train_quickly(configure(target, run, cache, "train.save_every=1")) == 0
+    run = tmp_path / "run"
+    assert train_quickly(configure(run, "train.save_every=1")) == 0
     newest = run / "state" / "step_00000002"
     (newest / "exp_avg.safetensors").write_bytes(b"rubbish")
     with caplog.at_level(logging.INFO):
-        assert train_quickly(configure(target, run, cache, "run.resume=true")) == 0
+        assert train_quickly(configure(run, "run.resume=true")) == 0
     assert "exp_avg.safetensors" in caplog.text
     check_message(next(message for message in caplog.messages if "resumed" in message), "step_00000001")
     assert [line["step"] for line in metrics(run)] == [1, 2]  # step 2 was repeated and is logged once
@@ -325,33 +266,33 @@ def test_a_corrupt_state_is_skipped_and_that_of_another_draft_refused(
     save_file({"other": next(iter(moments.values()))}, newest / "exp_avg.safetensors", metadata={"step": "2"})
     write_manifest(newest, 2)
     with refused("exp_avg.safetensors", "another draft"):
-        train_quickly(configure(target, run, cache, "run.resume=true", "train.max_steps=3"))
+        train_quickly(configure(run, "run.resume=true", "train.max_steps=3"))
 
 
-def test_a_state_holds_no_pickle(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+def test_a_state_holds_no_pickle(configure: Configure, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, "deepspeed=zero2", "train.max_steps=1")) == 0
+    assert train_quickly(configure(run, "deepspeed=zero2", "train.max_steps=1")) == 0
     files = {path.name for path in (run / "state" / "step_00000001").iterdir()}
     tensors = {"weight.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "rank_00000.safetensors"}
     assert files == {*tensors, "trainer.json", "manifest.json"}
 
 
-def test_training_continues_from_a_saved_draft(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+def test_training_continues_from_a_saved_draft(configure: Configure, tmp_path: Path) -> None:
     """In float32, also beside a target in bfloat16, whose dtype would round every weight by up to 0.4%."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    assert train_quickly(configure(targets["qwen2_5_vl"], first, cache)) == 0
+    assert train_quickly(configure(first)) == 0
     changes = (f"draft.path={first / 'draft'}", "optim.lr=1e-12")
     mixed = ("target.dtype=bf16", "train.precision=fp32", "train.max_steps=1")
-    assert train_quickly(configure(targets["qwen2_5_vl"], second, cache, *changes)) == 0
-    assert_close(weights(first), weights(second), 1e-9)
-    assert train_quickly(configure(targets["qwen2_5_vl"], third, cache, *changes, *mixed)) == 0
+    assert train_quickly(configure(second, *changes)) == 0
+    assert_close(draft_weights(first), draft_weights(second), 1e-9)
+    assert train_quickly(configure(third, *changes, *mixed)) == 0
     state = load_file(third / "state" / "step_00000001" / "weight.safetensors")
-    assert_close(weights(first), {name.removeprefix("draft."): value for name, value in state.items()}, 1e-9)
+    assert_close(draft_weights(first), {name.removeprefix("draft."): value for name, value in state.items()}, 1e-9)
 
 
-def test_a_flipped_byte_in_a_draft_is_found_when_loaded(targets: dict[str, Path], cache: Path, tmp_path: Path) -> None:
+def test_a_flipped_byte_in_a_draft_is_found_when_loaded(configure: Configure, target: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert train_quickly(configure(targets["qwen2_5_vl"], run, cache, "train.max_steps=1")) == 0
+    assert train_quickly(configure(run, "train.max_steps=1")) == 0
     assert inspect_folder(run / "draft").is_intact
     path = run / "draft" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -360,11 +301,11 @@ def test_a_flipped_byte_in_a_draft_is_found_when_loaded(targets: dict[str, Path]
     corrupt = "draft/model.safetensors"
     check_message(inspect_folder(run / "draft").problems[0], "model.safetensors")
     with refused(corrupt):
-        load_any(run / "draft", sage.load_target(targets["qwen2_5_vl"]))
+        sage.load_draft(run / "draft", sage.load_target(target))
     with refused(corrupt):
         load_trained(run / "draft")
     with refused(corrupt):
-        train_quickly(configure(targets["qwen2_5_vl"], tmp_path / "other", cache, f"draft.path={run / 'draft'}"))
+        train_quickly(configure(tmp_path / "other", f"draft.path={run / 'draft'}"))
     assert not (tmp_path / "other" / "state").exists()
 
 

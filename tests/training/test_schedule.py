@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from types import SimpleNamespace
 
-from train.config.schema import TrainConfig
+import pytest
+from support.messages import refused
+
+from train.config.schema import ConfigError, TrainConfig
 from train.job.schedule import RunSchedule
 from train.state.resume import TrainState
+from train.state.space import check_space, num_states
 
 TOTAL = 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, 4), ({"keep_last": 1}, 3), ({"keep_every": 4}, 6), ({"save_every": 0}, 2), ({"save_every": 6}, 3)],
+)
+def test_space_for_all_states_is_checked_before_training(
+    settings: dict[str, int], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States every 2 of 10 steps: the last ones, that of the best draft and the new one; 12 bytes per trained parameter."""
+    train = TrainConfig(**{"save_every": 2} | settings)  # type: ignore[arg-type]
+    assert num_states(train, TOTAL) == expected
+    needed, free = expected * 12_000_000 + 3 * 5_000_000, [0]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    (tmp_path / "run" / "state").mkdir(parents=True)
+    (tmp_path / "run" / "state" / "part").write_bytes(bytes(1000))  # is replaced
+    free[0] = needed - 1000
+    check_space(tmp_path / "run", train, TOTAL, 1_000_000, 5_000_000)
+    free[0] -= 1
+    with refused(f"run.dir={tmp_path / 'run'}", f"{needed / 1e6:.2f} MB", "are free", "train.keep_last", error=ConfigError):
+        check_space(tmp_path / "run", train, TOTAL, 1_000_000, 5_000_000)
 
 
 def schedule(**settings: int) -> RunSchedule:

@@ -13,6 +13,7 @@ from support.messages import refused
 from support.train_helpers import configured, quick_report, train_until_signal
 
 from checkpoints.store import StateStore
+from sage.bench.measurement import Interrupted
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.console.errors import NOTHING_SAVED
@@ -21,7 +22,7 @@ from train.launch.launcher import launch
 from train.launch.ranks import Ranks, process_group
 from train.launch.signals import StopFlag
 from train.launch.supervisor import RankFailed
-from train.validation.decode_ranks import Interrupted, shard_prompts
+from train.validation.decode_ranks import shard_prompts
 from train.validation.prompts import PromptSet
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -120,6 +121,8 @@ def test_if_all_ranks_decode_one_that_aborts_interrupts_all(monkeypatch: pytest.
     shard.check_stop(stop, 2, 2)  # all prompts are done: too late
     with pytest.raises(Interrupted):
         shard.check_stop(stop, 1, 2)
+    with pytest.raises(Interrupted):
+        shard.merge(None, is_interrupted=True)
     others[0] = True
     with pytest.raises(Interrupted):
         shard.merge(None)

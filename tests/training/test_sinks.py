@@ -324,6 +324,29 @@ def test_log_lines_at_intervals_with_the_remaining_time(
         "step 10/100  loss 0.5000  ~3.14 tokens/pass  1,234 tokens/s  1.2 GiB  01:30 left",
         "step 100/100  loss 0.5000  ~3.14 tokens/pass  1,234 tokens/s  1.2 GiB  00:00 left",
     ]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="train.monitor.progress"):
+        for done in range(4):
+            now[0] = 100.0 + 8 * done
+            lines.show_validation(done, 4, "sage 2.31 tokens/pass 1.85x")
+    assert [record.getMessage() for record in caplog.records] == ["prompt 2/4  sage 2.31 tokens/pass 1.85x  00:16 left"]
+
+
+@pytest.mark.parametrize("total", [10, 0])
+def test_a_validation_has_a_live_line_of_its_own(total: int) -> None:
+    """Beside that of a run, and alone in sage-validate; a narrow terminal shows the figures of the first policies."""
+    screen, figures = io.StringIO(), [f"{name} 2.31 tokens/pass 1.85x" for name in ("chain", "sage", "cost_aware")]
+    live = LiveDisplay(total, first=0, console=Console(file=screen, force_terminal=True, width=110))
+    for done in range(3):
+        live.show_validation(done, 3, ", ".join(figures))
+        live.bar.refresh()
+    assert len(live.bar.tasks) == 2
+    live.show_validation(3, 3, "")
+    live.close()
+    assert len(live.bar.tasks) == 1
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert "prompt 2/3" in shown and ", ".join(figures[:2]) in shown and "cost_aware" not in shown and "left" in shown
+    assert ("0/10" in shown) == (total == 10) and "0/0" not in shown
 
 
 def test_the_live_line_shows_present_metrics_and_the_remaining_time() -> None:

@@ -1,17 +1,19 @@
-"""From the command to the first step, nothing is built to be thrown away and nothing is checked twice."""
+"""Runs from Python and from the command to the first step: events, mistakes, and nothing built or checked twice."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from support.train_helpers import command, single_process
+from support.messages import exit_code, refused
+from support.train_helpers import command
 
+import train
 from data_prep.batching.loader import StepLoader
 from sage.bench.runners import HFRunner, PolicyRunner
 from sage.trees import policy
@@ -26,14 +28,55 @@ from train.monitor.sinks import check_tracking
 from train.validation.prompts import PromptSet
 from train.validation.validate import validate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
+
+
+class Recorder(train.Callback):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert metrics["loss"] > 0
+        self.events.append(("log", step))
+
+    def on_save(self, step: int, folder: Path) -> None:
+        assert (folder / "manifest.json").is_file()
+        self.events.append(("save", step))
+
+    def on_validate(self, step: int, report: Mapping[str, Any]) -> None:
+        assert (Path(report["path"]) / "report.json").is_file()
+        self.events.append(("validate", step))
+
+
+class Stopper(train.Callback):
+    def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise ValueError("enough")
+
+
+def test_a_run_returns_its_report_and_calls_back(target: Path, tmp_path: Path) -> None:
+    recorder = Recorder()
+    report = train.run(train.compose(*command(target, tmp_path / "run"), "train.save_every=1"), [recorder])
+    assert report["policies"]["sage"]["total"] == 1
+    assert recorder.events[:4] == [("log", 1), ("save", 1), ("log", 2), ("save", 2)]
+    assert ("validate", 2) in recorder.events
+
+
+def test_an_exception_in_a_callback_stops_the_run(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="enough"):
+        train.run(train.compose(*command(target, tmp_path / "run")), [Stopper()])
+
+
+def test_mistakes_are_errors_of_one_line(target: Path, tmp_path: Path) -> None:
+    with refused("optim.lr", error=train.ConfigError):
+        train.compose("optim.lr=fast")
+    with refused("optim.lr=-1", error=train.ConfigError):
+        train.run(train.compose(*command(target, tmp_path / "run"), "optim.lr=-1"))
+    with refused("launch.plan", error=train.ConfigError):
+        train.run(train.compose(*command(target, tmp_path / "run"), "launch.plan=true"))
+    assert not (tmp_path / "run").exists()
+
+
 ONCE = (check, check_batch, check_tracking, StepLoader, Engine, PromptSet, build.build_target, build.build_student)
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with single_process(monkeypatch):
-        yield
 
 
 @pytest.fixture
@@ -75,9 +118,7 @@ def test_a_new_run_builds_and_checks_everything_once(
 ) -> None:
     monkeypatch.setattr(loop, "train_step", refuse_the_first_step)
     words = ["experiment=demo", "launch.ranks=1", "train.micro_batch_size=4", "decode.policies=[sage,cost_aware]"]
-    monkeypatch.setattr("sys.argv", ["sage-train", *command(target, tmp_path / "run", *words)])
-    with pytest.raises(SystemExit):
-        main()
+    assert exit_code(main, *command(target, tmp_path / "run", *words)) != 0
     assert capsys.readouterr().err.endswith("error: the first step\n")
     assert {one.__name__ for one in ONCE} | {"policy sage", "policy cost_aware"} <= counts.keys()
     assert counts == dict.fromkeys(counts, 1)

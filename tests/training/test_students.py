@@ -10,10 +10,10 @@ import pytest
 import torch
 from support.messages import refused
 from support.models import in_double, make_inputs, make_qwen, random_draft
-from support.train_helpers import command, configured, draft_weights, train_quickly
+from support.train_helpers import command, configured, draft_weights, metrics, train_quickly
+from torch.utils.flop_counter import FlopCounterMode
 
 import sage
-from checkpoints.run_folder import read_metrics
 from data_prep.dataset.dataset import most_frequent
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.model import ModelDraft, shallow_model
@@ -21,7 +21,7 @@ from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig
 from train.distill.build import end_tokens
 from train.distill.objective import Objective
-from train.distill.student import HeadStudent, ModelStudent
+from train.distill.student import HeadStudent, ModelStudent, roots_of
 from train.distill.teacher import Teacher
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=200", "objective.steps=3"]
@@ -41,10 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
 def train(folder: Path, run: Path, *overrides: str) -> Path:
     assert train_quickly(configured(folder / "target_qwen2_5_vl", run, f"data.cache_dir={folder}/cache", *overrides)) == 0
     return run
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return read_metrics(run / "metrics.jsonl")
 
 
 @pytest.mark.slow
@@ -141,6 +137,33 @@ def test_the_loss_of_a_head_with_its_own_vocabulary_equals_the_loss_by_hand() ->
     parameters = list(draft.parameters())
     for mine, theirs in zip(*(torch.autograd.grad(loss, parameters) for loss in (ours, total)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+def test_roots_are_the_pairs_whose_chains_reach_a_supervised_one(steps: int) -> None:
+    mask = torch.rand(20, 12, generator=torch.Generator().manual_seed(0)) < 0.08
+    mask[0] = False
+    found = [{root for root in range(12) if row[root : root + steps].any()} for row in mask]
+    roots = roots_of(mask, steps)
+    most = max(map(len, found))
+    if most > 0.8 * 12:
+        assert roots is None
+        return
+    assert roots is not None and roots.shape == (20, most) and (roots[:, 1:] > roots[:, :-1]).all()
+    assert all(expected <= set(row) for expected, row in zip(found, roots.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_quarter_of_supervised_pairs_takes_less_than_half_of_the_operations(kind: str) -> None:
+    target = make_qwen()
+    draft, mask = random_draft(target, kind), torch.zeros(2, 128, dtype=torch.bool)
+    mask[:, 80:112] = True
+    states, positions, flop = torch.randn(2, 128, target.hidden_size), torch.arange(128).expand(3, 2, 128), []
+    for roots in (None, roots_of(mask, 7)):
+        with FlopCounterMode(display=False) as counter:
+            sum(step.sum() for step in draft.requires_grad_(True).unroll(states, states, positions, 7, roots=roots)).backward()
+        flop.append(counter.get_total_flops())
+    assert flop[1] < 0.5 * flop[0]
 
 
 def test_a_draft_equal_to_its_target_has_zero_divergence() -> None:

@@ -98,7 +98,7 @@ def test_weights_mode_and_random_state_are_restored(models, tmp_path):
 
 def test_weights_are_restored_after_a_failure(models, tmp_path, monkeypatch):
     target, draft = models
-    monkeypatch.setattr("train.validation.validate.measure", lambda *_: 1 / 0)
+    monkeypatch.setattr("train.validation.validate.measure", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         measure_draft(decode(dtype=Precision.bf16), target, draft, 1, tmp_path, [make_inputs(target)])
     assert target.dtype == draft.dtype == torch.float32

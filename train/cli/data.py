@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -21,13 +22,15 @@ from sage.drafts.location import find_draft
 from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt
 from train.config.checks import check_path, check_ranges
-from train.config.hydra_app import run_app
+from train.config.hydra_app import plain_name, run_app
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
 from train.console.errors import NOTHING_SAVED
 from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.launch.launcher import check_devices
+
+logger = logging.getLogger(__name__)
 
 
 class Action(StrEnum):
@@ -40,10 +43,12 @@ LIMIT = "; data.num_examples=N selects a part of the data"
 ONE_PROCESS = {"launch.": "; ranks are for action=regenerate", "regenerate.": "; it is for action=regenerate"}
 UNUSED = {  # keys without effect on an action, and the remedy
     Action.check: ONE_PROCESS,
-    Action.convert: ONE_PROCESS | {"limit": LIMIT, "shown": "; remove it"},
+    Action.convert: ONE_PROCESS | {"limit": LIMIT, "shown": "; remove it", "own": "; remove it"},
     Action.regenerate: dict.fromkeys(launch_keys("gpus", "ranks", "device", "threads"), "; remove it")
-    | {"limit": LIMIT, "shown": "; remove it"},
+    | {"limit": LIMIT, "shown": "; remove it", "own": "; remove it"},
 }
+NUM_OWN = 64  # examples of which own answers are measured by default
+MAX_OWN_BYTES = 10**9  # of the weights of a target that is loaded for it by default
 WITH_SERVER = dict.fromkeys(
     ("regenerate.draft", "regenerate.policy", "launch.", "target.dtype", "target.attention", "target.revision"),
     "with regenerate.server, which decodes; remove it",
@@ -62,9 +67,12 @@ class DataCommand:
         action: `check` prepares examples, computes statistics and writes a page; `convert` writes `messages` rows;
             `regenerate` replaces the answers by those of the target.
         split: the part of the data.
-        out: the page (`check`; default `runs/data/NAME.html`) or the rows (`.jsonl`).
+        out: the page (`check`; default `runs/data/DATA-TARGET.html`, named after the
+            file of `data.path`) or the rows (`.jsonl`).
         limit: number of examples to check, 0: all; of a stream the first ones.
         shown: number of examples on the page.
+        own: number of examples of which the share of tokens that are the target's own choice is measured, with the target's
+            weights; null: 64 if the target is a local folder of at most 1 GB, else 0.
         debug: detailed log.
     """
 
@@ -73,6 +81,7 @@ class DataCommand:
     out: str = ""
     limit: NonNegativeInt = 1000
     shown: NonNegativeInt = 24
+    own: NonNegativeInt | None = None
     debug: bool = False
     data: DataConfig = field(default_factory=lambda: DataConfig(sources={}))
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -96,11 +105,13 @@ def run(config: DataCommand) -> int:
     refuse_unused(
         task_overrides(), {key: f"with action={config.action}{remedy}" for key, remedy in UNUSED[config.action].items()}
     )
+    refuse_unused(task_overrides(), {"data.answers": "in sage-data; action=regenerate writes the target's answers"})
     if config.action is Action.regenerate:
         refuse_unused(task_overrides(), WITH_SERVER if config.regenerate.server else WITHOUT_SERVER)
     check(config)
     configure_logging(config.debug, is_main=cluster_env.is_main_rank())
-    out = Path(config.out or f"runs/data/{config.data.name}-{config.target.name}.html")
+    data_name = Path(config.data.path).name or config.data.name
+    out = Path(config.out or f"runs/data/{plain_name(data_name.split('.')[0])}-{plain_name(config.target.name)}.html")
     check_writable(out)
     if config.action is Action.regenerate:
         return _regenerate_on_ranks(config)
@@ -113,10 +124,23 @@ def run(config: DataCommand) -> int:
         print(f"{count} conversations: {out}")
         return EXIT_DONE
     statistics, dataset = cli.check_data(config.data, processor, str(config.split), config.limit)
-    cli.write_report(out, config.data, statistics, dataset, str(config.split), config.shown)
+    if count := _num_own(config):
+        target, _ = _load_models(config)
+        statistics.own = cli.measure_own_answers(dataset, target, str(config.split), count)
+    cli.write_report(out, f"{data_name} for {config.target.name}", statistics, dataset, str(config.split), config.shown)
     print(statistics.as_text())
     print(f"page: {out}")
+    if statistics.own is not None and statistics.own.is_foreign:
+        logger.warning("%s", statistics.own.warning("sage-train ... data.answers=target"))
     return EXIT_DONE
+
+
+def _num_own(config: DataCommand) -> int:
+    """Returns the number of examples of which own answers are measured."""
+    if config.own is not None:
+        return config.own
+    files = list(Path(config.target.path).expanduser().glob("*.safetensors"))
+    return NUM_OWN if files and sum(file.stat().st_size for file in files) <= MAX_OWN_BYTES else 0
 
 
 def check(config: DataCommand) -> None:

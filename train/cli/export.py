@@ -18,10 +18,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.export.formats.registry import FORMATS, flavoured, imported_drafts
+from checkpoints.export.formats.registry import FORMATS, check_format, flavoured, imported_drafts
 from sage.commands import cli
-from sage.drafts.location import DRAFT_HELP
+from sage.drafts.location import DRAFT_HELP, find_draft
 from sage.io.dtypes import torch_dtype
+from sage.io.tables import counted
+from sage.io.target_paths import path_of_target
 
 if TYPE_CHECKING:
     from checkpoints.export.checks import CheckResult
@@ -45,7 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="DIR", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
     parser.add_argument(
-        "--target", metavar="DIR", help="folder or hub id of the target; default: the one the draft was trained with"
+        "--target", metavar="TARGET", help="folder, hub id or name of the target; default: the one the draft was trained with"
     )
     _add_export(parser.add_argument_group("export"))
     group = parser.add_argument_group("import")
@@ -103,6 +105,7 @@ def _run(args: argparse.Namespace) -> int:
     _check_args(args)
     if args.inspect:
         return _inspect(args)
+    _check_names(args)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed if installed, which would probe for devices
     from transformers.utils import logging as transformers_logging
 
@@ -135,6 +138,27 @@ def _check_args(args: argparse.Namespace) -> None:
         raise ValueError(f"{_option(given[0])}: has no effect with --check, --inspect, --import or --serve-check")
     if not args.serve_check and (given := [name for name in SERVE_ONLY if getattr(args, name) is not None]):
         raise ValueError(f"{_option(given[0])}: has no effect without --serve-check")
+
+
+def _check_names(args: argparse.Namespace) -> None:
+    """Refuses an unknown format, a missing draft or target, or a wrong number before torch is imported; resolves the target.
+
+    Raises:
+        ValueError: the option, what is wrong, and the remedy.
+    """
+    args.target = args.target and path_of_target(args.target)
+    if (folder := args.check or args.import_dir) and not Path(folder).is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    if args.import_dir and not args.target:
+        raise ValueError("--target: missing; a draft is imported for one target: give its folder, hub id or name")
+    if args.serve_check:
+        _check_serve_args(args)
+    if args.source:
+        find_draft(args.source)
+    if args.source and not args.serve_check:
+        if not args.format:
+            raise ValueError(f"--format: missing; choose one of {', '.join(FORMATS)}")
+        check_format(args.format)
 
 
 def _check_serve_args(args: argparse.Namespace) -> None:
@@ -185,7 +209,7 @@ def _result_as_text(result: CheckResult) -> str:
     lines += [f"warning: {finding}" for finding in result.warnings]
     lines += [f"note: {note}" for note in result.notes]
     format_ = result.format.label if result.format else "unknown format"
-    verdict = f"{len(result.errors)} errors: do not serve this" if result.errors else "valid"
+    verdict = f"{counted(len(result.errors), 'error')}: do not serve this" if result.errors else "valid"
     return "\n".join([*lines, f"{result.folder}: {format_}; {verdict}"])
 
 
@@ -194,8 +218,6 @@ def _export(args: argparse.Namespace) -> int:
     from checkpoints.export.folder import push_to_hub
     from checkpoints.export.serving import IncompatibleDraft
 
-    if not args.format:
-        raise ValueError(f"--format: missing; choose one of {', '.join(FORMATS)}")
     given = {one.name: getattr(args, one.name) for one in fields(ExportOptions) if hasattr(args, one.name)}
     options = ExportOptions(**given | {"dtype": torch_dtype(args.dtype), "name": args.push_to_hub})
     try:
@@ -214,7 +236,6 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _serve_check(args: argparse.Namespace) -> int:
-    _check_serve_args(args)
     from train.engines.serve_check import ServeCheck, serve_check
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -229,8 +250,6 @@ def _import(args: argparse.Namespace) -> int:
     from checkpoints.export.formats.base import ImportOptions
     from checkpoints.export.importer import convert
 
-    if not args.target:
-        raise ValueError("--target: missing; a draft is imported for one target: give its folder or hub id")
     levels = None
     if args.levels:
         try:

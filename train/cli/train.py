@@ -6,10 +6,12 @@ import logging
 import sys
 from dataclasses import replace
 
+from data_prep.config import Answers
 from sage.commands.cli import EXIT_DONE, EXIT_USER
+from train.cli.data import WITHOUT_SERVER
 from train.config.checks import check
 from train.config.hydra_app import run_app
-from train.config.overrides import given_keys
+from train.config.overrides import given_keys, refuse_unused, task_overrides
 from train.config.resuming import changes
 from train.config.schema import Config
 from train.console.log import configure_logging
@@ -37,6 +39,7 @@ def train(config: Config) -> int:
     """Checks the configuration before torch is imported, then trains or plans."""
     if config.run.resume and cluster_env.detect_launcher() is not None and not {"launch.gpus", "launch.ranks"} & given_keys():
         config.launch.gpus = config.launch.ranks = None  # those of the run's last launch: the launcher decides
+    refuse_unused(task_overrides(), _unused_answer_keys(config))
     check(config)
     if not config.launch.plan:
         from train.monitor.sinks import check_tracking
@@ -53,13 +56,22 @@ def train(config: Config) -> int:
 
         build_policies(config.decode)
         found = plan(config)
-        data = plan_data(config)
-        print(render(replace(found, num_examples=data.num_examples), data))
+        data = plan_data(config, found.ranks)
+        print(render(replace(found, num_examples=data.num_examples, balance=data.balance), data))
         return EXIT_DONE
     from train.job.rank import run_rank
     from train.launch.launcher import launch
 
     return launch(config, run_rank)
+
+
+def _unused_answer_keys(config: Config) -> dict[str, str]:
+    """Returns the keys about the target's own answers that have no effect, and the remedy."""
+    if config.data.answers is Answers.given:
+        return {"regenerate.": "without data.answers=target; give it, or remove this"}
+    if not config.regenerate.server:
+        return WITHOUT_SERVER
+    return {f"regenerate.{key}": "with regenerate.server, which decodes; remove it" for key in ("draft", "policy")}
 
 
 if __name__ == "__main__":

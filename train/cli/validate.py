@@ -7,30 +7,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from checkpoints.run_folder import REPORT, REPORT_PAGE, draft_step
-from sage.commands.cli import EXIT_DONE, run
+from sage.commands.cli import EXIT_DONE, EXIT_STOPPED, run
 from sage.io.files import check_writable
 from sage.io.manifest import refuse_corrupt_draft
 from train.config.checks import check_decode, check_path, check_ranges
 from train.config.hydra_app import run_app
 from train.config.overrides import key_of, launch_keys, refuse_unused, task_overrides
-from train.config.schema import ConfigError, ValidateConfig
+from train.config.schema import ConfigError, TrainConfig, ValidateConfig
 from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.report.compare import run_command
 from train.validation.selection import Checkpoint, find_checkpoint, settle
 
-UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; remove it")
+COMPARE = "--compare"
+LOG_INTERVAL_S = TrainConfig.log_interval_s
+UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; remove it") | {
+    "data.answers": "in sage-validate, which reads prompts alone; remove it",
+}
 
 
 def main() -> None:
     """Entry point of the console script."""
-    if sys.argv[1:2] == ["--compare"]:
+    if sys.argv[1:2] == [COMPARE]:
         sys.exit(run(compare_runs))
     sys.argv[1:] = [_alias(argument) for argument in sys.argv[1:]]
-    sys.exit(run_app("validate", ValidateConfig, run_validation, cluster_env.is_main_rank))
+    sys.exit(run_app("validate", ValidateConfig, run_validation, cluster_env.is_main_rank, leading=(COMPARE,)))
 
 
 def compare_runs() -> None:
@@ -60,8 +66,8 @@ def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = Non
     check_decode(config.decode)
     check_path("target.path", config.target.path)
     configure_logging(config.debug)
-    _measure(config, checkpoint)
-    return EXIT_DONE
+    report = _measure(config, checkpoint)
+    return EXIT_STOPPED if "partial" in report else EXIT_DONE
 
 
 def _alias(argument: str) -> str:
@@ -69,8 +75,10 @@ def _alias(argument: str) -> str:
     return f"checkpoint={argument.removeprefix('draft=')}" if argument.startswith("draft=") else argument
 
 
-def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> None:
-    """Loads target and draft, measures, writes the report and prints its table.
+def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Loads target and draft, measures, writes the report and prints its table; returns the report.
+
+    Ctrl-C ends the measurement; the prompts that were decoded completely are reported.
 
     Raises:
         CannotWrite: the report cannot be written; found before anything is loaded.
@@ -79,20 +87,22 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> None:
     from transformers.utils import logging as transformers_logging
 
     import sage
-    from checkpoints.export.importer import load_any
     from data_prep.build import prompts
     from sage.bench.report_table import format_table
     from sage.io.dtypes import torch_dtype
-    from sage.io.progress import progress_callback
     from train.launch.ranks import pick_device
+    from train.monitor.progress import open_display
+    from train.report.verdict import verdict_lines
     from train.validation.prompts import PromptSet
     from train.validation.validate import ReportInfo, build_policies, validate
 
+    step = draft_step(checkpoint.draft) or None  # 0 is that of an imported draft
     info = ReportInfo(
         run_dir=config.out or checkpoint.home,
-        step=(draft_step(checkpoint.draft) or 0) if checkpoint.run else 0,
+        step=step,
         draft_name=str(checkpoint.draft),
-        check=None if config.out else checkpoint.draft.absolute().name,
+        check=None if config.out and step is not None else checkpoint.draft.absolute().name,
+        run=checkpoint.run,
     )
     check_writable(info.folder / REPORT)
     if not sys.stderr.isatty():
@@ -106,12 +116,15 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> None:
     target = sage.load_target(
         config.target.path, dtype=dtype, device=device, device_map=config.device_map, **config.target.load_options()
     )
-    draft = load_any(checkpoint.draft, target)
-    prompt_set, progress = PromptSet(target, config.decode, held_out), progress_callback("measuring")
-    report = validate(config.decode, target, draft, prompt_set, info, policies=policies, progress=progress)
+    draft = sage.load_draft(checkpoint.draft, target)
+    prompt_set, ends = PromptSet(target, config.decode, held_out), (KeyboardInterrupt,)
+    with closing(open_display(0, 0, LOG_INTERVAL_S, is_main=True)) as display:
+        show = display.show_validation
+        report = validate(config.decode, target, draft, prompt_set, info, policies=policies, show=show, ends=ends)
     assert report is not None
-    print(format_table(report))
+    print("\n".join([format_table(report), "", *verdict_lines(report)]))
     print(f"report: {Path(report['path']) / REPORT_PAGE}")
+    return report
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ dotted key, value, allowed values, remedy. Does not own: the settings of a run t
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from checkpoints.run_folder import CONFIG, LOCK, is_run
-from data_prep.config import check_paths
+from data_prep.config import Answers, check_paths
 from data_prep.config import validate as check_data_fields
+from data_prep.server.address import check_server
 from data_prep.sources import KINDS as SOURCE_KINDS
 from data_prep.splits import Split
 from sage.drafts.location import find_draft
@@ -21,6 +23,7 @@ from sage.drafts.options import TrainedPart
 from sage.drafts.registry import KINDS
 from sage.io.files import CannotWrite, check_writable
 from sage.io.ranges import FieldError, check_fields
+from sage.io.target_paths import path_of_target
 from sage.trees import AUTOREGRESSIVE, POLICIES
 from train.config.draft import CompressorKind
 from train.config.resuming import check_same_run
@@ -92,7 +95,8 @@ def check_ranges(config: Any) -> None:
 
 
 def check_path(key: str, path: str) -> None:
-    """Refuses a local path that does not exist; `owner/name` may be a hub id."""
+    """Refuses a local path that does not exist; `owner/name` may be a hub id, and a name of conf/target stands for its path."""
+    path = path_of_target(path)
     is_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if is_local and not Path(path).expanduser().is_dir():
         raise ConfigError(f"{key}={path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
@@ -153,6 +157,10 @@ def _check_data(config: Config) -> None:
         if "path" in SOURCE_KINDS[source.kind].options and not source.path:
             raise ConfigError(f"data.path: missing; data source {label} ({source.kind}) needs data.path=FILE_OR_FOLDER")
     check_paths(config.data)
+    if config.data.answers is Answers.target:
+        check_server(config.regenerate, os.environ)
+        if config.regenerate.draft:
+            find_draft(config.regenerate.draft, "regenerate.draft")
 
 
 def _check_train(config: Config) -> None:

@@ -21,6 +21,8 @@ from sage.io.files import config_dir
 from sage.trees import POLICIES
 from train.config.store import POLICY_GROUP
 
+UNLISTED = ("name", "kind", "architecture.")  # values of a choice that do not describe it
+
 
 @dataclass(frozen=True)
 class Option:
@@ -38,8 +40,8 @@ def choice_meaning(group: str, choice: str) -> str:
         return first_sentence(KINDS[choice].options.__doc__)
     lines = (config_dir() / group / f"{choice}.yaml").read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line)
-    values = ", ".join(f"{key}={value}" for key, value in choice_values(group, choice).items() if key not in ("name", "kind"))
-    return comment or values
+    values = {key: value for key, value in choice_values(group, choice).items() if not key.startswith(UNLISTED)}
+    return comment or ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 @cache

@@ -13,11 +13,13 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import errors as oc
 
+from sage.io.names import did_you_mean
 from sage.io.ranges import UNIONS, plain_type
 from train.config.schema import ConfigError
 from train.config.store import group_choices, subschemas
 
 MAX_LISTED = 30
+TYPO = 0.8  # similarity of a key and the one that was meant; below, other relations come first
 PLUGINS = {  # choices that need a package
     "hydra/sweeper/optuna": "hydra-optuna-sweeper",
     "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
@@ -58,7 +60,7 @@ def _missing_choice(error: MissingConfigException) -> str:
     if not group or not options:
         return f"{name}: no such configuration file"
     hint = "; or give any local folder as target.path=DIR" if group == "target" else ""
-    return f"{group}={choice}: no such choice{_did_you_mean(choice, options, group + '=')}; allowed: {', '.join(options)}{hint}"
+    return f"{group}={choice}: no such choice{did_you_mean(choice, options, group + '=')}; allowed: {', '.join(options)}{hint}"
 
 
 def _explain_omegaconf(error: oc.OmegaConfBaseException, outer: str, schema: type) -> str:
@@ -103,7 +105,7 @@ def unknown_key(key: str, schema: type) -> str:
         return f"{key}: not set by any choice, so it has to be added as +{key}=VALUE"
     siblings = [other for other in known if other.rpartition(".")[0] == parent]
     allowed = siblings or sorted({other.split(".")[0] for other in known})
-    return f"{key}: unknown key{_did_you_mean(key, known, '')}; allowed: {', '.join(allowed[:MAX_LISTED])}"
+    return f"{key}: unknown key{_nearest_key(key, known)}; allowed: {', '.join(allowed[:MAX_LISTED])}"
 
 
 def refuse_unknown(composed: Any, schema: type, prefix: str = "", root: type | None = None) -> None:
@@ -170,12 +172,22 @@ def _type_name(kind: Any) -> str:
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def _did_you_mean(name: str, known: list[str], prefix: str) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    if not close:
-        tail = name.rpartition(".")[2]
-        close = [other for other in known if other.rpartition(".")[2] == tail][:1]
-    return f" (did you mean {prefix}{close[0]}?)" if close else ""
+def _nearest_key(key: str, known: list[str]) -> str:
+    """Returns the hint for an unknown key: a misspelt one, an abbreviated or spelt-out one, or one of another group."""
+    parent, _, name = key.rpartition(".")
+    if not difflib.get_close_matches(key, known, n=1, cutoff=TYPO):
+        alike = [other for other in known if _is_abbreviation(name, other.rpartition(".")[2])]
+        same_name = [other for other in known if other.rpartition(".")[2] == name]
+        siblings = [other for other in alike if other.rpartition(".")[0] == parent]
+        if found := [*siblings, *same_name, *alike]:
+            return f" (did you mean {found[0]}?)"
+    return did_you_mean(key, known)
+
+
+def _is_abbreviation(name: str, other: str) -> bool:
+    """Whether one name has the initials of the other: `lr` and `learning_rate`."""
+    initials = ["".join(word[:1] for word in one.split("_")) for one in (name, other)]
+    return "_" in name + other and (initials[0] == other or initials[1] == name)
 
 
 def _last_quoted(text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,14 +22,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.run_folder import is_run
-from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_USER, pop_debug_flag, version_text
+from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_USER, pop_debug_flag, version_text
 from sage.io.files import config_dir, package_dir
 from train.config import sweep
 from train.config.errors import as_mistake, refuse_unknown
 from train.config.help import help_text
-from train.config.overrides import task_overrides, with_resume
+from train.config.overrides import key_of, options_of, refuse_unknown_options, task_overrides, with_resume
 from train.config.resuming import with_own_choices, with_own_config
-from train.config.schema import ConfigError
+from train.config.schema import Config, ConfigError
+from train.config.sharding import shorten_validation
 from train.config.store import register
 from train.config.sweep import SweepScore
 from train.config.target_path import lr_for_width, target_dtype, target_name, with_choice
@@ -52,7 +54,12 @@ class SweepStopped(BaseException):
 
 
 def run_app(
-    config_name: str, schema: type, task: Task, is_main: Callable[[], bool], sweep_score: SweepScore | None = None
+    config_name: str,
+    schema: type,
+    task: Task,
+    is_main: Callable[[], bool],
+    sweep_score: SweepScore | None = None,
+    leading: Sequence[str] = (),
 ) -> int:
     """Composes `config_name` from the command line and runs `task(config)`.
 
@@ -61,6 +68,7 @@ def run_app(
         task: takes an instance of `schema`, returns an exit code.
         is_main: whether this process is rank 0, which alone prints errors.
         sweep_score: scores and compares the jobs of a sweep; None for commands without sweeps.
+        leading: options that the command itself takes as its first word.
 
     Returns:
         the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 1 after any other error, and after an
@@ -69,12 +77,18 @@ def run_app(
     if "--version" in sys.argv:
         print(version_text())
         return EXIT_DONE
+    options = options_of(schema)
+    if is_completing_option(sys.argv[1:]):
+        print(" ".join([*options, *leading]))
+        return EXIT_DONE
     try:
+        refuse_unknown_options(sys.argv[1:], options, leading)
         sys.argv[1:] = with_own_choices(with_choice(with_resume(sys.argv[1:])))
     except ConfigError as error:
         return report(error, is_main())
     before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
-    job = SweepJob(schema, task, is_main, sweep_score, pop_debug_flag(), sweep.swept_keys(sys.argv[1:]))
+    words = sys.argv[1:]
+    job = SweepJob(schema, task, is_main, sweep_score, pop_debug_flag(), sweep.swept_keys(words), sweep.num_jobs(words))
     if {"-h", "--help"} & set(sys.argv):
         return job.guard(lambda: _print_help(config_name, schema))
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise errors instead of printing them and exiting
@@ -96,6 +110,12 @@ def run_app(
                 os.environ[name] = value
 
 
+def is_completing_option(arguments: Sequence[str]) -> bool:
+    """Whether the shell asks for the completions of an option; Hydra completes groups, choices and keys only."""
+    asks = any(argument.startswith("query=") for argument in arguments)
+    return asks and os.environ.get("COMP_LINE", "").rpartition(" ")[2].startswith("-")
+
+
 def _print_help(config_name: str, schema: type) -> int:
     """Prints the help of a command; returns the exit code."""
     register_resolvers()
@@ -108,9 +128,11 @@ class SweepJob:
 
     Args:
         swept_keys: keys with several values on the command line.
+        num_jobs: jobs of the sweep; None: unknown.
 
     Attributes:
         codes: exit codes of the jobs that ran in this process.
+        seconds: their durations.
     """
 
     __name__ = "job"  # read by Hydra
@@ -123,11 +145,14 @@ class SweepJob:
         sweep_score: SweepScore | None,
         show_traceback: bool,
         swept_keys: Sequence[str] = (),
+        num_jobs: int | None = None,
     ) -> None:
         self.schema, self.task, self.is_main = schema, task, is_main
         self.sweep_score, self.show_traceback = sweep_score, show_traceback
         self.swept_keys = list(swept_keys)
+        self.num_jobs = num_jobs
         self.codes: list[int] = []
+        self.seconds: list[float] = []
         self.error: str | None = None
 
     def __call__(self, composed: DictConfig) -> float | None:
@@ -144,17 +169,20 @@ class SweepJob:
             return self.task(configs[0])
 
         self.error = None
+        if is_sweep() and self.is_main():
+            number, name = int(HydraConfig.get().job.num), name_of_job(self.swept_keys)
+            print(sweep.job_line(number, self.num_jobs, name, self.seconds), file=sys.stderr, flush=True)
+        started = time.monotonic()
         code = self.guard(work)
         self.codes.append(code)
+        self.seconds.append(time.monotonic() - started)
         if not is_sweep():
             return None
         if self.is_main():
             folder = getattr(configs[0], "run", None) if configs else None
-            record = sweep.Job(
-                number=int(HydraConfig.get().job.num), name=name_of_job(self.swept_keys), code=code, error=self.error
-            )
+            record = sweep.Job(number=number, name=name, code=code, error=self.error)
             sweep.write_job(replace(record, dir=folder.dir if folder else None))
-        if code == EXIT_STOPPED or self.error == NOTHING_SAVED:
+        if sweep.is_stopped(code, self.error):
             raise SweepStopped(code)
         return self.sweep_score.score(configs[0]) if self.sweep_score and code == EXIT_DONE else None
 
@@ -166,7 +194,9 @@ class SweepJob:
             self.error = NOTHING_SAVED
             return print_error(self.error, EXIT_CRASH, self.is_main())
         except SweepStopped as stopped:
-            return print_error("stopped; the remaining jobs are not started", stopped.exit_code, self.is_main())
+            if self.is_main():
+                print(sweep.stopped_line(self.num_jobs, len(self.codes) - 1), file=sys.stderr)
+            return stopped.exit_code
         except BrokenPipeError:  # the reader of the output, `head` for example, has exited
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_DONE
@@ -204,13 +234,19 @@ def to_object(composed: DictConfig, schema: type, overrides: Sequence[str], swep
     `overrides` applied to it; a job of a sweep that had not started starts anew.
     """
     refuse_unknown(composed, schema)
+    is_own = False
     if "run" in composed:
         if is_sweep():
+            if is_run(Path(composed.run.dir)):
+                needed = "a sweep needs a folder for the runs of its jobs; give another"
+                raise ConfigError(f"run.dir={composed.run.dir}: already holds a run; {needed}")
             composed.run.dir = str(Path(composed.run.dir) / sweep.folder_name(name_of_job(swept_keys)))
-        if composed.run.resume and (is_run(Path(composed.run.dir)) or not is_sweep()):
+        if is_own := composed.run.resume and (is_run(Path(composed.run.dir)) or not is_sweep()):
             composed = with_own_config(composed, overrides)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, schema), f"{type(config).__name__} is not {schema.__name__}"
+    if isinstance(config, Config) and not is_own:
+        shorten_validation(config, {key_of(override) for override in overrides})
     return config
 
 
@@ -252,9 +288,9 @@ def run_name(target: str, draft: str, path: str | None, data: str, objective: st
     parts = [target, draft, Path(path).name.split(".")[0] if path else data]
     if objective not in ("", draft):
         parts.append(objective)
-    return "-".join(_plain(part)[:LONGEST_PART] for part in parts)
+    return "-".join(plain_name(part)[:LONGEST_PART] for part in parts)
 
 
-def _plain(part: str) -> str:
+def plain_name(part: str) -> str:
     """Replaces characters that a shell or Hydra would interpret."""
     return re.sub(r"[^\w.]+", "_", part).strip("_.") or "data"

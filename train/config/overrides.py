@@ -1,18 +1,45 @@
-"""Overrides of a command line: their keys, and those without effect."""
+"""Overrides and options of a command line: their keys, those that are unknown, and those without effect."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 
+from sage.io.names import did_you_mean
 from train.config.schema import ConfigError, LaunchConfig
+
+OWN_OPTIONS = ("--version", "--debug")
+RESUME = "--resume"
 
 
 def key_of(override: str) -> str:
     """Returns the key: `+group@package=choice` -> `group`; `key=value` -> `key`."""
     return override.split("=", 1)[0].lstrip("+~").split("@")[0]
+
+
+def options_of(schema: type) -> list[str]:
+    """Returns the options of a command with this configuration: those of Hydra and our own."""
+    resume = [RESUME] if "run" in {field.name for field in fields(schema)} else []
+    return [*get_args_parser()._option_string_actions, *OWN_OPTIONS, *resume]
+
+
+def refuse_unknown_options(arguments: Sequence[str], options: Sequence[str], leading: Sequence[str] = ()) -> None:
+    """Raises ConfigError with the first option that is none of `options`; Hydra would print its usage, or guess.
+
+    Args:
+        leading: options that the command takes as its first word only.
+    """
+    for option in (argument.partition("=")[0] for argument in arguments if argument.startswith("-")):
+        if option in leading:
+            raise ConfigError(f"{option}: has to be the first word; move it to the front")
+        if option not in options:
+            known = [name for name in (*options, *leading) if name.startswith("--")]
+            raise ConfigError(f"{option}: unknown option{did_you_mean(option, known)}; allowed: {', '.join(known)}")
 
 
 def with_resume(arguments: Sequence[str]) -> list[str]:
@@ -21,7 +48,7 @@ def with_resume(arguments: Sequence[str]) -> list[str]:
     rest = iter(arguments)
     for argument in rest:
         option, equals, folder = argument.partition("=")
-        if option != "--resume":
+        if option != RESUME:
             found.append(argument)
             continue
         folder = folder if equals else next(rest, "")
@@ -29,6 +56,30 @@ def with_resume(arguments: Sequence[str]) -> list[str]:
             raise ConfigError("--resume: missing folder; give --resume RUN")
         found += [f"run.dir={folder}", "run.resume=true"]
     return found
+
+
+def own_answers_command(arguments: Sequence[str], run_dir: str) -> str:
+    """Returns `changed_command` that trains on the target's own answers."""
+    return changed_command(arguments, run_dir, "data.answers=target", "own")
+
+
+def changed_command(arguments: Sequence[str], run_dir: str, change: str, suffix: str) -> str:
+    """Returns the command of a run with one setting changed and a folder of its own.
+
+    Args:
+        arguments: `sys.argv` of the run. Those of a sweep, a resumed run or another program are not repeated.
+        run_dir: folder of the run; `-suffix` is appended to it.
+        change: `key=value`.
+    """
+    changed = f"{change} run.dir={shlex.quote(run_dir.rstrip('/') + f'-{suffix}')}"
+    program, *words = arguments or [""]
+    is_known = Path(program).name == "sage-train" or program.endswith("train/cli/train.py")
+    options = {word.partition("=")[0] for word in words if word.startswith("-")}
+    if not is_known or options - {"--debug"} or "run.resume=true" in words:
+        return f"sage-train ... {changed}"
+    replaced = ("run.dir", "run.name", key_of(change))
+    kept = (shlex.quote(word) for word in words if key_of(word) not in replaced)
+    return " ".join(["sage-train", *kept, changed])
 
 
 def task_overrides() -> list[str]:

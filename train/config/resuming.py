@@ -10,7 +10,7 @@ Does not own: the states of a run (train.state), the files of a run folder (chec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.run_folder import CONFIG, RECIPE, dotted_keys, is_run
+from sage.decoding.settings import AnswerSettings
 from train.config.overrides import key_of
 from train.config.run_config import kinds_of, read_plain, with_types
 from train.config.schema import Config, ConfigError
@@ -27,6 +28,7 @@ from train.config.target_path import CHOICE
 FIXED = (
     *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
     *("train.global_batch_size", "train.precision", "train.length_window"),
+    *(f"regenerate.{part.name}" for part in fields(AnswerSettings)),
 )
 CHANGEABLE = ("data.num_workers", "data.bad_list", "data.cache_keep")  # not data.cache: known lengths change the batches
 UNRECORDED = ("run.", "debug", "launch.plan")  # settings of the command rather than of the run

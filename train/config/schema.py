@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
-from data_prep.config import DataConfig
+from data_prep.config import DataConfig, RegenerateConfig
 from sage.bench.settings import MeasuredTokens, MeasurementSettings
 from sage.decoding.settings import AnswerSettings
 from sage.io.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
@@ -36,6 +36,7 @@ Offload = StrEnum("Offload", ["none", "cpu"])
 TrackingKind = StrEnum("TrackingKind", ["jsonl", "tensorboard", "wandb"])
 WandbMode = StrEnum("WandbMode", ["online", "offline"])
 ValidateOn = StrEnum("ValidateOn", ["auto", "main", "all"])
+ShardOver = StrEnum("ShardOver", ["auto", "node", "world"])
 ScoreMetric = StrEnum("ScoreMetric", ["tokens_per_target_pass", "speedup"])
 PolicyName = StrEnum("PolicyName", {name: name for name in POLICIES})  # type: ignore[misc]
 Baseline = StrEnum("Baseline", ["hf_generate", "hf_static_cache", "hf_compiled", "hf_prompt_lookup", "hf_assisted"])
@@ -67,8 +68,11 @@ class LaunchConfig:
         timeout_s: time limit of a collective operation in seconds; has to exceed a validation by rank 0 alone.
         threads: CPU threads per rank; null: as torch chooses.
         plan: print memory and time of the run instead of training.
-        gpu_memory_gb: memory of one GPU for the plan, in 10^9 bytes.
+        gpus_per_node: GPUs of one machine for the plan.
+        gpu_memory_gb: memory of one GPU for the plan and for `deepspeed.shard_over=auto`, in 10^9 bytes.
         gpu_tflops: sustained speed of one GPU for the plan, in 10^12 floating-point operations per second.
+        gpu_peak_tflops: speed on its data sheet, of which the plan states the share.
+        gpu_gb_per_s: sustained memory bandwidth of one GPU for the plan, in 10^9 bytes per second.
     """
 
     gpus: PositiveInt | None = None
@@ -77,8 +81,11 @@ class LaunchConfig:
     timeout_s: PositiveInt = 7200
     threads: PositiveInt | None = None
     plan: bool = False
+    gpus_per_node: PositiveInt = 8
     gpu_memory_gb: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 80.0
     gpu_tflops: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 400.0
+    gpu_peak_tflops: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 989.0
+    gpu_gb_per_s: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 2700.0
 
 
 @dataclass(kw_only=True)
@@ -135,6 +142,8 @@ class DeepspeedConfig:
         bucket_elements: gradient elements per communication bucket.
         offload_optimizer: where the optimizer state is kept; none: on the GPU.
         shard_target: shard the frozen target over the ranks.
+        shard_over: ranks that hold its layers once: of one node, of all nodes (world), or auto: of a node, if a rank's part
+            takes at most a quarter of `launch.gpu_memory_gb`.
         extra: further keys of DeepSpeed's configuration, passed unchanged; added as +deepspeed.extra.KEY=VALUE.
     """
 
@@ -143,6 +152,7 @@ class DeepspeedConfig:
     bucket_elements: PositiveInt = 500_000_000
     offload_optimizer: Offload = Offload.none
     shard_target: bool = False
+    shard_over: ShardOver = ShardOver.auto
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -335,6 +345,7 @@ class Config:
     target: TargetConfig = field(default_factory=TargetConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(sources={}))
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -12,13 +12,17 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import write_text
+from sage.io.tables import counted
+from train.console.errors import NOTHING_SAVED
 
 FOLDER = "SAGE_SWEEP"  # environment variable with the folder of the records
 ROOT = Path("runs") / ".sweep"
@@ -75,6 +79,44 @@ def swept_keys(arguments: Sequence[str]) -> list[str]:
     return found
 
 
+def num_jobs(arguments: Sequence[str]) -> int | None:
+    """Returns the number of jobs of a sweep over all combinations; None if a sweeper that searches decides it."""
+    found = 1
+    for argument in arguments:
+        if argument.startswith(("sweep=", "hydra/sweeper=", "hydra.sweeper.")):
+            return None
+        try:
+            override = OverridesParser.create().parse_override(argument)
+        except HydraException:
+            continue
+        if override.is_sweep_override():
+            if not override.is_discrete_sweep():
+                return None
+            found *= sum(1 for _ in override.sweep_string_iterator())
+    return found
+
+
+def job_line(number: int, total: int | None, name: str, seconds: Sequence[float]) -> str:
+    """Returns `job 2 of 3: optim.lr=0.001, about 0:12:00 left`.
+
+    Args:
+        number: from 0.
+        total: None: unknown.
+        seconds: durations of the finished jobs.
+    """
+    position = f"job {number + 1}" if total is None else f"job {number + 1} of {total}"
+    if total is None or not seconds:
+        return f"{position}: {name}"
+    left_s = round(sum(seconds) / len(seconds) * (total - number))
+    return f"{position}: {name}, about {timedelta(seconds=left_s)} left"
+
+
+def stopped_line(total: int | None, num_finished: int) -> str:
+    """Returns what a sweep says after a signal: how many jobs are not finished, the stopped one included."""
+    left = "" if total is None else f", {counted(total - num_finished, 'job')} left"
+    return f"stopped{left}; repeat the command with run.resume=true to go on"
+
+
 def job_name(overrides: Sequence[str], keys: Sequence[str], default: str) -> str:
     """Names a job by its overrides of `keys`, for example `optim.lr=0.001 seed=1`; `default` if there are none."""
     shown = [override.lstrip("+~") for override in overrides if override.lstrip("+~").split("=")[0] in keys]
@@ -88,9 +130,14 @@ def folder_name(job: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{digest}"
 
 
+def is_stopped(code: int, error: str | None) -> bool:
+    """Whether a signal stopped a job, which is then no failure."""
+    return code == EXIT_STOPPED or error == NOTHING_SAVED
+
+
 def failures(jobs: Sequence[Job]) -> str | None:
     """Returns one line with every failed job, its exit code and its error; None if no job failed."""
-    failed = [job for job in jobs if job.code]
+    failed = [job for job in jobs if job.code and not is_stopped(job.code, job.error)]
     if not failed:
         return None
     named = "; ".join(f"{job.name or 'the only job'} (exit {job.code}: {job.error})" for job in failed)

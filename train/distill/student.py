@@ -24,6 +24,8 @@ from train.config.schema import Config
 from train.distill.objective import DraftOutput, Objective
 from train.distill.pairs import Pairs, with_noise
 
+MAX_ROOTS = 0.8  # share of the pairs beyond which an unrolled pass computes all of them
+
 
 class Student(nn.Module):
     """Base class: a draft, the module that is trained and saved, with its objective.
@@ -92,8 +94,10 @@ class HeadStudent(Student):
         draft, dtype, config = self.draft, self.draft.dtype, self.objective.config
         fused = draft.fuse(with_noise(pairs.features, config.feature_noise)).to(dtype)
         short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.pair_masks)
-        steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight)
-        hidden_KSD, is_valid_KS = gather_supervised(steps, short.move_mask(pairs.mask), short.run_length)
+        mask = short.move_mask(pairs.mask)
+        roots = roots_of(mask, config.steps)
+        steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight, roots)
+        hidden_KSD, is_valid_KS = gather_supervised(steps, mask, short.run_length, roots)
         features = hidden_KSD if KINDS[draft.kind].predicts_features else None
         return DraftOutput(draft.to_lm_head(hidden_KSD), draft.lm_head_weight(target_lm_head), is_valid_KS, features)
 
@@ -134,21 +138,57 @@ class ModelStudent(Student):
             self.decoding_draft.model.processor.save_pretrained(folder)
 
 
-def gather_supervised(steps_BPD: list[Tensor], mask_BP: Tensor, history_BP: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
+    """Returns the pairs from which a chain of at most K - 1 drafted tokens reaches a supervised pair.
+
+    An unrolled pass costs in proportion to them. Worked example, two steps:
+
+        supervised [. . 1 1 .] [1 . . . .]    roots [1 2 3] [0 . .], filled up with other pairs: [1 2 3] [0 1 2]
+
+    Args:
+        mask_BP: supervised pairs.
+
+    Returns:
+        LongTensor [B, R]; None if computing all pairs costs less, since causal attention needs no mask. R is read from the
+        device.
+    """
+    before_BP = nn.functional.pad(mask_BP.cumsum(1), (1, 0))  # supervised pairs before each pair, and their total
+    up_to_BP = torch.cat((before_BP[:, steps:], before_BP[:, -1:].expand(-1, steps - 1)), 1)[:, : mask_BP.shape[1]]
+    is_root_BP = up_to_BP > before_BP[:, :-1]
+    num_roots = int(is_root_BP.sum(1).max())
+    if num_roots > MAX_ROOTS * mask_BP.shape[1]:
+        return None
+    return (~is_root_BP).to(torch.uint8).argsort(stable=True)[:, :num_roots].sort(1).values
+
+
+def gather_supervised(
+    steps_BPD: list[Tensor], mask_BP: Tensor, history_BP: Tensor | None = None, roots_BR: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Gathers the supervised positions of an unrolled pass.
 
     Args:
-        steps_BPD: K tensors [B, P - i, D]; row s of the i-th belongs to pair s + i.
+        steps_BPD: K tensors [B, P - i, D]; row s of the i-th belongs to pair s + i. With `roots_BR`, K tensors [B, R, D] that
+            have these rows only.
         mask_BP: supervised pairs.
         history_BP: LongTensor, number of preceding pairs at which a chain to this pair may start; None = all of them.
+        roots_BR: LongTensor, the roots in increasing order; None = all pairs.
 
     Returns:
         [K, S, D], and BoolTensor [K, S], False where no chain can start i pairs earlier.
     """
     batch_S, pair_S = mask_BP.nonzero(as_tuple=True)
     history_S = pair_S if history_BP is None else history_BP[batch_S, pair_S]
+    places_BP = (
+        None
+        if roots_BR is None
+        else torch.zeros_like(mask_BP, dtype=torch.long).scatter_(
+            1, roots_BR, torch.arange(roots_BR.shape[1], device=roots_BR.device).expand_as(roots_BR)
+        )
+    )
     rows, is_valid = [], []
     for step, states in enumerate(steps_BPD):
-        rows.append(states[batch_S, (pair_S - step).clamp(min=0, max=states.shape[1] - 1)])
+        root_S = (pair_S - step).clamp(min=0)
+        place_S = root_S.clamp(max=states.shape[1] - 1) if places_BP is None else places_BP[batch_S, root_S]
+        rows.append(states[batch_S, place_S])
         is_valid.append(history_S >= step)
     return torch.stack(rows), torch.stack(is_valid)

@@ -7,10 +7,15 @@ borrows both matrices as usual.
 Running the text layers takes all ranks. In training every rank runs them once per micro-batch, and all ranks have the same
 number of micro-batches. When rank 0 decodes alone (`leading`), the others `follow`: for every pass of rank 0 they run one of
 their own over a single token, which gathers the same layers in the same order.
+
+On several nodes, the ranks of each node hold all layers among them if they fit (`sharding_ranks`), so that no layer travels
+over the network. DeepSpeed calls this a secondary partition (hpZ of ZeRO++, arXiv 2306.10209); the primary one over all ranks,
+which only an optimizer would need, is released after loading.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +23,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoConfig
 from transformers.integrations import HfDeepSpeedConfig
 
 from sage import Target
-from train.config.schema import Config, ConfigError, Precision
+from sage.io.dtypes import torch_dtype
+from sage.targets.loading import meta_target
+from train.config.schema import Config, ConfigError, Precision, ShardOver
+from train.config.sharding import sharding_ranks
 from train.engine.engine import import_deepspeed
 from train.launch.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 UNSHARDED_BELOW = 10_000  # elements; gathering norms and biases costs more than it saves
 
@@ -72,10 +83,11 @@ def load_sharded(load: Callable[[], Target], config: Config, ranks: Ranks) -> Sh
     `load` calls `from_pretrained` with `target.dtype`.
 
     Raises:
-        ConfigError: there is only one rank.
+        ConfigError: there is only one rank, or `deepspeed.shard_over=node` without regular nodes.
     """
     if ranks.world_size == 1:
         raise ConfigError("deepspeed.shard_target=true: has no effect on one rank; start more, or drop it")
+    group = _group_size(config, ranks)
     deepspeed = import_deepspeed(ranks.device.type)
     settings = {
         "train_micro_batch_size_per_gpu": 1,
@@ -85,6 +97,7 @@ def load_sharded(load: Callable[[], Target], config: Config, ranks: Ranks) -> Sh
             "stage": 3,
             "stage3_param_persistence_threshold": UNSHARDED_BELOW,
             "stage3_max_reuse_distance": 0,  # a layer is used once per pass: release it at once
+            "zero_hpz_partition_size": group if group < ranks.world_size else 1,
         },
     }
     switch = HfDeepSpeedConfig(settings)  # transformers loads sharded while this object exists
@@ -100,7 +113,34 @@ def load_sharded(load: Callable[[], Target], config: Config, ranks: Ranks) -> Sh
     engine, *_ = deepspeed.initialize(model=text, config=settings, dist_init_required=False)
     text.embed_tokens, text.norm = embedding, norm
     text.eval()
+    if group < ranks.world_size:
+        _keep_node_partition(text.layers, deepspeed)
     return ShardedTarget(target, engine, ranks)
+
+
+def _group_size(config: Config, ranks: Ranks) -> int:
+    """Returns the number of consecutive ranks that hold the layers once; every rank has to call it."""
+    per_node, chosen = ranks.per_node(), config.target
+    if config.deepspeed.shard_over is ShardOver.node and not 1 < per_node <= ranks.world_size:
+        raise ConfigError("deepspeed.shard_over=node: there is one rank per node; choose world")
+    if per_node == ranks.world_size:
+        return per_node
+    revision = {} if chosen.revision is None else {"revision": chosen.revision}
+    layers: Any = meta_target(AutoConfig.from_pretrained(chosen.path, **revision)).text_model.layers
+    layer_bytes = sum(weight.numel() for weight in layers.parameters()) * torch_dtype(chosen.dtype).itemsize
+    size = sharding_ranks(config, layer_bytes, ranks.world_size, per_node)
+    where = "each node" if size < ranks.world_size else "all nodes"
+    logger.info("target: layers are sharded over the %d ranks of %s, %.3g GB each", size, where, layer_bytes / size / 1e9)
+    return size
+
+
+def _keep_node_partition(layers: nn.Module, deepspeed: Any) -> None:
+    """Releases the partition over all ranks, which is not read again; hides the group of the node from the draft's engine."""
+    for weight in layers.parameters():
+        partition = getattr(weight, "ds_tensor", None)
+        if partition is not None and getattr(weight, "ds_secondary_tensor", None) is not None:
+            partition.data = partition.data.new_empty(0)
+    deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def _gather_permanently(model: nn.Module, layers: nn.Module, deepspeed: Any) -> None:

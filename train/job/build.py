@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 import sage
 from checkpoints.export.serving import serving_line
 from checkpoints.files import remove_leftovers
-from checkpoints.run_folder import is_run, locked_run, next_config, state_folder
+from checkpoints.run_folder import is_run, locked_run, next_config, read_reports, state_folder
 from checkpoints.store import StateStore, saving
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, check_rows, long_examples
@@ -34,23 +34,28 @@ from train.config.checks import check_run_folder, split_text, zero_stage
 from train.config.resuming import changes
 from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
+from train.config.sharding import validation_line
 from train.distill.build import build_student
+from train.distill.own_answers import OwnAnswers
 from train.distill.staging import Staging
 from train.distill.student import Student
 from train.distill.teacher import Teacher
 from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget, load_sharded
+from train.job.answers import training_data
 from train.job.loop import TrainingRun
+from train.job.schedule import RunSchedule
 from train.launch import cluster_env
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.monitor.acceptance_estimate import chain_depth
 from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
-from train.monitor.progress import open_display
+from train.monitor.progress import Display, open_display
 from train.monitor.sinks import Tracker, open_tracker
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState, check_same_data, fingerprint_data, load_state, seed_everything
+from train.state.space import check_space
 from train.validation.decode_ranks import DecodeShard, all_ranks_decode, shard_prompts
 from train.validation.in_loop import InLoopValidation
 from train.validation.prompts import PromptSet
@@ -83,16 +88,14 @@ def building(
     _log_run(config, ranks, inputs, steps)
     with ExitStack() as stack:
         if ranks.is_main:
-            stack.enter_context(locked_run(Path(config.run.dir)))
-            check_run_folder(config.run)  # again: another process may have trained there since
+            stack.enter_context(claimed_folder(config, steps, inputs.student))
         engine = Engine(inputs.student, config, ranks, loader.accumulation)
         # After an error the engine is closed only with one rank, since closing could wait for ranks that have exited.
         stack.push(lambda error, *_: engine.close() if error is None or ranks.world_size == 1 else None)
         state = restore(config, store, engine, ranks, loader.dataset)
         loader.start_step = state.step
-        tracker = stack.enter_context(closing(open_run_folder(config, ranks, target, loader.dataset.fingerprint, state)))
-        display = stack.enter_context(closing(open_display(steps, state.step, config.train.log_interval_s, ranks.is_main)))
-        profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
+        finished = is_finished(config, ranks, steps, state)
+        tracker, display, profile = open_outputs(stack, config, ranks, inputs, steps, state, finished)
         yield TrainingRun(
             config=config,
             ranks=ranks,
@@ -117,9 +120,12 @@ def building(
                 shard=inputs.shard,
                 policies=inputs.policies,
                 validate=validate or measure_draft,
+                display=display,
             ),
             profile=profile,
             stop=stop,
+            own_answers=OwnAnswers(target, list(config.data.sources), steps, state.step),
+            is_finished=finished,
         )
 
 
@@ -148,8 +154,9 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
     check_rows(config.data)
     target, sharded = build_target(config, ranks)
     assert target.processor is not None
-    dataset = build_dataset(config.data, target.processor, "train")
-    if (long := long_examples(config.data, dataset)) is not None:
+    data = training_data(config, target, sharded, ranks)
+    dataset = build_dataset(data, target.processor, "train")
+    if (long := long_examples(data, dataset)) is not None:
         logger.log(logging.WARNING if long.num_long else logging.INFO, "%s", long.line())
     student = build_student(config, target, dataset, ranks)
     loader = StepLoader(
@@ -188,6 +195,27 @@ def restore(config: Config, store: StateStore, engine: Engine, ranks: Ranks, dat
     check_same_data(config, state.data, fingerprints)
     state.data = fingerprints
     return state
+
+
+@contextmanager
+def claimed_folder(config: Config, steps: int, student: Student) -> Iterator[None]:
+    """Locks the run folder, and refuses one that has become a run in the meantime or has no space for the states."""
+    folder, draft = Path(config.run.dir), student.draft
+    with locked_run(folder):
+        check_run_folder(config.run)
+        trained = sum(weight.numel() for weight in draft.parameters() if weight.requires_grad)
+        saved = sum(weight.numel() for weight in draft.state_dict().values())
+        check_space(folder, config.train, steps, trained, saved * torch_dtype(config.train.precision).itemsize)
+        yield
+
+
+def is_finished(config: Config, ranks: Ranks, steps: int, state: TrainState) -> bool:
+    """Whether a resumed run has neither a step left nor, with the decoding settings of its last launch, a validation."""
+    if not config.run.resume or not RunSchedule(config.train, steps).is_over(state, is_stopping=False):
+        return False
+    folder = Path(config.run.dir)
+    has_report = ranks.is_main and state.step in dict(read_reports(folder))
+    return bool(ranks.broadcast(has_report and not any(change.key.startswith("decode.") for change in changes(config))))
 
 
 def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, ShardedTarget | None]:
@@ -245,6 +273,18 @@ def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fing
     return open_tracker(config, {str(key): value for key, value in resolved.items()}, state.step)
 
 
+def open_outputs(
+    stack: ExitStack, config: Config, ranks: Ranks, inputs: RunInputs, steps: int, state: TrainState, is_finished: bool
+) -> tuple[Tracker, Display, ProfileWindow]:
+    """Opens what a run reports to until the stack is closed; a finished run writes and shows nothing."""
+    fingerprint, is_shown = inputs.loader.dataset.fingerprint, ranks.is_main and not is_finished
+    tracker = Tracker() if is_finished else open_run_folder(config, ranks, inputs.target, fingerprint, state)
+    stack.enter_context(closing(tracker))
+    display = stack.enter_context(closing(open_display(steps, state.step, config.train.log_interval_s, is_shown)))
+    profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
+    return tracker, display, profile
+
+
 def set_threads(config: Config, ranks: Ranks) -> None:
     """Sets the CPU threads of this rank: `launch.threads`, else OMP_NUM_THREADS, else the cores divided by the local ranks."""
     if config.launch.threads is not None:
@@ -262,5 +302,7 @@ def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int) -> Non
     logger.info("learning rate %g, %s", config.optim.lr, config.optim.schedule)
     logger.info("%s", serving_line(inputs.student.draft, inputs.target.model.config))
     logger.info("%s on %s, %d held-out prompt(s)", config.train.precision, ranks.device.type, inputs.shard.num_turns)
+    if line := validation_line(config):
+        logger.info("%s", line)
     if repetition := repetition_line(config, inputs.loader.steps_per_epoch):
         logger.info("%s", repetition)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,8 +14,11 @@ from torch import Tensor
 
 from checkpoints.run_folder import state_folder, step_name
 from checkpoints.store import StateStore
+from data_prep.config import Answers
 from sage.commands.cli import EXIT_CRASH
+from train.config.overrides import own_answers_command
 from train.config.schema import Config
+from train.distill.own_answers import OwnAnswers
 from train.distill.pairs import count_supervised
 from train.distill.teacher import Teacher
 from train.engine.engine import Engine
@@ -28,6 +33,7 @@ from train.monitor.sinks import Tracker
 from train.state.resume import TrainState, save_state
 from train.validation.in_loop import ValidationOutcome
 
+logger = logging.getLogger(__name__)
 MicroBatches = list[dict[str, Any]]
 
 
@@ -49,9 +55,11 @@ class TrainingRun:
 
     Attributes:
         validate: validates the draft; updates the best score in `state`.
+        is_finished: whether a resumed run has nothing left to do.
         stop: set by a signal on this rank; `is_stopping` is the same on every rank.
+        own_answers: measures the answers of the data in the first steps; None: not measured.
         callbacks: on rank 0; empty on the others.
-        figures: learning rate and gradient norm of the last step.
+        figures: learning rate and gradient norm of the last step, and what is measured once, until it is logged.
         saved: the state when it was last saved, or at the start.
         validated_at: step of the last complete validation by this process.
         report: of that validation, on rank 0.
@@ -71,6 +79,8 @@ class TrainingRun:
     validate: Callable[[], ValidationOutcome]
     profile: ProfileWindow
     stop: StopFlag = field(default_factory=StopFlag)
+    own_answers: OwnAnswers | None = None
+    is_finished: bool = False
     callbacks: Sequence[Callback] = ()
     is_stopping: bool = field(default=False, init=False)
     figures: dict[str, float] = field(default_factory=dict, init=False)
@@ -113,11 +123,12 @@ def take_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
     with deterministic(run.config.train.deterministic):
         grad_norm = train_step(run, micro_batches, lr)
     run.state.step += 1
-    run.figures = {"lr": lr, "grad_norm": grad_norm}
+    run.figures |= {"lr": lr, "grad_norm": grad_norm}
 
 
 def _log(run: TrainingRun) -> None:
     line = run.metrics.reduce(run.ranks, run.state, **run.figures)
+    run.figures = {}
     run.tracker.log(line, run.state.step)
     for callback in run.callbacks:
         callback.on_log(run.state.step, line)
@@ -166,6 +177,8 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> floa
     flags: list[Tensor] = []
     for number, batch in enumerate(micro_batches, start=1):
         pairs = run.teacher(batch)
+        if run.own_answers is not None:
+            run.own_answers.add(batch, pairs)
         loss, sums, agree_KS = run.engine(pairs, run.teacher.lm_head)
         run.engine.backward(loss / count, is_last=number == len(micro_batches))
         run.metrics.add(sums, agree_KS, pairs.mask)
@@ -173,7 +186,19 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> floa
     is_bad = torch.stack(flags) if flags else torch.zeros(1, dtype=torch.bool, device=device)
     if run.ranks.sum(is_bad.any()) > 0:
         raise TrainingError(_not_finite_message(run, micro_batches, is_bad))
+    _report_own_answers(run, count)
     return run.engine.step(lr)
+
+
+def _report_own_answers(run: TrainingRun, num_supervised: float) -> None:
+    """Logs, in the step that completes the measurement, how many supervised tokens are the target's own choice."""
+    own = None if run.own_answers is None else run.own_answers.end_step(run.ranks, run.state.step + 1, num_supervised)
+    if own is None:
+        return
+    run.figures |= own.metrics()
+    logger.info("%s", own.line())
+    if own.is_foreign and run.config.data.answers is Answers.given:
+        logger.warning("%s", own.warning(own_answers_command(sys.argv, run.config.run.dir)))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage.commands.cli import EXIT_DONE, EXIT_STOPPED
@@ -47,7 +48,7 @@ def run_rank(config: Config, validate: Validate | None = None, callbacks: Sequen
         run = stack.enter_context(building(config, ranks, stop, validate))
         run.callbacks = callbacks if ranks.is_main else ()
         stop.is_polled = True
-        is_done = fit(run)
+        is_done = run.is_finished or fit(run)
         summary = _summarize(run, is_done) if ranks.is_main else None
     if summary is not None:
         print(summary)  # after the progress display has closed
@@ -57,13 +58,19 @@ def run_rank(config: Config, validate: Validate | None = None, callbacks: Sequen
 def _summarize(run: TrainingRun, is_done: bool) -> str:
     """The table of the last validation and the paths of report and draft."""
     from checkpoints.export.serving import serving_line
+    from checkpoints.run_folder import read_reports, validation_folder
     from sage.bench.report_table import format_table
+    from train.report.verdict import verdict_lines
 
     folder = run.config.run.dir
     if not is_done:
         step = f"step {run.state.step} of {run.total_steps}"
         return f"{folder}: stopped at {step} and saved; continue with sage-train --resume {folder}"
+    if run.is_finished:
+        last, report = read_reports(Path(folder))[-1]
+        run.report = report | {"path": str(validation_folder(folder, last))}
+        print(f"{folder}: already finished at step {last}; train.max_steps=N or train.epochs=N trains it longer")
     assert run.report is not None
     serving = serving_line(run.engine.draft, run.teacher.target.model.config)
     paths = f"report: {run.report['path']}/report.md\ndraft: {folder}/draft: {serving}"
-    return f"{format_table(run.report)}\n{paths}"
+    return "\n".join([format_table(run.report), "", *verdict_lines(run.report), paths])

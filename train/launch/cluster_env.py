@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from functools import partial
 
 from train.config.schema import ConfigError
@@ -47,7 +48,16 @@ def _number(name: str, default: int) -> int:
 rank = partial(_number, "RANK", 0)  # of this process over all machines
 local_rank = partial(_number, "LOCAL_RANK", 0)  # of this process on its machine
 world_size = partial(_number, "WORLD_SIZE", 1)  # ranks over all machines
-local_world_size = partial(_number, "LOCAL_WORLD_SIZE", 1)  # ranks on this machine
+
+
+def local_world_size() -> int:
+    """Returns the number of ranks on this machine, which torchrun and deepspeed set."""
+    return _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 1))
+
+
+def node() -> str:
+    """Returns a name that the ranks of this machine share; launchers number them in a row."""
+    return f"{socket.gethostname()} {rank() // local_world_size() if local_world_size() > 1 else 0}"
 
 
 def is_main_rank() -> bool:

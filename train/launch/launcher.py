@@ -18,6 +18,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import NoReturn
 
+from checkpoints.run_folder import is_locked, waiting_line
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import write_text
 from train.config.checks import check_batch, check_deepspeed
@@ -43,6 +44,8 @@ def launch(config: Config, work: RankWork) -> int:
             launcher's number.
         RankFailed: a rank failed.
     """
+    if cluster_env.is_main_rank() and is_locked(Path(config.run.dir)):  # found again when target and data are loaded
+        logger.warning(waiting_line(Path(config.run.dir)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are reported by train.launch.supervisor
     if IGNORE_LEAKS not in (warned := os.environ.get("PYTHONWARNINGS", "")):
         os.environ["PYTHONWARNINGS"] = f"{warned},{IGNORE_LEAKS}".lstrip(",")
@@ -114,7 +117,7 @@ def spawn(config: Config, work: RankWork, num_ranks: int) -> int:
             codes = elastic_launch(settings, _run_spawned_rank)(config, work, folder)
         except (ChildFailedError, SignalException) as error:
             if supervisor.is_stop_requested:
-                raise interrupted(config.run.dir) from error
+                raise supervisor.stopped(config.run.dir) from error
             raise supervisor.root_cause() from error
     return max(codes.values())
 

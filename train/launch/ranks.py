@@ -48,6 +48,13 @@ class Ranks:
         """Waits for all ranks with a gloo reduction, during which GPUs stay idle."""
         dist.all_reduce(torch.zeros(1), group=self.group)
 
+    def wait_for_all(self) -> None:
+        """Waits for all ranks without the time limit of other collective operations, while ranks work for hours apart."""
+        if self.world_size > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+            dist.all_reduce(torch.zeros(1), group=group)
+            dist.destroy_process_group(group)
+
     def gather(self, item: Any) -> list[Any]:
         """Returns every rank's picklable `item`, in rank order, on every rank."""
         found: list[Any] = [None] * self.world_size
@@ -59,6 +66,18 @@ class Ranks:
         found: list[Any] = [None] * self.world_size if self.is_main else []
         dist.gather_object(item, found or None, dst=0, group=self.group)
         return found
+
+    def per_node(self) -> int:
+        """Returns the number of ranks on each machine if it is the same on all and ranks are numbered machine by machine, else
+        that of all ranks.
+        """
+        nodes = self.gather(cluster_env.node())
+        size = nodes.count(nodes[0])
+        blocks = [nodes[first : first + size] for first in range(0, len(nodes), size)]
+        is_regular = [block[0] for block in blocks] == list(dict.fromkeys(nodes)) and all(
+            block == [block[0]] * size for block in blocks
+        )
+        return size if is_regular else self.world_size
 
     def broadcast(self, item: Any) -> Any:
         """Returns rank 0's picklable `item` on every rank."""

@@ -122,13 +122,21 @@ class Supervisor:
             if child.is_alive():
                 os.kill(child.pid, signal.SIGUSR1)
 
+    def stopped(self, run_dir: str) -> RankFailed:
+        """Returns the error of a run that a signal has stopped: that of a rank that has saved its work, else `interrupted`."""
+        saved = next((report for report in self._reports() if report.exit_code == EXIT_STOPPED), None)
+        return interrupted(run_dir) if saved is None else RankFailed(saved.message, EXIT_STOPPED)
+
+    def _reports(self) -> list[Failure]:
+        return [Failure(**json.loads(path.read_text())) for path in self.folder.glob("rank_*.json")]
+
     def root_cause(self) -> RankFailed:
         """Returns the error to report: of a rank killed from outside, else the first failure that is not secondary.
 
         torch sends SIGTERM to the other ranks once one has exited, and both exits may be detected in one poll. Therefore
         SIGTERM counts least.
         """
-        reports = [Failure(**json.loads(path.read_text())) for path in self.folder.glob("rank_*.json")]
+        reports = self._reports()
         ranks = {int(path.read_text()): int(path.stem.split("_")[1]) for path in self.folder.glob("rank_*.pid")}
         first = min(reports, key=lambda report: (report.is_secondary, report.time), default=None)
         killed = {pid: signal.Signals(-code).name for pid, code in self.failed.items() if code < 0}

@@ -1,4 +1,4 @@
-"""Progress of a run: a live line in a terminal, log lines at intervals elsewhere; on rank 0 only."""
+"""Progress of a run and of a validation: a live line in a terminal, log lines at intervals elsewhere; on rank 0 only."""
 
 from __future__ import annotations
 
@@ -7,36 +7,44 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 BAR_WIDTH, NUM_GAPS = 12, 4  # columns of the bar; blanks between the five parts of the live line
 LONGEST_TIME = "0:00:00"
+PROMPT = "prompt"
 ESTIMATE_S = 900.0  # the time left follows from the steps of this period, which has to contain two
 
 
 class Display:
-    """Shows the latest metrics of a run; the base class shows nothing, on ranks other than 0."""
+    """Shows the latest metrics of a run and the progress of validations; the base class shows nothing (ranks other than 0)."""
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         return None
+
+    def show_validation(self, done: int, total: int, figures: str) -> None:
+        """Shows that `done` of `total` prompts are decoded, counted once per repeat, and the figures so far."""
 
     def close(self) -> None:
         return None
 
 
 class LiveDisplay(Display):
-    """A progress bar with loss, estimated acceptance, tokens/s, memory and the time left.
+    """A progress bar with loss, estimated acceptance, tokens/s, memory and the time left; a second one during a validation.
 
-    One line: in a narrow terminal the last metrics are left out, never the steps or the time left.
+    One line each: in a narrow terminal the last metrics are left out, never the steps or the time left.
+
+    Args:
+        total: steps of the run; 0: only validations are shown.
+        first: step that the run starts from.
     """
 
     def __init__(self, total: int, first: int, console: Console | None = None) -> None:
         self.bar = Progress(
             BarColumn(bar_width=BAR_WIDTH),
-            TextColumn("{task.completed}/{task.total}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[unit]}{task.completed}/{task.total}", table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True)),
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
             TextColumn("left", table_column=Column(no_wrap=True)),
@@ -44,23 +52,39 @@ class LiveDisplay(Display):
             speed_estimate_period=ESTIMATE_S,
         )
         self.total = total
-        self.task = self.bar.add_task("training", total=total, completed=first, metrics="")
+        self.task = self.bar.add_task("training", total=total, completed=first, metrics="", unit="", visible=total > 0)
+        self.validation: TaskID | None = None
         self.bar.start()
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         taken = BAR_WIDTH + 2 * len(str(self.total)) + len(f"/{LONGEST_TIME}left") + NUM_GAPS
         self.bar.update(self.task, completed=step, metrics=describe(metrics, self.bar.console.width - taken))
 
+    def show_validation(self, done: int, total: int, figures: str) -> None:
+        if self.validation is None or done == 0:
+            self._end_validation()
+            self.validation = self.bar.add_task("validating", total=total, completed=0, metrics="", unit=f"{PROMPT} ")
+        taken = BAR_WIDTH + len(f"{PROMPT} /{LONGEST_TIME}left") + 2 * len(str(total)) + NUM_GAPS
+        self.bar.update(self.validation, completed=done, metrics=_fitting(figures, self.bar.console.width - taken))
+        if done == total:
+            self._end_validation()
+
+    def _end_validation(self) -> None:
+        if self.validation is not None:
+            self.bar.remove_task(self.validation)
+            self.validation = None
+
     def close(self) -> None:
+        self._end_validation()
         self.bar.stop()
 
 
 class LogDisplay(Display):
-    """Logs a line at most every `interval_s` seconds, with the estimated remaining time."""
+    """Logs a line at most every `interval_s` seconds, with the estimated remaining time; `total` and `first` as above."""
 
     def __init__(self, total: int, first: int, interval_s: float) -> None:
         self.total, self.first, self.interval_s = total, first, interval_s
-        self.start = self.last = time.monotonic()
+        self.start = self.last = self.validation_start = time.monotonic()
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         now = time.monotonic()
@@ -69,6 +93,15 @@ class LogDisplay(Display):
         self.last = now
         left_s = (now - self.start) / max(1, step - self.first) * (self.total - step)
         logger.info("step %d/%d  %s  %s left", step, self.total, describe(metrics), tqdm.format_interval(left_s))
+
+    def show_validation(self, done: int, total: int, figures: str) -> None:
+        now = time.monotonic()
+        if done == 0:
+            self.validation_start = self.last = now
+        elif now - self.last >= self.interval_s and done < total:
+            self.last = now
+            left_s = (now - self.validation_start) / done * (total - done)
+            logger.info("%s %d/%d  %s  %s left", PROMPT, done, total, figures, tqdm.format_interval(left_s))
 
 
 def open_display(total: int, first: int, interval_s: float, is_main: bool) -> Display:
@@ -93,7 +126,15 @@ def describe(metrics: dict[str, float], width: int | None = None) -> str:
     Args:
         width: only the first ones that fit into so many characters; None: all.
     """
-    parts = [form.format(metrics[name]) for name, form in PARTS if name in metrics]
-    while width is not None and parts and len("  ".join(parts)) > width:
+    return _joined([form.format(metrics[name]) for name, form in PARTS if name in metrics], "  ", width)
+
+
+def _fitting(figures: str, width: int) -> str:
+    """Returns the first of the figures, which are separated by commas, that fit into `width` characters."""
+    return _joined(figures.split(", "), ", ", width)
+
+
+def _joined(parts: list[str], separator: str, width: int | None) -> str:
+    while width is not None and parts and len(separator.join(parts)) > width:
         parts.pop()
-    return "  ".join(parts)
+    return separator.join(parts)

@@ -12,11 +12,17 @@ from dataclasses import dataclass, replace
 from huggingface_hub import try_to_load_from_cache
 
 from data_prep.build import build_dataset, long_examples, open_sources
-from data_prep.config import Cache, check_paths
+from data_prep.config import Answers, Cache, check_paths
 from data_prep.sources import KINDS, Content
 from data_prep.splits import Split
 from sage.targets.loading import load_processor
 from train.config.schema import Config
+from train.plan.balance import Balance, balance_of
+
+ANSWERS = {
+    Answers.given: "as given; the first steps of the run measure how many of their tokens are the target's own choice",
+    Answers.target: "the target's own, generated before the first step and kept (data.answers=target)",
+}
 
 
 @dataclass(frozen=True)
@@ -26,13 +32,15 @@ class DataPlan:
     Attributes:
         num_examples: training examples; None if the data were not opened.
         rows: name and text of each line of the plan.
+        balance: padding and balance of the training examples; None if the data were not opened or have unknown lengths.
     """
 
     num_examples: int | None
     rows: list[tuple[str, str]]
+    balance: Balance | None = None
 
 
-def plan_data(config: Config) -> DataPlan:
+def plan_data(config: Config, ranks: int) -> DataPlan:
     """Opens the data if they and the target's tokenizer are on this machine; an error becomes a line of the plan."""
     folder = _local_folder(config.target.path)
     reason = _unopened(config) or ("" if folder else "the tokenizer of the target is not on this machine")
@@ -47,7 +55,9 @@ def plan_data(config: Config) -> DataPlan:
         return DataPlan(None, [("error", " ".join(str(error).split()))])
     names = ", ".join(source.path or source.kind for source in data.resolved(Split.train).values())
     examples = f"{len(dataset):,} for training in {names}"
-    return DataPlan(len(dataset), [("examples", examples), *([("lengths", long.line())] if long else [])])
+    balance = balance_of(dataset.full_lengths()[:, 0], config, ranks) if long and long.num_measured else None
+    lengths = [("lengths", long.line())] if long else []
+    return DataPlan(len(dataset), [("examples", examples), *lengths, ("answers", ANSWERS[config.data.answers])], balance)
 
 
 def _local_folder(path: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 from sage.drafts.compressor.operators import Conv, Resampler
 from train.config.checks import MAX_STAGE, zero_stage
 from train.config.schema import Config, Offload, Precision
+from train.config.sharding import sharding_ranks
 from train.plan.meta import MetaModels
 
 BYTES = {Precision.fp32: 4, Precision.bf16: 2}
@@ -59,6 +60,20 @@ class Workload:
         return train.micro_batch_size * self.length
 
     @property
+    def ranks_per_node(self) -> int:
+        return min(self.ranks, self.config.launch.gpus_per_node)
+
+    @property
+    def layers_bytes(self) -> float:
+        """Bytes of the text layers of the target."""
+        return self.models.layers_parameters * BYTES[self.config.target.dtype]
+
+    @property
+    def sharding_ranks(self) -> int:
+        """Ranks that hold the layers of a sharded target once."""
+        return sharding_ranks(self.config, self.layers_bytes, self.ranks, self.ranks_per_node)
+
+    @property
     def draft_vocab_size(self) -> int:
         return getattr(self.config.draft, "draft_vocab_size", None) or self.models.target.vocab_size
 
@@ -84,8 +99,8 @@ def _target_memory(work: Workload) -> dict[str, float]:
         return {"target weights": models.target_parameters * size}
     return {
         "target, not sharded": (models.target_parameters - models.layers_parameters) * size,
-        f"target layers, 1/{work.ranks}": models.layers_parameters * size / work.ranks,
-        "target layers gathered": 2 * models.layers_parameters * size / models.target.num_layers,
+        f"target layers, 1/{work.sharding_ranks}": work.layers_bytes / work.sharding_ranks,
+        "target layers gathered": 2 * work.layers_bytes / models.target.num_layers,
     }
 
 

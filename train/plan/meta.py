@@ -44,9 +44,23 @@ class MetaModels:
 
     @cached_property
     def vision_parameters(self) -> int:
+        return self.target_parameters - count(self.target.text_model) - self._own_lm_head
+
+    @cached_property
+    def read_parameters(self) -> int:
+        """Parameters that a pass over a token reads: of the text layers and lm_head, without other rows of the embedding."""
+        return self.active_parameters - self.vision_parameters - self._own_lm_head
+
+    @cached_property
+    def text_parameters(self) -> int:
+        """Parameters of the text layers that a token uses, without embedding and lm_head."""
+        return self.read_parameters - int(self.target.lm_head.weight.numel())
+
+    @property
+    def _own_lm_head(self) -> int:
+        """Parameters of an lm_head that is not the embedding."""
         is_tied = self.target.lm_head.weight is self.target.embed_tokens.weight
-        text = count(self.target.text_model) + (0 if is_tied else self.target.lm_head.weight.numel())
-        return self.target_parameters - text
+        return 0 if is_tied else int(self.target.lm_head.weight.numel())
 
     @cached_property
     def layers_parameters(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from omegaconf import OmegaConf
 
 from train.config.checks import MAX_STAGE, check_deepspeed
-from train.config.schema import Config, ConfigError, Offload
+from train.config.schema import Config, ConfigError, Offload, ShardOver
 from train.plan.estimate import LaunchPlan, estimate
 from train.plan.meta import build_on_meta
 
@@ -43,6 +43,7 @@ def find_change(current: LaunchPlan) -> list[str] | None:
 def _changes(config: Config, ranks: int) -> list[list[str]]:
     """Overrides that do not change the result of the training, each kind from mild to strong; the number of GPUs last."""
     micro, chunk, stage = config.train.micro_batch_size, config.objective.chunk_tokens, config.deepspeed.stage
+    has_nodes = ranks > config.launch.gpus_per_node
     kinds = [
         [f"objective.chunk_tokens={size}" for size in _halves(chunk, 128)],
         [f"train.micro_batch_size={size}" for size in _halves(micro, 1)]
@@ -50,6 +51,7 @@ def _changes(config: Config, ranks: int) -> list[list[str]]:
         else [f"train.micro_batch_tokens={tokens}" for tokens in _halves(config.train.micro_batch_tokens, LEAST_TOKENS)],
         [f"deepspeed=zero{higher}" for higher in range(stage + 1, MAX_STAGE + 1)],
         [] if config.deepspeed.shard_target else ["deepspeed.shard_target=true"],
+        ["deepspeed.shard_over=world"] if config.deepspeed.shard_over is not ShardOver.world and has_nodes else [],
         ["deepspeed.offload_optimizer=cpu"] if stage and config.deepspeed.offload_optimizer is Offload.none else [],
     ]
     doubles = itertools.takewhile(lambda more: more <= MAX_GPUS, (ranks << power for power in itertools.count(1)))

@@ -27,6 +27,7 @@ def render(plan: LaunchPlan, data: DataPlan | None = None) -> str:
         "parameters": [("target", target), ("draft", draft)],
         "memory per GPU": _memory(plan),
         "one optimizer step": _step(plan),
+        "run": _run(plan),
     } | ({"data": data.rows} if data else {})
     tables = [f"{title}\n{text_table(None, rows, '<', indent=2, min_widths=(22,))}" for title, rows in sections.items()]
     serving = f"the draft {serving_line(models.draft, models.target.model.config)}"
@@ -39,27 +40,60 @@ def _memory(plan: LaunchPlan) -> list[tuple[str, str]]:
 
 
 def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
-    config, total = plan.config, sum(plan.flops.values())
+    config, launch, total = plan.config, plan.config.launch, sum(plan.flops.values())
     split = f"{plan.ranks} rank(s) x {plan.micro_batch_size} x {plan.accumulation} accumulated"
     tokens = config.train.global_batch_size * plan.length
     visual = f", {plan.visual_share:.0%} of them assumed to be visual" if plan.visual_share else ""
-    shares = ", ".join(f"{part} {amount / total:.0%}" for part, amount in plan.flops.items() if amount)
     rows = [
         ("batch", f"{config.train.global_batch_size} sequences = {split}"),
         ("tokens", f"at most {tokens:,} ({plan.length:,} per sequence{visual})"),
-        ("compute", f"{total / 1e12:,.1f} TFLOP ({shares})"),
-        ("time", f"at most {seconds(plan.step_s)} at {config.launch.gpu_tflops:g} TFLOP/s per GPU (launch.gpu_tflops)"),
     ]
+    for part, amount in plan.flops.items():
+        if amount:
+            rows.append((part, f"{amount / 1e12:,.0f} TFLOP ({amount / total:.0%}), {seconds(plan.seconds(amount))}"))
     if plan.gather_s:
-        rows.append(("", f"including {seconds(plan.gather_s)} for gathering the sharded target"))
-    return [*rows, ("complete run", _duration(plan))]
+        group = f"{plan.sharding_ranks} ranks" + (" of each node" if plan.sharding_ranks < plan.ranks else "")
+        rows.append(("gathering", f"{seconds(plan.gather_s)} for gathering the sharded target over the {group}"))
+    speed = f"{launch.gpu_tflops:g} TFLOP/s, {launch.gpu_tflops / launch.gpu_peak_tflops:.0%} of {launch.gpu_peak_tflops:g}"
+    rows.append(("time", f"at most {seconds(plan.step_s)} at {speed} (launch.gpu_tflops, launch.gpu_peak_tflops)"))
+    rows.append(("speed", f"{tokens / plan.step_s / plan.ranks:,.0f} tokens/s per GPU"))
+    return rows
+
+
+def _run(plan: LaunchPlan) -> list[tuple[str, str]]:
+    """The complete run: its steps on these data, and its validations."""
+    rows: list[tuple[str, str]] = []
+    if (found := plan.balance) is not None and plan.data_step_s is not None:
+        speed = plan.config.train.global_batch_size * found.mean_tokens / plan.data_step_s / plan.ranks
+        rows += [
+            ("these data", f"{found.mean_tokens:,.0f} tokens per example, {found.real_share:.0%} of the padded ones"),
+            ("", f"{found.efficiency:.0%} of what ranks could compute until the slowest one is done"),
+            ("", f"{seconds(plan.data_step_s)} per step, {speed:,.0f} tokens/s per GPU"),
+        ]
+    return [*rows, ("training", _duration(plan)), *_validations(plan)]
 
 
 def _duration(plan: LaunchPlan) -> str:
-    steps = plan.num_steps
-    if steps is None:
+    if plan.num_steps is None or plan.training_s is None:
         return "depends on the size of the data; give train.max_steps or data.num_examples for an estimate"
-    return f"{steps:,} steps, at most {tqdm.format_interval(steps * plan.step_s)}"
+    limit = "" if plan.balance is not None else "at most "
+    return f"{plan.num_steps:,} steps, {limit}{tqdm.format_interval(plan.training_s)}"
+
+
+def _validations(plan: LaunchPlan) -> list[tuple[str, str]]:
+    decode = plan.config.decode
+    assert plan.times is not None
+    decoders = ", ".join(dict.fromkeys(("autoregressive", *map(str, decode.policies), *map(str, decode.baselines))))
+    where = "rank 0" if plan.times.ranks == 1 else f"{plan.times.ranks} ranks"
+    prompts = f"{decode.num_prompts} prompts of at most {decode.max_new_tokens} tokens on {where}"
+    rows = [("one validation", f"{tqdm.format_interval(plan.validation_s)}, {prompts}"), ("", f"by {decoders}")]
+    if (share := plan.validation_share) is not None and plan.num_validations is not None:
+        total = tqdm.format_interval(plan.validation_s * plan.num_validations)
+        rows.append(("validations", f"{plan.num_validations} of them take {total}, {share:.0%} of the run"))
+    if (smaller := plan.smaller_validation()) is not None:
+        words, each_s = smaller
+        rows.append(("", f"warning: more than a tenth; {' '.join(words)} takes {tqdm.format_interval(each_s)} each"))
+    return rows
 
 
 def _verdict(plan: LaunchPlan) -> str:

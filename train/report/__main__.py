@@ -1,4 +1,4 @@
-"""Draws a page and its plots again: the curves of a run, or a measurement of sage-validate or `python -m sage.bench`."""
+"""Draws a page and its plots again: the curves of a run, or a measurement of sage-validate or sage-bench."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from train.report.run_page import write_run_report
 
 
 def main() -> None:
-    """Console entry point; raises ConfigError for several sources with one `--out`."""
-    parser = new_parser("python -m train.report", description=__doc__)
-    text = "a run, for its curves; a report.json or its folder, such as RUN/checks/NAME; a file of `python -m sage.bench --out`"
+    """Draws the pages that the command line names; raises ConfigError for several sources with one `--out`."""
+    parser = new_parser("sage-report", description=__doc__)
+    text = "a run, for its curves; a report.json or its folder, such as RUN/checks/NAME; a file of `sage-bench --out`"
     parser.add_argument("sources", metavar="RUN_OR_REPORT", nargs="+", help=text)
     text = "output folder, or DIR/NAME.md for a page of that name with its plots beside it; default: the folder of the source"
     parser.add_argument("--out", metavar="DIR", help=text)
@@ -52,5 +52,10 @@ def page_path(out: str | None, default: Path) -> Path:
     return page
 
 
-if __name__ == "__main__":
+def console() -> None:
+    """Entry point of the console script."""
     sys.exit(run(main))
+
+
+if __name__ == "__main__":
+    console()

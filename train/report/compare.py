@@ -7,7 +7,6 @@ written. Does not own: the table (train.report.compare_table), the plot (train.r
 
 from __future__ import annotations
 
-import argparse
 import glob
 import json
 import os
@@ -20,6 +19,7 @@ from typing import Any
 from checkpoints import run_folder
 from checkpoints.run_folder import is_check, is_run
 from sage.bench.report_table import measured_with
+from sage.commands.cli import new_parser
 from sage.io.files import write_text
 from train.config.schema import Config, ConfigError, ScoreConfig
 from train.config.sweep import Job
@@ -27,11 +27,12 @@ from train.report.compare_table import page, table
 
 SCHEMA = 1
 STEM = "compare"
+SEVERAL = "comparison"  # folder of a comparison of runs in several folders
 # Prefixes of keys that differ between runs without affecting the result: names, folders, the machine.
 IGNORED_KEYS = ("run.", "target.path", "target.revision", "data.cache_dir", "launch.", "debug")
 OPTIONS = "decode.options."  # of policies: compared among the runs that measure the policy
 DESCRIBED = ("steps", "best_step", "loss", "score", "scored_by", "policies", "measured_with", "error")
-FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "tokens_per_s", "match", "total")
+FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "speedup_ci", "tokens_per_s", "match", "total")
 
 
 @dataclass(kw_only=True)
@@ -45,6 +46,7 @@ class RunSummary:
             settings.
         error: the reason of a failure, if known.
         score_metric, score_policy: definition of the score (checkpoints.run_folder.score).
+        prompts: names of the prompts of that validation; empty if its report does not name them.
     """
 
     folder: Path
@@ -58,6 +60,7 @@ class RunSummary:
     error: str | None = None
     score_metric: str = run_folder.DEFAULT_METRIC
     score_policy: str | None = None
+    prompts: list[str] = field(default_factory=list)
 
     @property
     def scored_by(self) -> str | None:
@@ -98,6 +101,8 @@ def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunSummary:
                 for name, part in report["policies"].items()
             }
             summary.measured_with = measured_with(report)
+            per_prompt = [part.get("per_prompt", []) for part in report["policies"].values()]
+            summary.prompts = [str(row["name"]) for row in per_prompt[0]] if per_prompt else []
     return summary
 
 
@@ -150,7 +155,7 @@ def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> 
         }
         for name, run in zip(short_names([run.folder for run in ranked]), ranked, strict=True)
     ]
-    content = {"schema": SCHEMA, "changed": changed, "runs": summaries}
+    content = {"schema": SCHEMA, "changed": changed, "runs": summaries, "warnings": _warnings(ranked)}
     out.mkdir(parents=True, exist_ok=True)
     plot = None
     with style.rc_context():
@@ -161,6 +166,16 @@ def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> 
     write_text(out / f"{STEM}.md", page(content, plot))
     columns = width or shutil.get_terminal_size().columns
     return f"{table(content, columns)}\ncomparison: {out / f'{STEM}.md'}"
+
+
+def _warnings(runs: Sequence[RunSummary]) -> list[str]:
+    """Returns what makes the figures of the runs incomparable: different prompts."""
+    known = [run.prompts for run in runs if run.prompts]
+    if len({tuple(sorted(prompts)) for prompts in known}) < 2:
+        return []
+    counts = ", ".join(str(len(prompts)) for prompts in known)
+    remedy = "measure them on the same ones with sage-validate, and compare RUN/checks/NAME"
+    return [f"the runs were measured on different prompts ({counts}); {remedy}"]
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -196,20 +211,19 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
 
 
 def output_folder(folders: Sequence[Path]) -> Path:
-    """Returns the folder that contains the runs; a folder named after all of them if they are in several.
+    """Returns the folder that contains the runs; if they are in several, `comparison` in the folder that contains these.
 
     Relative to the working directory if all runs are given so.
     """
     folder, *others = dict.fromkeys(home_of(folder).absolute().parent for folder in folders)
     if others:
-        shared = Path(os.path.commonpath([folder, *others]))
-        folder = shared / "+".join("-".join(one.relative_to(shared).parts) or shared.name for one in (folder, *others))
+        folder = Path(os.path.commonpath([folder, *others])) / SEVERAL
     return folder if any(run.is_absolute() for run in folders) else Path(os.path.relpath(folder))
 
 
 def run_command(arguments: Sequence[str]) -> str:
     """Implements `sage-validate --compare RUN ... [--out DIR]`; returns the text to print."""
-    parser = argparse.ArgumentParser(prog="sage-validate --compare", description="Compares finished runs.")
+    parser = new_parser("sage-validate --compare", description="Compares finished runs.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, patterns, folders of runs, or RUN/checks/NAME")
     parser.add_argument("--out", metavar="DIR", help="output folder; default: that of the runs")
     args = parser.parse_args(arguments)

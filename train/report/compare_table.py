@@ -1,10 +1,12 @@
 """A comparison as a text table and as the page compare.md. `content` is that of compare.json (train.report.compare).
 
-A table too wide for the terminal is transposed: a row per key and figure, a column per run, in blocks of as many runs as fit.
+Results come first, then the settings that most likely explain them; the page lists the other ones below. A table too wide for
+the terminal is transposed: a row per figure and key, a column per run, in blocks of as many runs as fit.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -18,26 +20,39 @@ ABSENT = "-"  # a run without the key or figure
 GAP = 2  # blanks between two columns
 MIN_CELL, MAX_CELL_LINES = 14, 4  # of the transposed table: least width of a run's column, lines of a cell
 ELLIPSIS = "..."
+MAX_KEYS = 8  # settings in the table
+DECISIVE = (  # prefixes of settings, the most likely reasons of a difference first; all others follow
+    *("draft.", "objective.", "optim.", "data.name", "data.answers", "data.num_examples", "train.max_steps", "train.epochs"),
+    *("train.global_batch_size", "target.", "seed", "train.", "decode.", "score."),
+)
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Returns head and rows: run, changed keys, steps, loss, tokens per pass and speedup of each policy, identical outputs."""
-    runs, changed = content["runs"], content["changed"]
+    """Returns head and rows: run, steps, loss, tokens per pass and speedup of each policy, identical outputs, decisive keys."""
+    runs, decisive = content["runs"], split_keys(content["changed"])[0]
     policies = drafting_policies(content)
-    last = [key.rpartition(".")[2] for key in changed]
-    short = [name if last.count(name) == 1 else key for name, key in zip(last, changed, strict=True)]
-    head = ["run", *short, "steps", "loss", *(f"{name} tok/pass" for name in policies)]
-    head += [*(f"{name} speedup" for name in policies), "identical"]
+    head = ["run", "steps", "loss", *(f"{name} tok/pass" for name in policies)]
+    head += [*(f"{name} speedup" for name in policies), "identical", *decisive]
     rows = []
     for place, run in enumerate(runs):
         mark = f" {BEST_MARK}" if place == 0 and run["score"] is not None and len(runs) > 1 else ""
-        row = [run["run"] + mark, *(_value(run["changed"].get(key)) for key in changed)]
+        row = [run["run"] + mark]
         row += [f"{run['best_step']}/{run['steps']}" if run["best_step"] is not None else str(run["steps"])]
         row += [ABSENT if run["loss"] is None else f"{run['loss']:.4f}"]
         row += [_figure(run, name, "tokens_per_target_pass", "{:.2f}") for name in policies]
         row += [_figure(run, name, "speedup", "{:.2f}x") for name in policies]
-        rows.append([*row, _identical(run)])
+        rows.append([*row, _identical(run), *(_value(run["changed"].get(key)) for key in decisive)])
     return head, rows
+
+
+def split_keys(changed: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the keys for the table, the most decisive first, and all others."""
+
+    def rank(key: str) -> int:
+        return next((place for place, prefix in enumerate(DECISIVE) if key.startswith(prefix)), len(DECISIVE))
+
+    ordered = sorted(changed, key=rank)
+    return ordered[:MAX_KEYS], ordered[MAX_KEYS:]
 
 
 def drafting_policies(content: dict[str, Any]) -> list[str]:
@@ -71,7 +86,9 @@ def table(content: dict[str, Any], width: int) -> str:
     found = text_table(head, [*rows, RULE], "<")
     if max(map(len, found.splitlines())) > width:
         found = "\n\n".join(_transposed(head, rows, width))
-    return "\n".join([found, *(textwrap.fill(line, width, subsequent_indent="  ") for line in notes(content))])
+    others = len(split_keys(content["changed"])[1])
+    lines = notes(content) + [f"{others} more setting(s) differ; the page lists them."] * bool(others)
+    return "\n".join([found, *(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)])
 
 
 def _transposed(head: list[str], rows: list[list[str]], width: int) -> Iterator[str]:
@@ -79,7 +96,7 @@ def _transposed(head: list[str], rows: list[list[str]], width: int) -> Iterator[
     labels = [f"[{number}]" for number in range(1, len(rows) + 1)]
     names = [f"{label} {row[0]}" for label, row in zip(labels, rows, strict=True)]
     yield "\n".join(textwrap.fill(name, width, subsequent_indent="    ", break_on_hyphens=False) for name in names)
-    keys = _column(head[1:], width // 3)
+    keys = [_wrapped_key(key, width // 3) for key in head[1:]]
     key_width = max(len(line) for lines in keys for line in lines)
     per_block = max(1, (width - key_width) // (MIN_CELL + GAP))
     for first in range(0, len(rows), per_block):
@@ -88,6 +105,16 @@ def _transposed(head: list[str], rows: list[list[str]], width: int) -> Iterator[
         columns = [_column(row[1:], cell_width) for row in chosen]
         block = [line for cells in zip(keys, *columns, strict=True) for line in zip_longest(*cells, fillvalue="")]
         yield text_table(["run", *labels[first : first + per_block]], block, "<")
+
+
+def _wrapped_key(key: str, width: int) -> list[str]:
+    """Wraps a key after its dots and blanks; a part that is longer than `width` stays whole."""
+    lines = [""]
+    for part in re.findall(r"[^. ]+[. ]?", key):
+        if lines[-1] and len(lines[-1] + part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]
 
 
 def _column(texts: Sequence[str], width: int) -> list[list[str]]:
@@ -105,7 +132,25 @@ def notes(content: dict[str, Any]) -> list[str]:
     scored = next((run["scored_by"] for run in content["runs"] if run["scored_by"]), None)
     by = f"{BEST_MARK} best by {scored}. " if scored else ""
     lines = [f"{by}steps: best validation / trained; identical: outputs identical to the target's."]
+    lines += fastest_line(content) + [f"warning: {text}" for text in content.get("warnings", [])]
     return lines + measured_lines({run["run"]: run["measured_with"] for run in content["runs"]})
+
+
+def fastest_line(content: dict[str, Any]) -> list[str]:
+    """Returns a line with the highest speedup of all runs if it is not that of the marked run's scored policy."""
+    found = [
+        (float(part["speedup"]), run, name)
+        for run in content["runs"]
+        for name, part in run["policies"].items()
+        if name != AUTOREGRESSIVE and part.get("speedup") is not None
+    ]
+    if not found:
+        return []
+    speedup, run, policy = max(found, key=lambda item: item[0])
+    if run is content["runs"][0] and (run["scored_by"] or "").endswith(f" of {policy}"):
+        return []
+    remedy = f"score.metric=speedup score.policy={policy} chooses by it"
+    return [f"Fastest: {run['run']}, {speedup:.2f}x with {policy}; {remedy}."]
 
 
 def measured_lines(settings: Mapping[str, str]) -> list[str]:
@@ -120,6 +165,9 @@ def page(content: dict[str, Any], plot: str | None) -> str:
     """Returns the content of compare.md."""
     head, rows = cells(content)
     parts = [f"# Comparison of {len(rows)} runs", markdown_table(head, rows, "<"), *notes(content)]
+    if others := split_keys(content["changed"])[1]:
+        values = [[f"`{key}`", *(_value(run["changed"].get(key)) for run in content["runs"])] for key in others]
+        parts.append("## Other differences\n\n" + markdown_table(["key", *(row[0] for row in rows)], values, "<"))
     if plot:
         parts.append(f"![Tokens per target pass and speedup of every run]({plot})")
     if any(part["error"] for part in content["runs"]):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sage.bench.report_table import SHARES, decode_shares, interval, margins, measured_with
-from sage.io.tables import markdown_table
+from sage.bench.report_table import SHARES, decode_shares, interruption, interval, margins, measured_with
+from sage.io.tables import counted, markdown_table
 from sage.trees import AUTOREGRESSIVE
 from train.report.plots import Plot
+from train.report.verdict import best_policy, verdict_markdown
 
 Report = Mapping[str, Any]
 NUM_SINGLE_DEPTHS = 6  # deeper levels share a row
@@ -33,7 +34,9 @@ def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
     """Returns the page as Markdown. Plots are embedded by relative name, so that the folder can be moved."""
     parts = [
         f"# Validation of `{report['draft']}` on {report['target']}",
+        f"**{interruption(report['partial']).capitalize()}.**" if "partial" in report else "",
         headline(report),
+        verdict_markdown(report),
         _policies(report),
         _losslessness(report),
         *[f"![{plot.caption}]({plot.file})\n\n*{plot.caption}*" for plot in plots],
@@ -52,21 +55,15 @@ def headline(report: Report) -> str:
     if name is None:
         return "Only autoregressive decoding was measured."
     part = report["policies"][name]
-    verdict = "faster than" if part["speedup"] > 1 else "**slower** than"
-    factor = part["speedup"] if part["speedup"] > 1 else 1 / max(part["speedup"], 1e-9)
+    factor = f"**{part['speedup']:.2f}x**"
+    speed = f"{factor} faster than" if part["speedup"] > 1 else f"**slower**, at {factor} the speed of"
     match, total = sum(part["match"] for part in drafting), sum(part["total"] for part in drafting)
     reference = "greedy decoding of the target" if report["temperature"] == 0 else "sampling from the target with the same seed"
     return (
-        f"`{name}` decodes **{factor:.2f}x** {verdict} the fastest autoregressive baseline (`{report['fastest_baseline']}`), "
+        f"`{name}` decodes {speed} the fastest autoregressive baseline (`{report['fastest_baseline']}`), "
         f"with {part['tokens_per_target_pass']:.2f} tokens per target pass. "
         f"{f'All {total}' if match == total else f'{match} of {total}'} outputs are identical to {reference}."
     )
-
-
-def best_policy(report: Report) -> str | None:
-    """Returns the speculative policy with the highest decoding speedup; None if there is none."""
-    names = [name for name in report["policies"] if name != AUTOREGRESSIVE]
-    return max(names, key=lambda name: report["policies"][name]["speedup"], default=None)
 
 
 def _policies(report: Report) -> str:
@@ -167,12 +164,15 @@ def _families(report: Report) -> str:
 
 def _setup(report: Report) -> str:
     machine = report["machine"]
-    processor = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} threads"
+    cores = f"{counted(machine['cores'], 'core')}, {counted(machine['torch_threads'], 'thread')}"
+    processor = machine.get("gpu") or f"{machine['cpu']}, {cores}"
     processor += f", load average {machine['load_average']:.1f} during the last minute"
     sampling = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}, seed {report['seed']}"
+    runs = "one run" if report["repeats"] == 1 else f"medians of {report['repeats']} interleaved runs"
+    trained = f"; draft after {counted(report['step'], 'training step')}" if report.get("step") is not None else ""
     lines = [
-        f"- {report['prompts']} prompts, medians of {report['repeats']} interleaved runs each, at most "
-        f"{report['max_new_tokens']} new tokens, {sampling}; draft after {report.get('step', 0)} training steps",
+        f"- {counted(report['prompts'], 'prompt')}, {runs} each, at most {report['max_new_tokens']} new tokens, "
+        f"{sampling}{trained}",
         f"- {report['dtype']} on `{report['device']}`: {processor}, {machine['system']}",
         "- " + ", ".join(f"{package} {number}" for package, number in report["versions"].items()),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,15 +76,12 @@ def draw_acceptance(report: Report) -> Figure | None:
     made = style.figure(
         3.9,
         "Acceptance rate by draft position",
-        f"share of rounds that accept the token at this depth, given all tokens before it (hollow: under {MIN_ROUNDS} rounds)",
+        f"of the rounds that accepted all tokens before it; bars: 95% interval; hollow: under {MIN_ROUNDS} rounds",
     )
     axes = made.subplots()
-    for name, levels in curves.items():
-        color = style.policy_color(name, report["policies"])
-        depths, shares = [level["depth"] for level in levels], [level["kept"] / level["tried"] for level in levels]
-        axes.plot(depths, shares, color=color, linewidth=2.0, label=name, zorder=2)
-        faces = [color if level["tried"] >= MIN_ROUNDS else "white" for level in levels]
-        axes.scatter(depths, shares, s=30, c=faces, edgecolors=color, linewidths=1.5, zorder=3)
+    for place, (name, levels) in enumerate(curves.items()):
+        offset = style.dodged(place, len(curves), 0.4)
+        _acceptance(axes, levels, offset, style.policy_color(name, report["policies"]), name)
     axes.set_xlabel("draft position")
     axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -91,6 +89,28 @@ def draw_acceptance(report: Report) -> Figure | None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.4)
     style.despine(axes)
     return made
+
+
+def _acceptance(axes: Axes, levels: Sequence[Mapping[str, int]], offset: float, color: str, label: str) -> None:
+    """Draws one curve; the points of few rounds are not connected to it."""
+    places, shares = [level["depth"] + offset for level in levels], [level["kept"] / level["tried"] for level in levels]
+    connected = [share if level["tried"] >= MIN_ROUNDS else float("nan") for level, share in zip(levels, shares, strict=True)]
+    axes.plot(places, connected, color=color, linewidth=1.8, label=label, zorder=2)
+    low, high = zip(*(share_interval(level["kept"], level["tried"]) for level in levels), strict=True)
+    axes.vlines(places, low, high, color=color, linewidth=1.1, alpha=0.55, zorder=1)
+    faces = [color if level["tried"] >= MIN_ROUNDS else "white" for level in levels]
+    axes.scatter(places, shares, s=26, c=faces, edgecolors=color, linewidths=1.4, zorder=3)
+
+
+def share_interval(kept: int, tried: int) -> tuple[float, float]:
+    """Returns the 95% interval of a share, `kept` of `tried`.
+
+    Ref: Wilson, Probable inference, the law of succession, and statistical inference, 1927.
+    """
+    share, z = kept / tried, 1.96
+    center = (share + z**2 / (2 * tried)) / (1 + z**2 / tried)
+    half = z / (1 + z**2 / tried) * math.sqrt(share * (1 - share) / tried + z**2 / (4 * tried**2))
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def draw_time(report: Report) -> Figure | None:

@@ -1,6 +1,6 @@
 """`report.md` and `curves.png` of a run: training curves, and the estimated beside the measured tokens per target pass.
 
-Everything is read from the run folder; `python -m train.report RUN` draws it again.
+Everything is read from the run folder; `sage-report RUN` draws it again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from train.report import style
 from train.report.compare import RunSummary, read_run
 from train.report.compare_table import measured_lines
 from train.report.run_plots import draw_curves
+from train.report.verdict import own_share, verdict_markdown
 from train.report.warnings import below_estimate_warning
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,9 @@ def measured_against_estimate(
 def page(run: RunSummary, lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]], home: Path) -> str:
     """Returns the content of report.md; links are relative to `home`, the folder of the page."""
     folder = run.folder
-    parts = [f"# Run `{folder.name}`", _headline(run, lines[-1]), f"![Curves of the run]({CURVES})"]
+    reports = read_reports(folder)
+    head = [_headline(run, lines[-1], measured), _own_answers(lines), verdict_markdown(reports[-1][1]) if reports else ""]
+    parts = [f"# Run `{folder.name}`", *head, f"![Curves of the run]({CURVES})"]
     if changed := run_folder.describe_recipe_changes(folder):
         parts.append("\n".join(["The training recipe was changed:", "", *(f"* {line}" for line in changed)]))
     if measured:
@@ -96,14 +99,30 @@ def page(run: RunSummary, lines: Sequence[dict[str, Any]], measured: Sequence[di
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _headline(run: RunSummary, last: dict[str, Any]) -> str:
+def _headline(run: RunSummary, last: dict[str, Any], measured: Sequence[dict[str, Any]]) -> str:
     minutes = last["time_s"] / 60
     text = f"{last['step']:,} steps, {last['tokens']:,} tokens in {minutes:.1f} minutes of training; loss {last['loss']:.4f}."
     if run.score is None:
         return text
     named = f"{run.score_metric} of `{run_folder.score_policy(run.policies, run.score_policy)}`"
     is_kept = run_folder.draft_step(run.folder / run_folder.BEST_DRAFT) == run.best_step
-    return f"{text} Best {named}: **{run.score:.2f}**, after step {run.best_step:,}{' (`draft_best/`)' if is_kept else ''}."
+    text += f" Best {named}: **{run.score:.2f}**, after step {run.best_step:,}{' (`draft_best/`)' if is_kept else ''}."
+    return f"{text} {_fastest(run, measured)}".rstrip()
+
+
+def _fastest(run: RunSummary, measured: Sequence[dict[str, Any]]) -> str:
+    """Returns a sentence with the highest speedup if another step or policy has it than the best score."""
+    found = [(float(part["speedup"]), row["step"], name) for row in measured for name, part in row["policies"].items()]
+    speedup, step, name = max(found, default=(0.0, run.best_step, None))
+    if (step, name) == (run.best_step, run_folder.score_policy(run.policies, run.score_policy)) or name is None:
+        return ""
+    return f"By speed, the best is `{name}` after step {step:,}: **{speedup:.2f}x**."
+
+
+def _own_answers(lines: Sequence[dict[str, Any]]) -> str:
+    share = own_share(lines)
+    text = "of the supervised tokens are the target's own choice, measured in the first steps."
+    return "" if share is None else f"{share:.0%} {text}"
 
 
 def _table(measured: Sequence[dict[str, Any]]) -> str:

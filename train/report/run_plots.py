@@ -14,7 +14,15 @@ from train.report.compare_table import drafting_policies
 
 Lines = Sequence[dict[str, Any]]
 LOSSES = (("loss", style.INK), ("loss_ce", "#2f6fa7"), ("loss_feature", "#d98e4a"))
+NAMES = {  # of metrics in legends
+    "loss": "total",
+    "loss_ce": "cross-entropy",
+    "loss_feature": "features",
+    "agreement": "agreement of the top tokens",
+    "acceptance": "acceptance probability",
+}
 HEIGHT_IN = 7.4
+DODGED = 0.07  # share of the steps over which the dots of one validation are spread
 LOG_SCALE_RATIO = 50.0  # curves that span a larger factor have a logarithmic axis
 PANELS = (("tokens_per_target_pass", "tokens per target pass"), ("speedup", "speedup, decoding only"))  # of a comparison
 MAX_ROWS = 40
@@ -27,12 +35,13 @@ def draw_curves(name: str, lines: Lines, measured: Lines) -> Figure:
     made = style.figure(HEIGHT_IN, f"Run {name}", f"{steps[-1]:,} optimizer steps, {lines[-1]['tokens']:,} tokens")
     panels = made.subplots(3, 2, sharex=True)
     _curves(panels[0][0], lines, LOSSES, "loss")
-    _curves(panels[0][1], lines, (("agreement", "#2f6fa7"), ("acceptance", "#b23a6b")), "agreement and acceptance probability")
+    _curves(panels[0][1], lines, (("agreement", "#2f6fa7"), ("acceptance", "#b23a6b")), "agreement of draft and target")
     panels[0][1].set(yscale="linear", ylim=(0, 1.02))
     _tokens_per_pass(panels[1][0], lines, measured)
     _dots(panels[1][1], measured, "speedup")
     panels[1][1].axhline(1.0, **style.BASELINE)
-    _title(panels[1][1], "speedup, decoding only" if measured else "speedup: no validation yet")
+    title = "speedup, decoding only" if measured else "speedup: no validation yet"
+    _title(panels[1][1], title, has_legend=any(row["policies"] for row in measured))
     _curves(panels[2][0], lines, (("grad_norm", "#6f9e74"),), "gradient norm")
     _rate_and_speed(panels[2][1], lines)
     for axes in panels.flat:
@@ -47,7 +56,7 @@ def _curves(axes: Axes, lines: Lines, names: Sequence[tuple[str, str]], title: s
     known = [(name, color) for name, color in names if name in lines[-1] and any(line.get(name) for line in lines)]
     for name, color in known:
         found = [(line["step"], line[name]) for line in lines if name in line]
-        axes.plot(*zip(*found, strict=True), color=color, linewidth=1.5, label=name)
+        axes.plot(*zip(*found, strict=True), color=color, linewidth=1.5, label=NAMES.get(name, name))
     values = [line[name] for name, _ in known for line in lines if line.get(name)]
     if values and min(values) > 0 and max(values) > LOG_SCALE_RATIO * min(values):
         axes.set_yscale("log")
@@ -64,9 +73,12 @@ def _tokens_per_pass(axes: Axes, lines: Lines, measured: Lines) -> None:
 
 
 def _dots(axes: Axes, measured: Lines, figure: str) -> None:
+    """Draws the figure of every policy over steps; the policies are shifted, so that equal dots lie side by side."""
     names = list(dict.fromkeys(name for row in measured for name in row["policies"]))
-    for name in names:
-        found = [(row["step"], row["policies"][name][figure]) for row in measured if name in row["policies"]]
+    width = DODGED * max((row["step"] for row in measured), default=0)
+    for place, name in enumerate(names):
+        offset = style.dodged(place, len(names), width)
+        found = [(row["step"] + offset, row["policies"][name][figure]) for row in measured if name in row["policies"]]
         color = style.policy_color(name, names)
         axes.plot(*zip(*found, strict=True), color=color, linewidth=1.0, marker="o", markersize=4.5, label=name)
 
@@ -81,12 +93,14 @@ def _rate_and_speed(axes: Axes, lines: Lines) -> None:
     twin.set_ylim(bottom=0)
     twin.yaxis.set_major_formatter("{x:g}")
     twin.tick_params(labelsize=8.5)
+    twin.set_ylabel("learning rate", fontsize=9)
 
 
 def _title(axes: Axes, text: str, has_legend: bool = False) -> None:
     axes.set_title(text, fontsize=10, loc="left")
     if has_legend:
-        axes.legend(loc="best", handlelength=1.2, fontsize=8.5)
+        looks: dict[str, Any] = {"frameon": True, "facecolor": "white", "edgecolor": "none", "framealpha": 0.8}
+        axes.legend(loc="best", handlelength=1.2, fontsize=8.5, **looks)
 
 
 # -- comparison ------------------------------------------------------------------------------------------------------------
@@ -99,8 +113,8 @@ def draw_comparison(content: dict[str, Any]) -> Figure | None:
     if not runs or not policies:
         return None
     left_out = len(content["runs"]) - len(runs)
-    subtitle = "the best run on top" + (f"; {left_out} not shown" if left_out else "")
-    made = style.figure(1.55 + 0.34 * len(runs), "Comparison of runs", subtitle)
+    subtitle = "the best run on top; bars: 95% interval" + (f"; {left_out} not shown" if left_out else "")
+    made = style.figure(1.55 + (0.24 + 0.1 * len(policies)) * len(runs), "Comparison of runs", subtitle)
     panels = made.subplots(1, len(PANELS), sharey=True)
     for axes, (figure, title) in zip(panels, PANELS, strict=True):
         _compared(axes, runs, policies, figure)
@@ -113,13 +127,17 @@ def draw_comparison(content: dict[str, Any]) -> Figure | None:
 
 
 def _compared(axes: Axes, runs: list[dict[str, Any]], policies: list[str], figure: str) -> None:
-    for place, run in enumerate(runs):
-        values = [run["policies"][name][figure] for name in policies if name in run["policies"]]
-        axes.plot([min(values), max(values)], [place, place], color=style.GRID, linewidth=2.4, zorder=1)
-    for name in policies:
-        known = [place for place, run in enumerate(runs) if name in run["policies"]]
-        values = [runs[place]["policies"][name][figure] for place in known]
-        axes.scatter(values, known, s=36, color=style.policy_color(name, policies), label=name, zorder=2)
+    """Draws a row per run; within it, the policies lie below each other, with the interval of the figure if there is one."""
+    for order, name in enumerate(policies):
+        color, offset = style.policy_color(name, policies), style.dodged(order, len(policies), 0.56)
+        known = {place + offset: run["policies"][name] for place, run in enumerate(runs) if name in run["policies"]}
+        for place, part in known.items():
+            if bounds := part.get(f"{figure}_ci"):
+                axes.plot(bounds, [place, place], color=color, linewidth=1.3, zorder=1)
+        values = [part[figure] for part in known.values()]
+        axes.scatter(values, list(known), s=30, color=color, label=name, zorder=2)
+    for place in range(1, len(runs)):
+        axes.axhline(place - 0.5, color=style.GRID, linewidth=0.9, zorder=0)
     style.despine(axes, "x")
 
 

@@ -15,7 +15,7 @@ from matplotlib.ticker import PercentFormatter
 
 from sage.io.files import atomic_path
 
-WIDTH_IN, HEADING_IN = 7.6, 0.66
+WIDTH_IN, HEADING_IN, LEFT_IN = 7.6, 0.66, 0.09
 DPI = 170
 INK, FAINT, GRID, BAND = "#1f2933", "#6b7682", "#e3e7eb", "#c9d1d9"
 BASELINE: dict[str, Any] = {"color": INK, "linewidth": 1.0, "linestyle": (0, (4, 3))}  # of a line at speedup 1
@@ -78,8 +78,8 @@ def figure(height_in: float, heading: str, subtitle: str) -> Figure:
     """
     made = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, facecolor="white")
     FigureCanvasAgg(made)
-    made.set_layout_engine("constrained", rect=(0.0, 0.0, 1.0, 1.0 - HEADING_IN / height_in))
-    left = 0.09 / WIDTH_IN
+    left = LEFT_IN / WIDTH_IN
+    made.set_layout_engine("constrained", rect=(left, 0.0, 1.0 - left, 1.0 - HEADING_IN / height_in))
     made.text(left, 1 - 0.10 / height_in, heading, ha="left", va="top", fontsize=12.5, fontweight="bold")
     made.text(left, 1 - 0.37 / height_in, subtitle, ha="left", va="top", fontsize=9.5, color=FAINT)
     return made
@@ -103,11 +103,14 @@ def twin_axis(axes: Axes) -> Axes:
 
 
 def phase_bar(axes: Axes, place: int, part: Mapping[str, Any], phases: Container[str] = PHASES) -> float:
-    """Stacks the milliseconds per token of each phase in a horizontal bar; returns their sum. The first bar has the labels."""
-    left = 0.0
+    """Stacks the milliseconds per token of each phase in a horizontal bar; returns their sum. The first bar has the labels.
+
+    The sum over all phases is that of the tables, 1 / `tokens_per_s`, with the shares of the prompts' median runs.
+    """
+    left, total_s = 0.0, sum(part["time_s"].get(phase, 0.0) for phase in PHASES)
     for phase, (name, color) in PHASES.items():
-        if phase in phases:
-            width = 1e3 * part["time_s"].get(phase, 0.0) / max(part["tokens"], 1)
+        if phase in phases and total_s > 0 and part["tokens_per_s"] > 0:
+            width = 1e3 / part["tokens_per_s"] * part["time_s"].get(phase, 0.0) / total_s
             axes.barh(place, width, left=left, height=0.62, color=color, label=name if place == 0 else None)
             left += width
     return left
@@ -123,6 +126,11 @@ def legend_below(made: Figure, num_columns: int, **looks: Any) -> None:
     """Adds the legend of the first panel below all panels."""
     handles, labels = made.axes[0].get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower center", ncols=num_columns, **looks)
+
+
+def dodged(place: int, count: int, width: float) -> float:
+    """Returns the offset of one of `count` series, so that equal values lie side by side within `width`."""
+    return (place - (count - 1) / 2) * width / max(count - 1, 1)
 
 
 def percent_axes(axes: Axes) -> None:

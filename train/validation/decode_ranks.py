@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sage.bench.measurement import Measurement
+from sage.bench.measurement import Interrupted, Measurement, Planned
 from train.config.schema import Config, ValidateOn
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.validation.prompts import PromptSet
-
-
-class Interrupted(Exception):
-    """A signal was received while prompts were decoded."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +33,43 @@ class DecodeShard:
     def check_stop(self, stop: StopFlag, done: int, total: int) -> None:
         """Raises `Interrupted` if `stop` is set and prompts are left; called after each of `total` prompts."""
         if stop.is_set and done < total:
-            if self.divided is not None:
-                self.merge(None, is_interrupted=True)
             raise Interrupted
 
     def merge(self, own: Measurement | None, is_interrupted: bool = False) -> Measurement | None:
-        """Returns the measurement of all ranks on rank 0, None elsewhere.
+        """Returns the measurement of all ranks on rank 0, None elsewhere; an interrupted one is marked as such.
 
         Rank 0 prepares the inputs of the others' prompts itself: pixel values are not sent.
 
         Args:
-            is_interrupted: whether this rank stops early; every rank that merges then raises `Interrupted`.
+            is_interrupted: whether this rank was interrupted before it completed a prompt.
+
+        Raises:
+            Interrupted: if a rank was interrupted, on every rank that merges and returns no measurement.
         """
         ranks = self.ranks
         if self.divided is None:
+            if is_interrupted:
+                raise Interrupted
             return own if ranks.is_main else None
-        if any(ranks.gather(is_interrupted)):
-            raise Interrupted
+        is_partial = any(ranks.gather(is_interrupted or (own is not None and own.planned is not None)))
         sent = None if own is None else (_without_inputs(own), self.prompts.later_turns)
         parts = [own] if own is not None else []
         for rank, part in enumerate(ranks.gather_on_main(None if ranks.is_main else sent)):
             if part is not None:
                 measurement, later_turns = part
-                parts.append(replace(measurement, prompts=self.divided.turns_of(rank, ranks.world_size, later_turns)))
-        return interleave(parts) if ranks.is_main else None
+                turns = self.divided.turns_of(rank, ranks.world_size, later_turns)
+                parts.append(replace(measurement, prompts=turns[: len(measurement.prompts)]))
+        if is_partial and not (ranks.is_main and parts):
+            raise Interrupted
+        if not ranks.is_main:
+            return None
+        merged = interleave(parts)
+        planned = Planned(prompts=self.divided.num_turns, repeats=max(_planned_repeats(part) for part in parts))
+        return replace(merged, planned=planned) if is_partial else merged
+
+
+def _planned_repeats(measurement: Measurement) -> int:
+    return measurement.repeats if measurement.planned is None else measurement.planned.repeats
 
 
 def all_ranks_decode(config: Config, ranks: Ranks) -> bool:
@@ -96,10 +105,12 @@ def interleave(parts: Sequence[Measurement]) -> Measurement:
     """
     first, count = parts[0], sum(len(part.prompts) for part in parts)
     failed = {name: reason for part in parts for name, reason in part.failed.items()}
-    order = [(part, place) for place in range(len(first.prompts)) for part in parts if place < len(part.prompts)]
+    longest = max(len(part.prompts) for part in parts)  # the first one has the most unless it was interrupted
+    order = [(part, place) for place in range(longest) for part in parts if place < len(part.prompts)]
     assert len(order) == count
     return replace(
         first,
+        repeats=max(part.repeats for part in parts),
         prompts=[part.prompts[place] for part, place in order],
         runs={name: [part.runs[name][place] for part, place in order] for name in first.runs if name not in failed},
         autoregressive=[name for name in first.autoregressive if name not in failed],

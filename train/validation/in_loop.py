@@ -10,7 +10,7 @@ import copy
 import logging
 import shutil
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from checkpoints.files import new_folder
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
 from checkpoints.store import saving
+from sage.bench.measurement import Interrupted
+from sage.bench.report_table import interruption
 from sage.io.manifest import write_manifest
 from sage.planning.base import Policy
 from train.config.schema import Config
@@ -29,10 +31,11 @@ from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
+from train.monitor.progress import Display
 from train.monitor.sinks import Tracker
 from train.report.run_page import write_run_report
 from train.state.resume import TrainState, rng_state, set_rng_state
-from train.validation.decode_ranks import DecodeShard, Interrupted
+from train.validation.decode_ranks import DecodeShard
 from train.validation.validate import ReportInfo, Validate
 
 logger = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ class InLoopValidation:
     """Validates the draft in training. Every rank has to call it.
 
     The random generators are restored, so that the frequency of validations does not change a run. After a signal the
-    validation ends with the current prompt.
+    validation ends with the current prompt; a report of the prompts until then is kept, and counts for nothing.
 
     Attributes:
         target: on this rank, or its part of `sharded`.
@@ -64,6 +67,7 @@ class InLoopValidation:
         state: `best`, `best_step` and `stale` are updated.
         shard: the prompts that this rank decodes.
         policies: every validation decodes with copies of them, which have learned nothing.
+        display: shows the progress of every validation.
     """
 
     config: Config
@@ -77,6 +81,7 @@ class InLoopValidation:
     shard: DecodeShard
     policies: dict[str, Policy]
     validate: Validate
+    display: Display = field(default_factory=Display)
 
     def __call__(self) -> ValidationOutcome:
         folder, generators = self._save_draft(), rng_state(self.ranks.device)
@@ -85,6 +90,9 @@ class InLoopValidation:
             report = self._measure(folder)
         except Interrupted:
             is_interrupted = True
+        if report is not None and "partial" in report:
+            logger.info("%s: %s", report["path"], interruption(report["partial"]))
+            report, is_interrupted = None, True
         set_rng_state(generators, self.ranks.device)
         score = None if report is None else score_of(report, self.config.score.metric, self.config.score.policy)
         score, is_interrupted = self.ranks.broadcast((score, is_interrupted))
@@ -133,9 +141,10 @@ class InLoopValidation:
                 self.target,
                 draft,
                 shard.prompts,
-                ReportInfo(run_dir=self._run_dir, step=self.state.step, draft_name=str(folder)),
+                ReportInfo(run_dir=self._run_dir, step=self.state.step, draft_name=str(folder), run=self._run_dir),
                 policies=copy.deepcopy(self.policies),
                 progress=partial(shard.check_stop, self.stop),
+                show=self.display.show_validation,
                 merge=shard.merge,
             )
 

@@ -23,6 +23,7 @@ from train.config.schema import ConfigError, DataConfig, DecodeConfig, TargetCon
 from train.config.target_path import CHOICE, target_dtype, target_name
 
 Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
+RUNS = Path("runs")
 CHOSEN = {"decode/policy": {"policies", "options"}, "data/validation": {"validation"}}  # fields set by a choice within a group
 
 
@@ -35,8 +36,8 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """The folder that contains `checks/`."""
-        return self.run or self.draft
+        """The folder that contains `checks/`: the run, or `runs/` for a draft without one, whose folder is only read."""
+        return self.run or RUNS
 
 
 def find_checkpoint(config: ValidateConfig) -> Checkpoint:

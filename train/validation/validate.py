@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, validation_folder
+from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, partial_validation_folder, validation_folder
 from checkpoints.store import saving
-from sage.bench.measurement import Measurement, measure
+from sage.bench.measurement import Interrupted, Measurement, measure
 from sage.bench.report import PACKAGES, all_policies, build_report, calibration, replays, versions
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
+from sage.bench.running import RunningFigures
 from sage.decoding.sampling import Sampling
 from sage.io.dtypes import torch_dtype
 from sage.io.files import atomic_path, write_json, write_text
@@ -34,6 +36,7 @@ from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig
 from train.report.page import render_page
 from train.report.plots import write_plots
+from train.report.verdict import add_verdict
 from train.report.warnings import low_acceptance_warning
 from train.validation.prompts import PromptSet
 
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 Validate = Callable[..., dict[str, Any] | None]  # the signature of `validate`
+Merge = Callable[..., Measurement | None]  # the signature of `DecodeShard.merge`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +53,29 @@ class ReportInfo:
 
     Attributes:
         run_dir: the report is written to `validation/step_########/` below it, a check to a new folder in `checks/`.
-        step: optimizer steps that the draft was trained for.
+        step: optimizer steps that the draft was trained for; None: unknown, for a check only.
         draft_name: default: `run_dir`.
         check: name of the draft's folder, for a later check; None: the run's own measurement.
+        run: the run that trained the draft, whose records explain its verdict; None: not known.
     """
 
     run_dir: str | Path
-    step: int
+    step: int | None
     draft_name: str | None = None
     check: str | None = None
+    run: Path | None = None
 
     @property
     def folder(self) -> Path:
         """The folder for the report; that of a check does not exist yet."""
         if self.check is not None:
             return next_check(Path(self.run_dir), self.check, self.step)
-        return validation_folder(self.run_dir, self.step)
+        return validation_folder(self.run_dir, self.step or 0)
+
+    @property
+    def partial_folder(self) -> Path:
+        """The folder for the report of an interrupted measurement, which replaces no complete one."""
+        return self.folder if self.check is not None else partial_validation_folder(self.run_dir, self.step or 0)
 
 
 def validate(
@@ -76,10 +87,13 @@ def validate(
     *,
     policies: Mapping[str, Policy] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    merge: Callable[[Measurement], Measurement | None] = lambda own: own,
+    show: Callable[[int, int, str], None] | None = None,
+    merge: Merge = lambda own, **_: own,
+    ends: tuple[type[BaseException], ...] = (Interrupted,),
 ) -> dict[str, Any] | None:
     """Measures a draft and writes `report.json`, `report.md` and plots to `info.folder`.
 
+    An interrupted measurement is reported in `info.partial_folder` with a section `partial`: the prompts that were measured.
     Restores weights, training mode and random state of the caller's models.
 
     Args:
@@ -87,8 +101,10 @@ def validate(
         target: a `sage.Target`, complete on one device or sharded over the ranks.
         draft: None if only `autoregressive` is measured.
         policies: of `build_policies`; they learn from the measurement. None: builds them.
-        progress: called with (done, total), counting prompts once per repeat.
+        progress: called with (done, total), counting prompts once per repeat; may raise one of `ends`.
+        show: called with (done, total, figures so far) at the start and after each prompt.
         merge: merges the measurements of several processes; where it returns None, nothing is written.
+        ends: exceptions that interrupt the measurement; raised if no prompt is complete.
 
     Returns:
         the content of report.json with its folder as "path"; None where another process reports.
@@ -99,26 +115,58 @@ def validate(
     runners = build_runners(decode, target, draft, build_policies(decode) if policies is None else policies)
     sampling = Sampling.from_attributes(decode)
     with _measuring(target, draft, decode):
-        measured = merge(measure(runners, prompts.turns, sampling, decode.repeats, decode.warmup, progress))
+        measured = merge_measured(runners, prompts, decode, progress, show, merge, ends)
         if measured is None:
             return None
+        has_replay = decode.replay and measured.planned is None
         report = build_report(
             measured,
             target,
             info.draft_name or str(info.run_dir),
             [str(name) for name in decode.policies],
-            step=info.step,
+            **({} if info.step is None else {"step": info.step}),
             options={name: dict(options) for name, options in decode.options.items() if options},
             calibration=calibration(runners, measured),
-            replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if decode.replay else {},
+            replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if has_replay else {},
             command=this_command(),
         )
+    add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
-    folder = info.folder
+    folder = info.folder if measured.planned is None else info.partial_folder
     write(report, folder)
+    if measured.planned is None and info.check is None:
+        shutil.rmtree(info.partial_folder, ignore_errors=True)
     if warning := low_acceptance_warning(report):
         logger.warning("%s", warning)
     return report | {"path": str(folder)}
+
+
+def merge_measured(
+    runners: Sequence[Runner],
+    prompts: PromptSet,
+    decode: DecodeConfig,
+    progress: Callable[[int, int], None] | None,
+    show: Callable[[int, int, str], None] | None,
+    merge: Merge,
+    ends: tuple[type[BaseException], ...],
+) -> Measurement | None:
+    """Measures the runners on this process's prompts and merges the result; the arguments are those of `validate`."""
+    figures = RunningFigures(runners, [str(name) for name in decode.policies])
+
+    def after_prompt(done: int, total: int) -> None:
+        if show is not None:
+            show(done, total, str(figures))
+        if progress is not None:
+            progress(done, total)
+
+    turns, sampling = prompts.turns, Sampling.from_attributes(decode)
+    if show is not None:
+        show(0, decode.repeats * len(turns), "")
+    try:
+        own = measure(runners, turns, sampling, decode.repeats, decode.warmup, after_prompt, figures.add, ends)
+    except Interrupted:
+        return merge(None, is_interrupted=True)
+    return merge(own)
 
 
 def write(report: Mapping[str, Any], folder: Path) -> None:

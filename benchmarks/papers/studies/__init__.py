@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.papers.studies import ablations, confidence, engines, epochs, length, policies, projection, sampling, visual
+from benchmarks.papers.studies import (
+    ablations,
+    confidence,
+    engines,
+    epochs,
+    length,
+    policies,
+    projection,
+    regimes,
+    sampling,
+    visual,
+)
 from benchmarks.papers.study import Study
 
 STUDIES: dict[str, Study] = {
     study.name: study
     for study in (
         *(policies.STUDY, confidence.CALIBRATION, projection.STUDY, epochs.STUDY, ablations.STUDY, sampling.TEMPERATURE),
-        *(sampling.COUPLING, visual.COMPRESSOR, visual.PRUNING, length.STUDY, confidence.ENTROPY, engines.STUDY),
+        *(sampling.COUPLING, visual.COMPRESSOR, visual.PRUNING, length.STUDY, confidence.ENTROPY, engines.STUDY, regimes.STUDY),
     )
 }
 SECTIONS = (
     *("policies", "epochs", "compressor", "pruning", "length", "entropy", "calibration", "ablations", "temperature"),
-    *("coupling", "projection", "engines"),
+    *("coupling", "projection", "engines", "regimes"),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,27 +28,40 @@ GOALS = {  # of the ratios
 def _measure(lab: Lab) -> None:
     """Measures `engines_TARGET` where vLLM serves drafts; skipped without the environment of `make engines-env`."""
     sizes = lab.sizes["engines"]
-    if not Path(sizes["python"]).is_file():
-        logger.warning("engines: SKIPPED, %s does not exist; `make engines-env` creates it", sizes["python"])
+    if not has_engine(sizes, "engines"):
         return
 
     def compute(target: str, drafts: Mapping[str, str]) -> Json:
-        comparison = Comparison(
-            python=Path(sizes["python"]),
-            target=lab.settings.targets[target],
-            drafts={label: lab.run(run) / runs.DRAFT for label, run in drafts.items()},
-            variants=variants(None, sizes["policies"]),
-            baselines=[HF_GENERATE, HF_COMPILED],
-            depths=sizes["depths"],
-            num_prompts=sizes["prompts"],
-            repeats=sizes["repeats"],
-            passes=sizes["passes"],
-            max_new_tokens=lab.settings.max_new_tokens,
-        )
-        return {"target": target, **measure_beside_vllm(comparison)}
+        path, baselines = lab.settings.targets[target], [HF_GENERATE, HF_COMPILED]
+        return {"target": target, **beside_vllm(lab, path, drafts, sizes, baselines)}
 
     for target, drafts in sizes["runs"].items():
         lab.figures("engines", f"engines_{target}", partial(compute, target, drafts), list(drafts.values()), study=sizes)
+
+
+def has_engine(sizes: Json, study: str) -> bool:
+    """Returns whether the environment with vLLM exists; warns if not."""
+    exists = Path(sizes["python"]).is_file()
+    if not exists:
+        logger.warning("%s: SKIPPED, %s does not exist; `make engines-env` creates it", study, sizes["python"])
+    return exists
+
+
+def beside_vllm(lab: Lab, path: str, drafts: Mapping[str, str], sizes: Json, baselines: Sequence[str] = ()) -> Json:
+    """Returns the figures of our decoders and of vLLM's on the target in `path`; `drafts` are runs by label."""
+    comparison = Comparison(
+        python=Path(sizes["python"]),
+        target=path,
+        drafts={label: lab.run(run) / runs.DRAFT for label, run in drafts.items()},
+        variants=variants(None, sizes["policies"]),
+        baselines=baselines,
+        depths=sizes["depths"],
+        num_prompts=sizes["prompts"],
+        repeats=sizes["repeats"],
+        passes=sizes["passes"],
+        max_new_tokens=lab.settings.max_new_tokens,
+    )
+    return measure_beside_vllm(comparison)
 
 
 def _expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:

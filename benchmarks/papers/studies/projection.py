@@ -16,11 +16,13 @@ from benchmarks.papers.lab import Lab, select
 from benchmarks.papers.markdown import times
 from benchmarks.papers.studies.policies import policy_figures
 from benchmarks.papers.study import OURS, Expectation, Study
-from sage.bench.costs import NODES, WIDTHS, cost_curve, measure_shape_costs, project, roofline_costs
+from sage.bench.costs import cost_curve, measure_shape_costs, project, roofline_costs
 from sage.bench.report_table import HOST_PHASES, SHARES, decode_shares
 from sage.bench.runners import AUTOREGRESSIVE
+from sage.bench.settings import NODES, WIDTHS
 from sage.bench.shapes import shape_named
 from sage.costs.tables import Costs
+from sage.planning.base import Policy
 from sage.replay.recording import Recording
 from sage.replay.replay import replay
 
@@ -59,7 +61,7 @@ def _overhead(lab: Lab, table: Json, costs: Json) -> Json:
     return {
         name: {
             "shares": dict(zip(SHARES, shares, strict=True)),
-            "host_ms_per_round": 1e3 * _host_s(part),
+            "host_ms_per_round": 1e3 * host_s(part),
             "on_this_machine": on_this_machine.get(name),
             "projected": {
                 shape: {str(row["context"]): row["share"] for row in rows if row["policy"] == name}
@@ -86,15 +88,22 @@ def _projected(lab: Lab, tables: Mapping[str, Json]) -> Iterator[Json]:
 def _replayed(recordings: Sequence[Recording], name: str, table: Json, shape_costs: Json, context: int) -> Json:
     """Returns the figures of a policy; the host overhead per round of this machine is added to both sides of the speedup."""
     verify, draft = (cost_curve(shape_costs[part], key, context) for part, key in (("verify", "nodes"), ("draft", "width")))
-    costs, policy = Costs(verify, draft, context, overhead=_host_s(table["policies"][name])), sage.policy(name)
-    autoregressive_s = _host_s(table["policies"][AUTOREGRESSIVE]) + costs.verify(1)
+    costs = Costs(verify, draft, context, overhead=host_s(table["policies"][name]))
+    return predicted(recordings, sage.policy(name), costs, host_s(table["policies"][AUTOREGRESSIVE]))
+
+
+def predicted(recordings: Sequence[Recording], policy: Policy, costs: Costs, overhead_s: float) -> Json:
+    """Returns the figures of a policy replayed at these costs, and its speedup over an autoregressive loop with a host overhead
+    of `overhead_s` per token.
+    """
+    autoregressive_s = overhead_s + costs.verify(1)
     if policy.needs_costs:
         replay(recordings, policy, costs)
     summary = replay(recordings, policy, costs).summary()
     return {"speedup": summary["tokens_per_s"] * autoregressive_s, **select(summary, REPLAYED)}
 
 
-def _host_s(part: Json) -> float:
+def host_s(part: Json) -> float:
     """Returns the host overhead per round in seconds."""
     return float(sum(part["time_s"][phase] for phase in HOST_PHASES) / max(part["rounds"], 1))
 

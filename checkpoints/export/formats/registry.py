@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from sage.io.names import did_you_mean
+
 if TYPE_CHECKING:
     from checkpoints.export.configs import EngineConfig
     from checkpoints.export.formats.base import ExportFormat
@@ -72,10 +74,15 @@ FORMATS: dict[str, FormatRow] = {
 }
 
 
+def check_format(name: str) -> None:
+    """Raises ValueError for an unknown format, with the known ones; imports none of them."""
+    if name not in FORMATS:
+        raise ValueError(f"--format {name}: unknown{did_you_mean(name, [*FORMATS])}; choose one of {', '.join(FORMATS)}")
+
+
 def find_format(name: str, flavour: str | None = None) -> ExportFormat:
     """Returns a format by name. Raises ValueError for an unknown name."""
-    if name not in FORMATS:
-        raise ValueError(f"--format {name}: unknown; choose one of {', '.join(FORMATS)}")
+    check_format(name)
     return FORMATS[name].load(flavour)
 
 

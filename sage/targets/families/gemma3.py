@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from sage.inputs.format import Inputs, Size
+from sage.inputs.format import Inputs
+from sage.inputs.video import Size
 from sage.targets.family import FULL, Family, Prompt
 from sage.targets.rope import RopeConfig
 

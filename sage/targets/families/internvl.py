@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from sage.inputs.format import Inputs, Size, VideoSize
+from sage.inputs.format import Inputs
+from sage.inputs.video import Size, VideoSize
 from sage.targets.family import Family
 from sage.targets.rope import RopeConfig
 

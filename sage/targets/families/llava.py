@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from sage.inputs.format import Inputs, Size
+from sage.inputs.format import Inputs
+from sage.inputs.video import Size
 from sage.targets.family import Family
 
 CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # vision tower -> tokens in front of the patches

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
-from sage.inputs.format import Inputs, Size, pad_second
+from sage.inputs.format import Inputs, pad_second
+from sage.inputs.video import Size
 from sage.targets.families.llava import Llava, tile_size
 
 

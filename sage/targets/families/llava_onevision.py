@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage.inputs.format import Inputs, Size, VideoSize, pad_second
+from sage.inputs.format import Inputs, pad_second
+from sage.inputs.video import Size, VideoSize
 from sage.targets.families.llava_next import LlavaNext
 from sage.targets.family import Visual
 

@@ -7,9 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from sage.inputs.format import Inputs, Size, VideoSize
-from sage.targets.family import Family, Visual
+from sage.inputs.format import Inputs
+from sage.inputs.video import Size, VideoSize
+from sage.targets.family import VISION, Family, Visual
+
+PIXELS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+LAYOUT = ("position_ids", "cu_seqlens", "max_seqlen")  # arguments of the vision tower that depend on the grids alone
+WINDOWS = ("window_index", "cu_window_seqlens", "max_window_seqlen")
 
 
 class PatchProjection(nn.Module):
@@ -42,7 +48,8 @@ class Qwen2_5_VL(Family):
     model_types = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"}
     placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     served_by: ClassVar[tuple[str, ...]] = ("vLLM", "SGLang")
-    has_windows = True
+    is_packed = True
+    has_windows: ClassVar[bool] = True  # in most layers of the vision tower
     pixel_keys: ClassVar[tuple[str, ...]] = (
         "pixel_values",
         "image_grid_thw",
@@ -122,18 +129,39 @@ class Qwen2_5_VL(Family):
             patch_embed.proj = PatchProjection(patch_embed.proj)
 
     def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
-        features = {}
-        if inputs.get("pixel_values") is not None:
-            out = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
-            features[self.slots["image"]] = self._visual(out)
-        if inputs.get("pixel_values_videos") is not None:
-            out = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True)
-            features[self.slots["video"]] = self._visual(out)
+        vision, features = model.model.visual, {}
+        for kind, (pixels, grid) in PIXELS.items():
+            if inputs.get(pixels) is not None:
+                known = {name: inputs[key] for name in self._layout_names if (key := f"{VISION}{kind}.{name}") in inputs}
+                out = vision(inputs[pixels].to(vision.dtype), grid_thw=inputs[grid], return_dict=True, **known)
+                features[self.slots[kind]] = self._visual(out)
         return features
 
     def _visual(self, out: Any) -> Visual:
-        """The vision tower's output, one tensor per image or video, as one."""
-        return Visual(torch.cat(tuple(out.pooler_output)))
+        """The vision tower's output."""
+        return Visual(out.pooler_output)
+
+    @property
+    def _layout_names(self) -> tuple[str, ...]:
+        return (*LAYOUT, *(WINDOWS if self.has_windows else ()))
+
+    def vision_layout(self, inputs: Inputs) -> Inputs:
+        found: Inputs = {}
+        for kind, (_, grid) in PIXELS.items():
+            if inputs.get(grid) is not None:
+                found |= {f"{VISION}{kind}.{name}": value for name, value in self._layout(inputs[grid]).items()}
+        return found
+
+    def _layout(self, grid: Tensor) -> dict[str, Any]:
+        """Returns what the vision tower computes from the grids [images, 3] (transformers.vision_utils), by argument."""
+        vision = self.config.vision_config
+        ends = get_vision_cu_seqlens(grid)
+        values = [get_vision_position_ids(grid, vision.spatial_merge_size), ends, _longest(ends)]
+        if self.has_windows:
+            sizes = (vision.spatial_merge_size, vision.window_size, vision.patch_size)
+            index, window_ends = get_vision_window_index(grid, *sizes)
+            values += [index, window_ends, _longest(window_ends)]
+        return dict(zip(self._layout_names, values, strict=True))
 
     def positions(self, model: Any, inputs: Inputs, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         input_ids = inputs["input_ids"]
@@ -153,3 +181,7 @@ class Qwen2_5_VL(Family):
 
     def decode_positions(self, position_N: Tensor) -> Tensor:
         return position_N.view(1, 1, -1).expand(3, 1, -1)
+
+
+def _longest(ends: Tensor) -> int:
+    return int(ends.diff().max())

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from sage.inputs.format import Inputs
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
@@ -42,9 +41,7 @@ class Qwen3_VL(Qwen2_5_VL):
         return texts
 
     def _visual(self, out: Any) -> Visual:
-        layers = [layer if isinstance(layer, Tensor) else torch.cat(tuple(layer)) for layer in out.deepstack_features]
-        deepstack = torch.stack(layers, 1)  # the layers are divided among the images or not, by the version of transformers
-        return Visual(torch.cat(tuple(out.pooler_output)), {DEEPSTACK: deepstack})
+        return Visual(out.pooler_output, {DEEPSTACK: torch.stack(tuple(out.deepstack_features), 1)})
 
     def text_inputs(self, prompt: Prompt) -> Inputs:
         deepstack = prompt.extras.get(DEEPSTACK)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sage.inputs.format import Inputs, Size, pad_second
+from sage.inputs.format import Inputs, pad_second
+from sage.inputs.video import Size
 from sage.targets.family import Family
 
 MAX_SIDE = 4096  # pixels, of a resized image

@@ -1,0 +1,100 @@
+"""The share of supervised tokens that are the target's own choice: how far data are the target's own answers.
+
+A draft predicts the tokens that its target chooses. Answers of another author consist of tokens that the target would not have
+chosen, and teach the draft little about decoding. Measured on a pocket target: 1.00 for greedy answers of the target itself,
+0.81 for answers sampled at temperature 0.7, 0.77 for the templates that it was trained on, 0.45 for templates about another
+image, 0.18 for those in another style. The bound lies between the answers that train useful drafts and the others.
+
+Owns: the measure, its bound, and its sentences. Does not own: when it is measured (train.distill.own_answers in a run,
+data_prep.tools.stats for `sage-data`).
+
+Shapes: B batch, T tokens, S supervised tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIN_OWN_SHARE = 0.7
+OWN_ANSWERS = "own_answers"  # key of metrics.jsonl; of one source: `own_answers/LABEL`
+CHUNK_TOKENS = 256  # positions whose logits exist at a time
+
+
+@dataclass(frozen=True)
+class OwnShare:
+    """Counts of supervised tokens.
+
+    Attributes:
+        counts: label of a source -> (tokens that are the target's own choice, all tokens).
+    """
+
+    counts: Mapping[str, tuple[int, int]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(total for _, total in self.counts.values())
+
+    @property
+    def share(self) -> float:
+        """The share over all sources; 1.0 without tokens."""
+        return sum(own for own, _ in self.counts.values()) / self.num_tokens if self.num_tokens else 1.0
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the answers are not the target's own."""
+        return self.share < MIN_OWN_SHARE
+
+    def by_source(self) -> dict[str, float]:
+        """Returns the share of every source with a supervised token."""
+        return {label: own / total for label, (own, total) in self.counts.items() if total}
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the figures of a line of metrics.jsonl; those of single sources where there are several."""
+        sources = self.by_source() if len(self.counts) > 1 else {}
+        return {OWN_ANSWERS: self.share, **{f"{OWN_ANSWERS}/{label}": share for label, share in sources.items()}}
+
+    def line(self) -> str:
+        """Returns the figures as one line."""
+        sources = ", ".join(f"{label} {share:.0%}" for label, share in self.by_source().items())
+        listed = f" ({sources})" if len(self.counts) > 1 else ""
+        return f"own answers: {self.share:.0%} of {self.num_tokens:,} supervised tokens are the target's own choice{listed}"
+
+    def warning(self, command: str) -> str:
+        """Returns the warning about foreign answers, which names `command` as the remedy."""
+        return (
+            f"the answers are not the target's own: {self.share:.0%} of the supervised tokens are its choice, below "
+            f"{MIN_OWN_SHARE:.0%}. A draft trained on them predicts text that the target does not write, and is often slower "
+            f"than no draft; regenerate them with: {command}"
+        )
+
+
+def own_choices(target: Any, features_SD: Tensor, ids_S: Tensor) -> Tensor:
+    """Returns BoolTensor [S], whether each token is the most likely one of the target.
+
+    Args:
+        features_SD: last hidden states of the tokens before them, the input of the target's lm_head.
+        ids_S: the tokens.
+    """
+    weight = target.lm_head.weight
+    parts = zip(features_SD.split(CHUNK_TOKENS), ids_S.split(CHUNK_TOKENS), strict=True)
+    found = [(part_CD.to(weight.dtype) @ weight.T).argmax(-1) == ids_C.to(weight.device) for part_CD, ids_C in parts]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool, device=weight.device)
+
+
+@torch.no_grad()
+def measure_own(target: Any, examples: Iterable[tuple[str, dict[str, Any]]]) -> OwnShare:
+    """Runs the target once over each (label of its source, example of `data_prep.chat.encode_example`)."""
+    counts: dict[str, tuple[int, int]] = {}
+    for label, example in examples:
+        batch = target.processor.collate([{key: value for key, value in example.items() if key != "id"}])
+        features_TD = target.features(target.embed(batch)).last[0]
+        mask_T = example["loss_mask"][1:].bool()
+        found_S = own_choices(target, features_TD[:-1][mask_T.to(features_TD.device)], example["input_ids"][1:][mask_T])
+        own, total = counts.get(label, (0, 0))
+        counts[label] = own + int(found_S.sum()), total + len(found_S)
+    return OwnShare(counts)

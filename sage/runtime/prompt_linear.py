@@ -1,0 +1,145 @@
+"""Linear layers of prompts, which are read by eager passes: the fastest kernel for each shape of a layer.
+
+In float32 torch uses MKL on x86, which is half as fast as oneDNN on some processors, and `joint_linear` is the fastest for few
+rows. All use the weights in place. The choice is measured once per processor and shape of a layer, for few and for many rows,
+and is kept on disk. Does not own: linear layers of compiled passes (sage.runtime.linear_layers).
+
+Shapes: M rows, K inputs, N outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from sage.io.files import json_digest, read_json, write_json
+from sage.io.machine import environment, processor_name
+from sage.runtime.joint_linear import DTYPES, joint_linear, kernel, kernel_digest
+from sage.runtime.linear_layers import MIN_BYTES
+from sage.runtime.package_folder import passes_folder, writable_path
+from sage.runtime.timing import TimedCall, interleaved_s, preparation
+
+FEW_ROWS = 64  # up to which the choice for few rows counts
+TIMED_ROWS = (32, 128)  # for few and for many
+REPEATS = 9
+CPU = torch.device("cpu")
+Forward = Callable[[nn.Linear, Tensor], Tensor]
+
+
+def onednn_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Returns `layer(x)`, computed by oneDNN; x: [.., K]."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
+    return out
+
+
+def few_rows_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Returns `layer(x)`, computed by `joint_linear`; x: [.., K]."""
+    out = joint_linear(x.contiguous(), [layer.weight], torch.get_num_threads())
+    return out if layer.bias is None else out + layer.bias
+
+
+KERNELS: dict[str, Forward] = {"torch": nn.Linear.forward, "onednn": onednn_linear, "joint_linear": few_rows_linear}
+Choice = list[str]  # names of the kernels for few and for many rows
+_CHOICES: dict[Hashable, list[Choice]] = {}  # of this process
+
+
+@dataclass
+class Layers:
+    """The linear layers of a model that do not run with torch's kernel, and what replaces their `forward`."""
+
+    state: Hashable  # that they were chosen for
+    forwards: list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]
+
+
+_MODELS: weakref.WeakKeyDictionary[nn.Module, Layers] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def fast_prompts(model: nn.Module, is_enabled: bool) -> Iterator[None]:
+    """Runs the linear layers of `model` with the fastest kernels inside the block; without gradients.
+
+    Args:
+        is_enabled: False for torch's kernels, the reference.
+    """
+    forwards = _forwards(model) if is_enabled and not torch.is_grad_enabled() else []
+    for layer, forward in forwards:
+        layer.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for layer, _ in forwards:
+            layer.__dict__.pop("forward", None)
+
+
+def _forwards(model: nn.Module) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]:
+    first = next(model.parameters())
+    state = (first.dtype, first.device, torch.get_num_threads())
+    if model not in _MODELS or _MODELS[model].state != state:
+        _MODELS[model] = Layers(state, _chosen(model))
+    return _MODELS[model].forwards
+
+
+def _chosen(model: nn.Module) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]:
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    by_shape = {layer.weight.shape: layer for layer in layers}
+    kinds = {(layer.weight.dtype, layer.weight.device.type) for layer in layers}
+    is_usable = len(kinds) == 1 and kinds <= {(dtype, "cpu") for dtype in DTYPES}
+    if not is_usable or sum(layer.weight.nbytes for layer in layers) < MIN_BYTES:
+        return []
+    names = dict(zip(by_shape, fastest(list(by_shape.values())), strict=True))
+    return [
+        (layer, partial(_forward, layer, *[KERNELS[name] for name in names[layer.weight.shape]]))
+        for layer in layers
+        if set(names[layer.weight.shape]) != {"torch"}
+    ]
+
+
+def _forward(layer: nn.Linear, few: Forward, many: Forward, x: Tensor) -> Tensor:
+    return (few if x.numel() <= FEW_ROWS * x.shape[-1] else many)(layer, x)
+
+
+def fastest(layers: Sequence[nn.Linear]) -> list[Choice]:
+    """Returns the choice for layers of different shapes and one dtype: from disk, or measured now."""
+    shapes, dtype = tuple(tuple(layer.weight.shape) for layer in layers), str(layers[0].weight.dtype)
+    key = (shapes, dtype, torch.get_num_threads())
+    if key not in _CHOICES:
+        facts = [shapes, dtype, _has_kernel() and kernel_digest(), environment(CPU, __name__), processor_name(CPU)]
+        path = passes_folder() / f"prompts-{json_digest(facts)}.json"
+        try:
+            _CHOICES[key] = list(read_json(path)["kernels"])
+        except (ValueError, KeyError):
+            _CHOICES[key] = measured(layers)
+            write_json(writable_path(path), {"shapes": shapes, "kernels": _CHOICES[key]})
+    return _CHOICES[key]
+
+
+def _has_kernel() -> bool:
+    """Whether `joint_linear` can be built; without a compiler passes are eager, and a warning says so."""
+    try:
+        return kernel() is not None
+    except RuntimeError:
+        return False
+
+
+@preparation()
+@torch.no_grad()
+def measured(layers: Sequence[nn.Linear]) -> list[Choice]:
+    """Times every available kernel for each layer; returns the names of those with the fastest runs."""
+    names = [
+        "torch",
+        *(["onednn"] if torch.backends.mkldnn.is_available() else []),
+        *(["joint_linear"] if _has_kernel() else []),
+    ]
+
+    def choice(layer: nn.Linear, rows: int) -> str:
+        x = torch.zeros(rows, layer.in_features, dtype=layer.weight.dtype)
+        times = interleaved_s([TimedCall(partial(KERNELS[name], layer, x)) for name in names], REPEATS, CPU)
+        return min(zip(map(min, times), names, strict=True))[1]
+
+    return [[choice(layer, rows) for rows in TIMED_ROWS] for layer in layers]

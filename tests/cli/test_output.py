@@ -1,0 +1,151 @@
+"""What commands print: tables, progress bars, text as it is accepted."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from typing import Any
+
+import pytest
+from support.models import make_qwen
+from support.processors import make_processor
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from sage.decoding.detokenizer import REPLACEMENT_CHARACTER, Detokenizer
+from sage.io.progress import progress_bar, progress_callback
+from sage.io.tables import RULE, markdown_table, text_table
+
+HEAD = ["policy", "tokens", "speed"]
+ROWS = [["chain", "12", "1.50x"], ["cost_aware", "3", ""]]
+
+
+def test_markdown_columns_are_aligned_by_side():
+    assert markdown_table(HEAD, ROWS).splitlines() == [
+        "| policy | tokens | speed |",
+        "| :-- | --: | --: |",
+        "| chain | 12 | 1.50x |",
+        "| cost_aware | 3 |  |",
+    ]
+    assert markdown_table(HEAD, ROWS, "<<>").splitlines()[1] == "| :-- | :-- | --: |"
+    assert markdown_table(HEAD, [], "<").splitlines()[1] == "| :-- | :-- | :-- |"
+
+
+def test_markdown_pipes_are_escaped_once():
+    assert markdown_table(["a"], [["x|y"], [r"x\|y"]]).splitlines()[2:] == [r"| x\|y |", r"| x\|y |"]
+
+
+def test_text_columns_are_padded_to_the_widest_cell():
+    assert text_table(HEAD, [ROWS[0], RULE, ROWS[1]]).splitlines() == [
+        "policy      tokens  speed",
+        "-------------------------",
+        "chain           12  1.50x",
+        "-------------------------",
+        "cost_aware       3",
+    ]
+
+
+def test_text_layout_options():
+    text = text_table(HEAD, ROWS, "<", indent=2, min_widths=(12,), ruled=False)
+    assert text.splitlines() == [
+        "  policy        tokens  speed",
+        "  chain         12      1.50x",
+        "  cost_aware    3",
+    ]
+    assert text_table(None, ROWS, indent=1).splitlines()[1] == " cost_aware   3"
+    assert text_table(None, []) == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "is_shown", "is_disabled"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+def test_bar_is_disabled_without_a_terminal_or_on_request(
+    is_terminal: bool, is_shown: bool, is_disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal() if is_terminal else io.StringIO())
+    bar = progress_bar(iter("abc"), "reading", total=5, initial=2, is_shown=is_shown)
+    assert bool(bar.disable) == is_disabled
+    assert list(bar) == ["a", "b", "c"]
+
+
+def test_callback_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    update = progress_callback("measuring")
+    for done in (1, 2):
+        update(done, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_callback_draws_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("sage.io.progress.DELAY_S", 0.0)
+    update = progress_callback("measuring")
+    update(2, 2)
+    assert "measuring" in terminal.getvalue() and "2/2" in terminal.getvalue()
+
+
+TEXT = "Ein Bild: ☀ über 東京, 🦊🦊 und e\u0301.\n" * 5
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.count = tokenizer, 0
+
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        self.count += len(tokens)
+        text: str = self.tokenizer.decode(tokens, **options)
+        return text
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Its decoder drops the space of the first word, as that of Llama."""
+    inner = Tokenizer(models.WordLevel({"▁the": 0, "▁sun": 1, "s": 2}, unk_token="s"))
+    inner.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def pieces(tokenizer: Any, tokens: list[int], sizes: list[int]) -> list[str]:
+    detokenizer, end, found = Detokenizer(tokenizer), 0, []
+    while end < len(tokens):
+        end += sizes[len(found) % len(sizes)]
+        found.append(detokenizer.next_piece(tokens, min(end, len(tokens)), is_last=end >= len(tokens)))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [3, 1, 4], [10**6]])
+def test_pieces_are_the_text_without_broken_characters(sizes: list[int]) -> None:
+    tokenizer = make_processor(make_qwen()).tokenizer
+    tokens = tokenizer(TEXT)["input_ids"]
+    assert len(tokens) == len(TEXT.encode())  # one token per byte
+    found = pieces(tokenizer, tokens, sizes)
+    assert "".join(found) == TEXT
+    assert not any(REPLACEMENT_CHARACTER in piece for piece in found)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_that_are_no_text_decode_as_in_one_call(seed: int) -> None:
+    tokenizer = make_processor(make_qwen()).tokenizer
+    draw = random.Random(seed)
+    tokens = [draw.randrange(64, 320) for _ in range(200)]
+    assert "".join(pieces(tokenizer, tokens, [1, 2])) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_tokenizer_that_strips_the_first_space() -> None:
+    tokenizer, tokens = word_tokenizer(), [0, 1, 2, 0, 1, 1, 2]
+    assert "".join(pieces(tokenizer, tokens, [1])) == tokenizer.decode(tokens) == "the suns the sun suns"
+
+
+def test_every_token_is_decoded_a_few_times() -> None:
+    tokenizer = make_processor(make_qwen()).tokenizer
+    tokens = tokenizer(TEXT)["input_ids"]
+    counting = Counting(tokenizer)
+    pieces(counting, tokens, [1])
+    assert counting.count < 12 * len(tokens)

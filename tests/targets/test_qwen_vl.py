@@ -1,0 +1,125 @@
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and its mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.family_suite import QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, paths, qwen_images, text, tree
+from support.models import QWEN_IDS, random_draft
+from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
+
+import sage
+from sage.drafts.eagle3 import levels_for
+from sage.drafts.rope import Rope, rope_axes
+
+
+class TestQwen2VL(FamilySuite):
+    template, tokens, hf_processor = QWEN_TEMPLATE, QWEN_TOKENS, "Qwen2VLProcessor"
+
+    def config(self) -> Qwen2VLConfig:
+        vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        return Qwen2VLConfig(text_config=text(rope_parameters=rope), vision_config=vision, **QWEN_IDS)
+
+    def image_processor(self) -> Any:
+        return qwen_images()
+
+
+class TestQwen2_5_VL(FamilySuite):
+    template, tokens, hf_processor = QWEN_TEMPLATE, QWEN_TOKENS, "Qwen2_5_VLProcessor"
+
+    def config(self) -> Qwen2_5_VLConfig:
+        vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+        vision |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        return Qwen2_5_VLConfig(text_config=text(rope_parameters=rope), vision_config=vision, **QWEN_IDS)
+
+    def image_processor(self) -> Any:
+        return qwen_images()
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+VISION = {"depth": 4, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
+VISION |= {"num_position_embeddings": 16, "deepstack_visual_indexes": (0, 1, 2)}
+
+
+class TestQwen3VL(FamilySuite):
+    template, tokens, hf_processor = QWEN_TEMPLATE, QWEN_TOKENS, "Qwen3VLProcessor"
+
+    def config(self) -> Any:
+        return Qwen3VLConfig(text_config=text(head_dim=8, rope_parameters=ROPE), vision_config=VISION, **QWEN_IDS)
+
+    def image_processor(self) -> Any:
+        return qwen_images()
+
+    def hugging_face_settings(self, target: sage.Target) -> dict[str, Any]:
+        return {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+
+    def test_drafts_rotate_as_the_target(self, target: sage.Target) -> None:
+        """Interleaved axes; contiguous ones differ."""
+        positions = torch.arange(30).view(3, 1, 10) * torch.tensor([1, 2, 3])[:, None, None]
+        draft = random_draft(target, "eagle")
+        theirs = target.text_model.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
+        cos, sin = draft.rope(positions, torch.float32)
+        torch.testing.assert_close(cos[:, 0], theirs[0].float(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(sin[:, 0], theirs[1].float(), atol=1e-5, rtol=0)
+        draft.config.mrope_interleaved = False
+        assert float((Rope(draft.config)(positions, torch.float32)[0][:, 0] - theirs[0]).abs().max()) > 0.1
+
+    def test_negative_control_without_deepstack(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        inputs = self.prompts(target)["image"]
+        monkeypatch.setattr(target.family, "text_inputs", lambda prompt: {})
+        assert float((tree(target, target.embed(inputs)) - paths(target, inputs)).abs().max()) > 1e-3
+
+    def test_feature_levels_are_above_the_deepstack_layers(self, target: sage.Target) -> None:
+        """Where the target has enough layers."""
+        assert levels_for(target) == [2, 4, 5]
+        target.text_config.num_hidden_layers = 36
+        assert levels_for(target) == [4, 18, 33]
+
+    def test_a_shallow_model_keeps_the_deepstack_layers(self, target: sage.Target) -> None:
+        small = sage.new_draft(target, "model", num_layers=5).model
+        own, theirs = small.text_model.layers, target.text_model.layers
+        for new, old in enumerate((0, 1, 2, 4, 7)):
+            torch.testing.assert_close(own[new].mlp.up_proj.weight, theirs[old].mlp.up_proj.weight)
+
+
+class TestQwen3VLMoe(TestQwen3VL):
+    def config(self) -> Any:
+        experts = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+        return Qwen3VLMoeConfig(
+            text_config=text(head_dim=8, rope_parameters=ROPE, **experts),
+            vision_config=VISION,
+            tie_word_embeddings=False,
+            **QWEN_IDS,
+        )
+
+    def prepare_float64(self, model: Any) -> None:
+        model.set_experts_implementation("eager")  # grouped_mm, the default, takes no float64
+
+    def test_a_shallow_model_keeps_the_deepstack_layers(self, target: sage.Target) -> None:
+        small = sage.new_draft(target, "model", num_layers=5).model
+        assert torch.equal(small.text_model.layers[2].mlp.experts.down_proj, target.text_model.layers[2].mlp.experts.down_proj)
+
+    def test_grouped_experts_give_the_same_tree(self, target: sage.Target) -> None:
+        """In float32, with distinct tokens, which are routed to different experts."""
+        model = target.model.float()
+        model.set_experts_implementation("grouped_mm")
+        inputs = {k: v.float() if v.is_floating_point() else v for k, v in self.longest(target).items()}
+        torch.testing.assert_close(tree(target, target.embed(inputs)), paths(target, inputs), atol=1e-3, rtol=0)
+
+    def test_active_parameters_are_those_of_the_chosen_experts(self, target: sage.Target) -> None:
+        experts = sum(p.numel() for name, p in target.model.named_parameters() if ".experts." in name)
+        assert experts == 8 * 8 * 3 * 16 * 32
+        total = sum(p.numel() for p in target.model.parameters())
+        assert target.family.active_parameters(target.model) == total - experts * 6 // 8
+
+
+def test_axes_alternate() -> None:
+    """The sections of Qwen3-VL, [24, 20, 20]: the last frequencies are temporal."""
+    axes = rope_axes([24, 20, 20], is_interleaved=True)
+    assert axes[:6] == [0, 1, 2, 0, 1, 2] and axes[60:] == [0, 0, 0, 0] and len(axes) == 64
+    assert [axes.count(axis) for axis in range(3)] == [24, 20, 20]
+    assert rope_axes([2, 1, 1], is_interleaved=True) == [0, 1, 2, 0] and rope_axes([2, 1, 1], False) == [0, 0, 1, 2]

@@ -1,0 +1,178 @@
+"""Own answers: their share in the first steps, and training on answers that the target generates first."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.data_helpers import make_target as tiny_target
+from support.messages import check_message, refused
+from support.train_helpers import configured, make_target, single_process, train_quickly
+
+from checkpoints.run_folder import read_metrics
+from data_prep.chat import encode_example
+from data_prep.config import DataConfig
+from data_prep.conversation import Message
+from data_prep.dialog import TargetAnswer
+from data_prep.own_answers import OwnShare, measure_own
+from data_prep.pocket import world
+from data_prep.tools.answers import weights_digest
+from train.config.overrides import own_answers_command
+from train.distill.own_answers import MAX_STEPS, OwnAnswers
+from train.distill.teacher import Teacher
+from train.job import answers as job_answers
+from train.job.answers import AnswersStopped
+from train.launch.ranks import Ranks
+
+SHORT = ("data.sources.pocket.families=[caption]", "train.max_steps=3", "train.log_every=1")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("targets"))
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with single_process(monkeypatch):
+        yield
+
+
+def test_share_counts_the_most_likely_tokens() -> None:
+    """By source; equal to argmax over the logits of the model itself, in a run and for `sage-data`."""
+    target = tiny_target("qwen2_5_vl")
+    examples = [encode_example(world.sample("train", i, ["caption"]), target.processor) for i in range(2)]
+    expected = {}
+    for label, example in zip(("a", "b"), examples, strict=True):
+        inputs = {
+            key: value for key, value in target.processor.collate([dict(example)]).items() if key not in ("id", "loss_mask")
+        }
+        best = target.model(**inputs).logits[0, :-1].argmax(-1)
+        mask = example["loss_mask"][1:]
+        expected[label] = (int((best == example["input_ids"][1:])[mask].sum()), int(mask.sum()))
+    assert measure_own(target, zip(("a", "b"), examples, strict=True)).counts == expected
+
+    batch = target.processor.collate([{k: v for k, v in example.items() if k != "id"} for example in examples])
+    batch["sources"] = ["a", "b"]
+    measured = OwnAnswers(target, ["a", "b"], total_steps=100)
+    measured.add(batch, Teacher(target)(batch))
+    alone = type("One", (), {"sum": staticmethod(lambda values: values)})()
+    assert measured.end_step(alone, 1, 10.0) is None  # too few tokens
+    found = measured.end_step(alone, MAX_STEPS, 10.0)
+    assert found is not None and found.counts == expected
+    assert measured.end_step(alone, MAX_STEPS + 1, 1e6) is None
+
+
+def test_line_warning_and_metrics() -> None:
+    share = OwnShare({"chats": (10, 100), "docs": (100, 100)})
+    assert share.line() == "own answers: 55% of 200 supervised tokens are the target's own choice (chats 10%, docs 100%)"
+    assert share.metrics() == {"own_answers": 0.55, "own_answers/chats": 0.1, "own_answers/docs": 1.0}
+    assert share.is_foreign and not OwnShare({"docs": (100, 100)}).is_foreign
+    assert OwnShare({"docs": (3, 4)}).metrics() == {"own_answers": 0.75}
+    check_message(share.warning("sage-train x data.answers=target"), "55%", "70%", "sage-train x data.answers=target")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (
+            ["/bin/sage-train", "data.path=a b", "run.dir=runs/x"],
+            "sage-train 'data.path=a b' data.answers=target run.dir=runs/x-own",
+        ),
+        (["/src/train/cli/train.py", "--debug"], "sage-train --debug data.answers=target run.dir=runs/x-own"),
+        (["/bin/sage-train", "-m", "seed=1,2"], "sage-train ... data.answers=target run.dir=runs/x-own"),
+        (["mine.py"], "sage-train ... data.answers=target run.dir=runs/x-own"),
+    ],
+)
+def test_command_that_regenerates(arguments: list[str], command: str) -> None:
+    assert own_answers_command(arguments, "runs/x/") == command
+
+
+def test_foreign_answers_are_named_in_log_and_metrics(target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        train_quickly(configured(target, tmp_path / "run", *SHORT))
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    check_message(next(text for text in warnings if "own" in text), "0%", "data.answers=target", f"run.dir={tmp_path}/run-own")
+    shares = [line["own_answers"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "own_answers" in line]
+    assert len(shares) == 1 and shares[0] < 0.1  # of a random target
+    assert "own answers: 0% of " in caplog.text and "supervised tokens are the target's own choice" in caplog.text
+
+
+class Model:
+    """Stands for the target's decoding; is interrupted before answer number `stop`."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop, self.num_answers = stop, 0
+
+    def __call__(self, *_: Any) -> Any:
+        def answer(messages: list[Message], seed: int) -> TargetAnswer:
+            if self.num_answers == self.stop:
+                raise KeyboardInterrupt
+            self.num_answers += 1
+            return TargetAnswer("It is a red circle.")
+
+        return answer
+
+
+def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = (*SHORT, "data.answers=target", "data.cache=examples")
+    for stop, error in ((0, KeyboardInterrupt), (5, AnswersStopped)):
+        monkeypatch.setattr(job_answers, "answerer", Model(stop))
+        with pytest.raises(error) as stopped:
+            train_quickly(configured(target, tmp_path / "run", *words))
+    assert stopped.value.exit_code == 3
+    check_message(str(stopped.value).replace(Path(str(tmp_path)).name, "X"), "same command continues", "answers")
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    (part,) = (tmp_path / "cache" / "answers").glob("*/pocket.jsonl.part*")
+    num_kept = sum(json.loads(line)["kept"] for line in part.read_text().splitlines())
+    rest = Model()
+    monkeypatch.setattr(job_answers, "answerer", rest)
+    train_quickly(configured(target, tmp_path / "run", *words))
+    (file,) = (tmp_path / "cache" / "answers").glob("*/pocket.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == 12 and 0 < num_kept <= 5
+    assert rest.num_answers == sum(row["kept"] for row in rows) - num_kept
+    assert {row["messages"][-1]["content"][0]["text"] for row in rows} == {"It is a red circle."}
+    kept = Model(stop=0)
+    monkeypatch.setattr(job_answers, "answerer", kept)
+    with caplog.at_level(logging.INFO):
+        train_quickly(configured(target, tmp_path / "again", *words))
+    assert "kept in" in caplog.text and not [r for r in caplog.records if "data.answers=target" in r.message]
+    other = configured(target, tmp_path / "other", *words, "regenerate.max_new_tokens=9")
+    with pytest.raises(KeyboardInterrupt):  # other settings, other answers
+        train_quickly(other)
+
+
+def test_answers_that_all_fail_are_an_error(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_answers, "answerer", lambda *_: lambda messages, seed: TargetAnswer(" "))
+    with refused("data.answers: target", "pocket", "regenerate.max_new_tokens"):
+        train_quickly(configured(target, tmp_path / "run", *SHORT, "data.answers=target"))
+
+
+def test_weights_identify_a_target_wherever_it_lies(tmp_path: Path) -> None:
+    for name, content in (("a", b"x" * 9), ("b", b"x" * 9), ("c", b"y" * 9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    a, b, c = (weights_digest(str(tmp_path / name), None) for name in "abc")
+    assert a == b != c
+    assert weights_digest("owner/name", "123") == "owner/name@123"
+
+
+def test_streams_cannot_be_answered() -> None:
+    from data_prep.config import Answers, validate
+    from data_prep.sources import SourceConfig
+
+    source = SourceConfig(kind="hub", path="a/b", streaming=True)
+    with refused("data.answers: target", "action=convert"):
+        validate(DataConfig(sources={"s": source}, answers=Answers.target))
+
+
+def test_ranks_of_one_process_do_not_wait() -> None:
+    Ranks(0, 1, torch.device("cpu")).wait_for_all()

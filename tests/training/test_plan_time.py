@@ -1,0 +1,114 @@
+"""The time of a plan: operations by part, gathering, padding of the data, validations; formulas in docs/plan.md."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.plans import big, configure
+
+from train.config.schema import ShardOver
+from train.config.sharding import sharding_ranks, validation_line
+from train.plan.balance import balance_of
+from train.plan.estimate import estimate
+from train.plan.meta import build_on_meta
+from train.plan.text import render
+
+
+def test_operations_and_times_follow_from_the_formulas() -> None:
+    """Those of docs/plan.md, with the sizes of Qwen2.5-VL-7B; the draft has no lm_head of its own."""
+    found = big("qwen2_5_vl_7b", "launch.gpus=8", "data.max_length=2048", "objective.steps=2", "decode.baselines=[hf_generate]")
+    tokens, layers, hidden, vocabulary = 128 * 2048, 28, 3584, 152064
+    layer = hidden * (hidden + 2 * 512) + 2 * 512 + hidden + hidden**2 + 3 * hidden * 18944 + 2 * hidden
+    text = layers * layer + hidden
+    assert found.models.text_parameters == text and found.models.read_parameters == text + vocabulary * hidden
+    assert found.flops == {
+        "vision": 2 * found.models.vision_parameters * tokens * 0.5 * 4,
+        "text": (2 * text + 2 * 2048 * hidden * layers) * tokens,
+        "draft": 2 * found.models.draft_parameters * tokens * 1.5 * 3,
+        "objective": 2 * vocabulary * hidden * tokens * 0.5 * (1 + 2 * 2),
+    }
+    assert found.step_s == pytest.approx(sum(found.flops.values()) / (8 * 400e12))
+    read_s, forward_s = found.models.read_parameters * 2 / 2.7e12, (found.flops["vision"] + found.flops["text"]) / 128 / 400e12
+
+    def answers_s(passes: int) -> float:
+        drafted = 4 * passes / 3 * 1.3 * read_s
+        return 6 * forward_s + passes * (read_s + max(read_s, 28 * 60 * 6e-6)) + drafted
+
+    assert found.validation_s == pytest.approx(4 * answers_s(255) + answers_s(31))  # 32 prompts on 8 ranks, and the warm-up
+
+
+@pytest.mark.parametrize(
+    ("layer_gb", "per_node", "over", "expected"),
+    [
+        (140, 8, "auto", 8),
+        (170, 8, "auto", 32),
+        (170, 8, "node", 8),
+        (140, 8, "world", 32),
+        (1, 1, "auto", 32),
+        (1, 5, "auto", 32),
+    ],
+)
+def test_a_target_is_sharded_over_the_ranks_of_a_node_where_its_part_fits(
+    layer_gb: float, per_node: int, over: str, expected: int
+) -> None:
+    config = configure("deepspeed.shard_target=true", f"deepspeed.shard_over={over}")
+    assert sharding_ranks(config, layer_gb * 1e9, 32, per_node) == expected
+
+
+def test_layers_sharded_within_nodes_are_not_sent_over_the_network() -> None:
+    config = configure("target=qwen2_5_vl_72b", "deepspeed.shard_target=true", "train.micro_batch_size=2")
+    models = build_on_meta(config)
+    config.deepspeed.shard_over = ShardOver.node
+    node = estimate(config, models, 32)
+    config.deepspeed.shard_over = ShardOver.world
+    world = estimate(config, models, 32)
+    layers = models.layers_parameters * 2
+    assert node.memory["target layers, 1/8"] == layers / 8 and world.memory["target layers, 1/32"] == layers / 32
+    assert node.gather_s == pytest.approx(2 * layers * 7 / 8 / 100e9)
+    assert world.gather_s == pytest.approx(2 * layers * 3 / 4 / 50e9)
+
+
+def test_validations_that_take_more_than_a_tenth_of_a_run_are_warned_about() -> None:
+    words = ["launch.gpus=8", "deepspeed.shard_target=true", "train.max_steps=400", "train.validate_every=150"]
+    words += ["decode.num_prompts=32", "decode.policies=[autoregressive,static,sage]"]
+    found = big("qwen2_5_vl_72b", *words)
+    assert found.num_validations == 3 and found.validation_share is not None and found.validation_share > 0.1
+    smaller = found.smaller_validation()
+    assert smaller is not None and f"warning: more than a tenth; {' '.join(smaller[0])} takes" in render(found)
+    again = big("qwen2_5_vl_72b", *words, *smaller[0])
+    assert again.validation_share is not None and again.validation_share <= 0.1 and again.smaller_validation() is None
+    assert again.validation_s == pytest.approx(smaller[1])
+
+
+def test_a_sharded_target_is_validated_briefly_unless_more_is_asked_for() -> None:
+    whole, sharded = configure(), configure("deepspeed.shard_target=true")
+    assert len(whole.decode.policies) == 5 and whole.decode.num_prompts == 32 and validation_line(whole) == ""
+    decode = sharded.decode
+    assert (decode.policies, decode.baselines, decode.num_prompts, decode.max_new_tokens) == (["sage"], [], 4, 64)
+    assert "sage on 4 prompt(s) of at most 64 tokens" in validation_line(sharded)
+    asked = {"policies": "[chain]", "baselines": "[hf_generate]", "num_prompts": "9", "max_new_tokens": "100"}
+    for key, value in asked.items():
+        decode = configure("deepspeed.shard_target=true", f"decode.{key}={value}").decode
+        assert ",".join(getattr(decode, key) if value.startswith("[") else [str(getattr(decode, key))]) == value.strip("[]")
+        assert (decode.num_prompts == 4) == (key != "num_prompts")
+
+
+def test_padding_and_balance_of_the_data() -> None:
+    """Steps of 4 sequences on 2 ranks: equal lengths pad nothing, grouped ones less, a sharded target waits more."""
+    config = configure("train.global_batch_size=4", "train.micro_batch_size=1", "data.max_length=50", "data.cache=rows")
+    even = balance_of(np.array([80]), config, 2)
+    assert (even.mean_tokens, even.real_share, even.efficiency) == (50, 1, 1)
+    lengths = np.array([10, 20, 40])
+    grouped = balance_of(lengths, config, 2)
+    config.train.length_window = 1
+    one = balance_of(lengths, config, 2)
+    config.deepspeed.shard_target = True
+    sharded = balance_of(lengths, config, 2)
+    assert one.real_share == sharded.real_share == 1 and one.mean_tokens == grouped.mean_tokens
+    assert sharded.efficiency <= one.efficiency < grouped.efficiency < 1
+    config.train.micro_batch_tokens = 80
+    budget = balance_of(lengths, config, 2)
+    assert budget.real_share < 1 and budget.efficiency > 0.5
+    config.train.micro_batch_tokens = None
+    config.train.micro_batch_size, config.train.length_window = 2, 1
+    assert balance_of(lengths, config, 2).real_share < 1

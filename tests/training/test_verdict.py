@@ -1,0 +1,137 @@
+"""The verdict on a draft, on made cases: foreign answers, too few steps, no own outputs in training, other prompts, slow
+rounds, a good draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sage.runtime.timing import PHASES
+from train.report.verdict import Facts, Result, judge, verdict_lines, verdict_markdown
+
+COMMAND = ["/x/bin/sage-train", "target=pocket_qwen2_5_vl", "data.path=my chats.jsonl", "run.dir=runs/a"]
+
+
+def policy(tokens: float, speedup: float, ci: tuple[float, float] | None, kept: tuple[int, ...] = (80, 64)) -> dict[str, Any]:
+    levels = zip((100, *kept), kept, strict=False)
+    time_s = dict.fromkeys(PHASES, 0.0) | {"verify": 6.0, "draft_steps": 3.0, "policy": 1.0}
+    figures = {"tokens_per_target_pass": tokens, "speedup": speedup, "time_s": time_s}
+    depths = [{"depth": i, "tried": tried, "kept": count} for i, (tried, count) in enumerate(levels, 1)]
+    return figures | {"acceptance_by_depth": depths} | ({"speedup_ci": list(ci)} if ci else {})
+
+
+def facts(chain: dict[str, Any], prompts: int = 16, run: bool = True, own: float = 0.98, **changes: Any) -> Facts:
+    """Facts of a run of 50 steps with a steady estimate of 2.0 tokens per pass, and own answers."""
+    report = {"policies": {"autoregressive": policy(1.0, 1.0, None), "chain": chain}, "prompts": prompts}
+    if not run:
+        return Facts(report=report, draft="exports/d")
+    estimates = changes.pop("estimates", (1.2, 1.6, 2.0, 2.0, 2.0))
+    lines = [{"step": 10 * i, "estimated_tokens_per_pass": estimate} for i, estimate in enumerate(estimates, 1)]
+    lines[0]["own_answers"] = own
+    config = {"objective.steps": 7, "draft.kind": "eagle3", "data.answers": "given", "train.epochs": None} | changes
+    return Facts(report=report, draft="runs/a/draft", run="runs/a", lines=lines, config=config, command=COMMAND)
+
+
+SLOW = policy(1.4, 0.7, (0.6, 0.8))
+REPEATED = "sage-train target=pocket_qwen2_5_vl 'data.path=my chats.jsonl'"
+CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
+    "foreign answers": (
+        facts(SLOW, own=0.18),
+        Result.slower,
+        "foreign_answers",
+        ("18%", "70%"),
+        f"{REPEATED} data.answers=target run.dir=runs/a-own",
+    ),
+    "foreign answers, faster all the same": (
+        facts(policy(1.9, 1.2, (1.1, 1.3)), own=0.5),
+        Result.faster,
+        "foreign_answers",
+        ("50%",),
+        f"{REPEATED} data.answers=target run.dir=runs/a-own",
+    ),
+    "without its own outputs": (
+        facts(policy(1.6, 0.9, (0.8, 0.95), kept=(80, 24)), **{"objective.steps": 1}),
+        Result.slower,
+        "no_own_outputs",
+        ("objective.steps=1", "80%", "30%"),
+        f"{REPEATED} objective.steps=7 run.dir=runs/a-unrolled",
+    ),
+    "other prompts": (
+        facts(policy(1.1, 0.8, (0.7, 0.9))),
+        Result.slower,
+        "other_prompts",
+        ("1.10", "2.00"),
+        "sage-train target=pocket_qwen2_5_vl data.path=FILE run.dir=runs/a-like_prompts",
+    ),
+    "too few steps": (
+        facts(SLOW, estimates=(1.0, 1.1, 1.2, 1.4, 1.6)),
+        Result.slower,
+        "too_few_steps",
+        ("1.20", "1.50", "50 steps"),
+        "sage-train --resume runs/a train.max_steps=100",
+    ),
+    "cost of a round": (
+        facts(policy(1.8, 0.9, (0.8, 0.95))),
+        Result.slower,
+        "cost_of_a_round",
+        ("1.80", "2.00 passes", "60%", "30%", "10%"),
+        "sage-validate checkpoint=runs/a/draft decode.policies=[autoregressive,chain,cost_aware] decode.options.chain.depth=2",
+    ),
+    "low acceptance": (
+        facts(SLOW, **{"train.epochs": 3}),
+        Result.slower,
+        "low_acceptance",
+        ("1.40", "50 steps"),
+        "sage-train --resume runs/a train.epochs=6",
+    ),
+    "a good draft": (
+        facts(policy(3.6, 1.84, (1.7, 2.03))),
+        Result.faster,
+        "",
+        ("1.84x", "chain", "1.70 to 2.03", "16 prompts", "3.60"),
+        "sage-export runs/a --format eagle3 --out exports/a",
+    ),
+    "a good draft without its run": (
+        facts(policy(3.6, 1.84, (1.7, 2.03)), run=False),
+        Result.faster,
+        "",
+        (),
+        'sage-generate --draft exports/d --image photo.jpg --prompt "What is this?"',
+    ),
+    "one prompt": (
+        facts(policy(1.4, 1.3, None), prompts=1, run=False),
+        Result.unclear,
+        "",
+        ("one prompt", "1.30x"),
+        "sage-validate checkpoint=exports/d decode.num_prompts=4 decode.repeats=3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verdict_names_the_cause_with_its_figures_and_the_next_command(name: str) -> None:
+    made, result, cause, figures, command = CASES[name]
+    verdict = judge(made)
+    assert verdict is not None
+    assert (verdict.result, verdict.cause, verdict.next) == (result, cause, command)
+    for figure in figures:
+        assert figure in verdict.sentence + verdict.explanation
+    assert (verdict.explanation == "") == (cause == "")
+
+
+def test_answers_of_the_target_are_not_called_foreign() -> None:
+    """Sampled answers contain tokens that are not the most likely ones."""
+    verdict = judge(facts(SLOW, own=0.5, **{"data.answers": "target"}))
+    assert verdict is not None and verdict.cause == "low_acceptance"
+
+
+def test_no_verdict_without_a_draft() -> None:
+    assert judge(Facts(report={"policies": {"autoregressive": SLOW}, "prompts": 4}, draft="")) is None
+    assert verdict_lines({"policies": {}}) == [] and verdict_markdown({}) == ""
+
+
+def test_verdict_is_shown_as_lines() -> None:
+    report = {"verdict": {"sentence": "slower", "explanation": "few steps: 3", "next": "sage-train --resume a"}}
+    assert verdict_lines(report) == ["verdict: slower", "likeliest cause: few steps: 3", "next: sage-train --resume a"]
+    assert verdict_markdown(report).splitlines()[2] == "* **next:** `sage-train --resume a`"

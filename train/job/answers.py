@@ -1,0 +1,135 @@
+"""The training data of a run with `data.answers=target`: the target answers the prompts first, on all ranks of the run.
+
+Each rank answers its share of the conversations (with a sharded target or a server, rank 0 answers all of them), and waits for
+the others. Does not own: the files and their key (data_prep.tools.answers).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sage
+from data_prep.config import Answers, DataConfig
+from data_prep.dialog import Drive, one_by_one
+from data_prep.server.address import read_key
+from data_prep.server.answers import ServedTarget, ServerAnswers
+from data_prep.server.chat_request import MediaPolicy
+from data_prep.splits import Split
+from data_prep.tools.answers import TargetAnswers, decoder_origin, server_origin, weights_digest
+from data_prep.tools.regenerate import answerer
+from sage.commands.cli import EXIT_STOPPED
+from sage.io.files import locked
+from train.config.schema import Config, ConfigError
+from train.engine.sharded_teacher import ShardedTarget
+from train.launch.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+class AnswersStopped(RuntimeError):
+    """A signal stopped the run while the target answered; the finished answers are saved."""
+
+    exit_code = EXIT_STOPPED
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            f"stopped while the target answered the data; finished answers are kept in {folder}, and the same command continues"
+        )
+
+
+def training_data(config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks) -> DataConfig:
+    """Returns the data settings of the training split; generates the target's answers if they are configured and missing.
+
+    Collective.
+
+    Raises:
+        AnswersStopped: a signal, after the first answer was saved.
+        ConfigError: the ranks do not share the cache folder.
+        ValueError: no conversation of a source was answered, or a server cannot be used.
+    """
+    if config.data.answers is Answers.given:
+        return config.data
+    settings = config.regenerate
+    origin = server_origin(target, None) if settings.server else decoder_origin(target, settings)
+    weights = weights_digest(config.target.path, getattr(target.model.config, "_commit_hash", None))
+    assert target.processor is not None
+    answers = TargetAnswers(config.data, target.processor, origin, weights, settings)
+    if ranks.broadcast(answers.is_complete):
+        logger.info("the target's own answers are kept in %s", answers.folder)
+    else:
+        logger.info("the target answers the training data first; the answers are kept in %s", answers.folder)
+        _generate_locked(config, target, sharded, ranks, answers)
+    if not answers.is_complete:
+        raise ConfigError(
+            f"data.cache_dir={answers.folder.parents[1]}: the ranks do not share this folder, so their answers cannot be "
+            "joined; give a folder on a file system of all nodes"
+        )
+    return answers.data()
+
+
+def _generate_locked(
+    config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks, answers: TargetAnswers
+) -> None:
+    """Generates the answers while no other run generates the same ones, and waits for all ranks."""
+    lock = locked(answers.folder, "another data.cache_dir") if ranks.is_main else nullcontext()
+    try:
+        with lock:
+            ranks.wait_for_all()  # for the lock
+            _generate(config, target, sharded, ranks, answers)
+            ranks.wait_for_all()
+    except KeyboardInterrupt as error:
+        if not answers.has_any:
+            raise
+        raise AnswersStopped(answers.folder) from error
+
+
+def _generate(config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks, answers: TargetAnswers) -> None:
+    """Does this rank's part: its share of the answers, all of them, or its layers of a sharded target."""
+    is_server = bool(config.regenerate.server)
+    run = _with_server(config, target, answers) if is_server else _with_decoder(config, target, answers)
+    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+        if sharded is None and not is_server:
+            run(ranks.rank, ranks.world_size)
+        elif ranks.is_main:
+            with sharded.leading() if sharded is not None and not is_server else nullcontext():
+                run(0, 1)
+        elif sharded is not None and not is_server:
+            sharded.follow()
+
+
+def _with_decoder(config: Config, target: sage.Target, answers: TargetAnswers) -> Callable[[int, int], None]:
+    """Returns the work of a rank (its number, number of ranks) that decodes with the target."""
+    settings = config.regenerate
+
+    def run(rank: int, world_size: int) -> None:
+        draft = sage.load_draft(settings.draft, target) if settings.draft else None
+        _answer(answers, one_by_one(answerer(target, draft, settings, config.data.num_frames)), rank, world_size)
+
+    return run
+
+
+def _with_server(config: Config, target: sage.Target, answers: TargetAnswers) -> Callable[[int, int], None]:
+    """Returns the work of the rank that sends the prompts to `regenerate.server`."""
+    settings = config.regenerate
+    assert target.processor is not None
+    served = ServedTarget(config.target.path, target.fingerprint, target.processor)
+
+    def run(rank: int, world_size: int) -> None:
+        policy = MediaPolicy.of(config.data, Split.train, settings.images)
+        with ServerAnswers(settings, read_key(settings, os.environ), served, policy) as servers:
+            _answer(answers, servers.drive, rank, world_size, served_model=servers.check())
+
+    return run
+
+
+def _answer(answers: TargetAnswers, drive: Drive, rank: int, world_size: int, **origin: Any) -> None:
+    for file, result in answers.generate(drive, rank, world_size, **origin):
+        if result.is_merged:
+            logger.log(logging.WARNING if result.num_skipped else logging.INFO, "%s", result.as_text(file))

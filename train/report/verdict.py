@@ -1,0 +1,275 @@
+"""The verdict on a measured draft: faster or slower than decoding without it, the likeliest cause, and the next command.
+
+`judge` is a pure function of recorded facts: report.json, metrics.jsonl, the configuration and the command of the run. Each
+rule about a cause states its figures; the first one that applies is reported. Most rules need the records of a run.
+
+    foreign answers      few supervised tokens are the target's own choice (data_prep.own_answers)
+    no own outputs       trained with objective.steps=1, and its second token is accepted far less often than its first
+    other prompts        far fewer tokens per pass than estimated on the training batches
+    too few steps        the estimate of acceptance was still rising at the end
+    cost of a round      drafted tokens are accepted, but drafting and verifying them takes longer than it saves
+
+Does not own: the measurement and its intervals (sage.bench), the estimate (train.monitor.acceptance_estimate).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from checkpoints.run_folder import METRICS, PROVENANCE, dotted_keys, read_metrics, read_run_config
+from data_prep.own_answers import MIN_OWN_SHARE, OWN_ANSWERS
+from sage.bench.report_table import decode_shares
+from sage.trees import AUTOREGRESSIVE, CHAIN
+from train.config.overrides import changed_command, own_answers_command
+from train.report.warnings import MIN_MEASURED_RATIO
+
+ESTIMATE = "estimated_tokens_per_pass"
+MIN_DEPTH_RATIO = 0.75  # acceptance of the second drafted token over that of the first
+MIN_TRIED = 20  # rounds, below which a rate of acceptance is not judged
+RISE = 1.05  # of the estimate from the third to the last quarter of a run that is still improving
+MIN_ACCEPTED = 1.5  # tokens per pass, from which the cost of a round is the cause rather than acceptance
+UNROLLED_STEPS = 7  # of objective=eagle3
+EXPORTED = ("eagle", "eagle3")  # kinds with an export format of the same name
+
+
+class Result(StrEnum):
+    """The comparison with decoding without a draft; clear if the 95% interval of the speedup excludes 1."""
+
+    faster = "faster"
+    slower = "slower"
+    unclear = "unclear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is recorded about a measured draft.
+
+    Attributes:
+        report: content of report.json.
+        draft: the folder that commands name.
+        run: the run that trained it; "" without one.
+        lines: of metrics.jsonl, up to the step of the draft.
+        config: configuration of the run by dotted key.
+        command: `sys.argv` of the run.
+    """
+
+    report: Mapping[str, Any]
+    draft: str
+    run: str = ""
+    lines: Sequence[Mapping[str, Any]] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    command: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The name of a rule, its sentence with figures, and the command that helps."""
+
+    name: str
+    sentence: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict, as it is stored in report.json under `verdict`.
+
+    Attributes:
+        sentence: the result with policy, speedup, interval and number of prompts.
+        cause: name of the rule that explains it; "" if none applies.
+        explanation: its sentence.
+        next: the command to type next.
+    """
+
+    result: Result
+    sentence: str
+    cause: str
+    explanation: str
+    next: str
+
+
+def judge(facts: Facts) -> Verdict | None:
+    """Returns the verdict; None if no drafting policy was measured."""
+    name = best_policy(facts.report)
+    if name is None:
+        return None
+    result = _result(facts.report["policies"][name])
+    rules = [_foreign_answers] if result is Result.faster else CAUSES
+    cause = next((found for rule in rules if (found := rule(facts, name)) is not None), None)
+    command = cause.command if cause else _next_command(facts, result)
+    sentence = _sentence(facts.report, name, result)
+    return Verdict(result, sentence, cause.name if cause else "", cause.sentence if cause else "", command)
+
+
+def add_verdict(report: dict[str, Any], draft: str, run: Path | None, step: int | None) -> None:
+    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known."""
+    facts = Facts(report=report, draft=draft)
+    if run is not None and step is not None:
+        path = run / PROVENANCE
+        recorded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        facts = Facts(
+            report=report,
+            draft=draft,
+            run=str(run),
+            lines=[line for line in read_metrics(run / METRICS) if line["step"] <= step],
+            config=dotted_keys(read_run_config(run)),
+            command=recorded.get("command", ()),
+        )
+    if (verdict := judge(facts)) is not None:
+        report["verdict"] = asdict(verdict)
+
+
+def verdict_lines(report: Mapping[str, Any]) -> list[str]:
+    """Returns the verdict of a report as lines of text; none if it has no verdict."""
+    verdict = report.get("verdict")
+    if not verdict:
+        return []
+    cause = [f"likeliest cause: {verdict['explanation']}"] if verdict["explanation"] else []
+    return [f"verdict: {verdict['sentence']}", *cause, f"next: {verdict['next']}"]
+
+
+def verdict_markdown(report: Mapping[str, Any]) -> str:
+    """Returns the verdict of a report as a list in Markdown, its command in backticks; empty if it has no verdict."""
+    lines = (line.partition(": ") for line in verdict_lines(report))
+    return "\n".join(f"* **{name}:** {f'`{text}`' if name == 'next' else text}" for name, _, text in lines)
+
+
+def best_policy(report: Mapping[str, Any]) -> str | None:
+    """Returns the speculative policy with the highest decoding speedup; None if there is none."""
+    names = [name for name in report["policies"] if name != AUTOREGRESSIVE]
+    return max(names, key=lambda name: report["policies"][name]["speedup"], default=None)
+
+
+def own_share(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the share of own answers that a run has measured; None if it has not."""
+    return next((float(line[OWN_ANSWERS]) for line in lines if OWN_ANSWERS in line), None)
+
+
+def _result(part: Mapping[str, Any]) -> Result:
+    low, high = part.get("speedup_ci") or (0.0, float("inf"))
+    return Result.faster if low > 1 else Result.slower if high < 1 else Result.unclear
+
+
+def _sentence(report: Mapping[str, Any], name: str, result: Result) -> str:
+    part = report["policies"][name]
+    heads = {
+        Result.faster: "faster than without a draft",
+        Result.slower: "slower than without a draft",
+        Result.unclear: "no clear difference from decoding without a draft",
+    }
+    bounds, count = part.get("speedup_ci"), report["prompts"]
+    sure = f"95% interval {bounds[0]:.2f} to {bounds[1]:.2f} over {count} prompts" if bounds else "one prompt gives no interval"
+    tokens = f"{part['tokens_per_target_pass']:.2f} tokens per target pass"
+    return f"{heads[result]}: {part['speedup']:.2f}x with {name} ({sure}), {tokens}"
+
+
+# -- causes ------------------------------------------------------------------------------------------------------------
+
+
+def _foreign_answers(facts: Facts, name: str) -> Cause | None:
+    own = own_share(facts.lines)
+    if own is None or own >= MIN_OWN_SHARE or facts.config.get("data.answers", "given") != "given":
+        return None
+    sentence = (
+        f"foreign answers: {own:.0%} of the supervised tokens are the target's own choice, below {MIN_OWN_SHARE:.0%}; the "
+        "draft has learned text that the target does not write"
+    )
+    return Cause("foreign_answers", sentence, own_answers_command(facts.command, facts.run))
+
+
+def _no_own_outputs(facts: Facts, name: str) -> Cause | None:
+    if facts.config.get("objective.steps") != 1 or facts.config.get("draft.kind") == "model":
+        return None
+    levels = facts.report["policies"].get(CHAIN, facts.report["policies"][name]).get("acceptance_by_depth", [])[:2]
+    if len(levels) < 2 or min(level["tried"] for level in levels) < MIN_TRIED:
+        return None
+    first, second = (level["kept"] / level["tried"] for level in levels)
+    if second >= MIN_DEPTH_RATIO * first:
+        return None
+    sentence = (
+        f"training without the draft's own outputs (objective.steps=1): {first:.0%} of its first tokens are accepted and "
+        f"{second:.0%} of its second ones, which follow its own first token"
+    )
+    change = f"objective.steps={UNROLLED_STEPS}"
+    return Cause("no_own_outputs", sentence, changed_command(facts.command, facts.run, change, "unrolled"))
+
+
+def _other_prompts(facts: Facts, name: str) -> Cause | None:
+    measured = facts.report["policies"].get(CHAIN, {}).get("tokens_per_target_pass")
+    estimate = facts.lines[-1].get(ESTIMATE) if facts.lines else None
+    if measured is None or not estimate or measured >= MIN_MEASURED_RATIO * estimate:
+        return None
+    sentence = (
+        f"prompts unlike the training data: {measured:.2f} tokens per target pass measured for chain, {estimate:.2f} estimated "
+        "on the training batches; FILE needs rows like the prompts"
+    )
+    return Cause("other_prompts", sentence, changed_command(facts.command, facts.run, "data.path=FILE", "like_prompts"))
+
+
+def _too_few_steps(facts: Facts, name: str) -> Cause | None:
+    last = facts.lines[-1]["step"] if facts.lines else 0
+    quarters: tuple[list[float], list[float]] = ([], [])
+    for line in facts.lines:
+        if line["step"] > last / 2 and ESTIMATE in line:
+            quarters[line["step"] > 3 * last / 4].append(line[ESTIMATE])
+    if not all(quarters) or (after := mean(quarters[1])) < RISE * (before := mean(quarters[0])):
+        return None
+    sentence = (
+        f"too few steps: the estimate rose from {before:.2f} to {after:.2f} tokens per target pass in the last quarter of "
+        f"{last} steps"
+    )
+    return Cause("too_few_steps", sentence, _longer_run(facts))
+
+
+def _cost_of_a_round(facts: Facts, name: str) -> Cause | None:
+    part = facts.report["policies"][name]
+    tokens, shares = part["tokens_per_target_pass"], decode_shares(part) if part["time_s"] else None
+    if tokens < MIN_ACCEPTED or shares is None or not part["speedup"]:
+        return None
+    sentence = (
+        f"the cost of a round: it yields {tokens:.2f} tokens and takes as long as {tokens / part['speedup']:.2f} passes "
+        f"without a draft; {shares[0]:.0%} of the time is the target's, {shares[1]:.0%} the draft's, {shares[-1]:.0%} host "
+        "overhead"
+    )
+    options = "decode.policies=[autoregressive,chain,cost_aware] decode.options.chain.depth=2"
+    return Cause("cost_of_a_round", sentence, f"sage-validate checkpoint={facts.draft} {options}")
+
+
+def _low_acceptance(facts: Facts, name: str) -> Cause | None:
+    tokens = facts.report["policies"][name]["tokens_per_target_pass"]
+    if tokens >= MIN_ACCEPTED or not facts.lines:
+        return None
+    sentence = f"low acceptance: {tokens:.2f} tokens per target pass at best after {facts.lines[-1]['step']} steps"
+    return Cause("low_acceptance", sentence, _longer_run(facts))
+
+
+Rule = Callable[[Facts, str], Cause | None]
+CAUSES: list[Rule] = [
+    _foreign_answers, _no_own_outputs, _other_prompts, _too_few_steps, _cost_of_a_round, _low_acceptance
+]  # fmt: skip
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _longer_run(facts: Facts) -> str:
+    """Returns the command that continues the run to twice its length."""
+    epochs = facts.config.get("train.epochs")
+    length = f"train.epochs={2 * epochs}" if epochs else f"train.max_steps={2 * facts.lines[-1]['step']}"
+    return f"sage-train --resume {facts.run} {length}"
+
+
+def _next_command(facts: Facts, result: Result) -> str:
+    """Returns the command where no cause is known: use the draft, or measure it on more prompts."""
+    kind = facts.config.get("draft.kind")
+    if result is not Result.faster:
+        return f"sage-validate checkpoint={facts.draft} decode.num_prompts={4 * facts.report['prompts']} decode.repeats=3"
+    if facts.run and kind in EXPORTED:
+        return f"sage-export {facts.run} --format {kind} --out exports/{Path(facts.run).name}"
+    return f'sage-generate --draft {facts.run or facts.draft} --image photo.jpg --prompt "What is this?"'
