@@ -86,7 +86,7 @@ def long_examples(config: DataConfig, dataset: Any) -> LongExamples | None:
     if is_stream(dataset):
         return None
     lengths = [Lengths(*row) for row in dataset.full_lengths().tolist()]
-    found = find_long(config, lengths, len(lengths) if config.cache is Cache.examples else len(dataset))
+    found = find_long(config, lengths, len(lengths))
     found.check()
     return found
 

@@ -118,7 +118,7 @@ def shorten_example(
 def example_lengths(example: Example) -> Lengths:
     """Returns the lengths of a complete example."""
     mask = example["loss_mask"]
-    return Lengths(len(mask), _turn_ends(mask)[0], int(mask.int().argmax()))
+    return Lengths(len(mask), turn_ends(mask)[0], int(mask.int().argmax()))
 
 
 def segments(messages: list[Message], processor: Processor) -> list[Segment]:
@@ -200,8 +200,8 @@ def _interleave(frame: list[str], texts: list[str]) -> str:
 def _unused_characters(messages: list[Message]) -> tuple[str, str]:
     """Returns two private-use characters that do not occur in the conversation."""
     text = "".join(part.get("text", "") for message in messages for part in message["content"])
-    unused = [chr(code) for code in PRIVATE_USE if chr(code) not in text]
-    return unused[0], unused[1]
+    unused = (chr(code) for code in PRIVATE_USE if chr(code) not in text)
+    return next(unused), next(unused)
 
 
 def _escape(message: Message, processor: Processor, separator: str, kept: Collection[str] = ()) -> Message:
@@ -209,15 +209,13 @@ def _escape(message: Message, processor: Processor, separator: str, kept: Collec
 
     Example: "<|im_end|>" becomes "<" + separator + "|im_end|>", later two segments, neither of which is a special token.
     """
-    added = {text for text in processor.tokenizer.get_added_vocab() if len(text) > 1}
-    texts = (added | set(processor.family.placeholders.values())) - set(kept)
-    pattern = re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)))
 
     def split(match: re.Match[str]) -> str:
-        return match.group()[0] + separator + match.group()[1:]
+        text = match.group()
+        return text if text in kept else text[0] + separator + text[1:]
 
     def escape(part: Part) -> Part:
-        return part | {"text": pattern.sub(split, part["text"])} if part["type"] == "text" else part
+        return part | {"text": processor.quotable.sub(split, part["text"])} if part["type"] == "text" else part
 
     return {"role": message["role"], "content": [escape(part) for part in message["content"]]}
 
@@ -236,7 +234,7 @@ def _encode(conversation: Conversation, processor: Processor, num_frames: int) -
         raise conversation.error(str(error)) from error
 
 
-def _turn_ends(mask: Tensor) -> list[int]:
+def turn_ends(mask: Tensor) -> list[int]:
     """Returns the end of every turn; a turn ends with a run of supervised tokens."""
     steps = mask[:-1].int() - mask[1:].int()
     return (steps == 1).nonzero().flatten().add(1).tolist() + [len(mask)]
@@ -245,25 +243,24 @@ def _turn_ends(mask: Tensor) -> list[int]:
 def _keep_turns(
     conversation: Conversation, example: Example, processor: Processor, max_length: int, num_frames: int
 ) -> Example:
-    """Keeps the leading turns that fit, or the beginning of the first."""
-    keep = sum(end <= max_length for end in _turn_ends(example["loss_mask"]))
-    if not keep:
-        return _cut(conversation, example, processor, max_length, num_frames)
-    answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    short = replace(conversation, messages=conversation.messages[: answers[keep - 1] + 1])
-    return _encode(short, processor, num_frames)
-
-
-def _cut(conversation: Conversation, example: Example, processor: Processor, max_length: int, num_frames: int) -> Example:
-    """Truncates the answer of the first turn; visual tokens precede it and stay."""
-    first = next(i for i, message in enumerate(conversation.messages) if message["role"] == "assistant")
-    if first + 1 < len(conversation.messages):
-        example = _encode(replace(conversation, messages=conversation.messages[: first + 1]), processor, num_frames)
+    """Keeps the leading turns that fit, or the beginning of the first, whose visual tokens precede the answer and stay."""
+    short, is_cut = leading_turns(conversation, turn_ends(example["loss_mask"]), max_length)
+    if len(short.messages) < len(conversation.messages):
+        example = _encode(short, processor, num_frames)
+    if not is_cut:
+        return example
     total = len(example["input_ids"])
     return {
         key: value[:max_length] if key not in processor.family.pixel_keys and len(value) == total else value
         for key, value in example.items()
     }
+
+
+def leading_turns(conversation: Conversation, ends: list[int], max_length: int) -> tuple[Conversation, bool]:
+    """Returns the turns that end by `max_length`, given the `turn_ends` of all, or the first turn, of which some is cut off."""
+    keep = sum(end <= max_length for end in ends)
+    answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    return replace(conversation, messages=conversation.messages[: answers[max(1, keep) - 1] + 1]), not keep
 
 
 def _check_mask(conversation: Conversation, example: Example, processor: Processor) -> None:

@@ -6,11 +6,16 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 MAX_PROCESSES = 16
+MIN_PARALLEL = 20_000  # items; below, starting workers (seconds each, to import torch) costs more than it saves
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 def num_processes() -> int:
@@ -32,6 +37,35 @@ def start_worker(_number: int = 0) -> None:
     """Initializes a worker process: one torch thread, and the end of the worker with its parent process."""
     threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
     torch.set_num_threads(1)
+
+
+def mapped(work: Callable[[Task], Result], tasks: Sequence[Task], num_items: int, chunk_size: int = 1) -> Iterator[Result]:
+    """Yields the results of tasks in order; from several processes if there are at least `MIN_PARALLEL` items.
+
+    Args:
+        work: is pickled once for each process.
+        num_items: in all tasks together.
+        chunk_size: tasks that a process receives at a time.
+    """
+    processes = num_processes()
+    if num_items < MIN_PARALLEL or processes < 2:
+        yield from map(work, tasks)
+        return
+    with worker_context().Pool(processes, initializer=_start_mapping, initargs=(work,)) as pool:
+        yield from pool.imap(_work_on, tasks, chunksize=chunk_size)
+
+
+_work: list[Callable[[Any], Any]] = []
+
+
+def _start_mapping(work: Callable[[Any], Any]) -> None:
+    start_worker()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
+    _work[:] = [work]
+
+
+def _work_on(task: Any) -> Any:
+    return _work[0](task)
 
 
 def _exit_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.training objective|step`: prints time and memory of training. See docs/performance.md."""
+"""`python -m benchmarks.training objective|step|batches|lengths`: prints what training costs. See docs/performance.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import torch
 
-from benchmarks.training import objective, step
+from benchmarks.training import batches, lengths, objective, step
 from sage.bench.random_targets import layers_that_fit
 from sage.bench.shapes import shape_named, shapes
 from sage.commands.cli import new_parser, run
@@ -22,12 +22,20 @@ from train.launch.ranks import pick_device, process_group
 
 def main() -> int:
     arguments, overrides = _parser().parse_known_args()
-    unknown = [word for word in overrides if arguments.what == "objective" or word.startswith("-")]
+    unknown = [word for word in overrides if arguments.what != "step" or word.startswith("-")]
     if unknown:
         raise ValueError(f"{unknown[0]}: unknown to benchmarks.training {arguments.what}; see --help")
-    if arguments.threads:
+    if getattr(arguments, "threads", None):
         torch.set_num_threads(arguments.threads)
-    print(_objective(arguments) if arguments.what == "objective" else _step(arguments, overrides))
+    match arguments.what:
+        case "objective":
+            print(_objective(arguments))
+        case "step":
+            print(_step(arguments, overrides))
+        case "batches":
+            print(batches.measure(arguments.examples, arguments.step, arguments.budgets))
+        case "lengths":
+            print(lengths.measure(arguments.rows, arguments.target))
     return 0
 
 
@@ -80,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     steps.add_argument("--shape", choices=list(shapes()), help="use a random target of these sizes")
     steps.add_argument("--layers", type=int, help="text layers of --shape; default: as many as fit")
     steps.add_argument("--length", type=int, default=2048, help="tokens per sequence of --shape")
+    divisions = kinds.add_parser("batches", help="padding and waiting of 8, 32 and 64 ranks, computed for lengths of chats")
+    divisions.add_argument("--examples", type=int, default=65536)
+    divisions.add_argument("--step", type=int, default=128, help="train.global_batch_size")
+    divisions.add_argument("--budgets", type=int, nargs="+", default=[8192, 16384], help="values of train.micro_batch_tokens")
+    rows = kinds.add_parser("lengths", help="time to index rows and to measure their lengths")
+    rows.add_argument("--rows", type=int, default=20_000)
+    rows.add_argument("--target", default="data_prep/pocket/targets/pocket_qwen2_5_vl", help="its processor is used")
     return parser
 
 

@@ -23,7 +23,7 @@ from sage.bench.shapes import Shape
 from sage.io.dtypes import torch_dtype
 from sage.io.tables import text_table
 from sage.runtime.timing import now_s
-from train.config.checks import check_batch
+from train.config.checks import check_batch, split_of_length, split_text
 from train.config.schema import Config
 from train.distill.build import build_student
 from train.distill.pairs import count_supervised
@@ -54,8 +54,8 @@ class StepTimes(NamedTuple):
 class RandomFeed:
     """Optimizer steps of random tokens, the second half of each sequence supervised; without data wait."""
 
-    def __init__(self, config: Config, target: sage.Target, length: int, accumulation: int) -> None:
-        shape = (config.train.micro_batch_size, length)
+    def __init__(self, target: sage.Target, length: int, size: int, accumulation: int) -> None:
+        shape = (size, length)
         ids = torch.randint(target.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         mask = torch.arange(length).expand(shape) >= length // 2
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": mask, **target.family.token_inputs(ids)}
@@ -71,11 +71,11 @@ def run_of_shape(config: Config, ranks: Ranks, shape: Shape, num_layers: int, le
     """Yields a run on a random target of a shape, without files; raises ValueError for more layers than it has, or none."""
     if not 1 <= num_layers <= shape.num_layers:
         raise ValueError(f"--layers {num_layers}: {shape.name} takes 1 to {shape.num_layers}")
-    accumulation = check_batch(config, ranks.world_size)
+    size, accumulation = split_of_length(config, ranks.world_size, length)
     target = random_target(shape, num_layers, torch_dtype(config.target.dtype), ranks.device, length + 1)
-    feed = RandomFeed(config, target, length, accumulation)
+    feed = RandomFeed(target, length, size, accumulation)
     student = build_student(config, target, None, ranks)
-    engine = Engine(student, config, ranks, accumulation)
+    engine = Engine(student, config, ranks, check_batch(config, ranks.world_size))
     try:
         yield TrainingRun(
             config=config,
@@ -147,7 +147,7 @@ def _text(run: TrainingRun, times: Sequence[StepTimes], peak_bytes: int) -> str:
     return "\n".join(
         (
             f"{run.teacher.target.name}, draft={config.draft.kind}, {len(ratios)} steps of {config.train.global_batch_size} = "
-            f"{config.train.micro_batch_size} x {run.engine.accumulation}, {median(tokens):.0f} tokens, "
+            f"{split_text(config, run.ranks.world_size)}, {median(tokens):.0f} tokens, "
             f"ZeRO {config.deepspeed.stage}, {config.train.precision}",
             "",
             text_table(None, rows, "<><"),

@@ -5,9 +5,12 @@ Owns: the assignment of examples to ranks and micro-batches, worker processes, r
 
 The order is one infinite sequence of examples, epoch after epoch, a pure function of data and seed. Step s takes the next
 `global_batch_size` examples and divides them into micro-batches, so that a step contains the same examples for any number of
-ranks and any micro-batch size:
+ranks and any division:
 
     step s = [a b c d]    1 rank x 4: [abcd]    1 rank x 2 x 2: [ab] [cd]    2 ranks x 2: rank 0 [ab], rank 1 [cd]
+
+A micro-batch has either `micro_batch_size` examples, or as many as `micro_batch_tokens` allows; in the second case the number
+of micro-batches differs from step to step, and is the same on every rank (`token_budget`).
 
 Examples of similar length share a micro-batch, which reduces padding, and the longest come first, so that out-of-memory errors
 occur immediately. Where the lengths are known, examples of similar length are grouped into steps (`buckets`) and sorted before
@@ -32,6 +35,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from data_prep.batching.buckets import group_by_length
+from data_prep.batching.token_budget import divide_step
 from data_prep.chat import Example
 from data_prep.dataset.stream import is_stream
 from data_prep.workers import start_worker, worker_context
@@ -53,7 +57,8 @@ class StepLoader:
             `source_of(position) -> label`; or a `StreamDataset`.
         collate: list of examples -> dict of tensors with loss_mask [B, T].
         global_batch_size: examples per step over all ranks.
-        micro_batch_size: examples per rank and pass.
+        micro_batch_size: examples per rank and pass; not used with `micro_batch_tokens`.
+        micro_batch_tokens: padded tokens per rank and pass, in a number of passes that depends on the step; None: no budget.
         start_step: the first step to yield, as if the earlier ones had been taken.
         num_workers: processes that build examples, at most one per core; 0: a thread (best for cached examples).
         length_window: number of steps whose examples are sorted by length together, if the lengths are known; 1: none.
@@ -62,10 +67,11 @@ class StepLoader:
     Attributes:
         wait_s: seconds spent waiting for micro-batches so far.
         num_tokens, num_padded_tokens: tokens of the yielded micro-batches so far, without and with padding.
-        accumulation: micro-batches per step and rank.
+        accumulation: micro-batches per step and rank; with a budget of tokens, the most that a step can have.
 
     Raises:
-        ValueError: the global batch size is not a multiple of micro-batch size times ranks.
+        ValueError: the global batch size is not a multiple of micro-batch size times ranks, or of the ranks with a budget of
+            tokens; or a budget for a dataset whose lengths are unknown.
     """
 
     def __init__(
@@ -81,18 +87,24 @@ class StepLoader:
         num_workers: int = 0,
         length_window: int = 1,
         stage: Callable[[Batch], Batch] | None = None,
+        micro_batch_tokens: int | None = None,
     ) -> None:
+        if micro_batch_tokens is not None:
+            micro_batch_size = 1  # the fewest examples of a micro-batch
         if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * world_size):
+            per_rank = f"train.micro_batch_size ({micro_batch_size}) x " if micro_batch_tokens is None else ""
             raise ValueError(
-                f"train.global_batch_size: {global_batch_size}; allowed: a multiple of train.micro_batch_size "
-                f"({micro_batch_size}) x ranks ({world_size})"
+                f"train.global_batch_size: {global_batch_size}; allowed: a multiple of {per_rank}ranks ({world_size})"
             )
         self.dataset, self.collate = dataset, collate
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.micro_batch_tokens = micro_batch_tokens
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.start_step, self.num_workers, self.length_window = start_step, num_workers, length_window
         self.stage = stage
         self.lengths: np.ndarray | None = getattr(dataset, "lengths", None)
+        if micro_batch_tokens is not None and self.lengths is None:
+            raise ValueError(f"train.micro_batch_tokens: {micro_batch_tokens}; the lengths of these data are unknown")
         self.accumulation = global_batch_size // (micro_batch_size * world_size)
         self.wait_s, self.num_tokens, self.num_padded_tokens = 0.0, 0, 0
         self._epoch = lru_cache(maxsize=2)(self._order)  # a step may span two epochs
@@ -101,6 +113,19 @@ class StepLoader:
     def steps_per_epoch(self) -> float | None:
         """Optimizer steps per epoch; None for a stream."""
         return None if is_stream(self.dataset) else len(self.dataset) / self.global_batch_size
+
+    @property
+    def over_budget(self) -> str:
+        """A line about the examples that exceed `micro_batch_tokens`; empty if there is none."""
+        if self.lengths is None or self.micro_batch_tokens is None:
+            return ""
+        number = int((self.lengths > self.micro_batch_tokens).sum())
+        if not number:
+            return ""
+        return (
+            f"train.micro_batch_tokens={self.micro_batch_tokens}: {number} of {len(self.lengths)} examples are longer and form "
+            f"micro-batches of their own; the longest has {self.lengths.max()} tokens"
+        )
 
     def step_positions(self, step: int) -> list[int]:
         """Returns the positions of all ranks' examples of a step, in order (not for streams)."""
@@ -113,9 +138,9 @@ class StepLoader:
     def __iter__(self) -> Generator[list[Batch], None, None]:
         batches = self._prefetched()
         try:
-            while True:
+            for number in count(self.start_step):
                 begin = time.perf_counter()
-                step = [next(batches) for _ in range(self.accumulation)]
+                step = [next(batches) for _ in range(self._num_micro_batches(number))]
                 self.wait_s += time.perf_counter() - begin
                 self.num_tokens += sum(int(batch["attention_mask"].sum()) for batch in step)
                 self.num_padded_tokens += sum(batch["attention_mask"].numel() for batch in step)
@@ -125,11 +150,24 @@ class StepLoader:
 
     def _micro_batch_keys(self) -> Iterator[list[Any]]:
         """Yields the dataset keys of this rank's micro-batches: positions, or items of a stream."""
+        if self.micro_batch_tokens is not None:
+            for number in count(self.start_step):
+                yield from self._divided(number)
         size = self.micro_batch_size
         for step in self._step_keys():
             for micro in range(self.accumulation):
                 first = (micro * self.world_size + self.rank) * size
                 yield step[first : first + size]
+
+    def _num_micro_batches(self, step: int) -> int:
+        return self.accumulation if self.micro_batch_tokens is None else len(self._divided(step))
+
+    def _divided(self, step: int) -> list[list[int]]:
+        """Returns the positions of this rank's micro-batches of a step under the budget of tokens."""
+        assert self.lengths is not None and self.micro_batch_tokens is not None
+        positions = self.step_positions(step)
+        passes = divide_step(self.lengths[positions].tolist(), self.micro_batch_tokens, self.world_size)
+        return [[positions[place] for place in groups[self.rank].members] for groups in passes]
 
     def _step_keys(self) -> Iterator[list[Any]]:
         if is_stream(self.dataset):

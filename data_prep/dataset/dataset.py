@@ -12,6 +12,7 @@ Shapes: V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,24 +22,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data_prep.cache import cache_dir, computed_once
-from data_prep.chat import Example, Lengths, build_example, encode_example, example_lengths
+from data_prep.chat import Example, build_example
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.example_store import ExampleStore
 from data_prep.dataset.index import Index
-from data_prep.dataset.lengths import as_array
-from data_prep.dataset.mixing import MixedOrder, sample
-from data_prep.dataset.prepare import LENGTHS, processor_fingerprint
+from data_prep.dataset.measure import Measuring, built_lengths, full_lengths
+from data_prep.dataset.mixing import MixedOrder
+from data_prep.dataset.prepare import LENGTHS
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, read_skipped, unique_rows
 from data_prep.dataset.stream import is_stream
 from data_prep.sources.base import Source
 from sage.inputs.processing import Processor
-from sage.io.files import json_digest
-from sage.io.progress import progress_bar
-from sage.io.source import source_digest
 
-NUM_MEASURED = 500  # examples whose lengths are measured before training; more would take minutes with large images
 MAX_INVALID_IN_A_ROW = 100
 NUM_SAMPLED = 4096  # examples to count where they are not cached
 
@@ -93,28 +89,22 @@ class ConversationDataset(Dataset[Example]):
         return unique_rows(read_skipped(self.index.folder / SKIPPED) + [item.as_row() for item in self.skipped.items])
 
     def full_lengths(self) -> np.ndarray:
-        """Returns the lengths of a sample of the examples before they are shortened, int64 [N, 3] (`Lengths`).
+        """Returns the lengths of all valid examples before they are shortened, int64 [N, 3] (`Lengths`)."""
+        found = self._full_lengths
+        return found[found[:, 0] > 0]
 
-        They are measured once and cached, for any `data.max_length`.
-        """
-        code = source_digest("data_prep.chat", type(self.processor.family).__module__)
-        key = json_digest([self.fingerprint, self.config.num_frames, processor_fingerprint(self.processor), code])
-        cached = cache_dir(self.config.cache_dir) / "lengths" / f"{key}.npy"
-        with computed_once(cached, self._write_lengths):
-            return np.load(cached)
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens per example, int64 [N], measured once without decoding pixels."""
+        return built_lengths(self._measuring, self._full_lengths)
 
-    def _write_lengths(self, path: Path) -> None:
-        positions = progress_bar(sample(len(self), NUM_MEASURED), "measuring lengths")
-        found = [lengths for position in positions if (lengths := self._lengths(position)) is not None]
-        with path.open("wb") as file:
-            np.save(file, as_array(found))
+    @cached_property
+    def _full_lengths(self) -> np.ndarray:
+        return full_lengths(self._measuring, self.skipped.add)
 
-    def _lengths(self, position: int) -> Lengths | None:
-        try:
-            return example_lengths(encode_example(self.conversation(position), self.processor, self.config.num_frames))
-        except BadItem as error:
-            self.skipped.add(error)
-            return None
+    @property
+    def _measuring(self) -> Measuring:
+        return Measuring(self.config, self.sources, self.index, self.processor)
 
     def _example(self, position: int) -> Example:
         config = self.config

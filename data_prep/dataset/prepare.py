@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from data_prep.dataset.lengths import as_array, find_long
 from data_prep.dataset.skip_log import SKIPPED, SkipLog
 from data_prep.sources.base import Source
 from data_prep.splits import Split
-from data_prep.workers import num_processes, start_worker, worker_context
+from data_prep.workers import mapped
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 from sage.io.progress import progress_bar
@@ -35,11 +35,9 @@ from sage.io.source import source_digest
 logger = logging.getLogger(__name__)
 Item = tuple[str, int, Packed]  # id, source number, fields
 Encoded = tuple[Item | BadItem, Lengths | None]
-Encode = Callable[[int], Encoded]  # by position in the index
 STORE = "store"
 LENGTHS = "lengths.npy"  # of every example before it is shortened
 CHUNK_SIZE = 64  # examples per task of a worker
-MIN_PARALLEL = 20_000  # items; below, starting workers (seconds each, to import torch) costs more than it saves
 
 
 def prepare_examples(config: DataConfig, sources: list[Source], index: Index, processor: Processor) -> ExampleStore:
@@ -88,7 +86,8 @@ def _write_examples(config: DataConfig, sources: list[Source], index: Index, pro
     measured: list[Lengths] = []
 
     def valid() -> Iterator[Item]:
-        encoded = _encode_all(partial(_pack, config, sources, index, processor, table), len(index))
+        pack_one = partial(_pack, config, sources, index, processor, table)
+        encoded = mapped(pack_one, range(len(index)), len(index), CHUNK_SIZE)
         for position, (item, lengths) in enumerate(progress_bar(encoded, "preparing", len(index))):
             measured.extend([lengths] if lengths else [])
             if not isinstance(item, BadItem):
@@ -119,25 +118,3 @@ def _pack(
     except BadItem as error:
         return error, lengths
     return (conversation.id, int(index.source[position]), pack(example, table)), lengths
-
-
-def _encode_all(encode: Encode, total: int) -> Iterator[Encoded]:
-    """Yields the results in order, from several processes if there are enough items."""
-    processes = num_processes()
-    if total < MIN_PARALLEL or processes < 2:
-        yield from map(encode, range(total))
-        return
-    with worker_context().Pool(processes, initializer=_start_worker, initargs=(encode,)) as pool:
-        yield from pool.imap(_encode_one, range(total), chunksize=CHUNK_SIZE)
-
-
-_worker: list[Encode] = []
-
-
-def _start_worker(encode: Encode) -> None:
-    start_worker()
-    _worker[:] = [encode]
-
-
-def _encode_one(position: int) -> Encoded:
-    return _worker[0](position)

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from sage.inputs.video import Size, VideoSize
+
 Inputs = dict[str, Any]
 
 
@@ -102,6 +104,26 @@ class InputFormat:
             found, texts["video"] = self.encode_videos(image_processor, videos, fps)
             pixels |= found
         return pixels, [texts[kind].pop(0) for kind in order]
+
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
+        """Returns the texts of `encode_images` from the sizes of one conversation's images; None: unknown without pixels."""
+        return None
+
+    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str] | None:
+        """Returns the texts of `encode_videos` from the sizes of one conversation's videos; None: unknown without pixels."""
+        return None
+
+    def media_texts(
+        self, image_processor: Any, order: Sequence[str], images: Sequence[Size], videos: Sequence[VideoSize], fps: list[float]
+    ) -> list[str] | None:
+        """Returns the texts of `encode_media` from the sizes of images and videos; None if the family needs their pixels."""
+        texts = {
+            "image": self.image_texts(image_processor, images) if images else [],
+            "video": self.video_texts(image_processor, videos, fps) if videos else [],
+        }
+        readers = {kind: None if found is None else iter(found) for kind, found in texts.items()}
+        found = [None if (reader := readers[kind]) is None else next(reader) for kind in order]
+        return None if None in found else [text for text in found if text is not None]
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         """Returns per-token inputs in addition to `input_ids` [T]; none by default."""

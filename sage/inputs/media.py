@@ -16,20 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from sage.inputs.video import (
     DECODING_ERRORS,
     MAX_PIXELS,
     TOO_MANY_PIXELS,
     Segment,
+    Size,
     Video,
+    VideoSize,
+    measure_video,
     no_size_warning,
     read_video,
     sample_frames,
     video_times,
 )
 
+FIRST_TURNED = 5  # orientations of EXIF from 5 to 8 exchange width and height
 MIN_SIDE = 2  # pixels; with one, image processors cannot infer the channel axis
 MAX_ASPECT = 200  # limit of Qwen2.5-VL
 DEFAULT_FRAMES = 16
@@ -65,6 +69,32 @@ def open_image(source: Any, allow_urls: bool = False) -> Image.Image:
         raise ValueError(f"image {name}: {_reason(error)}") from error
 
 
+def image_size(source: Any) -> Size:
+    """Returns width and height of `open_image`'s result from the header of the file, without decoding pixels.
+
+    Raises ValueError as `open_image`, except for files whose pixels are corrupt.
+    """
+    name = _name(source)
+    try:
+        with no_size_warning():
+            if isinstance(source, Image.Image):
+                return _upright_size(source)
+            with Image.open(_stream(source)) as image:
+                return _upright_size(image)
+    except ValueError as error:
+        raise ValueError(f"image {name}: {error}") from error
+    except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
+        raise ValueError(f"image {name}: {_reason(error)}") from error
+
+
+def _upright_size(image: Image.Image) -> Size:
+    """Returns the size after the rotation of EXIF. (A PNG's own `getexif` decodes it to find a chunk after the pixels.)"""
+    _check_size(image.size)
+    width, height = image.size
+    is_turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) >= FIRST_TURNED
+    return (height, width) if is_turned else (width, height)
+
+
 def check_media(source: Any, kind: str = "image") -> None:
     """Raises ValueError if the file of an image or of a video is missing or empty; reads nothing."""
     if isinstance(source, (str, Path)) and not str(source).startswith("data:"):
@@ -86,6 +116,24 @@ def open_video_part(part: dict[str, Any], num_frames: int | None = None) -> Vide
     return open_video(source, num_frames, segment, DEFAULT_FPS if fps is None else fps)
 
 
+def video_size(part: dict[str, Any], num_frames: int | None = None) -> tuple[VideoSize, float]:
+    """Returns the frames and the size of `open_video_part`'s result and its frames per second, without decoding pixels.
+
+    Raises ValueError as `open_video_part`, except for corrupt pixels and frames of different sizes.
+    """
+    source = source_of(part, "video")
+    segment, fps = video_times(part, f"video {_name(source)}")
+    num_frames = _default_frames(source) if num_frames is None else num_frames
+    if isinstance(source, (str, Path)):
+        _check_path(source, f"video {_name(source)}: ")
+        if not Path(source).is_dir():
+            return measure_video(Path(source), num_frames, segment)
+    frames, fps = _sampled(source, num_frames, segment, DEFAULT_FPS if fps is None else fps)
+    if not frames:
+        raise ValueError(f"video {_name(source)}: no frames")
+    return VideoSize(len(frames), *image_size(frames[0])), fps
+
+
 def open_video(source: Any, num_frames: int | None = None, segment: Segment = None, frames_per_s: float = DEFAULT_FPS) -> Video:
     """Opens at most `num_frames` evenly spaced RGB frames of a video.
 
@@ -98,8 +146,7 @@ def open_video(source: Any, num_frames: int | None = None, segment: Segment = No
     Raises:
         ValueError: missing or unreadable, frames of different sizes, or no reader for video files.
     """
-    if num_frames is None:
-        num_frames = DEFAULT_FRAMES if isinstance(source, (str, Path)) else len(source)
+    num_frames = _default_frames(source) if num_frames is None else num_frames
     frames, fps = _sampled(source, num_frames, segment, frames_per_s)
     if not frames:
         raise ValueError(f"video {_name(source)}: no frames")
@@ -110,6 +157,10 @@ def open_video(source: Any, num_frames: int | None = None, segment: Segment = No
     if len({image.size for image in images}) > 1:
         raise ValueError(f"video {_name(source)}: frames of different sizes")
     return Video(images, fps)
+
+
+def _default_frames(source: Any) -> int:
+    return DEFAULT_FRAMES if isinstance(source, (str, Path)) else len(source)
 
 
 def _sampled(source: Any, num_frames: int, segment: Segment, frames_per_s: float) -> tuple[Sequence[Any], float]:

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers.utils import cached_file
 
 from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.media import DEFAULT_FPS, open_image, open_video_part, source_of
+from sage.inputs.video import Size, VideoSize
 
 TEMPLATE_FILE = "chat_template.json"
 BLANK = "\u2581"  # of SentencePiece
@@ -151,8 +152,7 @@ class Processor:
         texts, pixels = self._encode_media(segments, images or [], videos or [], fps)
         if self.family.placeholders:
             segments = [(self._placeholders.sub(lambda _: texts.pop(0), text), is_answer) for text, is_answer in segments]
-        ids = self._tokenize(segments)
-        ids[0] = [*self._beginning(segments[0][0]), *ids[0]]
+        [ids] = self._tokenize([segments])
         input_ids = torch.tensor([token for piece in ids for token in piece], dtype=torch.long)
         mask = [supervised for piece, (_, supervised) in zip(ids, segments, strict=True) for _ in piece]
         loss_mask = torch.tensor(mask, dtype=torch.bool)
@@ -163,6 +163,16 @@ class Processor:
     ) -> tuple[list[str], Inputs]:
         """Returns the texts that replace the placeholders, in reading order, and the pixel inputs."""
         fps = [DEFAULT_FPS] * len(videos) if fps is None else fps
+        order = self._media_order(segments, images, videos, fps)
+        if not images and not videos:
+            return [], {}
+        pixels, texts = self.family.encode_media(self.image_processor, order, images, videos, fps)
+        return texts, pixels
+
+    def _media_order(
+        self, segments: list[Segment], images: Sequence[Any], videos: Sequence[Any], fps: Sequence[float]
+    ) -> list[str]:
+        """Returns "image" or "video" for each placeholder; ValueError if there are not as many images, videos and rates."""
         if len(fps) != len(videos):
             raise ValueError(f"video: {len(videos)} video(s) and {len(fps)} value(s) of fps; give one for each video")
         kinds = {token: kind for kind, token in self.family.placeholders.items()}
@@ -173,51 +183,109 @@ class Processor:
                 raise ValueError(f"prompt: {spare} more image(s) or video(s) than {token!r} placeholders in the text")
             if spare < 0:
                 raise ValueError(f"prompt: a {token!r} placeholder in the text has no image or video")
-        if not images and not videos:
-            return [], {}
-        pixels, texts = self.family.encode_media(self.image_processor, order, images, videos, fps)
-        return texts, pixels
+        return order
 
     @property
     def _placeholders(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.family.placeholders.values())))
 
-    def _tokenize(self, pieces: list[Segment]) -> list[list[int]]:
-        """Tokenizes pieces of one text; the first one and every answer as if it was a text of its own.
+    def _tokenize(self, chats: Sequence[Sequence[Segment]]) -> list[list[list[int]]]:
+        """Tokenizes the segments of chats in one call; the first and every answer as if it was a text of its own.
 
-        A SentencePiece tokenizer puts a blank before a text. A generated answer begins with one, the other pieces do not.
+        A SentencePiece tokenizer puts a blank before a text. A generated answer begins with one, the other segments do not.
         """
+        texts = [text for chat in chats for text, _ in chat]
+        before = [prefix for chat in chats for prefix in self._prefixes(chat)]
+        joined = self._ids([prefix + text for prefix, text in zip(before, texts, strict=True)])
+        alone = dict(zip(prefixes, self._ids(prefixes), strict=True)) if (prefixes := sorted(set(before) - {""})) else {}
+        found = iter(
+            self._without_prefix(text, ids, alone.get(prefix, []))
+            for prefix, text, ids in zip(before, texts, joined, strict=True)
+        )
+        tokenized = [list(islice(found, len(chat))) for chat in chats]
+        for chat, ids in zip(chats, tokenized, strict=True):
+            ids[0] = [*self._beginning(chat[0][0]), *ids[0]]
+        return tokenized
+
+    def _prefixes(self, chat: Sequence[Segment]) -> list[str]:
+        """Returns, for each segment that is tokenized within its chat, the special token before it or a line break; else ""."""
         if not self.prepends_blank:
-            return [self._ids(text) for text, _ in pieces]
-        found = [self._ids(pieces[0][0])]
-        for (before, was_supervised), (text, is_supervised) in pairwise(pieces):
+            return [""] * len(chat)
+        found = [""]
+        for (before, was_supervised), (_, is_supervised) in pairwise(chat):
             is_answer = is_supervised and not was_supervised
-            found.append(self._ids(text) if is_answer else self._ids_after(before, text))
+            found.append("" if is_answer else next((token for token in self._added if before.endswith(token)), "\n"))
         return found
+
+    def _without_prefix(self, text: str, ids: list[int], prefix: list[int]) -> list[int]:
+        """Returns the ids of a text without those of its prefix."""
+        return ids[len(prefix) :] if ids[: len(prefix)] == prefix else self._ids([text])[0]
 
     @cached_property
     def prepends_blank(self) -> bool:
         """Whether the tokenizer puts a blank before every text, as SentencePiece does."""
         return bool(self.tokenizer.tokenize("a")[0].startswith(BLANK))
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]  # no warning of a long prompt
+    @cached_property
+    def _added(self) -> list[str]:
+        """The added tokens, the longest first."""
+        return sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+
+    @cached_property
+    def quotable(self) -> re.Pattern[str]:
+        """Matches the special tokens and placeholders that may be quoted in a text."""
+        texts = {text for text in self._added if len(text) > 1} | set(self.family.placeholders.values())
+        return re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)))
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}  # no warning of a long prompt
+        ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
         return ids
 
-    def _ids_after(self, before: str, text: str) -> list[int]:
-        """Returns the ids of `text` within a text: after the special token at the end of `before`, or after a line break."""
-        special = max((token for token in self.tokenizer.get_added_vocab() if before.endswith(token)), key=len, default="\n")
-        alone, both = self._ids(special), self._ids(special + text)
-        return both[len(alone) :] if both[: len(alone)] == alone else self._ids(text)
+    @cached_property
+    def _bos_ids(self) -> list[int]:
+        """The BOS token if the tokenizer begins every text with it."""
+        bos = self.tokenizer.bos_token_id
+        return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
 
     def _beginning(self, text: str) -> list[int]:
         """Returns the BOS token if the tokenizer begins a text with it and the rendered chat does not."""
-        bos = self.tokenizer.bos_token_id
-        if bos is None or text.startswith(self.tokenizer.bos_token):
-            return []
-        return [bos] if self.tokenizer("")["input_ids"][:1] == [bos] else []
+        return [] if not self._bos_ids or text.startswith(self.tokenizer.bos_token) else self._bos_ids
+
+    def with_media_texts(
+        self, segments: list[Segment], images: list[Size], videos: list[VideoSize], fps: list[float]
+    ) -> tuple[list[Segment], list[int]] | None:
+        """Replaces the placeholders of `encode`'s segments by the texts for images and videos of these sizes.
+
+        Returns:
+            the segments, with one token in place of a run of visual ones, and the number of tokens that each is short of;
+            None if the family needs pixels.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        order = self._media_order(segments, images, videos, fps)
+        if not images and not videos:
+            return segments, [0] * len(segments)
+        texts = self.family.media_texts(self.image_processor, order, images, videos, fps)
+        if texts is None:
+            return None
+        left, found, omitted = iter(texts), [], []
+        for text, is_answer in segments:
+            expanded = self._placeholders.sub(lambda _: next(left), text)
+            shortened = self._slot_runs.sub(lambda run: run[1], expanded)
+            found.append((shortened, is_answer))
+            omitted.append(sum(len(run[0]) // len(run[1]) - 1 for run in self._slot_runs.finditer(expanded)))
+        return found, omitted
+
+    def count_tokens(self, chats: Sequence[Sequence[Segment]]) -> list[list[int]]:
+        """Returns the number of tokens of every segment of chats, in which the placeholders have been replaced."""
+        return [[len(ids) for ids in chat] for chat in self._tokenize(chats)] if chats else []
+
+    @cached_property
+    def _slot_runs(self) -> re.Pattern[str]:
+        """Matches several visual tokens in a row; group 1 is one of them."""
+        return re.compile(rf"({'|'.join(map(re.escape, self.family.slot_texts.values()))})\1+")
 
     def collate(self, examples: list[Inputs]) -> Inputs:
         """Right-pads token fields to the longest example and stacks pixel fields; adds attention_mask [B, T]."""

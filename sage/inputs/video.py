@@ -27,6 +27,15 @@ MAX_PIXELS = 100_000_000  # of an image or a frame
 TOO_MANY_PIXELS = f"too many pixels, allowed: at most {MAX_PIXELS}"
 
 Segment = tuple[float, float] | None  # seconds
+Size = tuple[int, int]  # width and height in pixels
+
+
+class VideoSize(NamedTuple):
+    """Number of the sampled frames of a video, and their width and height in pixels."""
+
+    frames: int
+    width: int
+    height: int
 
 
 class Video(NamedTuple):
@@ -54,6 +63,29 @@ def read_video(path: Path, num_frames: int, segment: Segment = None) -> Video:
     if not video.frames:
         raise ValueError(f"video {path}: no frames could be read")
     return video
+
+
+def measure_video(path: Path, num_frames: int, segment: Segment = None) -> tuple[VideoSize, float]:
+    """Returns the frames and the size of `read_video`'s result and its frames per second.
+
+    Of a file for `av` the container is read, whose number of frames decoding could fall short of if the file is corrupt. A GIF,
+    which has neither a rate nor a number of frames, is decoded. Raises ValueError as `read_video`.
+    """
+    if path.suffix.lower() == ".gif" or importlib.util.find_spec(READER) is None:
+        video = read_video(path, num_frames, segment)
+        return VideoSize(len(video.frames), *video.frames[0].size), video.fps
+    av: Any = importlib.import_module(READER)
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            rate, width, height = _rate_of(stream), stream.codec_context.width, stream.codec_context.height
+            total = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
+    except (ValueError, *DECODING_ERRORS, av.error.FFmpegError) as error:
+        raise ValueError(f"video {path}: not a readable video ({error})") from error
+    wanted, fps = sample_frames(total, rate, segment, num_frames)
+    if not wanted:
+        raise ValueError(f"video {path}: no frames could be read")
+    return VideoSize(len(wanted), width, height), fps
 
 
 @contextmanager
@@ -135,11 +167,15 @@ def _read_gif(path: Path, num_frames: int, segment: Segment) -> Video:
         return Video([frames[i].convert("RGB") for i in wanted], fps)
 
 
+def _rate_of(stream: Any) -> float:
+    return float(stream.average_rate or UNKNOWN_FPS)
+
+
 def _read_av(path: Path, num_frames: int, segment: Segment) -> Video:
-    av: Any = importlib.import_module("av")
+    av: Any = importlib.import_module(READER)
     try:
         with av.open(str(path)) as container:
-            rate = float(container.streams.video[0].average_rate or UNKNOWN_FPS)
+            rate = _rate_of(container.streams.video[0])
             total = sum(1 for _ in container.decode(video=0))
         wanted, fps = sample_frames(total, rate, segment, num_frames)
         kept = set(wanted)

@@ -10,18 +10,21 @@ from typing import Any
 
 import datasets
 import pytest
+from PIL import ExifTags, Image
 from support.data_helpers import make_processor, save_images, share_turns
 from support.messages import check_message, refused
+from support.processors import random_image
 
 from data_prep.build import build_dataset, long_examples
 from data_prep.chat import Fit, Lengths, build_example
 from data_prep.config import Cache, DataConfig, OnBad, OnLong
 from data_prep.conversation import BadItem, Conversation, TooLong
-from data_prep.dataset import dataset as dataset_module
+from data_prep.dataset import measure
 from data_prep.dataset.lengths import find_long
 from data_prep.dataset.skip_log import read_skipped
 from data_prep.sources import SourceConfig
 from data_prep.tools import cli
+from sage.inputs import media
 
 PROCESSOR = make_processor("qwen2_5_vl")
 # 40, 239 and 116 tokens
@@ -84,16 +87,58 @@ def test_listed_items_have_a_kind(tmp_path: Path) -> None:
     assert [(row["index"], row["kind"]) for row in read_skipped(listing)] == [("1", "invalid"), ("2", "too long")]
 
 
-def test_a_sample_is_measured_once_for_every_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "NUM_MEASURED", 4)
+def test_lengths_are_measured_once_for_every_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = rows(tmp_path, *[SHORT] * 6, *[ONE_LONG] * 6, max_length=100)
-    found = long_examples(config, build_dataset(config, PROCESSOR))
-    assert found is not None and (found.num_measured, found.total) == (4, 12)
-    assert "4 measured examples (of 12)" in found.line()
-    monkeypatch.setattr(dataset_module, "encode_example", None)
-    for max_length in (None, 20_000):
+    assert long_examples(config, build_dataset(config, PROCESSOR)) is not None
+    monkeypatch.setattr(measure, "segments", None)
+    for max_length in (None, 20_000, 200):
         again = long_examples(config, build_dataset(replace(config, max_length=max_length), PROCESSOR))
-        assert again is not None and again.num_measured == 4
+        assert again is not None and again.num_measured == again.total == 12
+
+
+def media_rows(folder: Path) -> list[dict[str, Any]]:
+    """Rows with images of several sizes, one of them rotated by EXIF and one shared, and videos as a folder and as a GIF."""
+    frames = [random_image(20, 12, i) for i in range(5)]
+    (folder / "frames").mkdir()
+    for i, frame in enumerate(frames):
+        frame.save(folder / "frames" / f"{i}.png")
+    frames[0].save(folder / "clip.gif", save_all=True, append_images=frames[1:], duration=250)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    for name, size, more in (("a.png", (16, 40), {}), ("b.jpg", (90, 31), {}), ("c.jpg", (64, 20), {"exif": exif})):
+        random_image(*size).save(folder / name, **more)
+    turns, clip = share_turns("<image>a", "b", "c", "d" * 60), share_turns("<video>a", "b" * 30)
+    names = ["a.png", "b.jpg", "c.jpg", "b.jpg"]
+    two = share_turns("<image><image>a", "b" * 9)
+    return [
+        *({"image": name, "conversations": turns} for name in names),
+        {"image": names[:2], "conversations": two},
+        *({"video": name, "conversations": clip} for name in ("frames", "clip.gif")),
+        {"conversations": share_turns("text", "alone <|im_end|>", "é", "🙂")},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("max_length", "on_long"), [(None, OnLong.turn), (90, OnLong.turn), (75, OnLong.cut), (90, OnLong.drop)]
+)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
+def test_lengths_are_those_of_the_built_examples(
+    family: str, max_length: int | None, on_long: OnLong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropped examples have the length of the next, which takes their place; no pixel of an image is decoded."""
+    (tmp_path / "rows.json").write_text(json.dumps(media_rows(tmp_path)))
+    source = SourceConfig(kind="llava_json", path=str(tmp_path / "rows.json"))
+    limits = {"max_length": max_length, "on_long": on_long, "num_frames": 4}
+    config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "cache"), **limits)  # type: ignore[arg-type]
+    processor = make_processor(family)
+    if family == "qwen2_5_vl":
+        processor.image_processor.size = {"shortest_edge": 64, "longest_edge": 1024}
+    dataset = build_dataset(config, processor)
+    with monkeypatch.context() as patch:
+        patch.setattr(media, "_normalized", None)
+        found = dataset.lengths.tolist()
+    assert found == [len(dataset[position]["input_ids"]) for position in range(len(dataset))]
+    assert len(set(found)) > 2 and max(found) <= (max_length or 1000)
 
 
 def test_corrupt_image_is_found_before_training(tmp_path: Path) -> None:

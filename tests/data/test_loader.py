@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_helpers import Numbers, ids_by_step, make_processor, take
 from support.data_helpers import collate_numbers as collate
-from support.messages import refused
+from support.messages import check_message, refused
 
 from data_prep.batching.buckets import group_by_length
 from data_prep.batching.loader import NUM_BATCHES_AHEAD, StepLoader, _Builder
+from data_prep.batching.token_budget import divide_step
 from data_prep.build import build_dataset
 from data_prep.config import Cache, DataConfig
 from data_prep.conversation import BadItem
@@ -236,6 +237,68 @@ def test_pocket_batch_takes_a_fraction_of_a_step(family: str, tmp_path: Path) ->
     for first in (0, 16, 32, 48):
         build[list(range(first, first + 16))]
     assert (time.thread_time() - begin) / 4 < 0.06
+
+
+# -- a budget of tokens ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 900))
+def test_a_budget_divides_a_step_evenly(lengths: list[int], world_size: int, budget: int) -> None:
+    lengths = lengths * world_size
+    passes = divide_step(lengths, budget, world_size)
+    groups = [group for ranks in passes for group in ranks]
+    assert sorted(place for group in groups for place in group.members) == list(range(len(lengths)))
+    assert all(len(ranks) == world_size for ranks in passes)
+    for group in groups:
+        assert group.longest == max(lengths[place] for place in group.members)
+        assert group.padded_tokens <= budget or len(group.members) == 1
+    largest = [max(group.padded_tokens for group in ranks) for ranks in passes]
+    assert largest == sorted(largest, reverse=True)  # memory runs out immediately or never
+    fewest = -(-len(one_rank) // world_size) if (one_rank := divide_step(lengths, budget, 1)) else 0
+    assert len(passes) == fewest
+
+
+def test_a_budget_balances_the_ranks() -> None:
+    """Real / padded tokens, and the mean over ranks / their maximum, both in padded tokens of a pass."""
+    lengths = lengths_like_conversations(64 * 32)
+    order = group_by_length(np.arange(len(lengths)), lengths, 0, 64, 16, 0).reshape(-1, 64)
+    for world_size, least in ((2, 0.97), (8, 0.95), (16, 0.9)):
+        passes = [ranks for step in order for ranks in divide_step(lengths[step].tolist(), 1024, world_size)]
+        tokens = np.array([[group.padded_tokens for group in ranks] for ranks in passes])
+        assert lengths.sum() / tokens.sum() > 0.98
+        assert tokens.mean(1).sum() / tokens.max(1).sum() > least
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_budget_changes_no_step_and_resumes_anywhere(world_size: int) -> None:
+    lengths = lengths_like_conversations(40)
+    data = Long(lengths, is_known=True)
+    expected = ids_by_step(take(StepLoader(data, collate, 8, 8, length_window=3), 9))
+
+    def loader(rank: int, start: int = 0) -> StepLoader:
+        return StepLoader(data, collate, 8, 8, rank, world_size, 0, start, length_window=3, micro_batch_tokens=260)
+
+    ranks = [take(loader(rank), 9) for rank in range(world_size)]
+    for rank, steps in enumerate(ranks):
+        assert [len(step) for step in steps] == [len(step) for step in ranks[0]]
+        assert take(loader(rank, 4), 5) == steps[4:]
+        sizes = [[int(lengths[int(name[1:])]) for name in micro] for step in steps for micro in step]
+        assert all(len(micro) * max(micro) <= 260 or len(micro) == 1 for micro in sizes)
+    together = [{name for steps in ranks for micro in steps[number] for name in micro} for number in range(9)]
+    assert together == expected
+    assert len({len(step) for step in ranks[0]}) > 1 or world_size == 4
+
+
+def test_budgets_that_cannot_be_kept() -> None:
+    with refused("train.micro_batch_tokens: 100", "unknown"):
+        StepLoader(Numbers(4), collate, 4, 1, micro_batch_tokens=100)
+    data = Long(np.array([5, 9, 30, 7]), is_known=True)
+    with refused("train.global_batch_size: 4", "ranks (3)"):
+        StepLoader(data, collate, 4, 1, 0, 3, micro_batch_tokens=20)
+    check_message(StepLoader(data, collate, 4, 1, micro_batch_tokens=20).over_budget, "1 of 4 examples", "30 tokens")
+    assert not StepLoader(data, collate, 4, 1, micro_batch_tokens=30).over_budget
+    assert [len(micro) for micro in take(StepLoader(data, collate, 4, 1, micro_batch_tokens=20), 1)[0]] == [1, 2, 1]
 
 
 # -- mixing -----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from support.data_helpers import make_image, make_noise, make_processor
 from support.messages import refused
 
+from data_prep import workers
 from data_prep.build import build_dataset
 from data_prep.chat import build_example, encode_example
 from data_prep.config import Cache, DataConfig, OnBad, OnLong
@@ -211,10 +212,12 @@ def test_interrupted_preparation_leaves_no_file(tmp_path: Path, monkeypatch: pyt
 def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = make_processor("qwen2_5_vl")
     alone = build_dataset(pocket(tmp_path / "alone"), processor)
-    monkeypatch.setattr(prepare, "MIN_PARALLEL", 1)
-    monkeypatch.setattr(prepare, "num_processes", lambda: 2)
+    monkeypatch.setattr(workers, "MIN_PARALLEL", 1)
+    monkeypatch.setattr(workers, "num_processes", lambda: 2)
     together = build_dataset(pocket(tmp_path / "together"), processor)
     assert all(same(alone[i], together[i]) for i in range(6))
+    rows = build_dataset(replace(pocket(tmp_path / "rows"), cache=Cache.rows), processor)
+    assert rows.lengths.tolist() == alone.lengths.tolist()
 
 
 def test_no_valid_item_is_an_error(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ from data_prep.chat import segments
 from data_prep.conversation import Message
 from sage.decoding import generation
 from sage.drafts.draft import new_session
-from sage.inputs.format import Inputs
+from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.processing import Processor
+from sage.inputs.video import VideoSize
 from sage.planning.tree import Tree
 from sage.runtime.captured import Captured, call_again
 from sage.runtime.executors import EAGER, Executor
@@ -290,6 +291,36 @@ class FamilySuite:
         images = [random_image(8, 8)] if self.has_images else []
         pieces, joined = (target.processor.encode(cut, images)["input_ids"].tolist() for cut in (found, [(whole, False)]))
         assert pieces == joined
+
+    def test_lengths_from_sizes_are_those_of_the_example(self, target: sage.Target) -> None:
+        """Also where images and videos are mixed, and for an example of a batch that is tokenized together."""
+        if not self.has_images:
+            return
+        media = [[random_image(*size)] for size in [*SIZES, (90, 3), (33, 70), (64, 64)]]
+        media += [[random_image(30, 11), random_image(9, 31)]]
+        if self.has_video:
+            media += [[[random_image(16, 24, i) for i in range(frames)]] for frames in (1, 2, 3, 5)]
+            media += [[random_image(16, 16), [random_image(12, 16, i) for i in range(4)]]]
+        chats, expected = [], []
+        for items in media:
+            parts = [{"type": "video" if isinstance(item, list) else "image", "video": item, "image": item} for item in items]
+            found = segments([*user(*parts, "What?"), assistant("A dog."), *user("And?"), assistant("Two.")], target.processor)
+            images, videos = ([i for i in items if isinstance(i, list) is is_video] for is_video in (False, True))
+            sizes = [VideoSize(len(video), *video[0].size) for video in videos]
+            rates = [1.5] * len(videos)
+            short = target.processor.with_media_texts(found, [image.size for image in images], sizes, rates)
+            if short is None:
+                assert type(target.family).image_texts is InputFormat.image_texts, (
+                    "the family has arithmetic, but not for these"
+                )
+                return
+            chats.append(short)
+            expected.append(target.processor.encode(found, images, videos, rates)["loss_mask"].tolist())
+        for (pieces, omitted), counts, mask in zip(
+            chats, target.processor.count_tokens([pieces for pieces, _ in chats]), expected, strict=True
+        ):
+            lengths = [count + more for count, more in zip(counts, omitted, strict=True)]
+            assert mask == [flag for (_, flag), length in zip(pieces, lengths, strict=True) for _ in range(length)]
 
     # -- decoding, training, files ---------------------------------------------------------------------------------------------
 

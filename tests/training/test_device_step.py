@@ -112,7 +112,7 @@ class PlainEngine:
     def __call__(self, pairs: Pairs, lm_head: torch.Tensor) -> Any:
         return self.student(pairs, lm_head)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()
 
     def take_bad_gradient(self) -> torch.Tensor:

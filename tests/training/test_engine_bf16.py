@@ -40,9 +40,9 @@ def test_a_parameter_without_a_gradient_counts_as_zero(stage: int, capsys: pytes
     with process_group("cpu", 60) as ranks:
         engine = Engine(student, config, ranks, 2)
         printed = capsys.readouterr().out
-        for _ in range(2):
+        for is_last in (False, True):
             weight = dict(engine.draft.named_parameters())["fc.weight"]
-            engine.backward((weight.float() ** 2).sum())
+            engine.backward((weight.float() ** 2).sum(), is_last)
         expected = 2 * 2 * weight.detach().double().norm()
         counted = [flag for group in getattr(engine._optimizer, "fp32_groups_has_gradients", ()) for flag in group]
         norm = engine.step(1e-3)

@@ -252,6 +252,11 @@ def test_memory_grows_with_every_size() -> None:
     for override in ("train.micro_batch_size=8", "data.max_length=8192", "objective.chunk_tokens=4096", "objective.steps=3"):
         more = configure("target=qwen2_5_vl_7b", "data=llava_instruct", override)
         assert estimate(more, models, 1).total_bytes > base.total_bytes, override
+    budget = configure("target=qwen2_5_vl_7b", "data=llava_instruct", f"train.micro_batch_tokens={4 * base.length}")
+    assert estimate(budget, models, 1).total_bytes == base.total_bytes and budget.train.micro_batch_size == 4
+    large = configure("target=qwen2_5_vl_7b", "data=llava_instruct", f"train.micro_batch_tokens={32 * base.length}")
+    changes = find_change(estimate(large, models, 1))
+    assert changes and all("micro_batch_size" not in change for change in changes)
     assert estimate(config, models, 4).step_s == pytest.approx(base.step_s / 4)
     assert find_change(base) is not None  # the mildest change, although `base` fits as it is
 

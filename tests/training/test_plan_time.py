@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from support.plans import big, configure
 
-from data_prep.config import Cache
 from train.config.schema import ShardOver
 from train.config.sharding import sharding_ranks, validation_line
 from train.plan.balance import balance_of
@@ -95,17 +94,21 @@ def test_a_sharded_target_is_validated_briefly_unless_more_is_asked_for() -> Non
 
 
 def test_padding_and_balance_of_the_data() -> None:
-    """Steps of 4 sequences on 2 ranks: equal lengths pad nothing, known lengths are grouped, a sharded target waits more."""
+    """Steps of 4 sequences on 2 ranks: equal lengths pad nothing, grouped ones less, a sharded target waits more."""
     config = configure("train.global_batch_size=4", "train.micro_batch_size=1", "data.max_length=50", "data.cache=rows")
     even = balance_of(np.array([80]), config, 2)
     assert (even.mean_tokens, even.real_share, even.efficiency) == (50, 1, 1)
     lengths = np.array([10, 20, 40])
+    grouped = balance_of(lengths, config, 2)
+    config.train.length_window = 1
     one = balance_of(lengths, config, 2)
     config.deepspeed.shard_target = True
     sharded = balance_of(lengths, config, 2)
-    config.data.cache = Cache.examples
-    known = balance_of(lengths, config, 2)
-    assert one.real_share == sharded.real_share == 1 and one.mean_tokens == known.mean_tokens
-    assert sharded.efficiency < one.efficiency < known.efficiency < 1
+    assert one.real_share == sharded.real_share == 1 and one.mean_tokens == grouped.mean_tokens
+    assert sharded.efficiency <= one.efficiency < grouped.efficiency < 1
+    config.train.micro_batch_tokens = 80
+    budget = balance_of(lengths, config, 2)
+    assert budget.real_share < 1 and budget.efficiency > 0.5
+    config.train.micro_batch_tokens = None
     config.train.micro_batch_size, config.train.length_window = 2, 1
     assert balance_of(lengths, config, 2).real_share < 1

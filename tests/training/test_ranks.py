@@ -49,6 +49,7 @@ STAGES = (0, 1, 2, 3)
 ports = iter(random.Random(os.getpid()).sample(RENDEZVOUS_PORTS, 100))
 LENGTH = ["train.max_steps=4", "objective.feature_noise=0"]
 ONE_BF16_STEP = ["target.dtype=bf16", "train.max_steps=1", "train.save_every=1", "optim.grad_clip=0", *LENGTH[1:]]
+BUDGET = ["train.micro_batch_size=4", "train.micro_batch_tokens=130"]  # 1, 2 or 3 examples, other numbers in other steps
 WHERE = ["launch.device=cpu", "data.cache=examples"]
 
 
@@ -79,6 +80,7 @@ def run_two_ranks(commands: ForkServer, home: Path, target: Path) -> None:
     ]
     jobs[-1]["is_validated"] = True
     jobs[-1]["arguments"].append("decode.baselines=[hf_generate]")  # not measured by default if the target is sharded
+    jobs += [job(home, target, f"budget_{stage}", f"deepspeed=zero{stage}", *BUDGET) for stage in STAGES]
     jobs += [job(home, target, f"bf16_{stage}", f"deepspeed=zero{stage}", *ONE_BF16_STEP) for stage in STAGES]
     jobs.append(job(home, target, "from_two", "deepspeed=zero3", *LENGTH) | {"stop": 2})
     jobs.append(job(home, target, "to_two", "deepspeed=zero2", "run.resume=true", "deepspeed.shard_target=true", *LENGTH))
@@ -126,9 +128,9 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", ["complete", "sharded"])
+@pytest.mark.parametrize("kind", ["complete", "sharded", "budget"])
 def test_two_ranks_give_the_weights_of_one(home: Path, kind: str, stage: int) -> None:
-    """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2."""
+    """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2, and against micro-batches by a budget of tokens."""
     assert_same_run(home / "one_2", home / f"{kind}_{stage}")
 
 

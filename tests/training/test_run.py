@@ -86,13 +86,17 @@ def test_a_run_writes_the_documented_files(
         assert torch.equal(value, draft_weights(run)[name])
 
 
-@pytest.mark.parametrize(("draft", "dtype"), [("eagle", "fp32"), ("eagle3", "fp32"), ("eagle", "bf16")])
+@pytest.mark.parametrize(
+    ("draft", "dtype", "budget"),
+    [("eagle", "fp32", None), ("eagle3", "fp32", None), ("eagle", "bf16", None), ("eagle", "fp32", 300)],
+)
 def test_three_steps_and_three_resumed_are_six_bit_for_bit(
-    configure: Configure, tmp_path: Path, draft: str, dtype: str
+    configure: Configure, tmp_path: Path, draft: str, dtype: str, budget: int | None
 ) -> None:
     """With noise on the features, so that a generator that is not restored would show."""
     schedule = ["optim.schedule=cosine", "optim.warmup_steps=2", "train.log_every=3"]
     same = [*DRAFTS[draft], f"target.dtype={dtype}", "objective.feature_noise=0.1", *schedule]
+    same += ["train.micro_batch_size=4", f"train.micro_batch_tokens={budget}"] if budget else []
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     assert train_quickly(configure(straight, *same, "train.max_steps=6")) == 0
     stopping = configure(halved, *same, "train.max_steps=6")
@@ -113,18 +117,20 @@ def test_three_steps_and_three_resumed_are_six_bit_for_bit(
 
 @each_draft
 def test_the_split_of_a_batch_does_not_matter(configure: Configure, tmp_path: Path, draft: str) -> None:
-    """1 x 4 = 2 x 2 = 4 x 1 micro-batches. Sums run in another order and padding differs, so the teacher's features agree to
+    """1 x 4 = 2 x 2 = 4 x 1 micro-batches, and as many as a budget of tokens allows.
+
+    Sums run in another order and padding differs, so the teacher's features agree to
     about 1e-6 and so does the loss; AdamW divides by the gradient's size, so where that is near zero a weight may move by
     some thousandths of a step (lr 1e-3) more or less."""
-    runs = {}
-    for size in (4, 2, 1):
-        run = tmp_path / f"micro{size}"
-        split = [*DRAFTS[draft], f"train.micro_batch_size={size}"]
+    runs = []
+    for size, *budget in ((4,), (2,), (1,), (4, "train.micro_batch_tokens=300")):
+        run = tmp_path / f"micro{len(runs)}"
+        split = [*DRAFTS[draft], f"train.micro_batch_size={size}", *budget]
         assert train_quickly(configure(run, *split)) == 0
-        runs[size] = (draft_weights(run), metrics(run))
-    for size in (2, 1):
-        assert_close(runs[4][0], runs[size][0], 5e-6)
-        for one, other in zip(runs[4][1], runs[size][1], strict=True):
+        runs.append((draft_weights(run), metrics(run)))
+    for found in runs[1:]:
+        assert_close(runs[0][0], found[0], 5e-6)
+        for one, other in zip(runs[0][1], found[1], strict=True):
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
             assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 

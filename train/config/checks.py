@@ -169,10 +169,34 @@ def _check_train(config: Config) -> None:
         _refuse("train.patience", train.patience, "0 without train.validate_every", "give train.validate_every=STEPS")
     if train.profile is not None and not (len(train.profile) == 2 and train.profile[0] <= train.profile[1]):
         _refuse("train.profile", train.profile, "null or [first,last] step, counted from 1", "for example [10,12]")
+    _check_budget(config)
+
+
+def _check_budget(config: Config) -> None:
+    """A budget of tokens replaces the number of sequences, and needs the lengths of all examples."""
+    train = config.train
+    if train.micro_batch_tokens is None:
+        return
+    if train.micro_batch_size != config.target.recipe.micro_batch_size:
+        remedy = "the budget replaces it; give one of them"
+        _refuse("train.micro_batch_size", train.micro_batch_size, "not given with train.micro_batch_tokens", remedy)
+    for label, source in config.data.sources.items():
+        if source.streaming:
+            remedy = "the lengths of a stream are unknown; give train.micro_batch_size"
+            where = f"null with data.sources.{label}.streaming=true"
+            _refuse("train.micro_batch_tokens", train.micro_batch_tokens, where, remedy)
 
 
 def check_batch(config: Config, world_size: int) -> int:
-    """Returns the number of micro-batches per rank and optimizer step, which the global batch has to be divisible by."""
+    """Returns the number of micro-batches per rank and optimizer step, which the global batch has to be divisible by.
+
+    With a budget of tokens it is the most that a step can have: one for each of the rank's sequences.
+    """
+    if config.train.micro_batch_tokens is not None:
+        if config.train.global_batch_size % world_size:
+            allowed = f"a multiple of {world_size} rank(s) with train.micro_batch_tokens"
+            _refuse("train.global_batch_size", config.train.global_batch_size, allowed, "change one of the two")
+        return config.train.global_batch_size // world_size
     per_pass = config.train.micro_batch_size * world_size
     if config.train.global_batch_size % per_pass:
         raise ConfigError(
@@ -180,6 +204,22 @@ def check_batch(config: Config, world_size: int) -> int:
             f"{config.train.micro_batch_size} x {world_size} rank(s) = {per_pass}; change one of the three"
         )
     return config.train.global_batch_size // per_pass
+
+
+def split_of_length(config: Config, world_size: int, length: int) -> tuple[int, int]:
+    """Returns the sequences of a micro-batch and the micro-batches per rank and step, if all sequences have `length` tokens."""
+    passes = check_batch(config, world_size)
+    if config.train.micro_batch_tokens is None:
+        return config.train.micro_batch_size, passes
+    size = min(passes, max(1, config.train.micro_batch_tokens // length))
+    return size, -(-passes // size)
+
+
+def split_text(config: Config, world_size: int) -> str:
+    """Returns how a step is divided: `2 rank(s) x 4 x 8`, sequences per micro-batch and micro-batches per rank."""
+    if config.train.micro_batch_tokens is not None:
+        return f"micro-batches of at most {config.train.micro_batch_tokens} tokens on {world_size} rank(s)"
+    return f"{world_size} rank(s) x {config.train.micro_batch_size} x {check_batch(config, world_size)}"
 
 
 def _check_optim(config: Config) -> None:

@@ -223,7 +223,9 @@ class TrainConfig:
             which is repeated for small data.
         max_steps: optimizer steps.
         global_batch_size: sequences per optimizer step over all ranks.
-        micro_batch_size: sequences per rank and pass.
+        micro_batch_size: sequences per rank and pass; not used with `micro_batch_tokens`.
+        micro_batch_tokens: tokens per rank and pass, padding included; sequences of similar length form as many micro-batches
+            as they need, the same number on every rank. A longer sequence is a micro-batch of its own. null: no budget.
         precision: dtype of the draft's forward and backward pass; the optimizer keeps float32 weights.
         save_every: optimizer steps between two saved states; 0: only at the end.
         keep_last: number of newest states kept, beside the state of the best draft.
@@ -243,6 +245,7 @@ class TrainConfig:
     max_steps: PositiveInt | None = None
     global_batch_size: PositiveInt = MISSING
     micro_batch_size: PositiveInt = MISSING
+    micro_batch_tokens: PositiveInt | None = None
     precision: Precision = MISSING
     save_every: NonNegativeInt = 0
     keep_last: PositiveInt = 2

@@ -38,13 +38,13 @@ class Engine:
         student: the draft and its objective, on the device, in float32; with `train.precision=bf16` the engine casts it and
             keeps a float32 copy of the weights.
         ranks: of an initialized process group.
-        accumulation: micro-batches per rank and optimizer step.
+        accumulation: the most micro-batches per rank and optimizer step.
     """
 
     def __init__(self, student: Student, config: Config, ranks: Ranks, accumulation: int) -> None:
         deepspeed = import_deepspeed(ranks.device.type)
         draft: Any = student.draft
-        self.ranks, self.student, self.draft, self.accumulation = ranks, student, draft, accumulation
+        self.ranks, self.student, self.draft = ranks, student, draft
         self._bad_gradient = torch.zeros((), dtype=torch.bool, device=ranks.device)
         optimizer = make_optimizer(draft, config, ranks.device)
         with redirect_stdout(StringIO()):  # the wrapper for bf16 prints the memory in use
@@ -56,7 +56,7 @@ class Engine:
             )
         self._state = OptimizerState(draft, self._optimizer, optimizer, deepspeed)
         self._gathered, self._comm = deepspeed.zero.GatheredParameters, deepspeed.comm
-        self._num_micro_batches = 0
+        self._is_complete = False  # whether the last micro-batch of a step has been added
         self._trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
         for parameter in self._trained:
             parameter.register_hook(self._check_gradient)
@@ -68,27 +68,32 @@ class Engine:
         """Runs the student's forward; returns the loss of a micro-batch and its metrics (see `Student.forward`)."""
         return self._engine(pairs, lm_head)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Adds the gradient of `loss`, a sum over this rank's micro-batch already divided by the global token count.
 
         DeepSpeed averages gradients over ranks, but the global mean needs their sum; `world_size` undoes the division.
+
+        Args:
+            is_last: whether this is the last micro-batch of the step, on every rank. Steps may have different numbers of them,
+                so that DeepSpeed's own count, `gradient_accumulation_steps`, is not used.
         """
+        self._engine.set_gradient_accumulation_boundary(is_last)
         if self._needs_every_gradient:
             for parameter in self._trained:
                 parameter.grad = torch.zeros_like(parameter)
         self._engine.backward(loss * self.ranks.world_size, scale_wrt_gas=False)
-        self._num_micro_batches += 1
-        if self._num_micro_batches < self.accumulation:
+        self._is_complete = is_last
+        if not is_last:
             self._engine.step()  # before an accumulation boundary this only counts the micro-batch
 
     def step(self, lr: float) -> float:
-        """Takes one optimizer step after `accumulation` calls of `backward`; returns the gradient norm before clipping."""
-        assert self._num_micro_batches == self.accumulation, (self._num_micro_batches, self.accumulation)
+        """Takes one optimizer step after the last `backward` of the step; returns the gradient norm before clipping."""
+        assert self._is_complete, "the last micro-batch of the step has not been added"
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         norm = self._unsharded_norm()
         self._engine.step()
-        self._num_micro_batches = 0
+        self._is_complete = False
         reported = self._engine.get_global_grad_norm()
         return float(norm if reported is None else reported)
 
@@ -174,9 +179,10 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict
     }
     if chosen.offload_optimizer is Offload.cpu:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    size = config.train.micro_batch_size if config.train.micro_batch_tokens is None else 1
     return {
-        "train_batch_size": config.train.micro_batch_size * accumulation * world_size,
-        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "train_batch_size": size * accumulation * world_size,
+        "train_micro_batch_size_per_gpu": size,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.optim.grad_clip,
         "zero_optimization": zero,

@@ -30,7 +30,7 @@ from sage.drafts.options import ImageInputs
 from sage.io.dtypes import torch_dtype
 from sage.io.files import write_text
 from sage.planning.base import Policy
-from train.config.checks import check_run_folder, zero_stage
+from train.config.checks import check_run_folder, split_text, zero_stage
 from train.config.resuming import changes
 from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
@@ -157,7 +157,10 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
         num_workers=config.data.num_workers,
         length_window=config.train.length_window,
         stage=Staging(target, ranks.device, torch.promote_types(target.dtype, torch_dtype(config.train.precision))),
+        micro_batch_tokens=config.train.micro_batch_tokens,
     )
+    if loader.over_budget:
+        logger.warning("%s", loader.over_budget)
     return RunInputs(
         policies=policies,
         target=target,
@@ -307,7 +310,7 @@ def set_threads(config: Config, ranks: Ranks) -> None:
 
 def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int) -> None:
     size = f"{sum(p.numel() for p in inputs.student.draft.parameters() if p.requires_grad) / 1e6:.2f}M"
-    split = f"{ranks.world_size} rank(s) x {config.train.micro_batch_size} x {inputs.loader.accumulation}"
+    split = split_text(config, ranks.world_size)
     target = Path(config.target.path).name
     logger.info("%s: %s draft, %s parameters to train, for %s", config.run.dir, config.draft.kind, size, target)
     logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, zero_stage(config))

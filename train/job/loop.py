@@ -175,12 +175,12 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> floa
     count = _reduce_counts(run, micro_batches)
     device = run.ranks.device
     flags: list[Tensor] = []
-    for batch in micro_batches:
+    for number, batch in enumerate(micro_batches, start=1):
         pairs = run.teacher(batch)
         if run.own_answers is not None:
             run.own_answers.add(batch, pairs)
         loss, sums, agree_KS = run.engine(pairs, run.teacher.lm_head)
-        run.engine.backward(loss / count)
+        run.engine.backward(loss / count, is_last=number == len(micro_batches))
         run.metrics.add(sums, agree_KS, pairs.mask)
         flags.append(~loss.detach().isfinite() | run.engine.take_bad_gradient())
     is_bad = torch.stack(flags) if flags else torch.zeros(1, dtype=torch.bool, device=device)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from data_prep.batching.loader import StepLoader
-from data_prep.config import Cache
 from data_prep.dataset.mixing import permutation
 from train.config.schema import Config
 
@@ -41,18 +40,19 @@ def balance_of(lengths: np.ndarray, config: Config, ranks: int) -> Balance:
     train, limit = config.train, config.data.max_length
     drawn = np.random.default_rng(config.seed).choice(lengths, NUM_STEPS * train.global_batch_size)
     drawn = drawn if limit is None else np.minimum(drawn, limit)
-    padded = np.array([_padded_tokens(drawn, config, rank, ranks) for rank in range(ranks)])  # [ranks, steps, micro-batches]
-    waits = padded if config.deepspeed.shard_target else padded.sum(-1)
-    critical = ranks * waits.max(0).sum()
-    return Balance(float(drawn.mean()), float(drawn.sum() / padded.sum()), float(drawn.sum() / critical))
+    by_rank = [_padded_tokens(drawn, config, rank, ranks) for rank in range(ranks)]
+    steps = [np.array(step) for step in zip(*by_rank, strict=True)]  # each [ranks, micro-batches]
+    waits = [step if config.deepspeed.shard_target else step.sum(-1, keepdims=True) for step in steps]
+    critical = ranks * sum(int(wait.max(0).sum()) for wait in waits)
+    padded = sum(int(step.sum()) for step in steps)
+    return Balance(float(drawn.mean()), float(drawn.sum() / padded), float(drawn.sum() / critical))
 
 
 def _padded_tokens(lengths: np.ndarray, config: Config, rank: int, ranks: int) -> list[list[int]]:
     """Returns the tokens with padding of a rank's micro-batches, by step."""
     train = config.train
-    dataset = _KnownLengths(lengths) if config.data.cache is Cache.examples else _Examples(lengths)
     loader = StepLoader(
-        dataset,
+        _Examples(lengths),
         _collate,
         train.global_batch_size,
         train.micro_batch_size,
@@ -60,6 +60,7 @@ def _padded_tokens(lengths: np.ndarray, config: Config, rank: int, ranks: int) -
         ranks,
         config.seed,
         length_window=train.length_window,
+        micro_batch_tokens=train.micro_batch_tokens,
     )
     steps = iter(loader)
     found = [[batch["attention_mask"].numel() for batch in step] for step in islice(steps, NUM_STEPS)]
@@ -76,22 +77,14 @@ class _Examples:
     """Examples that have a length and no content."""
 
     def __init__(self, lengths: np.ndarray) -> None:
-        self._lengths = lengths
+        self.lengths = lengths
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        return {"id": str(position), "input_ids": range(int(self._lengths[position]))}
+        return {"id": str(position), "input_ids": range(int(self.lengths[position]))}
 
     def epoch(self, seed: int, epoch: int) -> np.ndarray:
         """Returns the order of an epoch."""
         return permutation(len(self), seed, epoch)
-
-
-class _KnownLengths(_Examples):
-    """Examples whose lengths the loader knows beforehand."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self._lengths

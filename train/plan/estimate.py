@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from train.config.checks import check_batch
+from train.config.checks import split_of_length
 from train.config.run_length import total_steps
 from train.config.schema import Config
 from train.plan.balance import Balance
@@ -129,7 +129,9 @@ class LaunchPlan(Workload):
 
 def estimate(config: Config, models: MetaModels, ranks: int) -> LaunchPlan:
     """Returns the plan of a run as it is; ConfigError if the global batch cannot be split evenly over the ranks."""
-    plan = LaunchPlan(config=config, models=models, ranks=ranks, accumulation=check_batch(config, ranks))
+    length = Workload(config=config, models=models, ranks=ranks).length
+    _, accumulation = split_of_length(config, ranks, length)
+    plan = LaunchPlan(config=config, models=models, ranks=ranks, accumulation=accumulation)
     gather_s = gather_s_per_pass(plan) if config.deepspeed.shard_target else 0.0
     flops = _flops(plan)
     forward = (flops["vision"] + flops["text"]) / config.train.global_batch_size

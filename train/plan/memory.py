@@ -48,8 +48,16 @@ class Workload:
         return int(self.length * self.visual_share)
 
     @property
+    def micro_batch_size(self) -> int:
+        """Sequences of the longest example's length in a micro-batch."""
+        return -(-self.micro_batch_tokens // self.length)
+
+    @property
     def micro_batch_tokens(self) -> int:
-        return self.config.train.micro_batch_size * self.length
+        train = self.config.train
+        if train.micro_batch_tokens is not None:
+            return max(train.micro_batch_tokens, self.length)
+        return train.micro_batch_size * self.length
 
     @property
     def ranks_per_node(self) -> int:
@@ -126,7 +134,7 @@ def _activations(work: Workload) -> float:
     hidden, intermediate = target.hidden_size, target.family.mlp_width
     text = tokens * size * (3 * hidden + 3 * intermediate)
     features = tokens * size * hidden * (2 + len(work.models.draft.levels))
-    draft = draft_activations(config, work.models.draft.network, config.train.micro_batch_size, work.length, work.num_visual)
+    draft = draft_activations(config, work.models.draft.network, work.micro_batch_size, work.length, work.num_visual)
     return features + max(text, _vision(work), draft)
 
 

@@ -15,6 +15,7 @@ from train.plan.estimate import LaunchPlan, estimate
 from train.plan.meta import build_on_meta
 
 MAX_GPUS = 64
+LEAST_TOKENS = 512  # of a budget for micro-batches
 
 
 def plan(config: Config) -> LaunchPlan:
@@ -45,7 +46,9 @@ def _changes(config: Config, ranks: int) -> list[list[str]]:
     has_nodes = ranks > config.launch.gpus_per_node
     kinds = [
         [f"objective.chunk_tokens={size}" for size in _halves(chunk, 128)],
-        [f"train.micro_batch_size={size}" for size in _halves(micro, 1)],
+        [f"train.micro_batch_size={size}" for size in _halves(micro, 1)]
+        if config.train.micro_batch_tokens is None
+        else [f"train.micro_batch_tokens={tokens}" for tokens in _halves(config.train.micro_batch_tokens, LEAST_TOKENS)],
         [f"deepspeed=zero{higher}" for higher in range(stage + 1, MAX_STAGE + 1)],
         [] if config.deepspeed.shard_target else ["deepspeed.shard_target=true"],
         ["deepspeed.shard_over=world"] if config.deepspeed.shard_over is not ShardOver.world and has_nodes else [],

@@ -41,7 +41,7 @@ def _memory(plan: LaunchPlan) -> list[tuple[str, str]]:
 
 def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
     config, launch, total = plan.config, plan.config.launch, sum(plan.flops.values())
-    split = f"{plan.ranks} rank(s) x {config.train.micro_batch_size} x {plan.accumulation} accumulated"
+    split = f"{plan.ranks} rank(s) x {plan.micro_batch_size} x {plan.accumulation} accumulated"
     tokens = config.train.global_batch_size * plan.length
     visual = f", {plan.visual_share:.0%} of them assumed to be visual" if plan.visual_share else ""
     rows = [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sage.inputs.format import Inputs
+from sage.inputs.video import Size
 from sage.targets.family import FULL, Family, Prompt
 from sage.targets.rope import RopeConfig
 
@@ -40,11 +43,16 @@ class Gemma3(Gemma3Text):
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
         """With pan and scan, crops follow their image."""
         out = image_processor(images=images, return_tensors="pt")
+        return {"pixel_values": out["pixel_values"]}, [self._text(count) for count in out["num_crops"].tolist()]
+
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
+        return [self._text(_num_crops(image_processor, size)) for size in sizes]
+
+    def _text(self, num_crops: int) -> str:
         tokens = self.slot_texts["image"] * self.config.mm_tokens_per_image
         image = f"\n\n{self.placeholders['image']}{tokens}<end_of_image>\n\n"
         crops = f"Here is the original image {image} and here are some crops to help you see better "
-        texts = [crops + " ".join([image] * count) if count else image for count in out["num_crops"].tolist()]
-        return {"pixel_values": out["pixel_values"]}, texts
+        return crops + " ".join([image] * num_crops) if num_crops else image
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         return {"token_type_ids": (input_ids == self.slots["image"]).long()}
@@ -56,3 +64,13 @@ class Gemma3(Gemma3Text):
         image = begins.cumsum(-1)
         same = (image[:, :, None] == image[:, None]) & is_slot[:, :, None] & is_slot[:, None]
         return super().visible(prompt, past) | nn.functional.pad(same, (past, 0))
+
+
+def _num_crops(image_processor: Any, size: Size) -> int:
+    """Returns the crops of pan and scan, for which the image processor reads the shape of the image only."""
+    if not image_processor.do_pan_and_scan:
+        return 0
+    width, height = size
+    names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+    settings = {f"pan_and_scan_{name}": getattr(image_processor, f"pan_and_scan_{name}") for name in names}
+    return len(image_processor.pan_and_scan(np.broadcast_to(np.uint8(0), (3, height, width)), **settings))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sage.inputs.format import Inputs
+from sage.inputs.video import Size, VideoSize
 from sage.targets.family import Family
 from sage.targets.rope import RopeConfig
 
@@ -47,8 +48,17 @@ class InternVL(Family):
         """Numbers the frames; `fps` is not used, because neither texts nor positions carry time."""
         frames = [frame for video in videos for frame in video]
         pixels = image_processor(images=frames, crop_to_patches=False, return_tensors="pt")["pixel_values"]
-        numbered = [[f"Frame{i}: {self._delimited(1)}" for i in range(1, len(video) + 1)] for video in videos]
-        return {"pixel_values": pixels}, ["\n".join(lines) for lines in numbered]
+        return {"pixel_values": pixels}, [self._video_text(len(video)) for video in videos]
+
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
+        count = image_processor.get_number_of_image_patches
+        return [self._delimited(count(height, width, {"crop_to_patches": True})) for width, height in sizes]
+
+    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str]:
+        return [self._video_text(video.frames) for video in videos]
+
+    def _video_text(self, frames: int) -> str:
+        return "\n".join(f"Frame{i}: {self._delimited(1)}" for i in range(1, frames + 1))
 
     def _delimited(self, tiles: int) -> str:
         return f"<img>{self.placeholders['image'] * self.config.image_seq_length * tiles}</img>"

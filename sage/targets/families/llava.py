@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from sage.inputs.format import Inputs
+from sage.inputs.video import Size
 from sage.targets.family import Family
 
 CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # vision tower -> tokens in front of the patches
@@ -36,8 +38,24 @@ class Llava(Family):
         count = self._tile_tokens(*pixels.shape[-2:])
         return {"pixel_values": pixels}, [self.placeholders["image"] * count] * len(images)
 
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
+        tile = tile_size(image_processor)
+        return None if tile is None else [self.placeholders["image"] * self._tile_tokens(*tile)] * len(sizes)
+
     def _tile_tokens(self, height: int, width: int) -> int:
         """Visual tokens of a tile in pixels; the strategy "default" drops the first token of the vision tower."""
         vision = self.config.vision_config
         dropped = self.config.vision_feature_select_strategy == "default"
         return (height // vision.patch_size) * (width // vision.patch_size) + CLASS_TOKENS[vision.model_type] - dropped
+
+
+def tile_size(image_processor: Any) -> tuple[int, int] | None:
+    """Returns height and width in pixels of every tile that an image processor yields; None if they depend on the image."""
+    if image_processor.do_center_crop:
+        size = image_processor.crop_size
+    elif image_processor.do_resize:
+        size = image_processor.size
+    else:
+        return None
+    height, width = size.get("height"), size.get("width")
+    return (int(height), int(width)) if height and width else None

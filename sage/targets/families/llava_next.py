@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
 from sage.inputs.format import Inputs, pad_second
-from sage.targets.families.llava import Llava
+from sage.inputs.video import Size
+from sage.targets.families.llava import Llava, tile_size
 
 
 class LlavaNext(Llava):
@@ -21,9 +23,17 @@ class LlavaNext(Llava):
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
         out = image_processor(images=images, return_tensors="pt")
         inputs = {key: torch.as_tensor(out[key]) for key in self.pixel_keys}
-        base = self._tile_tokens(*inputs["pixel_values"].shape[-2:])
-        grids = [self._grid(height, width) for height, width in inputs["image_sizes"].tolist()]
-        return inputs, [self.placeholders["image"] * (base + rows * (columns + 1)) for rows, columns in grids]
+        sizes = [(width, height) for height, width in inputs["image_sizes"].tolist()]
+        return inputs, self._texts(self._tile_tokens(*inputs["pixel_values"].shape[-2:]), sizes)
+
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
+        tile = tile_size(image_processor)
+        return None if tile is None else self._texts(self._tile_tokens(*tile), sizes)
+
+    def _texts(self, base: int, sizes: Sequence[Size]) -> list[str]:
+        """Texts of images, given the visual tokens of a base tile and the size of each image."""
+        grids = [self._grid(height, width) for width, height in sizes]
+        return [self.placeholders["image"] * (base + rows * (columns + 1)) for rows, columns in grids]
 
     @property
     def _side(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sage.inputs.format import Inputs, pad_second
+from sage.inputs.video import Size, VideoSize
 from sage.targets.families.llava_next import LlavaNext
 from sage.targets.family import Visual
 
@@ -25,8 +27,11 @@ class LlavaOnevision(LlavaNext):
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
         out = image_processor(images=[images], return_tensors="pt")
         inputs = {key: torch.as_tensor(out[key]) for key in ("pixel_values", "image_sizes", "batch_num_images")}
-        count = self._side**2 + 1 if len(images) > 1 else self._num_tokens(*inputs["image_sizes"][0].tolist())
-        return inputs, [self.placeholders["image"] * count] * len(images)
+        return inputs, self.image_texts(image_processor, [image.size for image in images])
+
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
+        count = self._side**2 + 1 if len(sizes) > 1 else self._num_tokens(sizes[0][1], sizes[0][0])
+        return [self.placeholders["image"] * count] * len(sizes)
 
     def _num_tokens(self, height: int, width: int) -> int:
         """Visual tokens of a single image: base tile, unpadded tiles, one newline per row (arXiv 2408.03326, 3.2)."""
@@ -39,16 +44,19 @@ class LlavaOnevision(LlavaNext):
 
     def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
         """Resizes each frame to one tile; `fps` is not used, because positions carry no time."""
-        lengths = {len(frames) for frames in videos}
-        if len(lengths) > 1:
-            raise ValueError(f"video: videos of one conversation have {sorted(lengths)} frames; sample the same number")
+        texts = self.video_texts(image_processor, [VideoSize(len(frames), *frames[0].size) for frames in videos], fps)
         pixels = []
         for frames in videos:
             tiles = image_processor(images=[[frame] for frame in frames], return_tensors="pt")["pixel_values"]
             pixels.append(tiles[:, 0])
-        pooled = math.ceil(self._side / 2) ** 2
-        texts = [self.placeholders["video"] * (len(frames) * pooled + 1) for frames in videos]
         return {"pixel_values_videos": torch.stack(pixels)}, texts
+
+    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str]:
+        lengths = {video.frames for video in videos}
+        if len(lengths) > 1:
+            raise ValueError(f"video: videos of one conversation have {sorted(lengths)} frames; sample the same number")
+        pooled = math.ceil(self._side / 2) ** 2
+        return [self.placeholders["video"] * (video.frames * pooled + 1) for video in videos]
 
     def stack(self, key: str, values: list[Tensor]) -> Tensor:
         return super().stack(key, pad_second(values, PADDED_FRAME) if key == "pixel_values_videos" else values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from sage.inputs.format import Inputs
+from sage.inputs.video import Size, VideoSize
 from sage.targets.family import VISION, Family, Visual
 
 PIXELS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
@@ -87,6 +89,29 @@ class Qwen2_5_VL(Family):
         per_frame = pixels.view(len(frames) // step, step, height * width, channels, step, -1)[..., 0, :]
         patches = per_frame.permute(0, 2, 3, 1, 4).reshape(-1, pixels.shape[-1])
         return patches, torch.tensor([len(frames) // step, height, width])
+
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
+        if not image_processor.do_resize:
+            return None
+        return [self.placeholders["image"] * self._tokens_of(image_processor, size) for size in sizes]
+
+    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str] | None:
+        if not image_processor.do_resize:
+            return None
+        counts = [self._tokens_of(image_processor, (video.width, video.height)) for video in videos]
+        return self._video_texts(image_processor, counts, [video.frames for video in videos], fps)
+
+    def _tokens_of(self, image_processor: Any, size: Size) -> int:
+        """Visual tokens of an image, or of two consecutive frames, of this width and height."""
+        width, height = size
+        return int(image_processor.get_number_of_image_patches(height, width)) // image_processor.merge_size**2
+
+    def _video_texts(
+        self, image_processor: Any, counts: Sequence[int], frames: Sequence[int], fps: Sequence[float]
+    ) -> list[str]:
+        """Texts of videos, given the visual tokens of a temporal patch, the frames, and the frames per second of each."""
+        step = image_processor.temporal_patch_size
+        return [self.placeholders["video"] * (-(-total // step) * count) for count, total in zip(counts, frames, strict=True)]
 
     def _pads(self, kind: str, image_processor: Any, grid: Tensor) -> list[str]:
         counts = (grid.prod(-1) // image_processor.merge_size**2).tolist()

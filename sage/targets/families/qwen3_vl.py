@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,13 +26,19 @@ class Qwen3_VL(Qwen2_5_VL):
     def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
         """Each temporal patch has its own delimiters, after the mean time of its first and last frame."""
         inputs, _ = super().encode_videos(image_processor, videos, fps)
+        counts = (inputs["video_grid_thw"][:, 1:].prod(-1) // image_processor.merge_size**2).tolist()
+        return inputs, self._video_texts(image_processor, counts, [len(frames) for frames in videos], fps)
+
+    def _video_texts(
+        self, image_processor: Any, counts: Sequence[int], frames: Sequence[int], fps: Sequence[float]
+    ) -> list[str]:
         step, texts = image_processor.temporal_patch_size, []
-        for (patches, height, width), frames, rate in zip(inputs["video_grid_thw"].tolist(), videos, fps, strict=True):
-            pads = self.placeholders["video"] * (height * width // image_processor.merge_size**2)
-            times = [min(frame, len(frames) - 1) / rate for frame in range(patches * step)]  # an odd last frame is repeated
+        for count, total, rate in zip(counts, frames, fps, strict=True):
+            pads = self.placeholders["video"] * count
+            times = [min(frame, total - 1) / rate for frame in range(-(-total // step) * step)]  # an odd last one is repeated
             means = [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]
             texts.append("".join(f"<{mean:.1f} seconds><|vision_start|>{pads}<|vision_end|>" for mean in means))
-        return inputs, texts
+        return texts
 
     def _visual(self, out: Any) -> Visual:
         return Visual(out.pooler_output, {DEEPSTACK: torch.stack(tuple(out.deepstack_features), 1)})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from sage.inputs.format import Inputs, pad_second
+from sage.inputs.video import Size
 from sage.targets.family import Family
 
+MAX_SIDE = 4096  # pixels, of a resized image
 AROUND, COMPLETE = "<fake_token_around_image>", "<global-img>"  # before every tile and at the end; the image in one tile
 
 
@@ -23,6 +27,11 @@ class Idefics3(Family):
         out = image_processor(images=[images], return_row_col_info=True, return_tensors="pt")
         texts = [self._text(rows, columns) for rows, columns in zip(out["rows"][0], out["cols"][0], strict=True)]
         return {key: out[key] for key in self.pixel_keys}, texts
+
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
+        if not (image_processor.do_resize and image_processor.size.get("longest_edge")):
+            return None
+        return [self._text(*_rows_and_columns(image_processor, size)) for size in sizes]
 
     def _text(self, rows: int, columns: int) -> str:
         """Returns the text of an image of rows x columns tiles and the complete image; with 0 x 0 tiles, of the latter only."""
@@ -39,6 +48,31 @@ class Idefics3(Family):
     def stack(self, key: str, values: list[Tensor]) -> Tensor:
         """Pads with tiles of zeros, which the model drops."""
         return super().stack(key, pad_second(values))
+
+
+def _rows_and_columns(image_processor: Any, size: Size) -> tuple[int, int]:
+    """Returns the rows and columns of tiles that an image is cut into; 0 x 0 if it is not cut.
+
+    The longer side becomes `longest_edge`, at most `MAX_SIDE`, and then a multiple of the tile; the shorter one follows. (The
+    image processor's `get_number_of_image_patches` lets the shorter side follow earlier, which may give another number.)
+    """
+    if not image_processor.do_image_splitting:
+        return 0, 0
+    tile = image_processor.max_image_size["longest_edge"]
+    width, height = _scaled(size, image_processor.size["longest_edge"])
+    width, height = (width, height + height % 2) if size[0] >= size[1] else (width + width % 2, height)
+    if max(width, height) > MAX_SIDE:
+        width, height = _scaled((width, height), MAX_SIDE)
+    width, height = _scaled((width, height), math.ceil(max(width, height) / tile) * tile)
+    rows, columns = math.ceil(height / tile), math.ceil(width / tile)
+    return (rows, columns) if rows * columns > 1 else (0, 0)
+
+
+def _scaled(size: Size, longest: int) -> Size:
+    """Returns width and height with a longer side of `longest`, the shorter one rounded down."""
+    width, height = size
+    ratio = width / height
+    return (longest, max(1, int(longest / ratio))) if width >= height else (max(1, int(longest * ratio)), longest)
 
 
 class SmolVLM(Idefics3):
