@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from checkpoints.files import part_path, remove_folder, remove_leftovers, replace_folder
 from checkpoints.run_folder import list_steps, step_name
@@ -151,20 +149,3 @@ def verify_state(folder: Path) -> dict[str, Any]:
     if folder.name != step_name(manifest["step"]):  # no file's hash depends on the step
         raise CorruptFolder(f"{folder / MANIFEST}: corrupt: step {manifest['step']} in the folder {folder.name}")
     return manifest
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes tensors from any device; tensors that share memory are copied. Raises OSError if it could not be written."""
-    own = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
-    try:
-        save_file(own, path, metadata=dict(metadata or {}))
-    except SafetensorError as error:  # raised for a full disk
-        raise OSError(f"{path.name}: {error}") from error
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads the tensors of a file to the CPU; raises ValueError if the file is missing or not a safetensors file."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error

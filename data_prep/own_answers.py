@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIN_OWN_SHARE = 0.7
 OWN_ANSWERS = "own_answers"  # key of metrics.jsonl; of one source: `own_answers/LABEL`
@@ -80,19 +80,20 @@ def own_choices(target: Any, features_SD: Tensor, ids_S: Tensor) -> Tensor:
         features_SD: last hidden states of the tokens before them, the input of the target's lm_head.
         ids_S: the tokens.
     """
+    import torch  # verdicts read the bound above without it
+
     weight = target.lm_head.weight
     parts = zip(features_SD.split(CHUNK_TOKENS), ids_S.split(CHUNK_TOKENS), strict=True)
     found = [(part_CD.to(weight.dtype) @ weight.T).argmax(-1) == ids_C.to(weight.device) for part_CD, ids_C in parts]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool, device=weight.device)
 
 
-@torch.no_grad()
 def measure_own(target: Any, examples: Iterable[tuple[str, dict[str, Any]]]) -> OwnShare:
     """Runs the target once over each (label of its source, example of `data_prep.chat.encode_example`)."""
     counts: dict[str, tuple[int, int]] = {}
     for label, example in examples:
         batch = target.processor.collate([{key: value for key, value in example.items() if key != "id"}])
-        features_TD = target.features(target.embed(batch)).last[0]
+        features_TD = target.features(target.embed(batch)).last[0]  # without gradients
         mask_T = example["loss_mask"][1:].bool()
         found_S = own_choices(target, features_TD[:-1][mask_T.to(features_TD.device)], example["input_ids"][1:][mask_T])
         own, total = counts.get(label, (0, 0))

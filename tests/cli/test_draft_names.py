@@ -19,7 +19,7 @@ from support.validate_helpers import save_draft, save_run, save_target
 
 import sage
 from data_prep.config import RegenerateConfig
-from data_prep.tools import cli as data_cli
+from data_prep.tools.answers import draft_digest
 from sage.bench.__main__ import main as bench
 from sage.bench.options import compare_parser
 from sage.commands import generate
@@ -142,7 +142,7 @@ def test_configurations(name: Path, target: Path, tmp_path: Path) -> None:
 
 
 def test_the_origin_of_regenerated_answers_is_the_draft_that_a_run_stands_for(run: Path) -> None:
-    assert data_cli._digest(find_draft(RegenerateConfig(draft=str(run)).draft)).startswith("draft_best:")
+    assert draft_digest(find_draft(RegenerateConfig(draft=str(run)).draft)).startswith("draft_best:")
 
 
 def test_generate_verifies_the_draft_before_it_loads_the_target(

@@ -110,7 +110,7 @@ def test_topics_are_described() -> None:
     assert "decode.options.sage.max_depth=8 " in about("sage")
     assert about("draft").count("\n  draft.compressor.") == about("draft/compressor").count("\n  draft.compressor.") > 3
     assert "qwen2_5_vl_72b" in about("target") and "num_hidden_layers" not in about("target")
-    assert len(about("seed").splitlines()) == 2
+    assert [line.split("=")[0] for line in about("seed").splitlines() if "=" in line] == ["  seed"]
     for topic, parts in (
         ("optim.learning", ["optim.learning:"]),
         ("lrr", ["lrr:", "did you mean lr?"]),

@@ -13,7 +13,7 @@ from support.messages import check_message, exit_code
 from support.train_helpers import environment
 
 from sage.bench import options
-from sage.commands.cli import run
+from sage.commands.cli import new_parser, run
 from sage.commands.generate import main as sage_generate
 from sage.commands.parsing import completion_script
 from sage.io.names import did_you_mean
@@ -55,7 +55,7 @@ REFUSED = {  # module:function -> lines
 }
 COMMANDS = """
 import json, pkgutil, sys
-from sage.commands.cli import run
+from sage.commands.cli import new_parser, run
 codes = []
 for home, lines in json.loads(sys.argv[1]).items():
     main = pkgutil.resolve_name(home)
@@ -163,4 +163,4 @@ def test_options_of_composed_commands_are_completed(
 
 
 def test_a_program_started_by_python_has_no_completion() -> None:
-    assert "--shell-completion" not in completion_script(options.compare_parser(), "bash")
+    assert "--shell-completion" not in completion_script(new_parser("python -m benchmarks.passes"), "bash")

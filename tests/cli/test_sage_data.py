@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import signal
 import subprocess
@@ -179,7 +180,7 @@ def test_check_from_the_command_line(target_folder: Path, tmp_path: Path, capsys
     printed = capsys.readouterr().out
     assert "6 examples, 6 measured" in printed
     assert f"page: {page_path}" in printed
-    assert "own answers: " in printed and "are the target&#x27;s own choice" in page_path.read_text()
+    assert "own answers: " in printed and "are the target's own choice" in html.unescape(page_path.read_text())
     assert page_path.read_text().startswith("<!doctype html>")
     rows = tmp_path / "rows.jsonl"
     assert command(*words, "action=convert", f"out={rows}") == 0

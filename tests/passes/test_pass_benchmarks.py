@@ -110,7 +110,7 @@ def test_a_different_text_is_listed_with_its_gap(
     [
         (["--per-family", "0"], ["--per-family"]),
         (["--policies", "chian"], ["chian"]),
-        (["--target", "nowhere"], ["--draft"]),
+        (["--target", "nowhere"], ["--target: nowhere: no such folder"]),
     ],
 )
 def test_mistakes(words: list[str], parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

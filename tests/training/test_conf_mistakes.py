@@ -277,7 +277,7 @@ def test_the_command_itself_answers_without_torch(tmp_path: Path, arguments: lis
     assert heavy == "HEAVY []" and list(tmp_path.iterdir()) == []
     if arguments == ["--help"]:
         assert done.returncode == 0 and any("sage-train experiment=demo" in line for line in shown), done.stderr
-        assert "qwen2_5_vl_72b" in done.stdout
+        assert "*pocket_qwen2_5_vl and " in done.stdout
     else:
         assert done.returncode == 2 and not shown
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr

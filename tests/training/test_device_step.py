@@ -141,6 +141,8 @@ def test_a_step_waits_for_known_reasons_only(kind: str, traffic: Traffic, monkey
         state=TrainState(),
         stop=StopFlag(),
         is_stopping=False,
+        own_answers=None,
+        figures={},
     )
     embeds = 2 if kind == "model" else 1  # a draft model embeds its own inputs
     for num_batches in (1, 3):

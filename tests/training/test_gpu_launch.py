@@ -162,7 +162,7 @@ def test_every_step_of_a_deterministic_run_is_restricted(monkeypatch: pytest.Mon
     monkeypatch.setattr(loop, "train_step", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()) or 0.0)
     for is_on in ("true", "false"):
         config = compose("config", [f"train.deterministic={is_on}", "train.max_steps=2"], Config)
-        run: Any = SimpleNamespace(config=config, state=TrainState(), total_steps=2)
+        run: Any = SimpleNamespace(config=config, state=TrainState(), total_steps=2, figures={})
         loop.take_step(run, [])
         loop.take_step(run, [])
     assert seen == [True, True, False, False]

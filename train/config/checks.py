@@ -219,7 +219,8 @@ def split_text(config: Config, world_size: int) -> str:
     """Returns how a step is divided: `2 rank(s) x 4 x 8`, sequences per micro-batch and micro-batches per rank."""
     if config.train.micro_batch_tokens is not None:
         return f"micro-batches of at most {config.train.micro_batch_tokens} tokens on {world_size} rank(s)"
-    return f"{world_size} rank(s) x {config.train.micro_batch_size} x {check_batch(config, world_size)}"
+    accumulation = config.train.global_batch_size // (config.train.micro_batch_size * world_size)
+    return f"{world_size} rank(s) x {config.train.micro_batch_size} x {accumulation}"
 
 
 def _check_optim(config: Config) -> None:

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from checkpoints.files import remove_leftovers
 from checkpoints.run_folder import step_name
-from checkpoints.store import StateStore, read_tensors, write_tensors
+from checkpoints.store import StateStore
+from checkpoints.tensors import read_tensors, write_tensors
 from data_prep.build import open_sources
 from data_prep.splits import Split
 from sage.io.files import json_digest, write_text
