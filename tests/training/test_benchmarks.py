@@ -11,7 +11,8 @@ from support.plans import configure
 from support.train_helpers import command
 
 from benchmarks.chain_attention import errors, inputs
-from benchmarks.figures import read_figures
+from benchmarks.figures import Figures, read_figures
+from benchmarks.gpu_page import filled
 from benchmarks.training import __main__ as bench
 from benchmarks.training import images
 from benchmarks.training.counting import Counts, counted
@@ -130,6 +131,17 @@ def test_the_chain_attention_of_a_step_is_exact_to_the_precision_of_its_inputs()
         assert len(found) == 6 and max(found) < bound
 
 
+def test_figures_of_a_gpu_replace_the_text_of_their_block_only(tmp_path: Path) -> None:
+    page = "<!-- figures: a b -->\nNever.\n<!-- end -->\n<!-- figures: c -->\nNever.\n<!-- end -->\n<!-- figures: steps -->\n"
+    Figures("A title", ("x", "y"), [["1", "2|3"]], ["note"], "one GPU").write(tmp_path / "a.json")
+    (tmp_path / "b.txt").write_text("$ command\nwarning: hidden\nshown\n")
+    (tmp_path / "steps").write_text("a 0 3\nb 124 60\n")
+    found = filled(page + "-\n<!-- end -->", tmp_path)
+    assert "measured on one GPU:\n\nA title.\n\n| x | y |\n| :-- | --: |\n| 1 | 2\\|3 |\n\nnote." in found
+    assert "```text\n$ command\nshown\n```" in found and found.count("Never.") == 1
+    assert "| `b` | failed, exit code 124 | 60 |" in found and filled(found, tmp_path) == found
+
+
 @pytest.mark.slow
 def test_unknown_and_unsupported_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, parts in (
@@ -144,7 +156,7 @@ def test_unknown_and_unsupported_arguments_are_refused(monkeypatch: pytest.Monke
         ([*COUNTED, "--length", "12"], ("--images", "--length 12", "too short")),
         ([*COUNTED, "--shape", "qwen2_5_vl_7b"], ("--shape", "target=NAME")),
         (
-            ["step", "--images", "--device", "cpu", "target=qwen3_8b", "draft=eagle", "data.path=/no"],
+            ["step", "--images", "--device", "cpu", "target=qwen3_8b", "draft=eagle", "data.path=/no", "data=llava_instruct"],
             ("--images", "qwen3", "no images"),
         ),
     ):
