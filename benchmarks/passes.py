@@ -4,6 +4,7 @@ the time that reading weights, keys and values would take.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -18,14 +19,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage
+from benchmarks.figures import Figures
 from benchmarks.training.measuring import allocated, describe_machine, peak, ratio_spread, reset_peak
 from benchmarks.wide import add_widen_option, widened
 from sage.bench.options import counts
+from sage.bench.random_targets import layers_that_fit, random_target
+from sage.bench.shapes import shape_named, shapes
 from sage.commands import cli
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
 from sage.io.dtypes import torch_dtype
-from sage.io.tables import text_table
 from sage.runtime import linear_layers
 from sage.runtime.package_folder import PACKAGE_SUFFIX, passes_folder
 from sage.runtime.pass_modes import PassMode
@@ -152,8 +155,8 @@ def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int,
 
 
 @torch.inference_mode()
-def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int], context: int, repeats: int) -> str:
-    """Measures passes over `nodes` and draft levels of `widths` on top of `context` tokens; returns the text to print."""
+def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int], context: int, repeats: int) -> Figures:
+    """Measures passes over `nodes` and draft levels of `widths` on top of `context` tokens."""
     room, rows = max(*nodes, *widths), list[list[str]]()
     weights = [*target.model.parameters(), *(draft.network.parameters() if draft is not None else ())]
 
@@ -171,15 +174,13 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
     measured = ("ms", "ratio to eager", "reads, MB", "at GB/s", "takes ms", "ratio to that")
     head = ("", "passes", *measured, "ATen calls", "all calls", "first call, s", "peak, MB", "kept, MB")
     kept_mb = sum(path.stat().st_size for path in passes_folder().glob(f"*{PACKAGE_SUFFIX}")) / 1e6
-    lines = [
-        f"{target.name}, {target.dtype}, {context} tokens in the cache",
-        text_table(head, rows, "<<>>>>>>>>>>>", ruled=False),
+    notes = [
         "reads: weights, keys and values; GB/s: at which memory is read, measured before and after; caches are faster",
         "all calls: of Python and C functions; peak, kept: memory allocated by the first call, without compilers' processes",
         f"compiled passes are kept in {passes_folder()}, {kept_mb:.1f} MB; without it, starts are cold",
-        describe_machine(target.device),
     ]
-    return "\n".join(lines)
+    title = f"{target.name}, {target.num_layers} layers, {target.dtype}, {context} tokens in the cache"
+    return Figures(title, head, rows, notes, describe_machine(target.device))
 
 
 def main() -> int:
@@ -190,6 +191,9 @@ def main() -> int:
     parser.add_argument("--widths", metavar="N,N", default="1,4,8", help="nodes of draft levels; default %(default)s")
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache; default %(default)s")
     parser.add_argument("--repeats", type=int, default=60, help="timed turns; default %(default)s")
+    parser.add_argument("--shape", choices=list(shapes()), help="a target of these sizes and a draft, with random weights")
+    parser.add_argument("--layers", type=int, metavar="N", help="text layers of --shape; default: as many as fit")
+    parser.add_argument("--out", metavar="FILE", help="also write the table as JSON")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
     parser.add_argument(
         "--torch-kernels", action="store_true", help="linear layers of compiled passes with torch's kernel only"
@@ -203,13 +207,34 @@ def main() -> int:
         torch.set_num_threads(args.threads)
     if args.torch_kernels:
         linear_layers.MIN_BYTES = sys.maxsize
+    nodes, widths = counts(args.nodes), counts(args.widths)
+    target, draft = _random(args, args.context + max(*nodes, *widths)) if args.shape else _models(args)
+    figures = measure(target, draft, nodes, widths, args.context, args.repeats)
+    figures.write(args.out)
+    print(figures.text())
+    return 0
+
+
+def _models(args: argparse.Namespace) -> tuple[Any, Any]:
     path, folder = cli.find_models(args)
     path = widened(path, args)
     device, dtype = cli.resolve_device(args.device), torch_dtype(args.dtype)
     target = sage.load_target(path, dtype=dtype, device=device, passes=PassMode.eager)
-    draft = None if folder is None else sage.load_draft(folder, target)
-    print(measure(target, draft, counts(args.nodes), counts(args.widths), args.context, args.repeats))
-    return 0
+    return target, None if folder is None else sage.load_draft(folder, target)
+
+
+def _random(args: argparse.Namespace, room: int) -> tuple[Any, Any]:
+    """Returns a target of `--shape` and an EAGLE head, both with random weights, for `room` tokens."""
+    if args.target or args.draft:
+        raise ValueError("--shape: has random weights; leave out --target and --draft")
+    shape, device, dtype = shape_named(args.shape), cli.resolve_device(args.device), torch_dtype(args.dtype)
+    layers = args.layers or layers_that_fit(shape, dtype, device)
+    if not 1 <= layers <= shape.num_layers:
+        raise ValueError(f"--layers {layers}: {shape.name} takes 1 to {shape.num_layers}")
+    target = random_target(shape, layers, dtype, device, room)
+    draft = sage.new_draft(target, "eagle", seed=0)
+    draft.network.eval()
+    return target, draft
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from dataclasses import fields
 
 import torch
 
-from benchmarks.training import batches, lengths, objective, step
+from benchmarks.training import batches, images, lengths, objective, step
+from sage.bench.options import counts
 from sage.bench.random_targets import layers_that_fit
 from sage.bench.shapes import shape_named, shapes
 from sage.commands.cli import new_parser, run
@@ -48,6 +49,8 @@ def _objective(arguments: argparse.Namespace) -> str:
 
 
 def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
+    if arguments.images is not None:
+        return _images(arguments, overrides)
     config: Config = compose("config", [*overrides, f"launch.device={arguments.device}"], Config)
     check(config)
     if config.deepspeed.stage == MAX_STAGE:
@@ -61,6 +64,34 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
             made = step.run_of_shape(config, ranks, shape, layers, arguments.length)
         with made as run_of_parts:
             return step.measure(run_of_parts, arguments.measured, arguments.warmup)
+
+
+def _images(arguments: argparse.Namespace, overrides: list[str]) -> str:
+    if arguments.shape is not None:
+        raise ValueError("--shape: --images takes the sizes of the target; give target=NAME")
+    config: Config = compose("config", [*overrides, "launch.plan=true"], Config)  # opens no data
+    check(config)
+    lengths = arguments.lengths or [arguments.length] * config.train.micro_batch_size
+    sizes = images.Sizes(lengths=tuple(lengths), image=arguments.images, supervised=arguments.supervised)
+    device = pick_device(arguments.device, 0)
+    found = images.measure(config, sizes, arguments.layers, device, arguments.measured, arguments.warmup)
+    found.write(arguments.out)
+    return found.text()
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Parses `640x480`."""
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
+        raise argparse.ArgumentTypeError(f"{text!r}: give width and height in pixels, such as 640x480")
+    return int(width), int(height)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: allowed: above 0, at most 1")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,8 +117,13 @@ def _parser() -> argparse.ArgumentParser:
     steps.add_argument("--measured", type=int, default=20, help="steps to time")
     steps.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     steps.add_argument("--shape", choices=list(shapes()), help="use a random target of these sizes")
-    steps.add_argument("--layers", type=int, help="text layers of --shape; default: as many as fit")
-    steps.add_argument("--length", type=int, default=2048, help="tokens per sequence of --shape")
+    steps.add_argument("--layers", type=int, help="text layers; default: with --shape as many as fit, with --images all")
+    steps.add_argument("--length", type=int, default=2048, help="tokens per sequence of --shape and --images")
+    text = "parts of a step on sequences with one image each: counted without weights, on a GPU also timed; default %(const)s"
+    steps.add_argument("--images", metavar="WxH", type=_size, nargs="?", const="640x480", help=text)
+    steps.add_argument("--lengths", metavar="N,N", type=counts, help="tokens of each sequence of --images")
+    steps.add_argument("--supervised", type=_share, default=0.25, help="share of the text of --images (default: %(default)s)")
+    steps.add_argument("--out", metavar="FILE", help="write the table of --images as JSON")
     divisions = kinds.add_parser("batches", help="padding and waiting of 8, 32 and 64 ranks, computed for lengths of chats")
     divisions.add_argument("--examples", type=int, default=65536)
     divisions.add_argument("--step", type=int, default=128, help="train.global_batch_size")

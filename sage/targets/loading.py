@@ -63,11 +63,12 @@ def load_target(
     target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_whole)
     device, is_half = target.device, target.dtype in HALF
     is_ampere = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    _set_attention(model, resolve_attention(vision_attention, device.type, is_half, target.family.is_packed, is_ampere))
+    set_attention(model, resolve_attention(vision_attention, device.type, is_half, target.family.is_packed, is_ampere))
     return target
 
 
-def _set_attention(model: Any, attention: VisionAttention) -> None:
+def set_attention(model: Any, attention: VisionAttention) -> None:
+    """Sets the attention of the vision tower, if the model has one."""
     if not hasattr(model.config, "vision_config"):
         return
     if attention is VisionAttention.varlen:  # transformers would look for a package of that name

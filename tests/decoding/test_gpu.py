@@ -25,7 +25,7 @@ from sage.runtime.timing import Clock
 from sage.runtime.vision_attention import VisionAttention, resolve_attention
 from sage.targets import loading
 from sage.targets.families.qwen2_5_vl import PatchProjection
-from sage.targets.loading import _set_attention
+from sage.targets.loading import set_attention
 from train.launch.ranks import pick_device
 
 
@@ -295,7 +295,7 @@ class TestLoading:
         processor = make_processor(target)
         inputs = in_float64(target, processor.prepare(user(image_part(32, 24), "what?")))
         expected = target.embed(inputs).embeds
-        _set_attention(target.model, VisionAttention.varlen)
+        set_attention(target.model, VisionAttention.varlen)
         torch.testing.assert_close(target.embed(inputs).embeds, expected, atol=1e-12, rtol=0)
         assert len(sizes) > 1  # windows of one call
 

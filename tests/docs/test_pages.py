@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.doc_commands import check_blocks, check_text, make_placeholders
+from support.doc_commands import check_blocks, check_call, check_text, make_placeholders
 from support.doc_pages import REVIEW, REVIEW_ROW, ROOT, check_files, check_links, check_review, pages, read
 from support.doc_quotes import MESSAGES, PLAN, check_generated, check_messages, quoted_plan
 from support.messages import SNAPSHOT, refused
@@ -108,6 +110,21 @@ def test_a_wrong_page_is_refused(check: Check, text: str, reason: str, tmp_path:
     with pytest.raises((AssertionError, ValueError)) as caught:
         check(str(page))
     assert reason in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--cpu",)])
+def test_the_commands_of_the_first_gpu_hour_exist(options: tuple[str, ...]) -> None:
+    done = subprocess.run(["benchmarks/first_gpu_hour.sh", "--list", *options], cwd=ROOT, capture_output=True, text=True)
+    calls = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and len(calls) >= 18
+    for call in calls:
+        if "--resume" not in call and call[0] != "sage-data":
+            check_call(call)
+    blocks = set(re.findall(r"<!-- figures: ([\w ]+) -->", read("docs/gpu.md")))
+    shown = {name for block in blocks for name in block.split()} - {"steps"}
+    script = (ROOT / "benchmarks/first_gpu_hour.sh").read_text(encoding="utf-8")
+    assert all(f"step {name}" in script or f"{name.rpartition('_')[0]}_" in script for name in shown)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_times_calls_and_memory_of_both_modes(tiny_qwen: sage.Target, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "sage-draft" / "passes").mkdir(parents=True)
     (tmp_path / "sage-draft" / "passes" / "a.pt2").write_bytes(b"x" * 1_500_000)
-    text = passes.measure(tiny_qwen, random_draft(tiny_qwen).eval(), nodes=[1, 3], widths=[2], context=20, repeats=11)
+    text = passes.measure(tiny_qwen, random_draft(tiny_qwen).eval(), nodes=[1, 3], widths=[2], context=20, repeats=11).text()
     rows = [line.split() for line in text.splitlines() if " nodes " in line]
     modes = [next(word for word in row if word in list(PassMode)) for row in rows]
     assert modes == ["eager", "compiled"] * 3
@@ -40,7 +40,7 @@ def test_times_calls_and_memory_of_both_modes(tiny_qwen: sage.Target, monkeypatc
 
 
 def test_levels_of_a_smaller_target(tiny_qwen: sage.Target) -> None:
-    text = passes.measure(tiny_qwen, near_draft(tiny_qwen), nodes=[1], widths=[2], context=20, repeats=3)
+    text = passes.measure(tiny_qwen, near_draft(tiny_qwen), nodes=[1], widths=[2], context=20, repeats=3).text()
     assert text.count("draft level, 2 nodes") == 2
 
 

@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 from support.messages import refused
+from support.plans import configure
 from support.train_helpers import command
 
+from benchmarks.chain_attention import errors, inputs
+from benchmarks.figures import Figures, read_figures
+from benchmarks.gpu_page import filled
 from benchmarks.training import __main__ as bench
+from benchmarks.training import images
+from benchmarks.training.counting import Counts, counted
 from benchmarks.training.measuring import interleaved, peak, reset_peak
 from benchmarks.training.objective import Sizes, chunked, make_inputs, naive
 from sage.bench.shapes import Shape, shapes
+from sage.targets.families import family_of
 from train.config.schema import ObjectiveConfig
+from train.distill.staging import Staging
+from train.plan.meta import target_architecture
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("alone")
@@ -91,6 +100,66 @@ def test_measured_lengths_of_made_rows_are_exact(monkeypatch: pytest.MonkeyPatch
     assert "60 rows, 33 images" in text and "0 of 50 lengths differ" in text
 
 
+COUNTED = ["step", "--images", "160x160", "--device", "cpu", "--supervised", "1", "target=pocket_qwen2_5_vl", "draft=eagle"]
+
+
+def test_counted_operations_are_those_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within 4%; of the vision tower within a fifth: the plan reads its merger for every patch and leaves out attention."""
+    text = printed([*COUNTED, "--lengths", "128,96", "--out", str(tmp_path / "out.json")], monkeypatch, capsys)
+    assert "12 of 12 text layers, draft=eagle, 1 step(s), fp32: 2 sequences with an image of 160 x 160" in text
+    assert "224 tokens, 256 with padding (0.88); 0.12 visual, 190 supervised" in text
+    command, figures = read_figures(tmp_path / "out.json")
+    assert command.endswith("--out " + str(tmp_path / "out.json")) and figures.text() in text
+    shares = {row[0]: float(row[2]) for row in figures.rows}
+    assert shares.pop("vision tower, embedding") == pytest.approx(1, abs=0.21)
+    assert shares.pop("objective") == pytest.approx(190 / 224, abs=0.02)  # padding is not supervised
+    assert all(share == pytest.approx(1, abs=0.04) for share in shares.values()) and len(shares) == 3
+
+
+@pytest.mark.parametrize("target_name", ["pocket_qwen2_5_vl", "pocket_llava_onevision"])
+def test_counts_without_weights_are_those_of_real_tensors(target_name: str) -> None:
+    config = configure(f"target={target_name}", "draft=eagle3", "objective.steps=3", "draft.draft_vocab_size=100")
+    architecture = target_architecture(config.target)
+    sizes = images.Sizes(lengths=(300, 200), image=(64, 64))
+    processor = images.image_processor(config.target.path, architecture)
+    batch = images.make_batch(family_of(architecture), processor, sizes)
+    real, meta = ({name: Counts() for name in images.PARTS} for _ in range(2))
+    teacher, student = images.build(config, architecture, CPU)
+    staged = Staging(teacher.target, CPU, torch.float32)(batch)
+    images.run_parts(teacher, student, staged, lambda name: counted(real[name]))
+    images.count(config, architecture, batch, meta)
+    assert meta.pop("objective").flops == pytest.approx(real.pop("objective").flops, rel=0.01)  # another dot product of rows
+    assert {name: one.flops for name, one in meta.items()} == {name: one.flops for name, one in real.items()}
+    assert all(0 < meta[name].operators <= 1.25 * one.operators for name, one in real.items())
+
+
+def test_causal_attention_is_counted_with_half_of_its_pairs() -> None:
+    counts, query = Counts(), torch.ones(1, 2, 8, 4)
+    with counted(counts):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        torch.zeros(3, 5).addmm_(torch.ones(3, 7), torch.ones(7, 5))
+    assert counts.flops == 2 * (2 * 2 * 8 * 8 * 4) // 2 + 2 * 3 * 7 * 5 and counts.operators >= 2
+
+
+def test_the_chain_attention_of_a_step_is_exact_to_the_precision_of_its_inputs() -> None:
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        found = errors(inputs(12, 136, 4, 2, dtype, CPU))
+        assert len(found) == 6 and max(found) < bound
+
+
+def test_figures_of_a_gpu_replace_the_text_of_their_block_only(tmp_path: Path) -> None:
+    page = "<!-- figures: a b -->\nNever.\n<!-- end -->\n<!-- figures: c -->\nNever.\n<!-- end -->\n<!-- figures: steps -->\n"
+    Figures("A title", ("x", "y"), [["1", "2|3"]], ["note"], "one GPU").write(tmp_path / "a.json")
+    (tmp_path / "b.txt").write_text("$ command\nwarning: hidden\nshown\n")
+    (tmp_path / "steps").write_text("a 0 3\nb 124 60\n")
+    found = filled(page + "-\n<!-- end -->", tmp_path)
+    assert "measured on one GPU:\n\nA title.\n\n| x | y |\n| :-- | --: |\n| 1 | 2\\|3 |\n\nnote." in found
+    assert "```text\n$ command\nshown\n```" in found and found.count("Never.") == 1
+    assert "| `b` | failed, exit code 124 | 60 |" in found and filled(found, tmp_path) == found
+
+
 @pytest.mark.slow
 def test_unknown_and_unsupported_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, parts in (
@@ -100,6 +169,13 @@ def test_unknown_and_unsupported_arguments_are_refused(monkeypatch: pytest.Monke
         (
             ["step", "--shape", "qwen2_5_vl_7b", "--layers", "99", "launch.device=cpu"],
             ("--layers 99", "qwen2_5_vl_7b", "1 to 28"),
+        ),
+        ([*COUNTED, "--layers", "99"], ("--layers 99", "pocket_qwen2_5_vl", "1 to 12")),
+        ([*COUNTED, "--length", "12"], ("--images", "--length 12", "too short")),
+        ([*COUNTED, "--shape", "qwen2_5_vl_7b"], ("--shape", "target=NAME")),
+        (
+            ["step", "--images", "--device", "cpu", "target=qwen3_8b", "draft=eagle", "data.path=/no", "data=llava_instruct"],
+            ("--images", "qwen3", "no images"),
         ),
     ):
         monkeypatch.setattr("sys.argv", ["benchmarks.training", *arguments])

@@ -15,7 +15,7 @@ import sage
 from sage.drafts.model import shallow_model
 from sage.runtime import attention
 from sage.runtime.vision_attention import VisionAttention
-from sage.targets.loading import _set_attention
+from sage.targets.loading import set_attention
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
 from train.distill.pairs import Pairs, count_supervised
@@ -130,7 +130,7 @@ def test_a_step_waits_for_known_reasons_only(kind: str, traffic: Traffic, monkey
     """
     monkeypatch.setattr(attention, "varlen_attn", lambda query, *_: query.clone())
     target = on_device(make_qwen())
-    _set_attention(target.model, VisionAttention.varlen)
+    set_attention(target.model, VisionAttention.varlen)
     student = on_device(make_student(target, kind))
     staging = Staging(target, target.device, target.dtype)
     run: Any = SimpleNamespace(

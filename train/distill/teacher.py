@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sage import Target
 from sage.drafts.compressor.spans import ends_of_turn
+from sage.targets.family import Prompt
 from train.distill.pairs import Pairs, make_pairs
 
 
@@ -44,10 +45,13 @@ class Teacher:
         weight: Tensor = target.lm_head.weight
         self.lm_head = weight if token_map is None else weight[token_map.to(weight.device)]
 
-    @torch.no_grad()
     def __call__(self, batch: dict[str, Any]) -> Pairs:
         """Runs the target on a micro-batch (see `data_prep.batching.loader`) and returns its pairs."""
-        prompt = self.target.embed(batch)
+        return self.pairs(self.target.embed(batch))
+
+    @torch.no_grad()
+    def pairs(self, prompt: Prompt) -> Pairs:
+        """Runs the text layers on an embedded micro-batch and returns its pairs."""
         features = self.target.features(prompt, self.levels)
         embeds = prompt.embeds if self.image_inputs == "embed" else self.target.embed_tokens(prompt.input_ids)
         moved = prompt.inputs

@@ -133,7 +133,7 @@ def estimate(config: Config, models: MetaModels, ranks: int) -> LaunchPlan:
     _, accumulation = split_of_length(config, ranks, length)
     plan = LaunchPlan(config=config, models=models, ranks=ranks, accumulation=accumulation)
     gather_s = gather_s_per_pass(plan) if config.deepspeed.shard_target else 0.0
-    flops = _flops(plan)
+    flops = flops_of_step(plan)
     forward = (flops["vision"] + flops["text"]) / config.train.global_batch_size
     times = pass_times(plan, forward / (config.launch.gpu_tflops * 1e12), gather_s)
     return replace(plan, memory=memory_per_gpu(plan), flops=flops, gather_s=plan.accumulation * gather_s, times=times)
@@ -146,8 +146,8 @@ def gather_s_per_pass(work: Workload) -> float:
     return max(within / NVLINK_BYTES_PER_S, between / NETWORK_BYTES_PER_S)
 
 
-def _flops(work: Workload) -> dict[str, float]:
-    """Floating-point operations of one optimizer step over all ranks."""
+def flops_of_step(work: Workload) -> dict[str, float]:
+    """Returns floating-point operations of one optimizer step over all ranks: of vision, text, draft, objective."""
     config, models, target = work.config, work.models, work.models.target
     tokens, steps = config.train.global_batch_size * work.length, config.objective.steps
     own_head = models.draft.has_own_lm_head * work.draft_vocab_size * target.hidden_size  # read at supervised positions only

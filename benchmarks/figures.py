@@ -1,0 +1,48 @@
+"""Tables of figures: printed, written as JSON for `benchmarks.gpu_page`, and read from there."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sage.io.files import read_json, write_json
+from sage.io.tables import text_table
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A table as printed: a line above it, its cells, lines of notes below it, and the machine."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+    machine: str
+
+    def text(self) -> str:
+        """Returns the lines of a terminal. Columns are aligned on the right if their first cell is a number."""
+        cells = self.rows[0] if self.rows else self.head
+        align = "".join(">" if cell[:1].isdigit() else "<" for cell in cells)
+        return "\n".join((self.title, text_table(self.head, self.rows, align, ruled=False), *self.notes, self.machine))
+
+    def write(self, path: str | Path | None) -> None:
+        """Writes the table with the command of this process as JSON; nothing without a path."""
+        if path is not None:
+            write_json(Path(path), {"command": command(), **asdict(self)})
+
+
+def command() -> str:
+    """Returns the arguments of this process, as one types them."""
+    spec: Any = sys.modules["__main__"].__spec__
+    name = sys.argv[0] if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+    return " ".join((name, *map(shlex.quote, sys.argv[1:])))
+
+
+def read_figures(path: Path) -> tuple[str, Figures]:
+    """Returns the command and the table of a file that `Figures.write` has written."""
+    content = read_json(path)
+    return content.pop("command"), Figures(**content)
