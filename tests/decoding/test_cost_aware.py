@@ -35,8 +35,7 @@ PLAIN = replace(COUPLED, couple=False)
 
 def flat_costs(node: float = 0.1, level: float = 0.5, base: float = 1.0) -> Costs:
     """A pass costs `base` + `node` per node beyond the first, a level `level` whatever its width."""
-    verify = Curve([1, 2, 64], [base, base + node, base + 63 * node])
-    return Costs(verify=verify, draft=Curve([1, 64], [level, level]), context=0)
+    return Costs(Curve([1, 2, 64], [base, base + node, base + 63 * node]), Curve([1, 64], [level, level]), context=0)
 
 
 def random_probs(count: int, ranks: int, seed: int) -> Tensor:
@@ -392,12 +391,11 @@ class TestLearning:
         assert table[1] == pytest.approx([0.5, 0.5, (0.5 + 0.9) / 2, 0.5, 0.5])
         assert table[0] == table[2] == table[3] == table[4] == [0.5] * 5, "beyond the last row, the last row is repeated"
 
-    def test_the_log_holds_levels_nodes_and_a_reason(self) -> None:
-        """Every round has its levels and nodes, and a matching reason."""
+    def test_the_log_holds_levels_nodes_and_a_matching_reason(self) -> None:
         policy = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 3, "top_k": 3})
-        stats = toy_answer(policy, COUPLED).stats
-        assert stats.rounds_log and any(entry["drafted"] > entry["nodes"] for entry in stats.rounds_log)
-        for entry in stats.rounds_log:
+        log = toy_answer(policy, COUPLED).stats.rounds_log
+        assert log and any(entry["drafted"] > entry["nodes"] for entry in log)
+        for entry in log:
             assert entry["expanded"] >= entry["levels"] >= entry["depth"] and entry["drafted"] >= entry["nodes"]
             assert (entry["drafted"] == 0) == (entry["levels"] == 0)
             assert ("no candidate was worth" in policy.explain(entry)) == (0 == entry["levels"] < entry["expanded"])

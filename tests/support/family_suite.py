@@ -12,12 +12,11 @@ import pytest
 import torch
 import transformers
 from support.data_helpers import assistant, train_step
+from support.family_passes import TREE, between_media, hidden_states, paths, tree
 from support.kernel_layouts import use_cuda_layouts
-from support.models import OracleSession, cut, followed_by, greedy_text, in_double, random_draft, text_sizes
-from support.pass_helpers import tree_pass
+from support.models import OracleSession, cut, greedy_text, in_double, random_draft, text_sizes
 from support.processors import byte_tokenizer_of, image_part, random_image, user
 from support.toy_helpers import make_policy
-from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.video_utils import VideoMetadata
 
@@ -30,16 +29,12 @@ from sage.drafts.draft import new_session
 from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.processing import Processor
 from sage.inputs.video import VideoSize
-from sage.planning.tree import Tree
 from sage.runtime.captured import Captured, call_again
-from sage.runtime.executors import EAGER, Executor
 from sage.targets.families import FAMILIES, family_of
-from sage.targets.family import Prompt
 from sage.targets.loading import meta_target
 from train.plan.meta import count
 
 IMAGE, VIDEO, END = 60, 61, 1  # ids of the slots and of the token that ends an answer
-TREE = Tree(*map(torch.tensor, ([70, 71, 72, 73, 74], [-1, 0, 0, 1, 3], [0, 1, 1, 2, 3])))
 EXACT = {"atol": 1e-11, "rtol": 0}
 NEW_TOKENS, STEPS = 8, 3
 SIZES = [(8, 8), (16, 8), (9, 31), (40, 12), (3, 90)]  # of images
@@ -393,42 +388,3 @@ class FamilySuite:
         assert 0 < active <= count(target.model)
         width, mlp_width, values = planned.family.vision_sizes
         assert (width > 0, mlp_width > 0, values > 0) == (self.has_images,) * 3
-
-
-def hidden_states(target: sage.Target, inputs: Inputs) -> list[Tensor]:
-    """Returns the inputs of all layers and the last state, after the norm, of a pass of Hugging Face's model."""
-    states: list[Tensor] = []
-    layers: Any = target.text_model.layers
-    hooks = [layer.register_forward_pre_hook(lambda _, args: states.append(args[0])) for layer in layers]
-    last = target.text_model.register_forward_hook(lambda _, __, out: states.append(out.last_hidden_state))
-    with torch.no_grad():
-        target.model(**inputs)
-    for hook in (*hooks, last):
-        hook.remove()
-    return states
-
-
-def between_media(prompt: Prompt) -> int:
-    """Returns the first text token after the first image or video; 2 without one."""
-    visual = prompt.visual_mask[0].tolist()
-    return next((i for i in range(1, len(visual)) if visual[i - 1] and not visual[i]), 2)
-
-
-def tree(target: sage.Target, prompt: Prompt, known: int = 0, nodes: int = len(TREE), executor: Executor = EAGER) -> Tensor:
-    """Returns the features [N, D] of a tree below the prompt, of which `known` tokens were prefilled before the others."""
-    cache, ancestors = executor.new_cache(target, 500, target.new_cache), TREE.ancestors[:nodes, :nodes]
-    if known:
-        target.prefill(prompt.at(torch.arange(known)), cache)
-    target.prefill(prompt.after(known), cache)
-    positions = prompt.next_position + TREE.depths[:nodes]
-    return tree_pass(target, TREE.tokens[:nodes], positions, ancestors, cache, executor).last[0]
-
-
-def paths(target: sage.Target, inputs: Inputs) -> Tensor:
-    """Returns the features [N, D] of the same nodes, each on a path that ends a prompt of Hugging Face's model."""
-    found: dict[int, Tensor] = {}
-    for leaf in set(range(len(TREE))) - set(TREE.parents.tolist()):
-        nodes = TREE.ancestors[leaf].nonzero()[:, 0]
-        states = hidden_states(target, followed_by(target, inputs, TREE.tokens[nodes]))[-1][0, -len(nodes) :]
-        found |= dict(zip(nodes.tolist(), states, strict=True))
-    return torch.stack([found[node] for node in range(len(TREE))])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.data_helpers import assistant
-from support.family_suite import CLIP, END, IMAGE, VICUNA, VIDEO, FamilySuite, chatml, paths, text, tree
+from support.family_passes import paths, tree
+from support.family_suite import CLIP, END, IMAGE, VICUNA, VIDEO, FamilySuite, chatml, text
 from support.messages import refused
 from support.models import LLAVA_IDS, SIGLIP, in_double, llava_config, random_draft
 from support.processors import byte_tokenizer_of, image_part, random_image, user

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_suite import QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, paths, qwen_images, text, tree
+from support.family_passes import paths, tree
+from support.family_suite import QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, qwen_images, text
 from support.models import QWEN_IDS, random_draft
 from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 

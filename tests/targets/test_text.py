@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.data_helpers import assistant
-from support.family_suite import END, FamilySuite, chatml, paths, text, tree
+from support.family_passes import paths, tree
+from support.family_suite import END, FamilySuite, chatml, text
 from support.models import random_draft
 from support.processors import byte_tokenizer_of, user
 from tokenizers.processors import TemplateProcessing

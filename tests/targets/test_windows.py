@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_suite import END, IMAGE, FamilySuite, paths, text, tree
+from support.family_passes import paths, tree
+from support.family_suite import END, IMAGE, FamilySuite, text
 from support.models import SIGLIP
 from support.processors import byte_tokenizer_of, random_image
 from transformers import (

@@ -1,0 +1,57 @@
+"""Passes over a tree below a prompt, and over its paths by Hugging Face's own model, for every target family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.models import followed_by
+from support.pass_helpers import tree_pass
+from torch import Tensor
+
+import sage
+from sage.inputs.format import Inputs
+from sage.planning.tree import Tree
+from sage.runtime.executors import EAGER, Executor
+from sage.targets.family import Prompt
+
+TREE = Tree(*map(torch.tensor, ([70, 71, 72, 73, 74], [-1, 0, 0, 1, 3], [0, 1, 1, 2, 3])))
+
+
+def hidden_states(target: sage.Target, inputs: Inputs) -> list[Tensor]:
+    """Returns the inputs of all layers and the last state, after the norm, of a pass of Hugging Face's model."""
+    states: list[Tensor] = []
+    layers: Any = target.text_model.layers
+    hooks = [layer.register_forward_pre_hook(lambda _, args: states.append(args[0])) for layer in layers]
+    last = target.text_model.register_forward_hook(lambda _, __, out: states.append(out.last_hidden_state))
+    with torch.no_grad():
+        target.model(**inputs)
+    for hook in (*hooks, last):
+        hook.remove()
+    return states
+
+
+def between_media(prompt: Prompt) -> int:
+    """Returns the first text token after the first image or video; 2 without one."""
+    visual = prompt.visual_mask[0].tolist()
+    return next((i for i in range(1, len(visual)) if visual[i - 1] and not visual[i]), 2)
+
+
+def tree(target: sage.Target, prompt: Prompt, known: int = 0, nodes: int = len(TREE), executor: Executor = EAGER) -> Tensor:
+    """Returns the features [N, D] of a tree below the prompt, of which `known` tokens were prefilled before the others."""
+    cache, ancestors = executor.new_cache(target, 500, target.new_cache), TREE.ancestors[:nodes, :nodes]
+    if known:
+        target.prefill(prompt.at(torch.arange(known)), cache)
+    target.prefill(prompt.after(known), cache)
+    positions = prompt.next_position + TREE.depths[:nodes]
+    return tree_pass(target, TREE.tokens[:nodes], positions, ancestors, cache, executor).last[0]
+
+
+def paths(target: sage.Target, inputs: Inputs) -> Tensor:
+    """Returns the features [N, D] of the same nodes, each on a path that ends a prompt of Hugging Face's model."""
+    found: dict[int, Tensor] = {}
+    for leaf in set(range(len(TREE))) - set(TREE.parents.tolist()):
+        nodes = TREE.ancestors[leaf].nonzero()[:, 0]
+        states = hidden_states(target, followed_by(target, inputs, TREE.tokens[nodes]))[-1][0, -len(nodes) :]
+        found |= dict(zip(nodes.tolist(), states, strict=True))
+    return torch.stack([found[node] for node in range(len(TREE))])
