@@ -23,8 +23,8 @@ failed=()
 step() {
   local name=$1 limit=$2 start=$SECONDS code=0
   shift 2
-  if $list; then printf '%s\n' "$*"; return; fi
   printf '%s: %s\n' "$name" "$*"
+  if $list; then return; fi
   printf '$ %s\n' "$*" >"$folder/$name.txt"
   timeout --kill-after=10 "$limit" "$@" </dev/null >>"$folder/$name.txt" 2>&1 || code=$?
   printf '%s %d %d\n' "$name" $code $((SECONDS - start)) >>"$folder/steps"
