@@ -16,7 +16,6 @@ from torch import Tensor
 import sage
 from sage.costs import measure as probe
 from sage.costs.calibration import Calibrator, Reliability
-from sage.costs.measure import MIN_CONTEXT_SPAN
 from sage.costs.tables import Costs, Curve
 from sage.decoding.sampling import Sampling
 from sage.decoding.verify import Verdict
@@ -155,7 +154,7 @@ class TestCurve:
         forward = TreePass.forward
         monkeypatch.setattr(probe, "REPEATS", 3)
         monkeypatch.setattr(TreePass, "forward", lambda *args: (seen.add(int(args[3][0])), forward(*args))[1])
-        for context, longer, expected in ((10, 12, 10 + MIN_CONTEXT_SPAN), (10, 2000, 2000), (3900, 3901, limit - 64)):
+        for context, longer, expected in ((10, 12, 10 + probe.MIN_CONTEXT_SPAN), (10, 2000, 2000), (3900, 3901, limit - 64)):
             seen.clear()
             probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), context, longer)
             assert seen == {context, expected}
