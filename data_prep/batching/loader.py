@@ -44,6 +44,7 @@ Batch = dict[str, Any]
 Collate = Callable[[list[Example]], Batch]
 
 NUM_BATCHES_AHEAD = 8  # micro-batches; with large images, each has tens of MB
+NUM_STEPS_KEPT = 64  # divisions of steps by a budget of tokens
 
 
 class StepLoader:
@@ -108,6 +109,9 @@ class StepLoader:
         self.accumulation = global_batch_size // (micro_batch_size * world_size)
         self.wait_s, self.num_tokens, self.num_padded_tokens = 0.0, 0, 0
         self._epoch = lru_cache(maxsize=2)(self._order)  # a step may span two epochs
+        self._divided = lru_cache(maxsize=NUM_STEPS_KEPT)(
+            self._divide
+        )  # read by the thread that builds ahead, and by `__iter__`
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -162,7 +166,7 @@ class StepLoader:
     def _num_micro_batches(self, step: int) -> int:
         return self.accumulation if self.micro_batch_tokens is None else len(self._divided(step))
 
-    def _divided(self, step: int) -> list[list[int]]:
+    def _divide(self, step: int) -> list[list[int]]:
         """Returns the positions of this rank's micro-batches of a step under the budget of tokens."""
         assert self.lengths is not None and self.micro_batch_tokens is not None
         positions = self.step_positions(step)

@@ -1,7 +1,7 @@
 """The lengths of all examples of an index, without decoding pixels: from the headers of images and the text.
 
 Owns: the cache of lengths, measuring in several processes if there are many examples. Does not own: the arithmetic from the
-size of an image to its tokens (`Family.image_texts`), what becomes of long examples (data_prep.dataset.lengths).
+size of an image to its tokens (`Family.image_texts`), the treatment of long examples (data_prep.dataset.lengths).
 
 A length is the number of tokens that the example has when it is built. An image with a valid header and corrupt pixels is
 measured here and fails when it is opened; lengths then describe that example, not the one that takes its place.

@@ -8,7 +8,6 @@ stay valid, and a pass takes as long as that of a larger target. The folder has 
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import sys
@@ -155,7 +154,7 @@ def wide_target(target: str, megabytes: float, key: str = "--widen-to") -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.pocket.widen", description=__doc__)
+    parser = cli.new_parser("python -m data_prep.pocket.widen", description=__doc__)
     parser.add_argument("--target", required=True, metavar="NAME_OR_DIR", help="a pocket target")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     size = parser.add_mutually_exclusive_group(required=True)

@@ -11,9 +11,9 @@ import binascii
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -40,6 +40,8 @@ DEFAULT_FRAMES = 16
 DEFAULT_FPS = 2.0  # default of Qwen2.5-VL, for frames without a rate
 WIDE_GRAY_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
+Result = TypeVar("Result")
+
 
 def open_image(source: Any, allow_urls: bool = False) -> Image.Image:
     """Opens an image as RGB.
@@ -54,19 +56,7 @@ def open_image(source: Any, allow_urls: bool = False) -> Image.Image:
     Raises:
         ValueError: missing, unreadable, truncated, or of a size out of limits; names the image.
     """
-    name = _name(source)
-    try:
-        with no_size_warning():
-            if allow_urls and str(source).startswith(("http://", "https://")):
-                source = _download(str(source))
-            if isinstance(source, Image.Image):
-                return _normalized(source)
-            with Image.open(_stream(source)) as image:
-                return _normalized(image)
-    except ValueError as error:
-        raise ValueError(f"image {name}: {error}") from error
-    except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
-        raise ValueError(f"image {name}: {_reason(error)}") from error
+    return _read(source, _normalized, allow_urls)
 
 
 def image_size(source: Any) -> Size:
@@ -74,13 +64,20 @@ def image_size(source: Any) -> Size:
 
     Raises ValueError as `open_image`, except for files whose pixels are corrupt.
     """
+    return _read(source, _upright_size)
+
+
+def _read(source: Any, use: Callable[[Image.Image], Result], allow_urls: bool = False) -> Result:
+    """Returns `use` of the opened image, whose pixels may not be decoded yet; errors are those of `open_image`."""
     name = _name(source)
     try:
         with no_size_warning():
+            if allow_urls and str(source).startswith(("http://", "https://")):
+                source = _download(str(source))
             if isinstance(source, Image.Image):
-                return _upright_size(source)
+                return use(source)
             with Image.open(_stream(source)) as image:
-                return _upright_size(image)
+                return use(image)
     except ValueError as error:
         raise ValueError(f"image {name}: {error}") from error
     except (*DECODING_ERRORS, Image.DecompressionBombError) as error:

@@ -159,6 +159,11 @@ def select_backends(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def has_flash_kernel(device: torch.device) -> bool:
+    """Whether torch's flash kernel runs on the device: an NVIDIA GPU of compute capability 8.0 or higher."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
     """Returns causal attention of the last `queries` of `keys` tokens: for GPUs without a mask, elsewhere Bool [N, S]."""
     if device.type == "cuda":

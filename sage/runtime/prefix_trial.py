@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from sage.io.model_files import in_one_line
-from sage.runtime.attention import tile_mask
+from sage.runtime.attention import has_flash_kernel, tile_mask
 from sage.runtime.package_folder import warn_once
 from sage.runtime.prefix_attention import KERNEL_DEVICES, PAGE, attend_in_parts, full_keys, sliding_keys, softmax_attention
 
@@ -27,8 +27,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
         dtype in (torch.float16, torch.bfloat16)
         and head_dim % 8 == 0
         and head_dim <= MAX_HEAD_DIM
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and has_flash_kernel(device)
         and "block_table" in inspect.signature(varlen_attn).parameters
         and kernels_agree(device, dtype, head_dim)
     )

@@ -14,7 +14,7 @@ from sage.inputs.processing import Processor
 from sage.io.hub import require_hub
 from sage.io.model_files import in_one_line, load_weights, read_config
 from sage.io.target_paths import find_target, path_of_target, refuse_without_config
-from sage.runtime.attention import HALF, VARLEN
+from sage.runtime.attention import HALF, VARLEN, has_flash_kernel
 from sage.runtime.pass_modes import PassMode, check_pass_mode, resolve_pass_mode
 from sage.runtime.vision_attention import VisionAttention, check_attention, resolve_attention
 from sage.targets.families import FAMILIES, family_of
@@ -62,8 +62,9 @@ def load_target(
     target = Target(model if placement else model.to(device), processor)
     target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_whole)
     device, is_half = target.device, target.dtype in HALF
-    is_ampere = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    set_attention(model, resolve_attention(vision_attention, device.type, is_half, target.family.is_packed, is_ampere))
+    set_attention(
+        model, resolve_attention(vision_attention, device.type, is_half, target.family.is_packed, has_flash_kernel(device))
+    )
     return target
 
 

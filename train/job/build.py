@@ -159,8 +159,8 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
         stage=Staging(target, ranks.device, torch.promote_types(target.dtype, torch_dtype(config.train.precision))),
         micro_batch_tokens=config.train.micro_batch_tokens,
     )
-    if loader.over_budget:
-        logger.warning("%s", loader.over_budget)
+    if line := loader.over_budget:
+        logger.warning("%s", line)
     return RunInputs(
         policies=policies,
         target=target,
