@@ -1,8 +1,7 @@
-"""Checks of a draft's folder: its files, config and tensors against what serving engines expect, with the effect of each error.
+"""Checks of a draft's folder: its files and config against what serving engines expect, with the effect of each error.
 
-Every export passes these checks before it is moved to its final name. A format lists the checks that apply to it.
-
-Shapes: U draft vocabulary, V target vocabulary.
+Every export passes these checks, and those of checkpoints.export.tensor_checks, before it is moved to its final name. A format
+lists the checks that apply to it.
 """
 
 from __future__ import annotations
@@ -10,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from checkpoints.export.configs import DEFAULT_THETA, EngineConfig, TargetFacts, TensorSpecs
-from checkpoints.export.folder import CONFIG, PICKLED, Weights, export_info, verify_export
+from checkpoints.export.configs import DEFAULT_THETA, EngineConfig, TargetFacts, TensorSpecs, as_list
+from checkpoints.export.folder import CONFIG, Weights, export_info, verify_export
 from checkpoints.export.formats.registry import recognize, variants
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
 from sage.drafts.location import EXPORT_INFO
-from sage.io.dtypes import dtype_name
 from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest
 from sage.io.model_files import read_config
 
@@ -32,8 +27,6 @@ NOT_LOADABLE = "no engine can load it"
 NOT_EXPORTED = "no engine loads it; export it first (sage-export DIR --format ...)"
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 EXTRA_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-MAX_LISTED = 4  # tensors listed by name before "and N more"
 
 
 @dataclass(frozen=True)
@@ -55,13 +48,21 @@ class InvalidExport(ValueError):
 
 @dataclass
 class CheckInput:
-    """The folder to check: its format, config, tensors, expected tensors (none if the config lacks sizes), target if known."""
+    """The folder to check.
+
+    Attributes:
+        specs: expected tensors; none if the config lacks sizes.
+        facts: about the target, if known.
+        trained_levels: the feature levels that an export of this package was trained with; None for other folders.
+    """
 
     format: ExportFormat
     config: EngineConfig
     weights: Weights
     specs: TensorSpecs
     facts: TargetFacts | None
+    folder: Path
+    trained_levels: list[Any] | None = None
 
     def at(self, key: str, found: str, effect: str) -> Finding:
         """Returns a finding about a field of the decoder layer."""
@@ -150,7 +151,8 @@ def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts
         return [Finding("weights", str(error), NOT_LOADABLE)]
     if facts is None:
         result.notes.append("vocabulary, context length, rope and layers were not compared with the target: give --target DIR")
-    given = CheckInput(result.format, config, weights, result.format.specs(config) or {}, facts)
+    trained = as_list(export_info(result.folder).get("feature_levels"))
+    given = CheckInput(result.format, config, weights, result.format.specs(config) or {}, facts, result.folder, trained)
     return [finding for check in result.format.checks for finding in check(given)]
 
 
@@ -165,19 +167,22 @@ def _classes(given: CheckInput) -> Iterator[Finding]:
         yield Finding("architectures", f"{written}, expected ['{expected}']", effect)
 
 
-def _layer_type(given: CheckInput) -> Iterator[Finding]:
+def layer_type(given: CheckInput) -> Iterator[Finding]:
+    """Yields the findings about the layer's class, code to run, and quantization."""
     config, allowed = given.config, given.format.layer_types
     model_type = config.layer.get("model_type")
     if model_type not in allowed:
         found = f"{model_type!r}, expected {' or '.join(allowed)}"
         yield given.at("model_type", found, "the engine's config loader refuses it")
     if "auto_map" in config.raw:
-        yield Finding("auto_map", "names Python code to run", "engines run it only with trust_remote_code; no draft needs it")
+        effect = "engines run it only with trust_remote_code; no draft needs it"
+        yield Finding("auto_map", "names Python code to run", effect, is_warning=given.format.has_code)
     if config.raw.get("quantization_config"):
         yield Finding("quantization_config", "present", "engines expect quantized tensors; these are not quantized")
 
 
-def _sizes(given: CheckInput) -> Iterator[Finding]:
+def sizes(given: CheckInput) -> Iterator[Finding]:
+    """Yields the findings about sizes, activation and epsilon of the layer."""
     config, facts = given.config, given.facts
     for key in SIZES:
         if config.size(key) is None:
@@ -202,23 +207,29 @@ def single_layer(given: CheckInput) -> Iterator[Finding]:
         yield given.at("num_hidden_layers", f"{layers!r}, expected 1", "the engine builds layers without weights")
 
 
-def _vocabulary(given: CheckInput) -> Iterator[Finding]:
+def vocabulary(given: CheckInput) -> Iterator[Finding]:
+    """Yields a finding unless the token ids are the target's."""
     config, facts = given.config, given.facts
     vocab = config.size("vocab_size")
     if facts and vocab and vocab != facts.vocab_size:
         found = f"{vocab}, the target's is {facts.vocab_size}"
         yield given.at("vocab_size", found, "draft and target use different token ids")
+
+
+def _ties(given: CheckInput) -> Iterator[Finding]:
+    config = given.config
     if config.get("tie_word_embeddings") is not False:
         found = f"{config.get('tie_word_embeddings', 'missing')}, expected false"
         effect = "SGLang uses the embedding as lm_head and drops the trained one: acceptance 1.00"
         yield given.at("tie_word_embeddings", found, effect)
 
 
-def _context_length(given: CheckInput) -> Iterator[Finding]:
+def context_length(given: CheckInput) -> Iterator[Finding]:
+    """Yields a finding unless the draft has positions for every token of the target's context."""
     key = "max_position_embeddings"
     length, facts = given.config.size(key), given.facts
     if length is None:
-        yield given.at(key, f"{given.config.get(key)!r}", "LlamaConfig's default is 2048: beyond it acceptance is 1.00")
+        yield given.at(key, f"{given.config.get(key)!r}", given.format.effect_without_length)
     elif facts and length < facts.max_position_embeddings:
         found = f"{length}, the target's is {facts.max_position_embeddings}"
         yield given.at(key, found, f"beyond {length} tokens the draft is served at acceptance 1.00, without an error")
@@ -263,120 +274,4 @@ def unsupported_residual(given: CheckInput) -> Iterator[Finding]:
         yield Finding("norm_before_residual", "true", effect)
 
 
-LAYER_CHECKS = (_classes, _layer_type, _sizes, _vocabulary, _context_length, _rope, _switches)  # of every format
-
-
-# -- tensors -------------------------------------------------------------------------------------------------------------
-
-
-def check_tensors(given: CheckInput) -> Iterator[Finding]:
-    """Yields all findings about a draft's tensors; none if the config lacks the sizes to compare with."""
-    if not given.specs:
-        return
-    yield from _missing(given)
-    yield from _unexpected(given)
-    yield from _shapes_and_dtypes(given)
-    yield from _values(given)
-    if given.weights.is_pickled:
-        effect = "engines open it, but a pickle can run code: convert it to safetensors"
-        yield Finding(PICKLED, "weights in a pickle", effect, is_warning=True)
-
-
-def _missing(given: CheckInput) -> Iterator[Finding]:
-    for name, spec in given.specs.items():
-        if not spec.is_optional and name not in given.weights.infos:
-            yield Finding(name, "missing", spec.effect_if_missing)
-
-
-def _unexpected(given: CheckInput) -> Iterator[Finding]:
-    extra = sorted(set(given.weights.infos) - set(given.specs))
-    effect = given.format.effect_of_unexpected
-    prefixed = [name for name in extra if name.removeprefix("model.") in given.specs]
-    if prefixed:
-        yield Finding(prefixed[0], f"{len(prefixed)} tensors have the prefix 'model.'", effect)
-    others = [name for name in extra if name not in prefixed]
-    for name in others[:MAX_LISTED]:
-        yield Finding(name, "unexpected tensor", effect)
-    if len(others) > MAX_LISTED:
-        yield Finding(given.format.name, f"{len(others) - MAX_LISTED} more unexpected tensors", effect)
-
-
-def _shapes_and_dtypes(given: CheckInput) -> Iterator[Finding]:
-    kinds = {"int64": (torch.int64,), "bool": (torch.bool,), "float": FLOATS}
-    for name, spec in given.specs.items():
-        info = given.weights.infos.get(name)
-        if info is None:
-            continue
-        if info.shape != spec.shape:
-            found = f"shape {list(info.shape)}, expected {list(spec.shape)}"
-            yield Finding(name, found, "the engine stops, or loads a slice of it")
-        if info.dtype not in kinds[spec.kind]:
-            yield Finding(name, f"dtype {dtype_name(info.dtype)}, expected {spec.kind}", "the engine casts it or stops")
-    floats = {dtype_name(info.dtype) for info in given.weights.infos.values() if info.dtype in FLOATS}
-    if len(floats) > 1:
-        yield Finding("dtype", f"mixed: {', '.join(sorted(floats))}", "engines cast all tensors to one", is_warning=True)
-    written = given.config.raw.get("dtype", given.config.raw.get("torch_dtype"))
-    if len(floats) == 1 and written not in (None, *floats):
-        yield Finding("dtype", f"{written!r} in config.json, {floats.pop()} in the file", "engines cast it", is_warning=True)
-
-
-def _values(given: CheckInput) -> Iterator[Finding]:
-    """Non-finite and all-zero tensors; a ZeRO-3 save without gathering, or weights that were never loaded, are all zero."""
-    for name, spec in given.specs.items():
-        info = given.weights.infos.get(name)
-        if spec.kind != "float" or info is None or info.dtype not in FLOATS:
-            continue
-        tensor = given.weights[name]
-        num_bad = int((~torch.isfinite(tensor)).sum())
-        if num_bad:
-            yield Finding(name, f"{num_bad} values are not finite", "all logits become NaN: acceptance 1.00 or an error")
-        elif spec.is_zero and bool(tensor.any()):
-            yield Finding(name, "not zero", "drafts trained here have no bias", is_warning=True)
-        elif tensor.numel() and not spec.is_zero and not bool(tensor.any()):
-            yield Finding(name, "all zero", "the weight was not saved (ZeRO-3 without gathering?): acceptance 1.00")
-
-
-def vocabulary_maps(given: CheckInput) -> Iterator[Finding]:
-    """Yields the findings about the values of d2t and t2d, if both have the expected shape."""
-    if not given.specs:
-        return
-    infos = given.weights.infos
-    has_shape = [name for name in ("d2t", "t2d") if name in infos and infos[name].shape == given.specs[name].shape]
-    usable = {name: given.weights[name] for name in has_shape if infos[name].dtype}
-    is_readable = "d2t" in usable and usable["d2t"].dtype == torch.int64
-    if is_readable and (problem := check_vocabulary_maps(usable["d2t"], usable.get("t2d"), given.specs["t2d"].shape[0])):
-        yield problem
-
-
-def check_vocabulary_maps(d2t: Tensor, t2d: Tensor | None, vocab: int) -> Finding | None:
-    """Checks that d2t holds unique offsets into the target vocabulary, and that t2d marks exactly the ids in d2t's range.
-
-    Args:
-        d2t: LongTensor [U], target id = draft id + d2t[draft id].
-        t2d: BoolTensor [V].
-    """
-    ids = torch.arange(len(d2t)) + d2t
-    is_mask = t2d is not None and t2d.dtype == torch.bool
-    if problem := _check_d2t(d2t, ids, vocab, t2d if is_mask else None):
-        return Finding("d2t", *problem)
-    if t2d is not None and is_mask and not _agree(ids, t2d):
-        found = f"marks {int(t2d.sum())} ids, d2t maps to {len(ids)}, {int(t2d[ids].sum())} of them marked"
-        return Finding("t2d", found, "training and verification use other tokens than the draft vocabulary")
-    return None
-
-
-def _check_d2t(d2t: Tensor, ids: Tensor, vocab: int, t2d: Tensor | None) -> tuple[str, str] | None:
-    effect = "draft tokens are mapped to the wrong target tokens: acceptance 1.00, no error"
-    is_absolute = len(d2t) > 1 and bool((d2t[1:] > d2t[:-1]).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab
-    if is_absolute and (int(ids[-1]) >= vocab or (t2d is not None and _agree(d2t, t2d))):
-        return "holds absolute target ids, not offsets (target id = draft id + d2t[draft id])", effect
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        return f"maps to ids {int(ids.min())} to {int(ids.max())}, the vocabulary is 0 to {vocab - 1}", effect
-    num_duplicates = len(ids) - len(ids.unique())
-    if num_duplicates:
-        return f"maps {num_duplicates} draft ids to target ids that are already taken", effect
-    return None
-
-
-def _agree(ids: Tensor, t2d: Tensor) -> bool:
-    return int(t2d.sum()) == len(ids) and bool(t2d[ids].all())
+LAYER_CHECKS = (_classes, layer_type, sizes, vocabulary, _ties, context_length, _rope, _switches)  # of EAGLE's formats

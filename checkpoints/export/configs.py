@@ -7,7 +7,7 @@ Shapes: H hidden, I intermediate, V target vocabulary, A = 3 feature levels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from sage.io.hub import require_hub
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.rope import NOT_SCALING, RopeConfig
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 FEATURE_LEVELS = 3
 DEFAULT_THETA = 10000.0  # LlamaConfig's default
 LAYER_FIELDS = (
@@ -160,13 +160,24 @@ def read_target_embedding(facts: TargetFacts) -> Tensor:
     Raises:
         ValueError: the target's files are not available, or do not contain exactly one such tensor.
     """
+    return _read_table(facts, (EMBEDDING,))
+
+
+def read_target_lm_head(facts: TargetFacts) -> Tensor:
+    """Reads the lm_head [V, D] as `read_target_embedding` does; the embedding, where the target's folder has no lm_head."""
+    return _read_table(facts, (LM_HEAD, EMBEDDING))
+
+
+def _read_table(facts: TargetFacts, suffixes: Sequence[str]) -> Tensor:
+    """Reads the tensor [V, D] whose name ends with the first suffix that occurs."""
     folder = _local_folder(facts.name or "")
     weights = Weights(folder)
     shape = (facts.vocab_size, facts.hidden_size)
-    names = [name for name, info in weights.infos.items() if name.endswith(EMBEDDING) and info.shape == shape]
+    tables = [name for name, info in weights.infos.items() if info.shape == shape]
+    names = next((found for one in suffixes if (found := [name for name in tables if name.endswith(one)])), [])
     if len(names) != 1:
         raise ValueError(
-            f"embedding: {folder} has {len(names)} tensors named *{EMBEDDING} of shape {list(shape)}, expected one; "
+            f"embedding: {folder} has {len(names)} tensors named *{suffixes[-1]} of shape {list(shape)}, expected one; "
             f"give --target DIR, or --no-embedding"
         )
     return weights[names[0]]
@@ -271,9 +282,9 @@ class EngineConfig:
     @property
     def rope(self) -> RopeConfig:
         """The rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`; theta is NaN if it is no number."""
-        parameters, scaling = _as_mapping(self.get("rope_parameters")), _as_mapping(self.get("rope_scaling"))
+        parameters, scaling = as_mapping(self.get("rope_parameters")), as_mapping(self.get("rope_scaling"))
         theta = parameters.get("rope_theta", self.get("rope_theta", DEFAULT_THETA))
-        section = _as_list(parameters.get("mrope_section") or scaling.get("mrope_section"))
+        section = as_list(parameters.get("mrope_section") or scaling.get("mrope_section"))
         rope_type = str(parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default")
         scaled = {key: value for key, value in (parameters or scaling).items() if key not in NOT_SCALING}
         is_number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
@@ -287,21 +298,22 @@ class EngineConfig:
     @property
     def vllm_levels(self) -> list[Any] | None:
         """Indices k of the hidden_states[k] that vLLM feeds to the draft; None = the engine's default."""
-        return _as_list(self.raw.get(LEVELS_KEY))
+        return as_list(self.raw.get(LEVELS_KEY))
 
     @property
     def sglang_levels(self) -> list[Any] | None:
         """Indices k of the hidden_states[k] that SGLang feeds to the draft: the written ones plus one; None = its default."""
-        value = _as_list(_as_mapping(self.raw.get("eagle_config")).get(LEVELS_KEY))
+        value = as_list(as_mapping(self.raw.get("eagle_config")).get(LEVELS_KEY))
         return [k + 1 if isinstance(k, int) else k for k in value] if value else None
 
 
-def _as_mapping(value: Any) -> Mapping[str, Any]:
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """Returns a mapping unchanged, any other value as an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
-def _as_list(value: Any) -> list[Any] | None:
-    """A list unchanged, an empty value as None, any other value as a list of one."""
+def as_list(value: Any) -> list[Any] | None:
+    """Returns a list unchanged, an empty value as None, any other value as a list of one."""
     if not value:
         return None
     return list(value) if isinstance(value, list) else [value]
@@ -321,6 +333,11 @@ def layer_config(draft: Any, facts: TargetFacts) -> dict[str, Any]:
     return config
 
 
+def rope_parameters(facts: TargetFacts) -> dict[str, Any]:
+    """Returns the target's rope without the axes of M-RoPE, as `rope_parameters` of transformers 5."""
+    return {"rope_type": "default", "rope_theta": facts.rope_theta} | dict(facts.scaled_rope or {})
+
+
 def layer_specs(sizes: Sizes, layer: str, attention_input: int) -> TensorSpecs:
     """Returns attention and MLP of a layer whose tensors start with `layer`; its attention reads `attention_input` values."""
     hidden, inner, _, queries, keys = sizes
@@ -334,6 +351,12 @@ def layer_specs(sizes: Sizes, layer: str, attention_input: int) -> TensorSpecs:
         "mlp.down_proj": (hidden, inner),
     }
     return {f"{layer}{name}.weight": TensorSpec(shape) for name, shape in shapes.items()}
+
+
+def bias_specs(sizes: Sizes, layer: str) -> TensorSpecs:
+    """Returns the biases of the attention of a layer whose tensors start with `layer`."""
+    rows = {"q": sizes.queries, "k": sizes.keys, "v": sizes.keys, "o": sizes.hidden}
+    return {f"{layer}self_attn.{name}_proj.bias": TensorSpec((size,)) for name, size in rows.items()}
 
 
 def default_levels(num_layers: int) -> list[int]:

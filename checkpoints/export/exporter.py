@@ -13,12 +13,12 @@ from torch import Tensor
 
 from checkpoints import run_folder
 from checkpoints.export.checks import CheckResult, InvalidExport, check_folder
-from checkpoints.export.configs import EMBEDDING, TargetFacts, read_target_embedding
+from checkpoints.export.configs import TargetFacts
 from checkpoints.export.folder import CONFIG, WEIGHTS, new_export
 from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.formats.registry import find_format, imported_drafts
 from checkpoints.export.model_card import render_card
-from checkpoints.export.serving import COMPRESSOR, check_compatible
+from checkpoints.export.serving import COMPRESSOR, check_compatible, image_inputs_of
 from sage.drafts.head import DraftHead
 from sage.drafts.location import EXPORT_INFO, find_draft
 from sage.drafts.registry import head_kind
@@ -87,6 +87,7 @@ class ExportResult:
     Attributes:
         check: the findings of `check_folder`.
         warnings: what differs from training, as complete sentences.
+        speculative_tokens: drafted tokens per round in the card's commands.
     """
 
     folder: Path
@@ -97,6 +98,7 @@ class ExportResult:
     check: CheckResult
     rounding: RoundingError
     warnings: list[str]
+    speculative_tokens: int
 
     @property
     def name(self) -> str:
@@ -129,15 +131,16 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
     allowed = {"target": options.allow_unserved, f"draft.{COMPRESSOR}": options.allow_uncompressed}
     warnings = check_compatible(trained.config, facts, format_, allowed)
     tensors = _tensors(trained, format_, options.dtype)
-    if format_.has_embedding if options.embedding is None else options.embedding:
-        tensors[EMBEDDING] = read_target_embedding(facts).to(options.dtype)
+    for name, table in format_.target_tensors(trained, facts, options.embedding).items():
+        tensors[name] = table.to(options.dtype).contiguous()
     if options.target_name:
         facts = replace(facts, name=options.target_name)
     with new_export(out, source.step or 0, options.overwrite) as part:
         save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
         write_json(part / CONFIG, format_.config(trained.config, facts, options.dtype))
         check, rounding = _verify(part, out, format_, trained, facts)
-        result = ExportResult(out, format_, options, source, facts, check, rounding, warnings)
+        num_tokens = format_.speculative_tokens(trained.config)
+        result = ExportResult(out, format_, options, source, facts, check, rounding, warnings, num_tokens)
         write_json(part / EXPORT_INFO, _export_info(result, trained))
         write_text(part / CARD, render_card(result))
     return result
@@ -180,7 +183,7 @@ def check_reload(folder: Path, format_: ExportFormat, trained: DraftHead, facts:
     Raises:
         InvalidExport: the outputs differ.
     """
-    exported = format_.read(folder, facts, ImportOptions(image_inputs=trained.config.image_inputs))
+    exported = format_.read(folder, facts, ImportOptions(image_inputs=image_inputs_of(trained.config)))
     original = format_.outputs(trained)
     rounded, reloaded = format_.outputs(trained.to(exported.dtype)), format_.outputs(exported)
     if not torch.equal(rounded, reloaded):
@@ -211,7 +214,7 @@ def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
         "steps_trained": source.step,
         "draft": config.model_type,
         "parameters": sum(weight.numel() for name, weight in trained.named_parameters() if not _is_omitted(name)),
-        "image_inputs": config.image_inputs,
+        "image_inputs": image_inputs_of(config),
         "feature_levels": list(getattr(config, "feature_levels", [])),
         "target": result.facts.to_dict(),
         "data_fingerprint": source.provenance.get("data_fingerprint"),

@@ -8,15 +8,24 @@ Owns: converting. Does not own: reading a format (checkpoints.export.formats), d
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import sage
-from checkpoints.export.configs import EMBEDDING, EngineConfig, TargetFacts, read_target_embedding
+from checkpoints.export.configs import (
+    EMBEDDING,
+    LM_HEAD,
+    EngineConfig,
+    TargetFacts,
+    read_target_embedding,
+    read_target_lm_head,
+)
 from checkpoints.export.folder import CONFIG, Weights, export_info, new_export
-from checkpoints.export.formats.base import PREFIXES, ImportOptions
+from checkpoints.export.formats.base import ImportOptions, without_prefixes
 from checkpoints.export.formats.registry import imported_drafts, recognize
 from sage.drafts.head import DraftHead
 from sage.drafts.location import EXPORT_INFO
@@ -41,7 +50,7 @@ def convert(
     facts = TargetFacts.of_folder(target)
     draft = read_draft(folder, facts, options)
     if (Path(target) / CONFIG).is_file():
-        check_embedding(folder, read_target_embedding(facts))
+        check_borrowed(folder, {EMBEDDING: partial(read_target_embedding, facts), LM_HEAD: partial(read_target_lm_head, facts)})
     origin = export_info(folder)
     step = int(origin.get("step") or 0)
     with new_export(out, step, overwrite) as part:
@@ -74,26 +83,41 @@ def load_export(folder: Path, target: sage.Target) -> DraftHead:
     """
     draft = read_draft(folder, TargetFacts.of_config(target.model.config, target.name))
     if not target.is_meta:
-        check_embedding(folder, target.embed_tokens.weight.detach().cpu())
-    return draft.to(device=target.device, dtype=target.dtype)
+        check_borrowed(
+            folder,
+            {
+                EMBEDDING: lambda: target.embed_tokens.weight.detach().cpu(),
+                LM_HEAD: lambda: target.lm_head.weight.detach().cpu(),
+            },
+        )
+    draft.to(device=target.device, dtype=target.dtype)
+    if not target.is_meta:
+        draft.borrow(target)
+    return draft
 
 
-def check_embedding(folder: Path, embedding: Tensor) -> None:
-    """Refuses a draft whose embedding is not the target's, [V, D]: our decoder uses the target's for every draft.
+def check_borrowed(folder: Path, tables: Mapping[str, Callable[[], Tensor]]) -> None:
+    """Refuses a draft whose embedding, or lm_head where ours has none, is not the target's: our decoder uses the target's.
+
+    Args:
+        tables: name in the format -> a function that returns the target's table, [V, D].
 
     Raises:
-        ValueError: the embedding in the folder differs from the target's by more than rounding to bf16.
+        ValueError: a table in the folder differs from the target's by more than rounding to bf16.
     """
-    weights = Weights(folder)
+    weights, config = Weights(folder), EngineConfig(read_config(folder))
+    format_ = recognize(config)
     for name in weights.infos:
-        if name not in (EMBEDDING, *(prefix + EMBEDDING for prefix in PREFIXES)):
+        bare = without_prefixes(name)
+        if format_ is None or bare not in format_.borrowed:
             continue
         own = weights[name]
-        gap = (own.float() - embedding.float()).abs().max() if own.shape == embedding.shape else torch.tensor(torch.inf)
-        if not bool(gap <= BF16_EPS * embedding.abs().max()):
+        rows = format_.borrowed_rows(bare, own, tables[bare](), weights, config)
+        gap = (own.float() - rows.float()).abs().max() if own.shape == rows.shape else torch.tensor(torch.inf)
+        if not bool(gap <= BF16_EPS * rows.abs().max()):
             raise ValueError(
                 f"{folder}: {name} differs from the target's by up to {float(gap):.3g}: it was trained, but our decoder uses "
-                f"the target's embedding for every draft; cannot import it"
+                f"the target's {'embedding' if bare == EMBEDDING else 'lm_head'} for every such draft; cannot import it"
             )
 
 

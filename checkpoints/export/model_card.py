@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.export.configs import TargetFacts
-from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.formats.base import SPECULATIVE_TOKENS, ExportFormat
 from checkpoints.export.serving import engines_for
 from checkpoints.run_folder import dotted_keys
 from sage.bench.report_table import measured_with
@@ -42,9 +42,10 @@ def render_card(card: ExportResult) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def serve_commands(format_: ExportFormat, facts: TargetFacts, draft: str) -> dict[str, str]:
+def serve_commands(format_: ExportFormat, facts: TargetFacts, draft: str, tokens: int = SPECULATIVE_TOKENS) -> dict[str, str]:
     """Returns the command line for each engine with the export's folder or hub id; empty if no engine serves the family."""
-    return {engine: format_.serve_command(engine, facts.name or "TARGET", draft) for engine in engines_for(format_, facts)}
+    target = facts.name or "TARGET"
+    return {engine: format_.serve_command(engine, target, draft, tokens) for engine in engines_for(format_, facts)}
 
 
 def _front_matter(card: ExportResult) -> str:
@@ -99,7 +100,7 @@ def _measurements(card: ExportResult) -> str:
 
 
 def _serving(card: ExportResult) -> str:
-    commands = serve_commands(card.format, card.facts, card.name)
+    commands = serve_commands(card.format, card.facts, card.name, card.speculative_tokens)
     parts = [f"{engine}{NOT_RUN.get(engine, '')}:\n\n```\n{command}\n```" for engine, command in commands.items()]
     if not commands:
         parts = [f"No engine serves drafts for {card.facts.model_type}."]

@@ -53,8 +53,8 @@ def check_compatible(config: Any, facts: TargetFacts, format_: ExportFormat, all
     if refused := [obstacle for obstacle in found if obstacle.is_inherent or not allowed[obstacle.key]]:
         raise IncompatibleDraft(refused)
     warnings = []
-    if problem := _family_problem(facts, format_.engines):
-        served_by = " and ".join(facts.served_by)
+    if problem := _family_problem(facts, format_, format_.engines):
+        served_by = " and ".join(format_.served_by(facts))
         others = f"{served_by} and the included decoder do" if served_by else "only the included decoder does"
         warnings.append(f"{problem[0].upper()}{problem[1:]}; {others}.")
     if chosen := getattr(config, COMPRESSOR, None):
@@ -63,12 +63,12 @@ def check_compatible(config: Any, facts: TargetFacts, format_: ExportFormat, all
             f"exported: engines feed the draft every visual token, which it was not trained on. Reported measurements were "
             f"made with the compressor."
         )
-    return warnings + _position_warnings(config, facts, format_)
+    return [*warnings, *_image_warnings(config, facts, format_), *format_.warnings(config, facts)]
 
 
 def engines_for(format_: ExportFormat, facts: TargetFacts) -> list[str]:
     """Returns the engines that load a format and serve drafts for the target's family."""
-    return [engine for engine in format_.engines if engine in facts.served_by]
+    return [engine for engine in format_.engines if engine in format_.served_by(facts)]
 
 
 def find_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, engine: str | None = None) -> list[Obstacle]:
@@ -82,7 +82,7 @@ def find_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, engin
     fitting = [format_] if format_.name in names else variants(names)[:1]
     found = [
         *_format_obstacles(config.model_type, names, format_),
-        *_target_obstacles(config, facts, format_.engines if engine is None else [engine]),
+        *_target_obstacles(config, facts, format_, format_.engines if engine is None else [engine]),
         *(obstacle for one in fitting for obstacle in one.obstacles(config, facts)),
         *_compressor_obstacles(config),
     ]
@@ -94,12 +94,12 @@ def _format_obstacles(model_type: str, formats: Sequence[str], format_: ExportFo
     if name not in formats:
         problem = f"the draft is a {model_type}; formats for it: {', '.join(formats) or 'none'}"
         yield Obstacle(key=f"--format {name}", problem=problem, remedy=_format_remedy(name, formats))
-    if flavours and flavour not in flavours:
+    if flavours and flavour not in format_.row.engines:
         key, state = ("--flavour", "missing") if flavour is None else (f"--flavour {flavour}", "unknown")
         remedy = f"give one of {', '.join(flavours)}"
         yield Obstacle(key=key, problem=f"{state}; `{name}` differs between engines", remedy=remedy)
     if flavour is not None and not flavours:
-        problem = f"only the format {flavoured()} has flavours"
+        problem = f"the formats with flavours are {flavoured()}"
         yield Obstacle(key=f"--flavour {flavour}", problem=problem, remedy=f"remove it; {name} has none")
 
 
@@ -108,31 +108,33 @@ def _format_remedy(name: str, formats: Sequence[str]) -> str:
     return " or ".join([*(["choose one of them"] if formats else []), *([f"train draft={trained}"] if trained else [])])
 
 
-def _target_obstacles(config: Any, facts: TargetFacts, engines: Sequence[str]) -> Iterator[Obstacle]:
+def _target_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, engines: Sequence[str]) -> Iterator[Obstacle]:
     if config.target != facts.fingerprint:
         problem = f"is {facts.fingerprint}, the draft was made for {config.target}"
         yield Obstacle(key=f"--target {facts.name}", problem=problem, remedy="give the target it was trained with")
-    for key, targets in facts.rope.fields.items():
-        own = getattr(config, key)
-        if own != targets:
-            problem = f"{own}, the target's is {targets}: engines give a draft the target's positions"
+    for key, served in format_.rope(facts).fields.items():
+        own = getattr(config, key, None)
+        if own != served:
+            problem = f"{own}, the target's is {served}: engines give a draft the target's positions"
             yield Obstacle(key=f"draft.{key}", problem=problem, remedy="train it for this target")
     if facts.scaled_rope and facts.mrope_section:
         name = f"{facts.scaled_rope['rope_type']} with mrope_section {facts.mrope_section}"
         problem = f"{name}: engines are not known to support both in a draft"
         yield Obstacle(key="draft.scaled_rope", problem=problem, remedy="decode with sage-generate")
-    if problem := _family_problem(facts, engines):
-        others = "only " if not facts.served_by else f"{' and '.join(facts.served_by)}, "
+    if problem := _family_problem(facts, format_, engines):
+        served_by = format_.served_by(facts)
+        others = "only " if not served_by else f"{' and '.join(served_by)}, "
         remedy = f"{others}sage-generate and sage.generate decode with it; --allow-unserved exports it anyway"
         yield Obstacle(key="target", value=facts.model_type, problem=problem, remedy=remedy, is_inherent=False)
 
 
-def _family_problem(facts: TargetFacts, engines: Sequence[str]) -> str:
+def _family_problem(facts: TargetFacts, format_: ExportFormat, engines: Sequence[str]) -> str:
     """Returns why none of these engines serves the target's family; empty if one does, or if there is none to serve it."""
-    if not facts.served_by:
+    served_by = format_.served_by(facts)
+    if not served_by:
         versions = " and ".join(f"{engine} {version}" for engine, version in ENGINES.items())
         return f"no engine serves drafts for {facts.model_type} ({versions} do not)"
-    if not engines or {*engines} & {*facts.served_by}:
+    if not engines or {*engines} & {*served_by}:
         return ""
     return f"{' and '.join(engines)} is not known to serve drafts for {facts.model_type}"
 
@@ -165,25 +167,26 @@ def _other_obstacles(config: Any, format_: ExportFormat) -> list[Obstacle]:
     ]
 
 
-def _position_warnings(config: Any, facts: TargetFacts, format_: ExportFormat) -> list[str]:
+def _image_warnings(config: Any, facts: TargetFacts, format_: ExportFormat) -> list[str]:
     """Returns warnings about engines whose draft inputs at image positions differ from training."""
-    engines = engines_for(format_, facts)
-    if not facts.has_images or not engines:
-        return []
     names = {"token": "the placeholder token's embedding", "embed": "the visual embedding"}
-    warnings = [
+    return [
         f"At image positions {engine} feeds the draft {names[fed]}; it was trained with {names[config.image_inputs]}: "
         f"expect lower acceptance there (train with draft.image_inputs={fed} for this engine)."
-        for engine in engines
+        for engine in engines_for(format_, facts)
         if (fed := _other_input(engine, config, facts))
     ]
-    return warnings + format_.warnings(facts)
 
 
 def _other_input(engine: str, config: Any, facts: TargetFacts) -> str:
-    """Returns the `draft.image_inputs` that an engine feeds; empty if the draft was trained with it, or there are no images."""
+    """Returns the `draft.image_inputs` that an engine feeds; empty if the draft was trained with it, or has no such inputs."""
     fed = FED_INPUTS[engine]
-    return fed if facts.has_images and fed != config.image_inputs else ""
+    return fed if facts.has_images and image_inputs_of(config) not in (None, fed) else ""
+
+
+def image_inputs_of(config: Any) -> str | None:
+    """Returns a draft's inputs at image positions in training; None if it has none there."""
+    return getattr(config, "image_inputs", None)
 
 
 def serving_line(draft: Any, target: Any) -> str:

@@ -21,8 +21,7 @@ levels, U draft vocabulary, V target vocabulary, H query heads, C key heads, G =
 from __future__ import annotations
 
 from dataclasses import field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -216,13 +215,6 @@ class BlockDraft(DraftVocabulary, DraftHead):
         self.post_init()
 
     @classmethod
-    def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> Self:
-        head = super().load(folder, target, dtype)
-        if not target.is_meta:
-            head._set_mask_embedding(target)
-        return head
-
-    @classmethod
     def with_defaults(cls, config: dict[str, Any], target: Target) -> dict[str, Any]:
         if config.get("compressor") is not None:
             raise ValueError("draft.compressor: a block head reads the features of every visual token; drop it")
@@ -247,10 +239,11 @@ class BlockDraft(DraftVocabulary, DraftHead):
         if self.markov_head is not None:
             self.markov_head.markov_w2.weight.zero_()
         self.set_vocabulary(torch.arange(self.config.draft_vocab_size) if vocabulary is None else vocabulary)
-        self._set_mask_embedding(target)
+        self.borrow(target)
 
     @torch.no_grad()
-    def _set_mask_embedding(self, target: Target) -> None:
+    def borrow(self, target: Target) -> None:
+        """Copies the embedding of the mask token."""
         token = torch.tensor([self.config.mask_token], device=target.device)
         self.mask_embedding.copy_(target.embed_tokens(token)[0])
 

@@ -88,8 +88,12 @@ class DraftHead(PreTrainedModel):
         check_target(sizes["target"], target, folder)
         if target.is_meta:
             return cls(cls.config_class(**sizes))
-        head: Self = load_weights(cls, folder, "draft", dtype=dtype)
-        return head.to(target.device).eval()
+        head: Self = load_weights(cls, folder, "draft", dtype=dtype).to(target.device).eval()
+        head.borrow(target)
+        return head
+
+    def borrow(self, target: Target) -> None:
+        """Copies what the head reads of the target and does not save; called after loading."""
 
     @classmethod
     def with_defaults(cls, config: dict[str, Any], target: Target) -> dict[str, Any]:

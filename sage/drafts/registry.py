@@ -102,6 +102,7 @@ KINDS: dict[str, DraftKind] = {
             session="sage.drafts.block_session:BlockSession",
             student="train.distill.block:BlockStudent",
             is_parallel=True,
+            export_formats=("dflash", "dspark"),
         ),
         DraftKind(
             name="model",

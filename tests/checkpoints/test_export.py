@@ -18,8 +18,9 @@ from checkpoints.export.checks import InvalidExport, check_folder
 from checkpoints.export.configs import EngineConfig
 from checkpoints.export.exporter import ExportOptions, check_reload, export, find_facts
 from checkpoints.export.formats.eagle3 import Eagle3Format
-from checkpoints.export.formats.registry import FORMATS, find_format
+from checkpoints.export.formats.registry import find_format
 from checkpoints.export.importer import convert
+from sage.drafts.registry import KINDS
 
 FAMILIES = ("qwen2_5_vl", "llava_onevision")
 COMPRESSORS = [  # one without weights, one with the weights of every operator
@@ -178,13 +179,13 @@ class TestRefusals:
         draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"], "eagle")
         with refused("--format eagle3", "sage_eagle", "formats for it: eagle"):
             export_draft(draft, tmp_path / "out")
-        with refused("--format gguf", "eagle3, speculators, eagle"):
+        with refused("--format gguf", "eagle3, speculators, eagle, "):
             export_draft(draft, tmp_path / "out", "gguf")
         with refused("--flavour vllm", "eagle3"):
             export_draft(save_draft(tmp_path / "d3", targets["qwen2_5_vl"]), tmp_path / "out", flavour="vllm")
 
     @pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda config: config["kind"])
-    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize("format_", [*KINDS["eagle"].export_formats, *KINDS["eagle3"].export_formats])
     def test_compressor(self, targets: Any, tmp_path: Path, format_: str, compressor: dict[str, Any]) -> None:
         """Refused by every format; with allow_uncompressed, exported without the compressor's tensors."""
         kind = "eagle" if format_ == "eagle" else "eagle3"

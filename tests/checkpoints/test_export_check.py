@@ -216,7 +216,7 @@ CORRUPTIONS: dict[str, tuple[str, Corruption, str, tuple[str, ...]]] = {
         "speculators_config.default_proposal_method",
         ("'tree'", "greedy"),
     ),
-    "another algorithm": ("speculators", config(speculators_model_type="dflash"), "speculators_model_type", ("'eagle3'",)),
+    "another algorithm": ("speculators", config(speculators_model_type="mtp"), "speculators_model_type", ("'eagle3'",)),
     "no layer": ("speculators", config(transformer_layer_config=...), "transformer_layer_config", ("missing",)),
     "nested rope": (
         "speculators",

@@ -16,11 +16,12 @@ from support.messages import check_message, refused
 from torch import Tensor
 
 import sage
-from checkpoints.export.checks import LAYER_CHECKS, CheckInput, Finding, check_folder, check_tensors
+from checkpoints.export.checks import LAYER_CHECKS, CheckInput, Finding, check_folder
 from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_config
 from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
 from checkpoints.export.formats.registry import FORMATS, FormatRow
 from checkpoints.export.serving import serving_line
+from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.registry import KINDS
 from train.engines.serve_check import check_served
@@ -151,7 +152,7 @@ def test_a_row_is_offered_and_its_obstacles_are_named(
     code, text, _ = sage_export("--help")
     assert code == 0 and "or block (vLLM)" in " ".join(text.split())
     code, _, error = sage_export(draft, "--format", "gguf", "--out", tmp_path / "out")
-    assert code == 2 and "choose one of eagle3, speculators, eagle, block" in error
+    assert code == 2 and "choose one of eagle3, speculators, eagle, dflash, dspark, block" in error
     make_draft(target, image_inputs="embed").save_pretrained(tmp_path / "draft")
     code, _, error = sage_export(tmp_path / "draft", "--format", "block", "--out", tmp_path / "out")
     assert code == 2 and error == "error: draft.image_inputs: blocks have no images; train with token\n"

@@ -182,6 +182,9 @@ class TestCard:
             "speculators": {"vLLM"},
             "eagle --flavour vllm": {"vLLM"},
             "eagle --flavour sglang": {"SGLang"},
+            "dflash": {"vLLM"},
+            "dflash --flavour native": {"vLLM"},  # SGLang 0.5.23 has no hook for Qwen2.5-VL
+            "dspark": {"vLLM"},
         }
         assert {one.choice: set(serve_commands(one, facts, "d")) for one in variants()} == engines
 

@@ -32,7 +32,7 @@ def save_target(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> sage
 
 def make_draft(target: sage.Target, kind: str = "eagle3", vocabulary: torch.Tensor | None = None, **config: Any) -> DraftHead:
     """Returns a draft with noise added to its weights, so that no tensor is constant or equal to the target's."""
-    extra = {"feature_levels": LEVELS} if kind == "eagle3" else {"input_norm": False}
+    extra: dict[str, Any] = {"eagle": {"input_norm": False}, "eagle3": {"feature_levels": LEVELS}}.get(kind, {})
     draft = sage.new_draft(target, kind, seed=1, vocabulary=vocabulary, **{**extra, **config})
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -73,7 +73,7 @@ def _add_export(group: argparse._ArgumentGroup) -> None:
     *formats, last = (row.summary for row in FORMATS.values())
     flavours = dict.fromkeys(flavour for row in FORMATS.values() for flavour in row.flavours)
     group.add_argument("--format", help=f"{', '.join(formats)}, or {last}")
-    group.add_argument("--flavour", choices=flavours, help=f"the engine, for the format {flavoured()}")
+    group.add_argument("--flavour", choices=flavours, help=f"the engine or layout, for the formats {flavoured()}")
     cli.add_dtype_option(group, "bfloat16", "dtype of the weights (default: %(default)s)")
     group.add_argument(
         "--target-name", metavar="ID", help="name of the target in configs and serve commands; default: as it was loaded"

@@ -93,12 +93,12 @@ def differs_from(answers: Answers, reference: Answers) -> bool:
     return is_short_of(answers, reference) or is_short_of(reference, answers)
 
 
-def verdict(found: Measured, fed: str, trained_with: str) -> list[str]:
+def verdict(found: Measured, fed: str | None, trained_with: str | None) -> list[str]:
     """Returns one line for each part at fault, the first to correct first; empty if all are good.
 
     Args:
         fed: the draft's inputs at image positions in the engine, as `draft.image_inputs`.
-        trained_with: those in training.
+        trained_with: those in training; None, as `fed`, for a draft without any.
     """
     lines = []
     if found.trained.accepted[0] < MIN_FIRST:
@@ -116,7 +116,7 @@ def verdict(found: Measured, fed: str, trained_with: str) -> list[str]:
     return lines
 
 
-def _cause(found: Measured, fed: str, trained_with: str) -> str:
+def _cause(found: Measured, fed: str | None, trained_with: str | None) -> str:
     if found.corrected is not None and not is_short_of(found.corrected, found.exported):
         return (
             "its known fault after images (vllm-project/vllm issue 54498); corrected, it accepts as our decoder, so draft and "

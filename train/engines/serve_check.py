@@ -23,7 +23,7 @@ from checkpoints.export.configs import TargetFacts
 from checkpoints.export.exporter import find_source, load_trained
 from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.formats.registry import variants
-from checkpoints.export.serving import FED_INPUTS
+from checkpoints.export.serving import FED_INPUTS, image_inputs_of
 from sage.io.dtypes import dtype_name
 from sage.io.tables import text_table
 from train.engines.acceptance import Answers, Measured, decode_chain, is_short_of, verdict
@@ -98,6 +98,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
     source = find_source(options.source)
     trained = load_trained(source.draft)
     facts = TargetFacts.of_folder(options.target or trained.config.target_path)
+    fed_in_training = image_inputs_of(trained.config)
     checked = check_folder(options.export, facts)
     if checked.errors:
         return ServeResult({}, [f"export bad: {error}" for error in checked.errors])
@@ -105,7 +106,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
     version = check_engine(options.python)
     conversations = validation_prompts(prompt_data(source.run, str(facts.name)), options.num_prompts)
     try:
-        exported = format_.read(options.export, facts, ImportOptions(image_inputs=trained.config.image_inputs))
+        exported = format_.read(options.export, facts, ImportOptions(image_inputs=fed_in_training))
     except ValueError as error:
         return ServeResult({}, [f"export bad: {error}"])
     with tempfile.TemporaryDirectory() as scratch:
@@ -117,8 +118,8 @@ def serve_check(options: ServeCheck) -> ServeResult:
         setting = replace(setting, speculative=format_.vllm_options)
         theirs, corrected = _decode_theirs(options, setting, Path(scratch), ours[1] if facts.mrope_section else None)
     found = Measured(*ours, theirs, corrected)
-    fed = FED_INPUTS[ENGINE] if facts.has_images else trained.config.image_inputs
-    return ServeResult(found.rows(ENGINE), verdict(found, fed, trained.config.image_inputs))
+    fed = FED_INPUTS[ENGINE] if facts.has_images and fed_in_training else fed_in_training
+    return ServeResult(found.rows(ENGINE), verdict(found, fed, fed_in_training))
 
 
 def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
@@ -140,10 +141,10 @@ def _decode_ours(
     dtype = None if device.type == "cuda" else torch.float32  # equal dtypes on both sides
     target = sage.load_target(str(facts.name), dtype=dtype, device=device)
     prompts, _ = write_prompts(target, conversations, scratch)
-    first, second = (
-        decode_chain(target, draft.to(device=device, dtype=target.dtype), prompts, options.depth, options.max_new_tokens)
-        for draft in drafts
-    )
+    answers = []
+    for draft in drafts:
+        draft.to(device=device, dtype=target.dtype).borrow(target)
+        answers.append(decode_chain(target, draft, prompts, options.depth, options.max_new_tokens))
     longest = max(int(prompt.inputs["input_ids"].shape[1]) for prompt in prompts)
     setting = EngineSetting(
         target=str(facts.name),
@@ -153,7 +154,7 @@ def _decode_ours(
         max_model_len=longest + options.max_new_tokens + options.depth + 1,
         is_compiled=False,
     )
-    return (first, second), setting
+    return (answers[0], answers[1]), setting
 
 
 def _decode_theirs(

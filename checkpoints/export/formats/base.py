@@ -19,20 +19,30 @@ import torch
 from torch import Tensor
 
 from checkpoints.export.checks import CheckInput, Finding
-from checkpoints.export.configs import EMBEDDING, FEATURE_LEVELS, EngineConfig, TargetFacts, TensorSpecs, layer_config
+from checkpoints.export.configs import (
+    EMBEDDING,
+    FEATURE_LEVELS,
+    EngineConfig,
+    TargetFacts,
+    TensorSpecs,
+    layer_config,
+    read_target_embedding,
+)
 from checkpoints.export.folder import Weights
 from checkpoints.export.formats.registry import FormatRow
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config
+from sage.targets.rope import RopeConfig
 
 SPECULATIVE_TOKENS = 3
 SGLANG_TOPK, SGLANG_NODES = 4, 16
 BATCH, TOKENS, SEED = 2, 7, 0  # of the batch on which an export is compared with the trained draft
 SAVED_LAYER = "layers.0."  # prefix of a layer's tensors in the folders of most trainers
 PREFIXES = ("model.", "draft_model.", "module.")
-IGNORED = (EMBEDDING, "verifier_lm_head.weight", "verifier_norm.weight")  # the target's own tensors
+VERIFIERS_OWN = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own tensors
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+Checks = tuple[Callable[[CheckInput], Iterator[Finding]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +99,12 @@ class ExportFormat(ABC):
         layer_types: the `model_type` of the layer that engines know.
         other_classes: class names besides `engine_class` that vLLM alone loads.
         method: the engines' name of the kind of draft.
+        algorithm: `speculators_model_type`, in the layout of the package speculators.
         has_embedding: whether the target's token embedding is written by default.
+        num_levels: number of the target's feature levels that the draft reads; None: any.
+        borrowed: the target's tables that a folder may contain and an imported draft takes from the target.
+        has_code: whether its folders may name Python code, which engines do not need.
+        effect_without_length: what engines do without `max_position_embeddings`.
         effect_of_unexpected: what engines do about a tensor that they do not know.
         difference_of, agreement_is: what the reload check compares, for the model card.
     """
@@ -98,14 +113,19 @@ class ExportFormat(ABC):
     flavour: str | None = None
 
     draft: ClassVar[type[DraftHead]]
-    checks: ClassVar[tuple[Callable[[CheckInput], Iterator[Finding]], ...]]
+    checks: ClassVar[Checks]
     expressed: ClassVar[tuple[str, ...]] = ()
     own_layer: ClassVar[str]
     layer: ClassVar[str]
     layer_types: ClassVar[tuple[str, ...]] = ("llama",)
     other_classes: ClassVar[tuple[str, ...]] = ()
     method: ClassVar[str]
+    algorithm: ClassVar[str] = ""
     has_embedding: ClassVar[bool] = False
+    num_levels: ClassVar[int | None] = FEATURE_LEVELS
+    borrowed: ClassVar[tuple[str, ...]] = (EMBEDDING,)
+    has_code: ClassVar[bool] = False
+    effect_without_length: ClassVar[str] = "LlamaConfig's default is 2048: beyond it acceptance is 1.00"
     effect_of_unexpected: ClassVar[str] = "vLLM stops at an unknown name, SGLang skips it without a message"
     difference_of: ClassVar[str] = "a logit"
     agreement_is: ClassVar[str] = "positions with the same top-1 token"
@@ -152,12 +172,36 @@ class ExportFormat(ABC):
             for name, tensor in state.items()
         }
 
+    def target_tensors(self, trained: DraftHead, facts: TargetFacts, embedding: bool | None) -> dict[str, Tensor]:
+        """Reads the tensors of the target that the format contains.
+
+        Args:
+            embedding: whether to write the target's embedding; None = the format's default.
+
+        Raises:
+            ValueError: the target's files are not available, or the format needs the embedding.
+        """
+        is_written = self.has_embedding if embedding is None else embedding
+        return {EMBEDDING: read_target_embedding(facts)} if is_written else {}
+
+    def speculative_tokens(self, draft: Any) -> int:
+        """Returns the number of drafted tokens per round in serve commands, for the configuration of a draft."""
+        return SPECULATIVE_TOKENS
+
+    def rope(self, facts: TargetFacts) -> RopeConfig:
+        """Returns the rope that engines compute in a draft for this target."""
+        return facts.rope
+
+    def served_by(self, facts: TargetFacts) -> tuple[str, ...]:
+        """Returns the engines that serve such drafts for the target's family."""
+        return facts.served_by
+
     @abstractmethod
     def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:
         """Yields the settings of a draft that the format cannot express."""
 
-    def warnings(self, facts: TargetFacts) -> list[str]:
-        """Returns what an engine computes differently from training for this target, as complete sentences."""
+    def warnings(self, draft: Any, facts: TargetFacts) -> list[str]:
+        """Returns what an engine that serves the target computes differently from training, as complete sentences."""
         return []
 
     # -- folders -------------------------------------------------------------------------------------------------------
@@ -200,9 +244,11 @@ class ExportFormat(ABC):
         """
         weights = Weights(folder)
         specs = {self.own_name(name): spec for name, spec in (self.specs(config) or {}).items()}
-        names = {self.own_name(_without_prefixes(name)): name for name in weights.infos}
-        names = {ours: name for ours, name in names.items() if ours not in IGNORED and not ours.endswith(IGNORED_SUFFIXES)}
-        if missing := [name for name, spec in specs.items() if not spec.is_optional and name not in names]:
+        names = {self.own_name(without_prefixes(name)): name for name in weights.infos}
+        ignored = (*self.borrowed, *VERIFIERS_OWN)
+        names = {ours: name for ours, name in names.items() if ours not in ignored and not ours.endswith(IGNORED_SUFFIXES)}
+        needed = [name for name, spec in specs.items() if not (spec.is_optional or name in self.borrowed)]
+        if missing := [name for name in needed if name not in names]:
             raise ValueError(f"{folder}: {', '.join(missing)}: missing; the draft is incomplete")
         if unknown := sorted(name for ours, name in names.items() if ours not in specs):
             head = self.row.imports or self.name
@@ -212,6 +258,16 @@ class ExportFormat(ABC):
             if found != expected:
                 raise ValueError(f"{folder}: {ours} has shape {found}, {expected} according to config.json")
         return {ours: weights[name] for ours, name in names.items() if not specs[ours].is_zero}
+
+    def borrowed_rows(self, name: str, own: Tensor, table: Tensor, weights: Weights, config: EngineConfig) -> Tensor:
+        """Returns what a table in a folder must equal, so that our decoder can take it from the target.
+
+        Args:
+            name: one of `borrowed`.
+            own: the table in the folder.
+            table: [V, D], the target's.
+        """
+        return table
 
     # -- the reload check ----------------------------------------------------------------------------------------------
 
@@ -230,15 +286,15 @@ class ExportFormat(ABC):
         """The fields of vLLM's `speculative_config` besides the folder and the number of tokens."""
         return {"method": self.method}
 
-    def serve_command(self, engine: str, target: str, draft: str) -> str:
-        """Returns the command line that serves a target with the folder or hub id of an export."""
+    def serve_command(self, engine: str, target: str, draft: str, tokens: int = SPECULATIVE_TOKENS) -> str:
+        """Returns the command line that serves a target with the folder or hub id of an export, drafting `tokens` per round."""
         if engine == "vLLM":
-            options = {**self.vllm_options, "model": draft, "num_speculative_tokens": SPECULATIVE_TOKENS}
+            options = {**self.vllm_options, "model": draft, "num_speculative_tokens": tokens}
             return f"vllm serve {target} \\\n  --speculative-config '{json.dumps(options)}'"
         return (
             f"python -m sglang.launch_server --model-path {target} \\\n"
             f"  --speculative-algorithm {self.method.upper()} --speculative-draft-model-path {draft} \\\n"
-            f"  --speculative-num-steps {SPECULATIVE_TOKENS} --speculative-eagle-topk {SGLANG_TOPK} "
+            f"  --speculative-num-steps {tokens} --speculative-eagle-topk {SGLANG_TOPK} "
             f"--speculative-num-draft-tokens {SGLANG_NODES}"
         )
 
@@ -248,7 +304,8 @@ def with_prefix(name: str, old: str, new: str) -> str:
     return new + name.removeprefix(old) if name.startswith(old) else name
 
 
-def _without_prefixes(name: str) -> str:
+def without_prefixes(name: str) -> str:
+    """Returns the name of a tensor without those of the modules around the draft."""
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name
@@ -259,7 +316,8 @@ def fixed_batch(draft: DraftHead) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     size = draft.config.hidden_size
     embeds = torch.randn(BATCH, TOKENS, size, generator=generator)
-    levels = torch.randn(BATCH, TOKENS, FEATURE_LEVELS * size, generator=generator)
+    num_levels = len(getattr(draft.config, "feature_levels", None) or range(FEATURE_LEVELS))
+    levels = torch.randn(BATCH, TOKENS, num_levels * size, generator=generator)
     shape = (3, BATCH, TOKENS) if draft.config.mrope_section else (BATCH, TOKENS)
     positions = torch.randint(0, 64, shape, generator=generator)
     return embeds.to(draft.dtype), levels.to(draft.dtype), positions

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.export.checks import LAYER_CHECKS, check_tensors, single_layer, unsupported_residual
+from checkpoints.export.checks import LAYER_CHECKS, single_layer, unsupported_residual
 from checkpoints.export.configs import EMBEDDING, LAYER_FIELDS, EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_specs
 from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
+from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.head import DraftHead
 
@@ -48,7 +49,7 @@ class EagleFormat(ExportFormat):
             remedy = "train with draft.input_norm=false, or train draft=eagle3"
             yield Obstacle(key="draft.input_norm", value="true", problem=problem, remedy=remedy)
 
-    def warnings(self, facts: TargetFacts) -> list[str]:
+    def warnings(self, draft: Any, facts: TargetFacts) -> list[str]:
         if self.flavour != SGLANG or not facts.mrope_section:
             return []
         return ["SGLang's EAGLE-1/2 layer uses plain text positions, not M-RoPE: after an image they differ from training."]

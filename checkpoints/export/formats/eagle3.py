@@ -31,7 +31,8 @@ from checkpoints.export.configs import (
     layer_specs,
 )
 from checkpoints.export.folder import CONFIG, export_info
-from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
+from checkpoints.export.formats.base import Checks, ExportFormat, ImportOptions, Obstacle, fixed_batch
+from checkpoints.export.tensor_checks import check_tensors, check_vocabulary_maps, vocabulary_maps
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead
 from sage.targets.rope import RopeConfig
@@ -60,7 +61,8 @@ def feature_levels(given: CheckInput) -> Iterator[Finding]:
     written = {"vLLM": config.vllm_levels, "SGLang": config.sglang_levels}
     levels_of = {engine: written[engine] or default for engine in given.format.engines}
     for engine, levels in levels_of.items():
-        if levels is not None and (effect := _levels_error(levels, facts.num_layers if facts else None)):
+        count = given.format.num_levels
+        if levels is not None and (effect := _levels_error(levels, facts.num_layers if facts else None, count)):
             yield Finding(LEVELS_KEY, f"{engine} reads hidden_states{levels}", effect)
     if len({str(levels) for levels in levels_of.values()}) > 1:
         found = ", ".join(f"{engine} reads hidden_states{levels or ' default'}" for engine, levels in levels_of.items())
@@ -68,9 +70,9 @@ def feature_levels(given: CheckInput) -> Iterator[Finding]:
         yield Finding(f"{LEVELS_KEY} and eagle_config.{LEVELS_KEY}", found, effect)
 
 
-def _levels_error(levels: list[Any], num_layers: int | None) -> str | None:
-    if len(levels) != FEATURE_LEVELS or not all(isinstance(level, int) for level in levels):
-        return f"fc takes exactly {FEATURE_LEVELS} levels"
+def _levels_error(levels: list[Any], num_layers: int | None, count: int | None) -> str | None:
+    if count not in (None, len(levels)) or not all(isinstance(level, int) for level in levels):
+        return f"fc takes exactly {count or len(levels)} levels"
     if any(later <= earlier for earlier, later in zip(levels, levels[1:], strict=False)) or levels[0] < 0:
         return "engines capture levels in increasing order, whatever order is written"
     if num_layers is not None and levels[-1] >= num_layers:
@@ -85,18 +87,24 @@ def _null_target_size(given: CheckInput) -> Iterator[Finding]:
 
 
 class Eagle3Format(ExportFormat):
-    """EAGLE-3 drafts for vLLM and SGLang."""
+    """EAGLE-3 drafts for vLLM and SGLang.
+
+    Class attributes:
+        needs_t2d: whether a reduced draft vocabulary needs t2d.
+        has_axes: whether the config states the axes of the target's M-RoPE.
+    """
 
     draft = Eagle3Draft
-    expressed = ("feature_levels", "draft_vocab_size", "norm_before_residual")
+    expressed: ClassVar[tuple[str, ...]] = ("feature_levels", "draft_vocab_size", "norm_before_residual")
     own_layer = layer = "midlayer."
     engine_class = "LlamaForCausalLMEagle3"
-    other_classes = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
+    other_classes: ClassVar[tuple[str, ...]] = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
     method = "eagle3"
     needs_t2d: ClassVar[bool] = False
-    checks = (
+    has_axes: ClassVar[bool] = True
+    checks: ClassVar[Checks] = (
         *(*common.LAYER_CHECKS, common.single_layer, draft_vocabulary, _null_target_size),
-        *(common.unsupported_residual, feature_levels, common.check_tensors, common.vocabulary_maps),
+        *(common.unsupported_residual, feature_levels, check_tensors, vocabulary_maps),
     )
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
@@ -118,8 +126,8 @@ class Eagle3Format(ExportFormat):
             problem = "true, which SGLang does not support"
             yield Obstacle(key="draft.norm_before_residual", value="true", problem=problem, remedy=remedy)
         levels = list(draft.feature_levels)
-        if _levels_error(levels, facts.num_layers):
-            allowed = f"exactly {FEATURE_LEVELS} increasing levels of 0..{facts.num_layers - 1}"
+        if _levels_error(levels, facts.num_layers, self.num_levels):
+            allowed = f"{_counted(self.num_levels)} increasing levels of 0..{facts.num_layers - 1}"
             problem = f"{levels} cannot be served: engines fuse {allowed}"
             yield Obstacle(key="draft.feature_levels", value=str(levels), problem=problem, remedy="train with such levels")
 
@@ -145,27 +153,41 @@ class Eagle3Format(ExportFormat):
         }
 
     def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> Eagle3Config:
-        _check_supported(folder, config, facts)
+        self.check_supported(folder, config, facts)
+        return Eagle3Config(**self.config_fields(folder, config, facts, options))
+
+    def config_fields(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> dict[str, Any]:
+        """Returns the fields of our draft's configuration; ValueError for those that are missing or invalid."""
         if self.specs(config) is None:
             raise ValueError(f"{folder / CONFIG}: layer sizes are missing; give the number of heads and intermediate_size")
         eps, activation = config.get("rms_norm_eps", 1e-6), config.get("hidden_act", "silu")
         if not isinstance(eps, float) or not 0 < eps < 1 or activation not in ("silu", "gelu", "relu"):
             raise ValueError(f"{folder / CONFIG}: rms_norm_eps {eps!r} or hidden_act {activation!r} is invalid")
-        rope = _read_rope(folder, config, facts, options)
-        return Eagle3Config(
+        return {
             **{key: config.size(key) for key in common.SIZES},
-            head_dim=config.head_dim,
-            draft_vocab_size=config.size("draft_vocab_size") or facts.vocab_size,
-            max_position_embeddings=facts.max_position_embeddings,
-            rms_norm_eps=eps,
-            hidden_act=activation,
-            **rope.fields,
-            norm_before_residual=self.norm_before_residual(folder, config),
-            feature_levels=_read_levels(folder, config, facts, options),
-            image_inputs=options.image_inputs or export_info(folder).get("image_inputs") or "embed",
-            target=facts.fingerprint,
-            target_path=facts.name,
-        )
+            "head_dim": config.head_dim,
+            "draft_vocab_size": config.size("draft_vocab_size") or facts.vocab_size,
+            "max_position_embeddings": facts.max_position_embeddings,
+            "rms_norm_eps": eps,
+            "hidden_act": activation,
+            **self.read_rope(folder, config, facts, options).fields,
+            "norm_before_residual": self.norm_before_residual(folder, config),
+            "feature_levels": _read_levels(folder, config, facts, options, self.num_levels),
+            "image_inputs": options.image_inputs or export_info(folder).get("image_inputs") or "embed",
+            "target": facts.fingerprint,
+            "target_path": facts.name,
+        }
+
+    def check_supported(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> None:
+        """Raises ValueError for what our head does not have."""
+        _check_supported(folder, config, facts, self.row.imports)
+        num_layers = config.get("num_hidden_layers", 1)
+        if num_layers not in (1, facts.num_layers):  # some trainers copy the target's layer count; the tensors have one layer
+            raise ValueError(f"{folder}: {config.key_path('num_hidden_layers')} is {num_layers}: our head has one layer")
+
+    def read_rope(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> RopeConfig:
+        """Returns the rope of a folder's config; ValueError unless it is the target's."""
+        return _read_rope(folder, config, facts, options, self.has_axes)
 
     def norm_before_residual(self, folder: Path, config: EngineConfig) -> bool:
         """Returns whether the normed feature is the residual stream; ValueError if that is open."""
@@ -175,7 +197,7 @@ class Eagle3Format(ExportFormat):
         """Adds d2t and t2d where the folder omits them: our head always has both."""
         tensors = super().draft_tensors(folder, config, facts)
         d2t = tensors.get("d2t", torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)).to(torch.int64)
-        if problem := common.check_vocabulary_maps(d2t, tensors.get("t2d"), facts.vocab_size):
+        if problem := check_vocabulary_maps(d2t, tensors.get("t2d"), facts.vocab_size):
             raise ValueError(f"{folder}: {problem.where}: {problem.found}; {problem.effect}")
         t2d = torch.zeros(facts.vocab_size, dtype=torch.bool)
         t2d[torch.arange(len(d2t)) + d2t] = True
@@ -189,15 +211,16 @@ class Eagle3Format(ExportFormat):
         return draft.lm_head(draft.norm(draft(embeds, draft.fc(levels), positions)))
 
 
-def _check_supported(folder: Path, config: EngineConfig, facts: TargetFacts) -> None:
+def _counted(num_levels: int | None) -> str:
+    return "any number of" if num_levels is None else f"exactly {num_levels}"
+
+
+def _check_supported(folder: Path, config: EngineConfig, facts: TargetFacts, head: str) -> None:
     for key in UNSUPPORTED:
         if config.get(key):
             raise ValueError(
-                f"{folder}: {config.key_path(key)} is {config.get(key)}: our EAGLE-3 head does not support it, cannot import it"
+                f"{folder}: {config.key_path(key)} is {config.get(key)}: our {head} head does not support it, cannot import it"
             )
-    num_layers = config.get("num_hidden_layers", 1)
-    if num_layers not in (1, facts.num_layers):  # some trainers copy the target's layer count; the tensors have one layer
-        raise ValueError(f"{folder}: {config.key_path('num_hidden_layers')} is {num_layers}: our head has one layer")
     for key in ("hidden_size", "vocab_size"):
         if config.size(key) != getattr(facts, key):
             raise ValueError(
@@ -206,9 +229,8 @@ def _check_supported(folder: Path, config: EngineConfig, facts: TargetFacts) -> 
             )
 
 
-def _read_rope(folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> RopeConfig:
-    """Returns the rope of a folder's config; ValueError unless it is the target's."""
-    rope = config.rope
+def _read_rope(folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions, has_axes: bool) -> RopeConfig:
+    rope = config.rope if has_axes else facts.rope._replace(theta=config.rope.theta, scaled=config.rope.scaled)
     if options.use_target_rope:
         return facts.rope
     if not rope.theta > 0:
@@ -222,7 +244,9 @@ def _read_rope(folder: Path, config: EngineConfig, facts: TargetFacts, options: 
     return rope
 
 
-def _read_levels(folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> list[int]:
+def _read_levels(
+    folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions, count: int | None
+) -> list[int]:
     vllm, sglang = config.vllm_levels, config.sglang_levels
     if options.levels:
         levels = list(options.levels)
@@ -233,8 +257,9 @@ def _read_levels(folder: Path, config: EngineConfig, facts: TargetFacts, options
         )
     else:
         levels = vllm or sglang or default_levels(facts.num_layers)
-    if _levels_error(levels, facts.num_layers):
+    if _levels_error(levels, facts.num_layers, count):
         raise ValueError(
-            f"{folder}: feature levels {levels}: need three increasing ones of 0..{facts.num_layers - 1}; give --levels A,B,C"
+            f"{folder}: feature levels {levels}: need {'three ' if count else ''}increasing ones of 0..{facts.num_layers - 1}; "
+            f"give --levels A,B,C"
         )
     return levels

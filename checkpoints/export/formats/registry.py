@@ -25,7 +25,7 @@ class FormatRow:
     Attributes:
         name: the choice `--format NAME`, and an entry of `DraftKind.export_formats`.
         home: "module:Class" of its `ExportFormat`.
-        engines: flavour -> engines that load it. None is the only flavour of a format that is the same for all engines.
+        engines: flavour -> engines that load it. None: without `--flavour`, of which some formats have no other.
         imports: drafts that `--import` reads in this format, as messages call them; empty: none.
     """
 
@@ -42,7 +42,8 @@ class FormatRow:
     @property
     def summary(self) -> str:
         """The name, and what loads the format, for help."""
-        return f"{self.name} ({'with --flavour' if self.flavours else ' and '.join(self.engines[None])})"
+        parts = [" and ".join(self.engines.get(None, ())), "with --flavour" if self.flavours else ""]
+        return f"{self.name} ({'; '.join(part for part in parts if part)})"
 
     def load(self, flavour: str | None = None) -> ExportFormat:
         """Imports the format. A flavour that it does not have is an obstacle of every export (`find_obstacles`)."""
@@ -69,6 +70,18 @@ FORMATS: dict[str, FormatRow] = {
             name="eagle",
             home="checkpoints.export.formats.eagle:EagleFormat",
             engines={"vllm": ("vLLM",), "sglang": ("SGLang",)},
+        ),
+        FormatRow(
+            name="dflash",
+            home="checkpoints.export.formats.dflash:DFlashFormat",
+            engines={None: ("vLLM",), "native": ("vLLM", "SGLang")},
+            imports="DFlash",
+        ),
+        FormatRow(
+            name="dspark",
+            home="checkpoints.export.formats.dspark:DSparkFormat",
+            engines={None: ("vLLM",)},
+            imports="DSpark",
         ),
     )
 }
@@ -105,7 +118,8 @@ def recognize(config: EngineConfig) -> ExportFormat | None:
 
 def imported_drafts() -> str:
     """Returns the drafts that `--import` reads, for messages and help."""
-    return " or ".join(dict.fromkeys(row.imports for row in FORMATS.values() if row.imports))
+    *first, last = dict.fromkeys(row.imports for row in FORMATS.values() if row.imports)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def flavoured() -> str:
