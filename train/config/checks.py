@@ -240,10 +240,10 @@ def _check_objective(config: Config) -> None:
     if not KINDS[config.draft.kind].predicts_features and objective.feature_weight:
         remedy = f"it predicts no feature of the target; choose objective={config.draft.kind}"
         _refuse("objective.feature_weight", objective.feature_weight, f"0 with draft={config.draft.kind}", remedy)
-    for name, needed in (("steps", 1), ("feature_noise", 0)) if KINDS[config.draft.kind].is_target else ():
+    for name, needed in (("steps", 1), ("feature_noise", 0), ("anchors", None)) if KINDS[config.draft.kind].is_target else ():
         if (value := getattr(objective, name)) != needed:
             remedy = "a model reads tokens alone; choose objective=model"
-            _refuse(f"objective.{name}", value, f"{needed} with draft=model", remedy)
+            _refuse(f"objective.{name}", value, f"{'null' if needed is None else needed} with draft=model", remedy)
 
 
 def _check_score(config: Config) -> None:

@@ -172,6 +172,7 @@ class ObjectiveConfig:
         smooth_l1_beta: feature difference at which SmoothL1 turns from quadratic to linear.
         feature_noise: half-width of the uniform noise on the input features.
         chunk_tokens: positions whose logits exist at a time, in tokens; lower needs less memory.
+        anchors: positions per sequence from which drafts are trained; null: all of them.
     """
 
     name: str = ""
@@ -185,6 +186,7 @@ class ObjectiveConfig:
     smooth_l1_beta: Annotated[float, Range(gt=0, remedy="1.0 is the usual value")] = 1.0
     feature_noise: NonNegativeFloat = 0.0
     chunk_tokens: PositiveInt = 256
+    anchors: PositiveInt | None = None
 
 
 @dataclass(kw_only=True)

@@ -29,7 +29,7 @@ from torch.autograd import Function
 
 from train.config.schema import ObjectiveConfig
 
-STATISTICS = ("ce", "kl", "agreement", "acceptance")  # columns of the second result of `ChunkedDistillation`
+STATISTICS = ("ce", "kl", "agreement", "acceptance")  # entries of the second result of `ChunkedDistillation`
 SPLIT_SIZE = 4096  # entries of the vocabulary that are summed in one go
 
 
@@ -94,13 +94,13 @@ class ChunkedDistillation(Function):
             config: weights of the terms, `temperature`, `chunk_tokens`.
 
         Returns:
-            the sum; STATISTICS of every step [K, 4], unweighted sums over its positions; and BoolTensor [K, S], whether draft
-            and target have the same most probable token. Only the sum carries a gradient.
+            the sum; STATISTICS of every step and position, unweighted, [K, S, 4]; and BoolTensor [K, S], whether draft and
+            target have the same most probable token. Only the sum carries a gradient.
         """
         temperature, terms = config.temperature, weighted_terms(config)
         wide = torch.promote_types(hidden_KSD.dtype, torch.float32)
         total = hidden_KSD.new_zeros((), dtype=wide)
-        stats_KX = hidden_KSD.new_zeros(len(hidden_KSD), len(STATISTICS), dtype=wide)
+        stats_KSX = hidden_KSD.new_zeros(*weight_KS.shape, len(STATISTICS), dtype=wide)
         agree_KS = torch.zeros_like(weight_KS, dtype=torch.bool)
         grad_KSD = torch.empty_like(hidden_KSD) if hidden_KSD.requires_grad else None
         grad_UD = torch.zeros_like(lm_head_UD, dtype=wide) if lm_head_UD.requires_grad else None
@@ -115,8 +115,7 @@ class ChunkedDistillation(Function):
                 agree_KS[step, rows] = agrees_C = log_q_CU.argmax(-1) == best_C
                 loss_C, overlap_C, slope_CU = _evaluate(terms, p_CU, log_q_CU.exp_(), ce_C)
                 total += (weight_C * loss_C).sum()
-                stats_XC = torch.stack((ce_C, ce_C - entropy_C, agrees_C.to(wide), overlap_C))
-                stats_KX[step] += (stats_XC * (weight_C > 0)).sum(1)
+                stats_KSX[step, rows] = torch.stack((ce_C, ce_C - entropy_C, agrees_C.to(wide), overlap_C), 1)
                 slope_CU = slope_CU.to(lm_head_UD.dtype)
                 scale_C1 = (weight_C / temperature)[:, None].to(lm_head_UD.dtype)
                 if grad_KSD is not None:
@@ -126,8 +125,8 @@ class ChunkedDistillation(Function):
                 del log_q_CU, slope_CU  # freed before the logits of the next step are computed
             del p_CU
         ctx.save_for_backward(grad_KSD, None if grad_UD is None else grad_UD.to(lm_head_UD.dtype))
-        ctx.mark_non_differentiable(stats_KX, agree_KS)
-        return total, stats_KX, agree_KS
+        ctx.mark_non_differentiable(stats_KSX, agree_KS)
+        return total, stats_KSX, agree_KS
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -21,6 +21,24 @@ METRIC_NAMES = ("loss", "loss_ce", "loss_feature", "agreement", "acceptance", "k
 
 
 @dataclass
+class ChainRows:
+    """Rows of drafts that start at few anchors; each belongs to one step of one chain.
+
+    Attributes:
+        step_N: LongTensor, step of each row in its chain.
+        position_N: LongTensor, the supervised position whose token the row predicts.
+        chain_N: LongTensor, the row's chain; `num_chains` of them exist.
+        scale_N: factor of the row's loss, the reciprocal of the probability with which its chain was drawn.
+    """
+
+    step_N: Tensor
+    position_N: Tensor
+    chain_N: Tensor
+    scale_N: Tensor
+    num_chains: int
+
+
+@dataclass
 class DraftOutput:
     """Predictions of a draft at the supervised positions, unrolled for K steps.
 
@@ -29,20 +47,23 @@ class DraftOutput:
         lm_head: [U, D], the draft's own weight, trained or not, or the target's.
         is_valid: BoolTensor [K, S], False where a sequence starts too late for a chain of that depth.
         features: [K, S, E], predicted target features; None for a draft that predicts none.
+        chains: steps and positions of N rows, if drafts start at few anchors: K is 1 and S is N in the shapes above.
     """
 
     hidden: Tensor
     lm_head: Tensor
     is_valid: Tensor
     features: Tensor | None = None
+    chains: ChainRows | None = None
 
 
 @dataclass
 class LossSums:
     """Sums over supervised positions; divide by `count` for means. Only `loss` carries a gradient.
 
-    All fields except `loss` and `agree_KS` describe the first step, so that they can be compared between drafts; probabilities
-    are those at the objective's temperature, within the draft vocabulary.
+    All fields except `loss` and `agreements` describe the first step, so that they can be compared between drafts;
+    probabilities are those at the objective's temperature, within the draft vocabulary. With chains from anchors, the sums
+    are estimates of those over all positions.
 
     Attributes:
         loss: weighted sum of all terms and steps.
@@ -52,7 +73,8 @@ class LossSums:
         acceptance: sum of min(p, q) over the vocabulary, the acceptance probability of a sampled draft token.
         kl: `ce` minus the entropy of the target; 0 for equal distributions.
         count: supervised positions.
-        agree_KS: BoolTensor, agreement of every step and position; not a sum.
+        agreements: not a sum: BoolTensor [K, S], agreement of every step and position; with chains from anchors
+            `chain_counts`, [2, K].
     """
 
     loss: Tensor
@@ -62,7 +84,7 @@ class LossSums:
     acceptance: Tensor
     kl: Tensor
     count: Tensor
-    agree_KS: Tensor
+    agreements: Tensor
 
     def stacked(self) -> Tensor:
         """Returns the sums as a detached [7] float64 tensor, ordered like METRIC_NAMES and then `count`."""
@@ -90,24 +112,54 @@ class Objective:
             target_features_SE: features of the target at the same positions, the input of its lm_head.
             target_lm_head_UE: frozen lm_head rows of the draft vocabulary.
         """
-        weight_KS = self.step_weights(output)
-        loss, stats_KX, agree_KS = ChunkedDistillation.apply(
+        weight_KS, chains = self.step_weights(output), output.chains
+        first_S = output.is_valid[0].to(weight_KS.dtype)
+        count = first_S.sum()
+        if chains is not None:
+            count = torch.full_like(count, len(target_features_SE))
+            first_S = first_S * (chains.step_N == 0) * chains.scale_N
+            first_S = first_S * (count / first_S.sum().clamp(min=1))  # the ratio estimator: no share exceeds 1
+            target_features_SE = target_features_SE[chains.position_N]
+        loss, stats_KSX, agree_KS = ChunkedDistillation.apply(
             output.hidden, output.lm_head, target_features_SE, target_lm_head_UE, weight_KS, self.config
         )
-        feature_K = loss.new_zeros(len(weight_KS))
+        distance_KS = torch.zeros_like(stats_KSX[..., 0])
         if self.config.feature_weight:
             assert output.features is not None, "objective.feature_weight with a draft that predicts no feature"
             wide, beta = torch.promote_types(output.features.dtype, torch.float32), self.config.smooth_l1_beta
             predicted_KSE, target_KSE = output.features.to(wide), target_features_SE.to(wide).expand_as(output.features)
             distance_KS = nn.functional.smooth_l1_loss(predicted_KSE, target_KSE, beta=beta, reduction="none").mean(-1)
             loss = loss + self.config.feature_weight * (weight_KS * distance_KS).sum()
-            feature_K = distance_KS.sum(1)
-        first = dict(zip(STATISTICS, stats_KX[0], strict=True))
-        return LossSums(loss=loss, feature=feature_K[0], count=output.is_valid[0].sum(), agree_KS=agree_KS, **first)
+        first = dict(zip(STATISTICS, first_S @ stats_KSX[0], strict=True))
+        agreements = agree_KS if chains is None else chain_counts(agree_KS[0], chains, self.config.steps)
+        feature = first_S @ distance_KS[0].detach()
+        return LossSums(loss=loss, feature=feature, count=count, agreements=agreements, **first)
 
     def step_weights(self, output: DraftOutput) -> Tensor:
-        """Returns w_k of every position, [K, S]; 0 where the chain is not valid."""
+        """Returns w_k of every position, [K, S]; 0 where the chain is not valid. Rows of chains are scaled."""
         wide = torch.promote_types(output.hidden.dtype, torch.float32)
         steps_K = torch.arange(self.config.steps, device=output.hidden.device, dtype=wide)
         decay_K = self.config.step_decay**steps_K
-        return (decay_K / decay_K.sum())[: len(output.hidden), None] * output.is_valid
+        weight_K, chains = decay_K / decay_K.sum(), output.chains
+        if chains is not None:
+            return (weight_K[chains.step_N] * chains.scale_N)[None] * output.is_valid
+        return weight_K[: len(output.hidden), None] * output.is_valid
+
+
+def chain_counts(agree_N: Tensor, chains: ChainRows, num_steps: int) -> Tensor:
+    """Counts, per step, the chains whose earlier tokens all agree with the target's, and those of them that agree again.
+
+    Args:
+        agree_N: BoolTensor, whether draft and target have the same most probable token.
+
+    Returns:
+        float64 [2, K]. Worked example of three chains over three steps, whose second ends with the answer after two:
+
+            agree    [1 1 0] [1 1 .] [0 1 1]    reached 3 2 1, agreed 2 2 0
+    """
+    agree_KC, is_row_KC = agree_N.new_zeros(2, num_steps, chains.num_chains)
+    agree_KC[chains.step_N, chains.chain_N] = agree_N
+    is_row_KC[chains.step_N, chains.chain_N] = True
+    agreed_KC = agree_KC.cumprod(0).bool()
+    reached_KC = is_row_KC & torch.cat((torch.ones_like(agreed_KC[:1]), agreed_KC[:-1]))
+    return torch.stack((reached_KC.sum(1), agreed_KC.sum(1))).double()

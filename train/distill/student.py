@@ -21,6 +21,7 @@ from sage.drafts.model import ModelDraft
 from sage.drafts.options import ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from train.config.schema import Config
+from train.distill.anchors import draw_anchors, gather_chains, is_root_of
 from train.distill.objective import DraftOutput, Objective
 from train.distill.pairs import Pairs, with_noise
 
@@ -53,13 +54,13 @@ class Student(nn.Module):
         raise NotImplementedError
 
     def forward(self, pairs: Pairs, target_lm_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the loss, a sum over supervised positions, `LossSums.stacked()`, and agreement, BoolTensor [K, S].
+        """Returns the loss, a sum over supervised positions, `LossSums.stacked()`, and `LossSums.agreements`.
 
         Args:
             target_lm_head: [U, D], frozen rows of the target's lm_head for the draft vocabulary.
         """
         sums = self.objective(self.predict(pairs, target_lm_head), pairs.features_next[pairs.mask], target_lm_head)
-        return sums.loss, sums.stacked(), sums.agree_KS
+        return sums.loss, sums.stacked(), sums.agreements
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         """Runs the draft; returns its output at the supervised positions."""
@@ -71,7 +72,10 @@ class Student(nn.Module):
 
 
 class HeadStudent(Student):
-    """An EAGLE or EAGLE-3 head; `objective.feature_noise` is added to the target's features."""
+    """An EAGLE or EAGLE-3 head; `objective.feature_noise` is added to the target's features.
+
+    With `objective.anchors` drafts start at anchors alone (see `train.distill.anchors`).
+    """
 
     def __init__(self, draft: DraftHead, objective: Objective) -> None:
         super().__init__(draft, objective)
@@ -94,12 +98,18 @@ class HeadStudent(Student):
         draft, dtype, config = self.draft, self.draft.dtype, self.objective.config
         fused = draft.fuse(with_noise(pairs.features, config.feature_noise)).to(dtype)
         short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.pair_masks)
-        mask = short.move_mask(pairs.mask)
-        roots = roots_of(mask, config.steps)
+        mask, anchors, chains = short.move_mask(pairs.mask), None, None
+        if config.anchors is not None:
+            anchors = draw_anchors(mask, config.anchors, [1.0] * min(config.steps, mask.shape[1]))
+        roots = roots_of(mask, config.steps) if anchors is None else anchors.root_BA
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight, roots)
-        hidden_KSD, is_valid_KS = gather_supervised(steps, mask, short.run_length, roots)
+        if anchors is None:
+            hidden_KSD, is_valid_KS = gather_supervised(steps, mask, short.run_length, roots)
+        else:
+            hidden_KSD, chains = gather_chains(torch.cat(steps, 1), mask, anchors, short.run_length)
+            is_valid_KS = torch.ones_like(chains.step_N, dtype=torch.bool)[None]
         features = hidden_KSD if KINDS[draft.kind].predicts_features else None
-        return DraftOutput(draft.to_lm_head(hidden_KSD), draft.lm_head_weight(target_lm_head), is_valid_KS, features)
+        return DraftOutput(draft.to_lm_head(hidden_KSD), draft.lm_head_weight(target_lm_head), is_valid_KS, features, chains)
 
 
 class ModelStudent(Student):
@@ -150,12 +160,10 @@ def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
 
     Returns:
         LongTensor [B, R]; None if computing all pairs costs less, since causal attention needs no mask. R is read from the
-        device.
+        device, and at least 1: attention kernels need a query.
     """
-    before_BP = nn.functional.pad(mask_BP.cumsum(1), (1, 0))  # supervised pairs before each pair, and their total
-    up_to_BP = torch.cat((before_BP[:, steps:], before_BP[:, -1:].expand(-1, steps - 1)), 1)[:, : mask_BP.shape[1]]
-    is_root_BP = up_to_BP > before_BP[:, :-1]
-    num_roots = int(is_root_BP.sum(1).max())
+    is_root_BP = is_root_of(mask_BP, steps)
+    num_roots = max(1, int(is_root_BP.sum(1).max()))
     if num_roots > MAX_ROOTS * mask_BP.shape[1]:
         return None
     return (~is_root_BP).to(torch.uint8).argsort(stable=True)[:, :num_roots].sort(1).values

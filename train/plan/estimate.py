@@ -152,13 +152,20 @@ def flops_of_step(work: Workload) -> dict[str, float]:
     tokens, steps = config.train.global_batch_size * work.length, config.objective.steps
     own_head = models.draft.has_own_lm_head * work.draft_vocab_size * target.hidden_size  # read at supervised positions only
     attention = 2 * work.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
-    logits = 2 * work.draft_vocab_size * target.hidden_size * tokens * (1 - work.visual_share)
+    logits = 2 * work.draft_vocab_size * target.hidden_size * tokens * work.drafted_share
+    # the target's logits once; at each step those of the draft, the gradient back through its lm_head and of an own lm_head
+    products = 1 + (2 + models.draft.has_own_lm_head) * steps
     rows = draft_rows(models.draft.network, work.length, work.num_visual) / work.length
-    rows += (steps - 1) * min(rows, 1 - work.visual_share)  # later steps draft from text alone
+    drafted = min(rows, work.drafted_share)
+    parameters = models.draft_parameters - own_head
+    read = parameters * (rows + (steps - 1) * drafted)  # later steps draft from text alone
+    if config.objective.anchors is not None:  # all rows are fused and have keys and values; a row has a target of its own
+        context = models.context_parameters
+        read = context * rows + (parameters - context) * drafted + parameters * (steps - 1) * drafted
+        products += steps - 1
     return {
         "vision": 2 * models.vision_parameters * tokens * work.visual_share * work.patches_per_token,
         "text": (2 * models.text_parameters + attention) * tokens,
-        "draft": 2 * (models.draft_parameters - own_head) * tokens * rows * (1 + BACKWARD),
-        # the target's logits once; at each step those of the draft, the gradient back through its lm_head and of an own lm_head
-        "objective": logits * (1 + (2 + models.draft.has_own_lm_head) * steps),
+        "draft": 2 * read * tokens * (1 + BACKWARD),
+        "objective": logits * products,
     }

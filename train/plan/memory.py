@@ -74,6 +74,12 @@ class Workload:
         return sharding_ranks(self.config, self.layers_bytes, self.ranks, self.ranks_per_node)
 
     @property
+    def drafted_share(self) -> float:
+        """Share of the tokens from which drafts are trained, beyond the first unrolled step: text, or anchors in it."""
+        anchors = self.config.objective.anchors
+        return 1 - self.visual_share if anchors is None else min(1 - self.visual_share, anchors / self.length)
+
+    @property
     def draft_vocab_size(self) -> int:
         return getattr(self.config.draft, "draft_vocab_size", None) or self.models.target.vocab_size
 
@@ -161,7 +167,11 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
     levels, rows = len(getattr(draft, "levels", ())), draft_rows(draft, length, num_visual)
     learned = sum(isinstance(part, (Conv, Resampler)) for part in draft.modules())
     inputs = (length * levels if levels else rows * 2) + num_visual * 2 * learned
-    return batch * size * (inputs * sizes.hidden_size + rows * config.objective.steps * layers * per_layer)
+    steps, anchors = config.objective.steps, config.objective.anchors
+    if anchors is None:
+        return batch * size * (inputs * sizes.hidden_size + rows * steps * layers * per_layer)
+    context = rows * (4 * sizes.hidden_size + 3 * sizes.num_key_value_heads * head_dim)  # normalized inputs, keys and values
+    return batch * size * (inputs * sizes.hidden_size + context + min(rows, anchors) * steps * layers * per_layer)
 
 
 def draft_rows(draft: Any, length: int, num_visual: int) -> int:
@@ -174,8 +184,10 @@ def _objective(work: Workload) -> float:
     """Logits of one chunk on both sides; hidden states of every step with their gradients; the gradient of an own lm_head."""
     config, models = work.config, work.models
     size, hidden = BYTES[config.train.precision], models.target.hidden_size
-    supervised = work.micro_batch_tokens * (1 - work.visual_share)
+    supervised, steps = work.micro_batch_tokens * (1 - work.visual_share), config.objective.steps
     chunk = min(config.objective.chunk_tokens, supervised) * work.draft_vocab_size * CHUNK_BYTES
-    states = (1 + 2 * config.objective.steps) * supervised * hidden * size
+    states = (1 + 2 * steps) * supervised * hidden * size
+    if config.objective.anchors is not None:  # every row has a target of its own
+        states = (supervised + 3 * steps * work.micro_batch_tokens * work.drafted_share) * hidden * size
     own_head = work.draft_vocab_size * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
     return chunk + states + models.draft.has_own_lm_head * own_head

@@ -72,6 +72,13 @@ class MetaModels:
         return count(self.draft.network)
 
     @cached_property
+    def context_parameters(self) -> int:
+        """Parameters of a draft head that every pair is read with, also one from which nothing is drafted."""
+        parts = (".k_proj.", ".v_proj.", "fc.")
+        named = self.draft.network.named_parameters()
+        return sum(value.numel() for name, value in named if any(part in f".{name}" for part in parts))
+
+    @cached_property
     def trained_parameters(self) -> int:
         return sum(p.numel() for p in self.draft.network.parameters() if p.requires_grad)
 

@@ -1,0 +1,122 @@
+"""Anchors: the few positions of a sequence from which drafts are trained (`objective.anchors`).
+
+A chain is a draft of K tokens from one pair, its root. The complete objective sums over the chains of all roots, the pairs from
+which a chain reaches a supervised pair. With `objective.anchors` = A, each sequence draws A of its R roots without replacement,
+and the loss of their chains is multiplied by R / A, the reciprocal of the probability of a root. The expectation of the loss
+and of its gradient is therefore that of the complete objective; with R <= A all roots are taken.
+
+Worked example, two steps, one sequence:
+
+    supervised   [. . 1 1 1 .]    roots 1 2 3 4
+    A = 2        roots 1 and 4 are drawn; their rows: step 1 of root 1 (pair 2), step 0 of root 4 (pair 4), each twice as heavy
+
+A draft of all steps in one pass may also drop some chains from each step on: `keep` = [1, 0.7, ..] computes step 1 of 0.7 A
+chains, all of which have step 0. Their factor is R divided by the number of chains kept at the step.
+
+Draws come from torch's global generator, whose state is part of a checkpoint and differs between ranks.
+
+Ref: P-EAGLE, arXiv 2602.01469 (conditional dropping). Differs by: the factors, without which deeper steps would weigh less.
+
+Shapes: B batch, P pairs, A anchors, K steps, R = sum of the kept chains of each step, S supervised positions, N rows, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from train.distill.objective import ChainRows
+
+
+@dataclass
+class Anchors:
+    """Roots that were drawn, in random order.
+
+    Attributes:
+        root_BA: LongTensor. A sequence with fewer roots is filled up with other pairs, whose factor is 0.
+        sizes: number of chains computed at each step, the first ones of `root_BA`; the first number is A.
+        scale_BR: factor of every row, the rows of step 0 first; 0 for a chain that is not kept.
+    """
+
+    root_BA: Tensor
+    sizes: tuple[int, ...]
+    scale_BR: Tensor
+
+    def per_row(self, *values_A: Tensor) -> list[Tensor]:
+        """Repeats values of the chains, [.., A], for the rows of every step: [.., R]."""
+        return [torch.cat([value[..., :size] for size in self.sizes], -1) for value in values_A]
+
+    @property
+    def step_R(self) -> Tensor:
+        """LongTensor, step of every row."""
+        device = self.root_BA.device
+        return torch.cat([torch.full((size,), step, device=device) for step, size in enumerate(self.sizes)])
+
+
+def is_root_of(mask_BP: Tensor, steps: int) -> Tensor:
+    """Returns BoolTensor [B, P], the pairs from which a chain of at most K - 1 drafted tokens reaches a supervised pair."""
+    before_BP = nn.functional.pad(mask_BP.cumsum(1), (1, 0))  # supervised pairs before each pair, and their total
+    up_to_BP = torch.cat((before_BP[:, steps:], before_BP[:, -1:].expand(-1, steps - 1)), 1)[:, : mask_BP.shape[1]]
+    return up_to_BP > before_BP[:, :-1]
+
+
+def draw_anchors(mask_BP: Tensor, num_anchors: int | None, keep: Sequence[float]) -> Anchors:
+    """Draws roots of every sequence.
+
+    Args:
+        mask_BP: supervised pairs.
+        num_anchors: most roots per sequence; None for all. Fewer are drawn if no sequence has as many: their number is read
+            from the device, and it is at least 1, since attention kernels need a query.
+        keep: share of the chains that are computed at each step, 1 at first and not increasing.
+    """
+    is_root_BP = is_root_of(mask_BP, len(keep))
+    roots_B = is_root_BP.sum(1)
+    most = max(1, int(roots_B.max()))
+    num_drawn = most if num_anchors is None else min(num_anchors, most)
+    order_BP = torch.rand(mask_BP.shape, device=mask_BP.device).masked_fill(~is_root_BP, 2.0)  # other pairs come last
+    root_BA = order_BP.argsort(1)[:, :num_drawn]
+    sizes = tuple(max(1, math.ceil(share * num_drawn)) for share in keep)
+    drawn_B, place_A = roots_B.clamp(max=num_drawn), torch.arange(num_drawn, device=mask_BP.device)
+    scales = []
+    for share, size in zip(keep, sizes, strict=True):
+        kept_B = (share * drawn_B.double()).ceil()
+        is_kept_BC = place_A[:size] < kept_B[:, None]
+        scales.append(is_kept_BC * (roots_B / kept_B.clamp(min=1))[:, None])
+    return Anchors(root_BA, sizes, torch.cat(scales, 1).to(torch.get_default_dtype()))
+
+
+def gather_chains(
+    hidden_BRD: Tensor, mask_BP: Tensor, anchors: Anchors, history_BP: Tensor | None = None
+) -> tuple[Tensor, ChainRows]:
+    """Gathers the rows of drafts from anchors that predict a supervised token.
+
+    Args:
+        hidden_BRD: rows of all steps, those of step 0 first; a row of step i belongs to pair root + i.
+        mask_BP: supervised pairs.
+        history_BP: LongTensor, number of preceding pairs at which a chain to this pair may start; None = all of them.
+
+    Returns:
+        [1, N, D], and what the rows are.
+    """
+    num_pairs, step_R = mask_BP.shape[1], anchors.step_R
+    chain_BA = torch.arange(anchors.root_BA.numel(), device=mask_BP.device).view_as(anchors.root_BA)
+    root_BR, chain_BR = anchors.per_row(anchors.root_BA, chain_BA)
+    pair_BR = root_BR + step_R
+    place_BR = pair_BR.clamp(max=num_pairs - 1)
+    is_row_BR = (pair_BR < num_pairs) & mask_BP.gather(1, place_BR) & (anchors.scale_BR > 0)
+    if history_BP is not None:
+        is_row_BR &= history_BP.gather(1, place_BR) >= step_R
+    batch_N, row_N = is_row_BR.nonzero(as_tuple=True)
+    position_BP = mask_BP.flatten().cumsum(0).view_as(mask_BP) - 1
+    rows = ChainRows(
+        step_N=step_R[row_N],
+        position_N=position_BP[batch_N, pair_BR[batch_N, row_N]],
+        chain_N=chain_BR[batch_N, row_N],
+        scale_N=anchors.scale_BR[batch_N, row_N],
+        num_chains=anchors.root_BA.numel(),
+    )
+    return hidden_BRD[batch_N, row_N][None], rows
