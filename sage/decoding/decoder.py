@@ -138,9 +138,11 @@ def plan(request: Request) -> Tree:
 
 
 def draft_tree(request: Request) -> Tree:
-    """Grows one round's tree level by level, at most to the depth that the answer can still use."""
+    """Grows one round's tree level by level, at most to the depth that the answer can still use and the draft can reach."""
     policy, session, clock, logits = request.policy, request.session, request.clock, request.draft_logits
     last_level = request.stop.num_remaining - 1
+    if session is not None and session.max_depth is not None:
+        last_level = min(last_level, session.max_depth)
     if logits is None or session is None or last_level == 0:
         return Tree.of_root(request.root, request.prompt.embeds.device)
     builder = TreeBuilder(request.root, logits.device, request.stop.eos)

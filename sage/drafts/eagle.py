@@ -11,14 +11,13 @@ Shapes: B batch, T tokens, D hidden.
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from sage.drafts.compressor.compressor import Compressor, check_compressor
+from sage.drafts.config import HeadConfig
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import DraftLayer
 from sage.drafts.options import ImageInputs
@@ -26,13 +25,10 @@ from sage.drafts.rope import Rope
 from sage.targets import Features, Target
 
 
-class EagleConfig(PreTrainedConfig):
-    """Configuration of an EAGLE head.
+class EagleConfig(HeadConfig):
+    """Configuration of an EAGLE head; further arguments are those of `HeadConfig`.
 
     Args:
-        target: fingerprint of the target, which `load_draft` compares.
-        target_path: folder or hub id of the target, the default of `sage-generate`.
-        mrope_section, mrope_interleaved, scaled_rope: the target's rope (see `sage.targets.rope`).
         input_norm: normalize the input of the layer's attention (EagleVLM does, EAGLE-1 does not).
         image_inputs: `embed` feeds visual embeddings at image and video positions, `token` the placeholder's embedding.
         compressor: visual compressor, such as `{"kind": "pool", "ratio": 20}` (see `Compressor`); None keeps all visual tokens.
@@ -40,25 +36,9 @@ class EagleConfig(PreTrainedConfig):
 
     model_type = "sage_eagle"
 
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    num_attention_heads: int = 6
-    num_key_value_heads: int = 2
-    head_dim: int = 32
-    vocab_size: int = 1024
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
-    rope_theta: float = 1e6
-    mrope_section: list[int] | None = None
-    mrope_interleaved: bool = False
-    scaled_rope: dict[str, Any] | None = None
-    initializer_range: float = 0.02
     input_norm: bool = True
     image_inputs: str = "embed"
     compressor: dict[str, Any] | None = None
-    target: dict[str, Any] = field(default_factory=dict)
-    target_path: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.image_inputs not in tuple(ImageInputs):
@@ -69,9 +49,8 @@ class EagleConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the content of config.json; `compressor`, `mrope_interleaved` and `scaled_rope` are written only if set."""
-        unset = {name for name in ("compressor", "mrope_interleaved", "scaled_rope") if not getattr(self, name)}
-        return {name: value for name, value in super().to_dict().items() if name not in unset}
+        """Returns the content of config.json; `compressor` is written only if set."""
+        return {name: value for name, value in super().to_dict().items() if name != "compressor" or value is not None}
 
 
 class EagleDraft(DraftHead):

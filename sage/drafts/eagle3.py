@@ -22,6 +22,7 @@ from sage.drafts.head import DraftHead
 from sage.drafts.layer import MLP, Attention
 from sage.drafts.rope import Rope
 from sage.drafts.unroll import Chains
+from sage.drafts.vocabulary import DraftVocabulary
 from sage.targets import Features, Target
 
 
@@ -88,10 +89,10 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Draft(DraftHead):
+class Eagle3Draft(DraftVocabulary, DraftHead):
     """fc over the target's feature levels, one layer, norm and lm_head; the embedding is the target's and is not saved.
 
-    Buffers `d2t` [U] int64 (target id = draft id + d2t[draft id]) and `t2d` [V] bool are saved with the weights.
+    Its draft vocabulary is that of `DraftVocabulary`.
     """
 
     config_class = Eagle3Config
@@ -105,10 +106,7 @@ class Eagle3Draft(DraftHead):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        self.d2t: Tensor
-        self.t2d: Tensor
+        self.register_vocabulary(config)
         self.compressor = None if config.compressor is None else Compressor(config)
         self.post_init()
 
@@ -130,33 +128,10 @@ class Eagle3Draft(DraftHead):
         self.set_vocabulary(ids)
         self.lm_head.weight.copy_(target.lm_head.weight[ids.to(target.device)].to(self.lm_head.weight))
 
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """Sets the draft vocabulary: U increasing target ids. Raises ValueError for anything else."""
-        is_ordered = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < self.config.vocab_size
-        if len(ids) != self.config.draft_vocab_size or not is_ordered:
-            raise ValueError(
-                f"draft.draft_vocab_size: need {self.config.draft_vocab_size} different ids below {self.config.vocab_size} in "
-                f"increasing order, got {len(ids)}"
-            )
-        self.d2t.copy_(ids.to(self.d2t) - torch.arange(len(ids)).to(self.d2t))
-        self.t2d.zero_()
-        self.t2d[ids.to(self.t2d.device)] = True
-
     @property
     def levels(self) -> tuple[int, ...]:
         """Indices k of the target's hidden_states[k] that are fused."""
         return tuple(self.config.feature_levels)
-
-    @property
-    def num_draft_tokens(self) -> int:
-        return int(self.config.draft_vocab_size)
-
-    @property
-    def token_map(self) -> Tensor | None:
-        """LongTensor [U], draft id -> target id; None if they are equal."""
-        if self.config.draft_vocab_size == self.config.vocab_size:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def fuse(self, features: Features) -> Tensor:
         """Returns g [B, T, D], fused from the target's feature levels."""

@@ -49,7 +49,7 @@ class DraftHead(PreTrainedModel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._functions: dict[Any, tuple[PassFunction, PassFunction]] = {}
+        self._functions: dict[Any, tuple[PassFunction, ...]] = {}
 
     @classmethod
     def new(cls, target: Target, kind: DraftKind, vocabulary: Tensor | None, **config: Any) -> Self:
@@ -130,10 +130,17 @@ class DraftHead(PreTrainedModel):
         return {**without_paths(self.config), "dtype": self.dtype, "is_training": self.training}
 
     def new_cache(self, capacity: int) -> TreeCache:
-        """Returns an empty cache of its one layer, with a capacity in tokens."""
-        return TreeCache([self.device], self.config.num_key_value_heads, self.config.head_dim, capacity, self.dtype)
+        """Returns an empty cache of its layers, with a capacity in tokens."""
+        return TreeCache(
+            [self.device] * self.num_layers, self.config.num_key_value_heads, self.config.head_dim, capacity, self.dtype
+        )
 
-    def pass_functions(self, target: Target) -> tuple[PassFunction, PassFunction]:
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers with a cache."""
+        return 1
+
+    def pass_functions(self, target: Target) -> tuple[PassFunction, ...]:
         """Returns the functions of a level and of a commit, which live as long as the head."""
         key = (target, self.dtype)
         if key not in self._functions:

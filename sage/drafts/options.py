@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
-from sage.io.ranges import PositiveInt, Range
+from sage.io.ranges import NonNegativeInt, PositiveInt, Range
 
 Level = Annotated[int, Range(ge=0, remedy="0 is the embeddings; null gives low, middle and high levels")]
 TRAINING_ONLY = {"training_only": True}  # metadata of keys that a run reads and `sage.new_draft` does not take
@@ -30,21 +30,38 @@ class TrainedPart(StrEnum):
     all = "all"
 
 
+class Conditional(StrEnum):
+    """Correction of a block's logits by the tokens before a position."""
+
+    none = "none"
+    markov = "markov"
+    mlp = "mlp"
+
+
 @dataclass(kw_only=True)
-class HeadOptions:
+class HeadSizes:
     """Keys of every draft head.
 
     Attributes:
-        image_inputs: embeddings at image and video positions: the visual embedding, or that of the placeholder token.
         intermediate_size: width of the MLP; null: the target's.
         num_attention_heads: query heads of the attention; null: the target's.
         num_key_value_heads: key and value heads of the attention; null: the target's.
     """
 
-    image_inputs: ImageInputs = ImageInputs.embed
     intermediate_size: PositiveInt | None = None
     num_attention_heads: PositiveInt | None = None
     num_key_value_heads: PositiveInt | None = None
+
+
+@dataclass(kw_only=True)
+class HeadOptions(HeadSizes):
+    """Keys of a draft head that reads embeddings of the prompt.
+
+    Attributes:
+        image_inputs: embeddings at image and video positions: the visual embedding, or that of the placeholder token.
+    """
+
+    image_inputs: ImageInputs = ImageInputs.embed
 
 
 @dataclass(kw_only=True)
@@ -69,6 +86,38 @@ class Eagle3Options(HeadOptions):
 
     feature_levels: list[Level] | None = None
     draft_vocab_size: PositiveInt | None = field(default=None, metadata=TRAINING_ONLY)
+
+
+@dataclass(kw_only=True)
+class BlockOptions(HeadSizes):
+    """A few layers that predict all levels of a round in one pass (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147).
+
+    `feed=false conditional=none` is DFlash, `feed=false conditional=markov` is DSpark.
+
+    Attributes:
+        feature_levels: indices of the target's hidden_states; null: low, middle, high and last.
+        draft_vocab_size: tokens of the draft vocabulary, the most frequent ones of the training answers; null: all.
+        block_size: slots of a block; each predicts a token, except the first slot of DFlash.
+        num_layers: decoder layers.
+        conditional: correction of a slot's logits: none, by the last token (markov), or by the last two tokens and the slot's
+            hidden state (mlp).
+        conditional_rank: rank of the correction.
+        feed: add the last fused feature and the last token's embedding to the slots.
+        causal: a slot attends to the slots before it, instead of all slots.
+        confidence: train a head that predicts the acceptance of each slot, for engines.
+        mask_token: token whose embedding fills the slots; null: one that the target does not use.
+    """
+
+    feature_levels: list[Level] | None = None
+    draft_vocab_size: PositiveInt | None = field(default=None, metadata=TRAINING_ONLY)
+    block_size: Annotated[int, Range(ge=2, remedy="a block of one slot drafts what draft=eagle3 does")] = 8
+    num_layers: Annotated[int, Range(ge=1, le=5, remedy="1 is the usual value")] = 1
+    conditional: Conditional = Conditional.mlp
+    conditional_rank: PositiveInt = 128
+    feed: bool = True
+    causal: bool = False
+    confidence: bool = False
+    mask_token: NonNegativeInt | None = None
 
 
 @dataclass(kw_only=True)

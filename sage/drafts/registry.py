@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
-from sage.drafts.options import Eagle3Options, EagleOptions, ModelOptions
+from sage.drafts.options import BlockOptions, Eagle3Options, EagleOptions, ModelOptions
 
 MODEL_TYPE_PREFIX = "sage_"  # of `model_type` in the config.json of a draft head
 IMPORTER = "checkpoints.export.importer"  # module that reads drafts in the formats of engines
@@ -28,6 +28,7 @@ class DraftKind:
         student: "module:Class" that trains the kind, a `train.distill.student.Student`; resolved by `train` alone.
         is_target: whether such a draft is itself a model of a target's family, with the files of one.
         predicts_features: whether the output is trained to equal the target's next feature.
+        is_parallel: whether one pass drafts all levels of a round.
         export_formats: formats of serving engines that express it.
     """
 
@@ -38,6 +39,7 @@ class DraftKind:
     student: str
     is_target: bool = False
     predicts_features: bool = False
+    is_parallel: bool = False
     export_formats: tuple[str, ...] = ()
 
     @property
@@ -92,6 +94,14 @@ KINDS: dict[str, DraftKind] = {
             session="sage.drafts.head_session:HeadSession",
             student="train.distill.student:HeadStudent",
             export_formats=("eagle3", "speculators"),
+        ),
+        DraftKind(
+            name="block",
+            options=BlockOptions,
+            draft="sage.drafts.block:BlockDraft",
+            session="sage.drafts.block_session:BlockSession",
+            student="train.distill.block:BlockStudent",
+            is_parallel=True,
         ),
         DraftKind(
             name="model",

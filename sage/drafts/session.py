@@ -20,10 +20,13 @@ class DraftSession(ABC):
     Attributes:
         levels: indices k of the target's hidden_states[k] that the draft reads in addition to the last.
         token_map: LongTensor [U], draft id -> target id; None when the draft vocabulary is the target's (U = V).
+        max_depth: levels that a round can draft, all of them computed by `prefill` and `commit`; None if each level is computed
+            by `expand`, to any depth.
     """
 
     levels: tuple[int, ...] = ()
     token_map: Tensor | None = None
+    max_depth: int | None = None
 
     @property
     @abstractmethod

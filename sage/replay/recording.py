@@ -56,7 +56,7 @@ class Recorder(DraftSession):
 
     def __init__(self, session: DraftSession, num_candidates: int) -> None:
         self.session, self.num_candidates = session, num_candidates
-        self.levels, self.token_map = session.levels, session.token_map
+        self.levels, self.token_map, self.max_depth = session.levels, session.token_map, session.max_depth
         self.rounds: list[dict[TokenPath, Candidates]] = []
         self._frontier: list[TokenPath] = []
 

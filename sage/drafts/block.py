@@ -1,0 +1,369 @@
+"""The block draft head: a few layers that predict all levels of a round in one pass.
+
+Ref: DFlash, arXiv 2602.06036, section 3 (context keys and values from fused features, one block of slots); DSpark, arXiv
+2607.05147 (prediction from the anchor, markov head, confidence head). Differs by: `feed`, which adds the last fused feature and
+the anchor's embedding to the slots, and the conditional `mlp`, which also reads the token before the last and the slot's hidden
+state. Tensors are named as in the `dflash` and `dspark` formats of speculators.
+
+The anchor is the last token that the target emitted; its own feature is not known yet. For tokens x0 x1 x2 with features
+f0 f1 f2, the anchor x3 and a block of three slots:
+
+    context             f0 f1 f2        keys and values of every layer, at positions 0 1 2
+    slots               x3  mask mask   at positions 3 4 5; attend to the context and to one another
+    predict             x4  x5   x6     (DFlash: the anchor's slot predicts nothing, and the others x4 x5)
+
+Positions are indices in the sequence, also for a target with M-RoPE.
+
+Shapes: B batch, T context tokens, A anchors, S slots, R = A * S, K levels, M tokens committed, N nodes, D hidden, L feature
+levels, U draft vocabulary, V target vocabulary, H query heads, C key heads, G = H / C, d head size, r rank of the conditional.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from sage.drafts.block_passes import BlockPass, ConditionalPass
+from sage.drafts.config import HeadConfig
+from sage.drafts.eagle3 import levels_for
+from sage.drafts.head import DraftHead
+from sage.drafts.layer import MLP, FusedLinear, rotate
+from sage.drafts.mask_token import mask_token_of
+from sage.drafts.options import Conditional
+from sage.drafts.rope import Rope
+from sage.drafts.vocabulary import DraftVocabulary
+from sage.runtime.pass_function import PassFunction
+from sage.targets import Features, Target
+
+
+class BlockConfig(HeadConfig):
+    """Configuration of a block head; further arguments are those of `HeadConfig`.
+
+    Args:
+        feature_levels: the L indices k of the target's hidden_states that are fused.
+        draft_vocab_size: U; `vocab_size` for the complete vocabulary.
+        mask_token: token whose embedding fills the slots after the anchor's.
+        block_size, num_layers, conditional, conditional_rank, feed, causal, confidence: as of `BlockOptions`.
+    """
+
+    model_type = "sage_block"
+
+    feature_levels: list[int] = field(default_factory=lambda: [2, 6, 9, 12])
+    draft_vocab_size: int | None = None
+    block_size: int = 8
+    num_layers: int = 1
+    conditional: str = Conditional.none
+    conditional_rank: int = 128
+    feed: bool = False
+    causal: bool = False
+    confidence: bool = False
+    mask_token: int = 0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
+        if self.conditional not in tuple(Conditional):
+            raise ValueError(f"draft.conditional: {self.conditional!r} is not one of {', '.join(Conditional)}")
+        self.conditional = str(self.conditional)
+        if self.block_size < 2:
+            raise ValueError(f"draft.block_size: {self.block_size}; allowed: at least 2 slots")
+        super().__post_init__(**kwargs)
+
+    @property
+    def predicts_from_anchor(self) -> bool:
+        """Whether slot k predicts token k + 1 after the anchor; else slot 0 predicts nothing, and slot k token k (DFlash)."""
+        return self.feed or self.conditional != Conditional.none
+
+    @property
+    def num_levels(self) -> int:
+        """K, the tokens that a block predicts."""
+        return self.block_size - (not self.predicts_from_anchor)
+
+
+class BlockAttention(nn.Module):
+    """Grouped-query attention of slots to the context and to one another, with normalized queries and keys (Qwen3's)."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        size, self.head_dim = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, size, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.key_value = FusedLinear(self.k_proj, self.v_proj)
+
+    def forward(
+        self, context: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None, layer: int
+    ) -> Tensor:
+        """Returns [B, R, D]; arguments as of `BlockDraft.run`."""
+        cos, sin = rope
+        slots = hidden.shape[1]
+        query = rotate(self.q_norm(self._heads(self.q_proj(hidden))), cos[:, :, -slots:], sin[:, :, -slots:])
+        key, value = self._heads(self.key_value(torch.cat((context, hidden), 1))).chunk(2, 1)
+        key = rotate(self.k_norm(key), cos, sin)
+        if cache is None:
+            out = self._attend(query, key, value, mask)
+        else:
+            key, value = cache.update(key, value, layer)
+            folded = query.reshape(len(query), self.kv_heads, -1, self.head_dim)
+            out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask).reshape(query.shape)
+        return self.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1))
+
+    def _heads(self, states: Tensor) -> Tensor:
+        """[B, R, H * d] -> [B, H, R, d]."""
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        """Attention under a mask [B, 1, R, T + R] that all heads share: repeated keys take less memory than a repeated mask."""
+        group = self.heads // self.kv_heads
+        key, value = (states[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for states in (key, value))
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer of slots. The fused context enters keys and values alone, the same in every layer."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = BlockAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, context: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None, layer: int
+    ) -> Tensor:
+        """[B, R, D] -> [B, R, D]; arguments as of `BlockDraft.run`."""
+        hidden = hidden + self.self_attn(context, self.input_layernorm(hidden), rope, mask, cache, layer)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Feed(nn.Module):
+    """Maps of the last fused feature into all slots, and of the anchor's embedding into the slots after its own."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.feature = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.anchor = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+
+class MarkovHead(nn.Module):
+    """Correction of the logits below a node: markov_w2 of a state of rank r, which is markov_w1 of the node's token, or with
+    `mlp` a function of the token, of its parent's token and of the slot's hidden state.
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        rank = config.conditional_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, int(config.draft_vocab_size or 0), bias=False)
+        self.has_history = config.conditional == Conditional.mlp
+        if self.has_history:
+            self.parent = nn.Embedding(config.vocab_size, rank)
+            self.hidden = nn.Linear(config.hidden_size, rank, bias=False)
+
+    def forward(self, tokens: Tensor, parents: Tensor, hidden: Tensor) -> Tensor:
+        """Returns the state [.., r] of nodes with `tokens` [..] below `parents` [..], in a slot with `hidden` [.., D]."""
+        state = self.markov_w1(tokens)
+        return nn.functional.silu(state + self.parent(parents) + self.hidden(hidden)) if self.has_history else state
+
+
+class ConfidenceHead(nn.Module):
+    """Predicts the logit of a slot's acceptance from its hidden state and the state of the markov head."""
+
+    def __init__(self, input_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(input_size, 1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[.., D + r] -> [..]."""
+        return self.proj(states)[..., 0]
+
+
+class BlockDraft(DraftVocabulary, DraftHead):
+    """fc over the target's feature levels, layers of slots, norm; embedding and lm_head are the target's and are not saved.
+
+    `mask_embedding` [D] is a copy of the target's embedding of `config.mask_token`, set when the draft is created or loaded.
+    """
+
+    config_class = BlockConfig
+    _no_split_modules = ["BlockLayer"]
+    compressor = None
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.fc = nn.Linear(len(config.feature_levels) * size, size, bias=False)
+        self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.feed = Feed(config) if config.feed else None
+        has_conditional = config.conditional != Conditional.none
+        self.markov_head = MarkovHead(config) if has_conditional else None
+        rank = config.conditional_rank if has_conditional else 0
+        self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
+        self.rope = Rope(config)
+        self.register_vocabulary(config)
+        self.register_buffer("mask_embedding", torch.zeros(size), persistent=False)
+        self.mask_embedding: Tensor
+        self.post_init()
+
+    @classmethod
+    def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> Self:
+        head = super().load(folder, target, dtype)
+        if not target.is_meta:
+            head._set_mask_embedding(target)
+        return head
+
+    @classmethod
+    def with_defaults(cls, config: dict[str, Any], target: Target) -> dict[str, Any]:
+        if config.get("compressor") is not None:
+            raise ValueError("draft.compressor: a block head reads the features of every visual token; drop it")
+        levels = config.get("feature_levels") or [*levels_for(target), target.num_layers]
+        token = mask_token_of(target, config.get("mask_token"))
+        own = {"feature_levels": levels, "mask_token": token, "mrope_section": None, "mrope_interleaved": False}
+        return {key: value for key, value in config.items() if key != "compressor"} | own
+
+    @torch.no_grad()
+    def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
+        """Draws fresh weights: fc starts with the last level, and layers and conditional add nothing.
+
+        Args:
+            vocabulary: LongTensor [U], increasing target ids of the draft vocabulary; None = the first U.
+        """
+        self.apply(self._init_weights)
+        size = self.config.hidden_size
+        self.fc.weight[:, -size:] += torch.eye(size)
+        for layer in self.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        if self.markov_head is not None:
+            self.markov_head.markov_w2.weight.zero_()
+        self.set_vocabulary(torch.arange(self.config.draft_vocab_size) if vocabulary is None else vocabulary)
+        self._set_mask_embedding(target)
+
+    @torch.no_grad()
+    def _set_mask_embedding(self, target: Target) -> None:
+        token = torch.tensor([self.config.mask_token], device=target.device)
+        self.mask_embedding.copy_(target.embed_tokens(token)[0])
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_layers)
+
+    @property
+    def num_slots(self) -> int:
+        """S, the rows of a block."""
+        return int(self.config.block_size)
+
+    @property
+    def num_levels(self) -> int:
+        """K, the levels that a block drafts."""
+        return int(self.config.num_levels)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        return tuple(self.config.feature_levels)
+
+    def options(self) -> dict[str, Any]:
+        names = ("block_size", "num_layers", "conditional", "conditional_rank", "feed", "causal", "confidence")
+        return {name: getattr(self.config, name) for name in names}
+
+    def pass_functions(self, target: Target) -> tuple[PassFunction, ...]:
+        """Returns the function of a block and, with a conditional, that of a level; they live as long as the head."""
+        key = (target, self.dtype)
+        if key not in self._functions:
+            conditional = () if self.markov_head is None else (ConditionalPass(self),)
+            self._functions[key] = (BlockPass(self, target), *conditional)
+        return self._functions[key]
+
+    def fuse(self, features: Features) -> Tensor:
+        """Returns the context [B, T, D], fused from the target's feature levels."""
+        return self.hidden_norm(self.fc(torch.cat(features.levels, -1).to(self.fc.weight.dtype)))
+
+    def slots(self, anchors: Tensor, context: Tensor) -> Tensor:
+        """Returns the inputs of blocks, [B, A, S, D].
+
+        Args:
+            anchors: [B, A, D], embeddings of the anchors.
+            context: [B, A, D], `fuse(..)` of the token before each.
+        """
+        masks = self.mask_embedding.expand(*anchors.shape[:-1], self.num_slots - 1, -1)
+        if self.feed is None:
+            return torch.cat((anchors[..., None, :], masks), -2)
+        masks = masks + self.feed.anchor(anchors)[..., None, :]
+        return torch.cat((anchors[..., None, :], masks), -2) + self.feed.feature(context)[..., None, :]
+
+    def run(
+        self, context: Tensor, slots: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None = None
+    ) -> Tensor:
+        """Runs the layers over slots.
+
+        Args:
+            context: [B, T, D], `fuse(..)` of the tokens to read; in decoding those that the cache does not hold yet.
+            slots: [B, R, D], of one or more blocks.
+            rope: cos and sin of context and slots, [B or 1, 1, T + R, d] each.
+            mask: additive; without a cache [B, 1, R, T + R], with one [1, 1, G * R, keys], rows ordered like folded heads.
+            cache: of all layers, to extend by context and slots.
+
+        Returns:
+            [B, R, D], before the final norm.
+        """
+        for number, layer in enumerate(self.layers):
+            slots = layer(context, slots, rope, mask, cache, number)
+        return slots
+
+    def at_levels(self, slots: Tensor) -> Tensor:
+        """Returns the input [.., K, D] of the lm_head for the output [.., S, D] of blocks."""
+        return self.norm(slots[..., self.num_slots - self.num_levels :, :])
+
+    def read_blocks(self, context: Tensor, anchors: Tensor, embeds: Tensor) -> Tensor:
+        """Runs the blocks of several anchors over complete sequences, for training.
+
+        Args:
+            context: [B, T, D], `fuse(..)` of complete, right-padded sequences.
+            anchors: LongTensor [B, A], number of context tokens before each anchor, at least 1; the anchor has this position.
+            embeds: [B, A, D], embeddings of the anchors.
+
+        Returns:
+            [B, A, K, D], the input of the lm_head.
+        """
+        size, length = context.shape[-1], context.shape[1]
+        before = (anchors - 1)[..., None].expand(-1, -1, size)
+        slots = self.slots(embeds, context.gather(1, before))
+        steps = torch.arange(length, device=anchors.device).expand(len(anchors), -1)
+        places = (anchors[..., None] + torch.arange(self.num_slots, device=anchors.device)).flatten(1)
+        rope = self.rope(torch.cat((steps, places), 1), context.dtype)
+        visible = visible_to_blocks(anchors, length, self.num_slots, self.config.causal)
+        lowest = torch.finfo(context.dtype).min
+        mask = torch.zeros(visible.shape, dtype=context.dtype, device=visible.device).masked_fill_(~visible, lowest)
+        hidden = self.run(context, slots.flatten(1, 2), rope, mask[:, None])
+        return self.at_levels(hidden.view(*slots.shape))
+
+
+def visible_to_blocks(anchors: Tensor, length: int, num_slots: int, is_causal: bool) -> Tensor:
+    """Returns what the slots of several blocks attend to: the context before their anchor and their own block.
+
+    Args:
+        anchors: LongTensor [B, A], number of context tokens before each anchor.
+        length: T, tokens of the context.
+        num_slots: S.
+        is_causal: whether a slot attends to the earlier slots and itself only, instead of to its block.
+
+    Returns:
+        BoolTensor [B, A * S, T + A * S].
+    """
+    num_anchors, device = anchors.shape[1], anchors.device
+    context = torch.arange(length, device=device) < anchors.repeat_interleave(num_slots, 1)[..., None]
+    row = torch.arange(num_anchors * num_slots, device=device)
+    own = row[:, None] // num_slots == row // num_slots
+    if is_causal:
+        own &= row <= row[:, None]
+    return torch.cat((context, own.expand(len(anchors), -1, -1)), -1)

@@ -1,0 +1,155 @@
+"""Session of a draft that drafts all levels of a round in one pass.
+
+The draft's pass reads the accepted tokens, whose keys and values stay in the cache, and behind them S slots, whose rows are
+dropped again. It returns what K levels have in common; a level then takes a look-up, and with a conditional a small correction
+for each node.
+
+Shapes: T prompt tokens, M tokens committed, F nodes of one tree level, S slots, K levels, D hidden, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage.drafts.layer import fuse_linears
+from sage.drafts.session import DraftSession
+from sage.runtime.executors import EAGER, executor_of
+from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
+from sage.targets import Features, Prompt, Target
+
+
+class BlockSession(DraftSession):
+    """Session of a draft with `num_slots` and `num_levels`.
+
+    Its `pass_functions` are the pass over accepted tokens and slots (`BlockPass`), which gives hidden states [K, D] and logits
+    [K, U], and optionally the correction of a level (`ConditionalPass`). A subclass may read the prompt in another way
+    (`_read_prompt`) or have other rope positions (`_positions`).
+
+    A draft in training runs eagerly. Prefill, whose length varies, is always eager.
+
+    Args:
+        target: provides embedding, lm_head and pass mode.
+        capacity: tokens of prompt, answer and one drafted tree.
+    """
+
+    def __init__(self, draft: Any, target: Target, capacity: int) -> None:
+        self.draft, self.target = draft, target
+        if not draft.training:
+            fuse_linears(draft)
+        executor = EAGER if draft.training else executor_of(target.passes)
+        self._function, *conditional = draft.pass_functions(target)
+        self._run = executor.bind(self._function)
+        self._correct = executor.bind(conditional[0]) if conditional else None
+        self.levels, self.token_map, self.max_depth = draft.levels, draft.token_map, draft.num_levels
+        self.committed = self.depth = self.offset = 0
+        self._staging = TokenStagingBuffer(draft.device)
+        self.capacity = capacity + draft.num_slots
+        self.cache = executor.new_cache(draft, self.capacity, draft.new_cache)
+        self.cache.grow_to(executor.capacity(self.capacity))
+        self._steps = torch.arange(self.cache.capacity, device=draft.device)
+        self._set_origin(torch.zeros(1, dtype=torch.long, device=draft.device))
+        self.set_synthetic_state(0, 1)
+
+    @property
+    def context(self) -> int:
+        return self.committed
+
+    def _positions(self, places: Tensor) -> Tensor:
+        """Returns rope positions, [1, M] or [3, 1, M], of the tokens after the prompt at `places` [M]."""
+        return places[None]
+
+    def _set_origin(self, position: Tensor) -> None:
+        """Precomputes the rope from the first token after the prompt on, at `position` [1]; it is at index `offset`."""
+        steps = torch.arange(self.capacity, device=position.device)
+        self.cos, self.sin = self.draft.rope(self._positions(position + steps), self.draft.dtype)
+        self.offset = 0
+
+    def _rope(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        return self.cos.narrow(2, start, length), self.sin.narrow(2, start, length)
+
+    @torch.no_grad()
+    def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
+        self.committed = 0
+        hidden, logits = self._read_prompt(prompt, features, root)
+        return self._start_tree(hidden, logits, root, prompt.input_ids[0, -1:])
+
+    def _read_prompt(self, prompt: Prompt, features: Features, root: Tensor) -> tuple[Tensor, Tensor]:
+        """Sets the origin and runs the pass over the prompt, or the tokens of it that the draft reads, and the first slots;
+        returns hidden states [K, D] and logits [K, U].
+        """
+        length = prompt.input_ids.shape[1]
+        places = torch.arange(length, device=root.device) if prompt.kept is None else prompt.kept
+        if prompt.kept is not None:
+            features = features.at(prompt.kept)
+        self._set_origin(torch.full_like(root, length))
+        rope = self.draft.rope(places[None], self.draft.dtype)
+        return self._pass(self._function, root, features, rope, len(places))
+
+    @torch.no_grad()
+    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+        length = len(tokens)
+        staged = self._staging.stage(tokens)
+        parent = self._root if length == 1 else staged[-2:-1].clone()
+        rope = self._rope(self.offset, length)
+        self.offset += length
+        hidden, logits = self._pass(self._run, staged, features, rope, length)
+        return self._start_tree(hidden, logits, staged[-1:].clone(), parent)
+
+    def _pass(
+        self, run: Any, tokens: Tensor, features: Features, rope: tuple[Tensor, Tensor], length: int
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the pass over `length` tokens at `rope` and the slots from `offset` on."""
+        slots = self.draft.num_slots
+        self.cache.crop_to(self.committed)
+        first = self.cache.reserve(length + slots)
+        hidden, logits = run(
+            tokens,
+            features.last,
+            features.levels,
+            *rope,
+            *self._rope(self.offset, slots),
+            self._steps.narrow(0, first, length),
+            self._steps.narrow(0, first + length, slots),
+            self._steps.narrow(0, 0, first + length + slots),
+            self.cache.keys,
+            self.cache.values,
+        )
+        self.committed = first + length
+        return hidden, logits
+
+    def _start_tree(self, hidden: Tensor, logits: Tensor, root: Tensor, parent: Tensor) -> Tensor:
+        """Starts a tree from the pass's results [K, D] and [K, U]; `root` and its predecessor `parent` are LongTensor [1]."""
+        self._hidden, self._logits, self._root, self._frontier = hidden, logits, root, root
+        self.depth = 0
+        return self._below(root, parent)
+
+    @torch.no_grad()
+    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
+        staged = self._staging.stage(tokens)
+        parents = staged
+        if self._correct is not None:
+            parents = self._frontier.index_select(0, rows)
+            self._frontier = staged if isinstance(tokens, Tensor) else staged.clone()
+        self.depth += 1
+        return self._below(staged, parents)
+
+    def _below(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Returns the logits [F, U] below nodes of the current depth."""
+        assert self.depth < self.draft.num_levels, "the decoder drafts at most `max_depth` levels"
+        logits = self._logits.narrow(0, self.depth, 1)
+        if self._correct is None:
+            return logits.expand(len(tokens), -1)
+        (corrected,) = self._correct(tokens, parents, self._hidden.narrow(0, self.depth, 1), logits)
+        return corrected
+
+    def set_synthetic_state(self, context: int, width: int) -> None:
+        draft = self.draft
+        self.cache.zero_to(context)
+        self.committed, self.depth = context, 0
+        self._hidden = torch.zeros(draft.num_levels, draft.config.hidden_size, dtype=draft.dtype, device=draft.device)
+        self._logits = self._hidden.new_zeros(draft.num_levels, draft.num_draft_tokens)
+        self._root = torch.zeros(1, dtype=torch.long, device=draft.device)
+        self._frontier = self._root.new_zeros(width)
