@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from train.distill.objective import ChainRows
+from train.distill.rows import ChainRows
 
 
 @dataclass
@@ -99,7 +99,7 @@ def gather_chains(
         history_BP: LongTensor, number of preceding pairs at which a chain to this pair may start; None = all of them.
 
     Returns:
-        [1, N, D], and what the rows are.
+        [N, D], and what the rows are, in the order of their positions.
     """
     num_pairs, step_R = mask_BP.shape[1], anchors.step_R
     chain_BA = torch.arange(anchors.root_BA.numel(), device=mask_BP.device).view_as(anchors.root_BA)
@@ -109,13 +109,19 @@ def gather_chains(
     is_row_BR = (pair_BR < num_pairs) & mask_BP.gather(1, place_BR) & (anchors.scale_BR > 0)
     if history_BP is not None:
         is_row_BR &= history_BP.gather(1, place_BR) >= step_R
-    batch_N, row_N = is_row_BR.nonzero(as_tuple=True)
-    position_BP = mask_BP.flatten().cumsum(0).view_as(mask_BP) - 1
+    supervised_BP = mask_BP.flatten().cumsum(0).view_as(mask_BP) - 1
+    position_BR = supervised_BP.gather(1, place_BR).masked_fill(~is_row_BR, mask_BP.numel())
+    row_N = position_BR.flatten().argsort(stable=True)[: int(is_row_BR.sum())]
+    position_N = position_BR.flatten()[row_N]
+    among_S, place_N, counts_S = position_N.unique_consecutive(return_inverse=True, return_counts=True)
     rows = ChainRows(
-        step_N=step_R[row_N],
-        position_N=position_BP[batch_N, pair_BR[batch_N, row_N]],
-        chain_N=chain_BR[batch_N, row_N],
-        scale_N=anchors.scale_BR[batch_N, row_N],
+        position=place_N,
+        step=step_R.expand_as(position_BR).flatten()[row_N],
+        counts=counts_S.tolist(),
+        chain=chain_BR.flatten()[row_N],
+        scale=anchors.scale_BR.flatten()[row_N],
         num_chains=anchors.root_BA.numel(),
+        among=among_S,
+        num_supervised=mask_BP.sum(),
     )
-    return hidden_BRD[batch_N, row_N][None], rows
+    return hidden_BRD.flatten(0, 1)[row_N], rows

@@ -1,9 +1,10 @@
 """The loss of a micro-batch: draft predictions at the supervised positions, compared with the target.
 
 Does not own: the terms and their chunked computation (train.distill.chunked_loss), the supervised positions
-(train.distill.pairs), the division by the number of supervised tokens over all ranks (train.job.loop).
+(train.distill.pairs) and the rows that predict them (train.distill.rows), the division by the number of supervised tokens over
+all ranks (train.job.loop).
 
-Shapes: K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
+Shapes: R rows, K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -15,46 +16,27 @@ from torch import Tensor, nn
 
 from train.config.schema import ObjectiveConfig
 from train.distill.chunked_loss import STATISTICS, ChunkedDistillation
+from train.distill.rows import ChainRows, Rows
 
 # Metrics in the order of `LossSums.stacked`, whose last entry is the count they are divided by.
 METRIC_NAMES = ("loss", "loss_ce", "loss_feature", "agreement", "acceptance", "kl")
 
 
 @dataclass
-class ChainRows:
-    """Rows of drafts that start at few anchors; each belongs to one step of one chain.
-
-    Attributes:
-        step_N: LongTensor, step of each row in its chain.
-        position_N: LongTensor, the supervised position whose token the row predicts.
-        chain_N: LongTensor, the row's chain; `num_chains` of them exist.
-        scale_N: factor of the row's loss, the reciprocal of the probability with which its chain was drawn.
-    """
-
-    step_N: Tensor
-    position_N: Tensor
-    chain_N: Tensor
-    scale_N: Tensor
-    num_chains: int
-
-
-@dataclass
 class DraftOutput:
-    """Predictions of a draft at the supervised positions, unrolled for K steps.
+    """Predictions of a draft for the supervised positions.
 
     Attributes:
-        hidden: [K, S, D], input of the draft's lm_head; row s of every step predicts the same token.
+        hidden: [R, D], input of the draft's lm_head.
         lm_head: [U, D], the draft's own weight, trained or not, or the target's.
-        is_valid: BoolTensor [K, S], False where a sequence starts too late for a chain of that depth.
-        features: [K, S, E], predicted target features; None for a draft that predicts none.
-        chains: steps and positions of N rows, if drafts start at few anchors: K is 1 and S is N in the shapes above.
+        rows: the position and the step of each prediction.
+        features: [R, E], predicted target features; None for a draft that predicts none.
     """
 
     hidden: Tensor
     lm_head: Tensor
-    is_valid: Tensor
+    rows: Rows
     features: Tensor | None = None
-    chains: ChainRows | None = None
 
 
 @dataclass
@@ -73,8 +55,8 @@ class LossSums:
         acceptance: sum of min(p, q) over the vocabulary, the acceptance probability of a sampled draft token.
         kl: `ce` minus the entropy of the target; 0 for equal distributions.
         count: supervised positions.
-        agreements: not a sum: BoolTensor [K, S], agreement of every step and position; with chains from anchors
-            `chain_counts`, [2, K].
+        agreements: not a sum: BoolTensor [K, S], agreement of every step and position, False without such a row; with chains
+            from anchors `chain_counts`, [2, K].
     """
 
     loss: Tensor
@@ -106,60 +88,67 @@ class Objective:
         self.config = config
 
     def __call__(self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor) -> LossSums:
-        """Returns the sums over all positions and steps.
+        """Returns the sums over all rows.
 
         Args:
-            target_features_SE: features of the target at the same positions, the input of its lm_head.
+            target_features_SE: features of the target at the supervised positions, the input of its lm_head.
             target_lm_head_UE: frozen lm_head rows of the draft vocabulary.
         """
-        weight_KS, chains = self.step_weights(output), output.chains
-        first_S = output.is_valid[0].to(weight_KS.dtype)
-        count = first_S.sum()
-        if chains is not None:
-            count = torch.full_like(count, len(target_features_SE))
-            first_S = first_S * (chains.step_N == 0) * chains.scale_N
-            first_S = first_S * (count / first_S.sum().clamp(min=1))  # the ratio estimator: no share exceeds 1
-            target_features_SE = target_features_SE[chains.position_N]
-        loss, stats_KSX, agree_KS = ChunkedDistillation.apply(
-            output.hidden, output.lm_head, target_features_SE, target_lm_head_UE, weight_KS, self.config
+        rows, wide = output.rows, torch.promote_types(output.hidden.dtype, torch.float32)
+        weight_R, first_R = self.row_weights(rows, output.hidden.device, wide), (rows.step == 0).to(wide)
+        count = first_R.sum()
+        if isinstance(rows, ChainRows):
+            count, first_R = rows.num_supervised.to(wide), first_R * rows.scale
+            first_R = first_R * (count / first_R.sum().clamp(min=1))  # the ratio estimator: no share exceeds 1
+        loss, stats_RX, agree_R = ChunkedDistillation.apply(
+            output.hidden, output.lm_head, target_features_SE, target_lm_head_UE, weight_R, rows, self.config
         )
-        distance_KS = torch.zeros_like(stats_KSX[..., 0])
+        feature = loss.new_zeros(())
         if self.config.feature_weight:
             assert output.features is not None, "objective.feature_weight with a draft that predicts no feature"
-            wide, beta = torch.promote_types(output.features.dtype, torch.float32), self.config.smooth_l1_beta
-            predicted_KSE, target_KSE = output.features.to(wide), target_features_SE.to(wide).expand_as(output.features)
-            distance_KS = nn.functional.smooth_l1_loss(predicted_KSE, target_KSE, beta=beta, reduction="none").mean(-1)
-            loss = loss + self.config.feature_weight * (weight_KS * distance_KS).sum()
-        first = dict(zip(STATISTICS, first_S @ stats_KSX[0], strict=True))
-        agreements = agree_KS if chains is None else chain_counts(agree_KS[0], chains, self.config.steps)
-        feature = first_S @ distance_KS[0].detach()
-        return LossSums(loss=loss, feature=feature, count=count, agreements=agreements, **first)
+            wanted_RE = target_features_SE.index_select(0, rows.position).to(wide)
+            distance_RE = nn.functional.smooth_l1_loss(
+                output.features.to(wide), wanted_RE, beta=self.config.smooth_l1_beta, reduction="none"
+            )
+            distance_R = distance_RE.mean(-1)
+            loss = loss + self.config.feature_weight * (weight_R * distance_R).sum()
+            feature = (distance_R * first_R).sum()
+        first = dict(zip(STATISTICS, (stats_RX * first_R[:, None]).sum(0), strict=True))
+        return LossSums(loss=loss, feature=feature, count=count, agreements=self._agreements(agree_R, rows), **first)
 
-    def step_weights(self, output: DraftOutput) -> Tensor:
-        """Returns w_k of every position, [K, S]; 0 where the chain is not valid. Rows of chains are scaled."""
-        wide = torch.promote_types(output.hidden.dtype, torch.float32)
-        steps_K = torch.arange(self.config.steps, device=output.hidden.device, dtype=wide)
-        decay_K = self.config.step_decay**steps_K
-        weight_K, chains = decay_K / decay_K.sum(), output.chains
-        if chains is not None:
-            return (weight_K[chains.step_N] * chains.scale_N)[None] * output.is_valid
-        return weight_K[: len(output.hidden), None] * output.is_valid
+    def _agreements(self, agree_R: Tensor, rows: Rows) -> Tensor:
+        """Returns `LossSums.agreements`."""
+        if isinstance(rows, ChainRows):
+            return chain_counts(agree_R, rows, self.config.steps)
+        agree_KS = agree_R.new_zeros(self.config.steps, len(rows.counts))
+        agree_KS[rows.step, rows.position] = agree_R
+        return agree_KS
+
+    def step_weights(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns w_k, [K]."""
+        decay_K = self.config.step_decay ** torch.arange(self.config.steps, device=device, dtype=dtype)
+        return decay_K / decay_K.sum()
+
+    def row_weights(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns w_k of every row, [R], scaled for chains from anchors."""
+        weight_R = self.step_weights(device, dtype)[rows.step]
+        return weight_R * rows.scale if isinstance(rows, ChainRows) else weight_R
 
 
-def chain_counts(agree_N: Tensor, chains: ChainRows, num_steps: int) -> Tensor:
+def chain_counts(agree_R: Tensor, rows: ChainRows, num_steps: int) -> Tensor:
     """Counts, per step, the chains whose earlier tokens all agree with the target's, and those of them that agree again.
 
     Args:
-        agree_N: BoolTensor, whether draft and target have the same most probable token.
+        agree_R: BoolTensor, whether draft and target have the same most probable token.
 
     Returns:
         float64 [2, K]. Worked example of three chains over three steps, whose second ends with the answer after two:
 
             agree    [1 1 0] [1 1 .] [0 1 1]    reached 3 2 1, agreed 2 2 0
     """
-    agree_KC, is_row_KC = agree_N.new_zeros(2, num_steps, chains.num_chains)
-    agree_KC[chains.step_N, chains.chain_N] = agree_N
-    is_row_KC[chains.step_N, chains.chain_N] = True
+    agree_KC, is_row_KC = agree_R.new_zeros(2, num_steps, rows.num_chains)
+    agree_KC[rows.step, rows.chain] = agree_R
+    is_row_KC[rows.step, rows.chain] = True
     agreed_KC = agree_KC.cumprod(0).bool()
     reached_KC = is_row_KC & torch.cat((torch.ones_like(agreed_KC[:1]), agreed_KC[:-1]))
     return torch.stack((reached_KC.sum(1), agreed_KC.sum(1))).double()
