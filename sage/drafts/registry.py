@@ -29,6 +29,7 @@ class DraftKind:
         is_target: whether such a draft is itself a model of a target's family, with the files of one.
         predicts_features: whether the output is trained to equal the target's next feature.
         is_parallel: whether one pass drafts all levels of a round.
+        takes_compressor: whether a visual compressor can shorten its input.
         export_formats: formats of serving engines that express it.
     """
 
@@ -40,6 +41,7 @@ class DraftKind:
     is_target: bool = False
     predicts_features: bool = False
     is_parallel: bool = False
+    takes_compressor: bool = True
     export_formats: tuple[str, ...] = ()
 
     @property
@@ -110,6 +112,7 @@ KINDS: dict[str, DraftKind] = {
             session="sage.drafts.block_session:BlockSession",
             student="train.distill.block:BlockStudent",
             is_parallel=True,
+            takes_compressor=False,
         ),
         DraftKind(
             name="model",
@@ -118,6 +121,7 @@ KINDS: dict[str, DraftKind] = {
             session="sage.drafts.model:ModelSession",
             student="train.distill.student:ModelStudent",
             is_target=True,
+            takes_compressor=False,
         ),
     )
 }

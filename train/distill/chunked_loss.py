@@ -97,13 +97,16 @@ class ChunkedDistillation(Function):
         weight_R: Tensor,
         rows: Rows,
         config: ObjectiveConfig,
+        state_RX: Tensor | None = None,
+        correction_UX: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Differentiable w.r.t. `hidden_RD` and `lm_head_UD`.
+        """Differentiable w.r.t. `hidden_RD`, `lm_head_UD`, `state_RX` and `correction_UX`.
 
         Args:
             weight_R: weight of each row.
             rows: the position of the target that each row predicts; a chunk has at most `chunk_tokens` rows, or one position.
             config: weights of the terms, `temperature`, `chunk_tokens`.
+            state_RX, correction_UX: factors of a term of rank X that is added to the draft's logits; None for none.
 
         Returns:
             the sum; STATISTICS of every row [R, 4], unweighted; and BoolTensor [R], whether draft and target have the same most
@@ -114,10 +117,13 @@ class ChunkedDistillation(Function):
         agree_R = torch.empty_like(weight_R, dtype=torch.bool)
         grad_RD = torch.empty_like(hidden_RD) if hidden_RD.requires_grad else None
         grad_UD = torch.zeros_like(lm_head_UD, dtype=wide) if lm_head_UD.requires_grad else None
+        term = None if state_RX is None or correction_UX is None else _Correction(state_RX, correction_UX, wide)
         scale_R1 = (weight_R.to(wide) / config.temperature)[:, None].to(lm_head_UD.dtype)
         for chunk in rows.parts(config.chunk_tokens):
             hidden_CD, scale_C1 = hidden_RD[chunk.rows].to(lm_head_UD.dtype), scale_R1[chunk.rows]
             slope_CU = nn.functional.linear(hidden_CD, lm_head_UD)  # logits, until each block replaces its own
+            if term is not None:
+                term.add_to(slope_CU, chunk)
             target_PU = _linear(target_hidden_SE[chunk.positions], target_lm_head_UE)
             for block in rows.parts(_block_size(slope_CU), chunk):
                 own = slice(block.rows.start - chunk.rows.start, block.rows.stop - chunk.rows.start)
@@ -128,15 +134,33 @@ class ChunkedDistillation(Function):
                 grad_RD[chunk.rows] = (slope_CU @ lm_head_UD) * scale_C1
             if grad_UD is not None:
                 add_product(grad_UD, slope_CU.T, hidden_CD * scale_C1)
+            if term is not None:
+                term.add_gradients(slope_CU, scale_C1, chunk)
             del slope_CU, target_PU  # freed before the logits of the next chunk are computed
-        ctx.save_for_backward(grad_RD, None if grad_UD is None else grad_UD.to(lm_head_UD.dtype))
+        of_term = (None, None) if term is None else (term.grad_RX, term.grad_UX.to(term.weight_UX.dtype))
+        ctx.save_for_backward(grad_RD, None if grad_UD is None else grad_UD.to(lm_head_UD.dtype), *of_term)
         ctx.mark_non_differentiable(stats_RX, agree_R)
         return (weight_R.to(wide) * loss_R).sum(), stats_RX, agree_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        scaled = (None if grad is None else grad * grads[0].to(grad.dtype) for grad in ctx.saved_tensors)
-        return *scaled, None, None, None, None, None
+        scaled = [None if grad is None else grad * grads[0].to(grad.dtype) for grad in ctx.saved_tensors]
+        return *scaled[:2], None, None, None, None, None, *scaled[2:]
+
+
+class _Correction:
+    """A term of rank X that is added to the draft's logits, and the gradients of its factors."""
+
+    def __init__(self, state_RX: Tensor, weight_UX: Tensor, wide: torch.dtype) -> None:
+        self.state_RX, self.weight_UX = state_RX, weight_UX
+        self.grad_RX, self.grad_UX = torch.empty_like(state_RX), torch.zeros_like(weight_UX, dtype=wide)
+
+    def add_to(self, logits_CU: Tensor, chunk: Part) -> None:
+        logits_CU.addmm_(self.state_RX[chunk.rows].to(logits_CU.dtype), self.weight_UX.T)
+
+    def add_gradients(self, slope_CU: Tensor, scale_C1: Tensor, chunk: Part) -> None:
+        self.grad_RX[chunk.rows] = (slope_CU @ self.weight_UX) * scale_C1
+        add_product(self.grad_UX, slope_CU.T, self.state_RX[chunk.rows].to(slope_CU.dtype) * scale_C1)
 
 
 class _Target(NamedTuple):

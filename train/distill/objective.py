@@ -18,6 +18,7 @@ from train.config.schema import ObjectiveConfig
 from train.distill.chunked_loss import STATISTICS, ChunkedDistillation
 from train.distill.rows import ChainRows, Rows
 
+ACCEPTANCE = STATISTICS.index("acceptance")
 # Metrics in the order of `LossSums.stacked`, whose last entry is the count they are divided by.
 METRIC_NAMES = ("loss", "loss_ce", "loss_feature", "agreement", "acceptance", "kl")
 
@@ -31,12 +32,16 @@ class DraftOutput:
         lm_head: [U, D], the draft's own weight, trained or not, or the target's.
         rows: the position and the step of each prediction.
         features: [R, E], predicted target features; None for a draft that predicts none.
+        correction: factors [R, X] and [U, X] of a term that is added to the logits; None for none.
+        confidence: [R], predicted logits of the acceptance probability; None for a draft that predicts none.
     """
 
     hidden: Tensor
     lm_head: Tensor
     rows: Rows
     features: Tensor | None = None
+    correction: tuple[Tensor, Tensor] | None = None
+    confidence: Tensor | None = None
 
 
 @dataclass
@@ -100,9 +105,13 @@ class Objective:
         if isinstance(rows, ChainRows):
             count, first_R = rows.num_supervised.to(wide), first_R * rows.scale
             first_R = first_R * (count / first_R.sum().clamp(min=1))  # the ratio estimator: no share exceeds 1
-        loss, stats_RX, agree_R = ChunkedDistillation.apply(
-            output.hidden, output.lm_head, target_features_SE, target_lm_head_UE, weight_R, rows, self.config
-        )
+        if isinstance(rows, ChainRows) and self.config.dpace_alpha is not None:
+            with torch.no_grad():
+                _, stats_RX, _ = self._distill(output, target_features_SE, target_lm_head_UE, weight_R)
+            weight_R = pace_weights(stats_RX[:, ACCEPTANCE], rows, self.config.steps, self.config.dpace_alpha)
+        loss, stats_RX, agree_R = self._distill(output, target_features_SE, target_lm_head_UE, weight_R)
+        if output.confidence is not None:
+            loss = loss + confidence_loss(output.confidence, stats_RX[:, ACCEPTANCE], weight_R)
         feature = loss.new_zeros(())
         if self.config.feature_weight:
             assert output.features is not None, "objective.feature_weight with a draft that predicts no feature"
@@ -115,6 +124,16 @@ class Objective:
             feature = (distance_R * first_R).sum()
         first = dict(zip(STATISTICS, (stats_RX * first_R[:, None]).sum(0), strict=True))
         return LossSums(loss=loss, feature=feature, count=count, agreements=self._agreements(agree_R, rows), **first)
+
+    def _distill(
+        self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor, weight_R: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        factors = (output.hidden, output.lm_head)
+        if not torch.is_grad_enabled():
+            factors = (output.hidden.detach(), output.lm_head.detach())
+        inputs = (*factors, target_features_SE, target_lm_head_UE, weight_R, output.rows, self.config)
+        found: tuple[Tensor, Tensor, Tensor] = ChunkedDistillation.apply(*inputs, *(output.correction or ()))
+        return found
 
     def _agreements(self, agree_R: Tensor, rows: Rows) -> Tensor:
         """Returns `LossSums.agreements`."""
@@ -133,6 +152,34 @@ class Objective:
         """Returns w_k of every row, [R], scaled for chains from anchors."""
         weight_R = self.step_weights(device, dtype)[rows.step]
         return weight_R * rows.scale if isinstance(rows, ChainRows) else weight_R
+
+
+def pace_weights(acceptance_R: Tensor, rows: ChainRows, num_steps: int, alpha: float) -> Tensor:
+    """Returns the weights of the rows of chains by D-PACE, [R], scaled by the factors of their chains.
+
+    Step k weighs the sum over the steps j >= k of the probability that a chain is accepted up to j, where (1 - alpha) a + alpha
+    replaces every acceptance probability a. The weights of a chain sum to 1 in the mean over all chains.
+
+    Ref: D-PACE, arXiv 2605.18810. Differs by: a is the overlap of draft and target, not the probability of the data's token.
+    """
+    accepted_CK = acceptance_R.new_ones(rows.num_chains, num_steps)
+    is_row_CK = torch.zeros_like(accepted_CK)
+    accepted_CK[rows.chain, rows.step] = (1 - alpha) * acceptance_R + alpha
+    is_row_CK[rows.chain, rows.step] = 1
+    reached_CK = accepted_CK.cumprod(1) * is_row_CK
+    weight_CK = reached_CK.flip(1).cumsum(1).flip(1) * is_row_CK
+    mean = weight_CK.sum() / is_row_CK[:, 0].sum().clamp(min=1)
+    return weight_CK[rows.chain, rows.step] * rows.scale / mean.clamp(min=torch.finfo(mean.dtype).tiny)
+
+
+def confidence_loss(logits_R: Tensor, acceptance_R: Tensor, weight_R: Tensor) -> Tensor:
+    """Returns the weighted sum of the binary cross-entropy between predicted and true acceptance probabilities.
+
+    Ref: DSpark, arXiv 2607.05147, with a weight of 1. The prediction reads detached states and does not change the draft.
+    """
+    wanted_R = acceptance_R.clamp(0, 1)
+    loss_R = nn.functional.binary_cross_entropy_with_logits(logits_R.to(wanted_R.dtype), wanted_R, reduction="none")
+    return (weight_R * loss_R).sum()
 
 
 def chain_counts(agree_R: Tensor, rows: ChainRows, num_steps: int) -> Tensor:
