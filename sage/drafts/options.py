@@ -144,6 +144,10 @@ class PEagleOptions(HeadOptions):
     down_sample_ratio: Share = field(default=0.7, metadata=TRAINING_ONLY)
     down_sample_ratio_min: Share = field(default=0.2, metadata=TRAINING_ONLY)
 
+    def kept_shares(self, num_levels: int) -> list[float]:
+        """Returns the share of the anchors from which training drafts each level."""
+        return [max(self.down_sample_ratio**level, self.down_sample_ratio_min) for level in range(num_levels)]
+
 
 @dataclass(kw_only=True)
 class ModelOptions:

@@ -117,6 +117,10 @@ class PEagleDraft(Eagle3Draft):
             self._functions[key] = (PEaglePass(self, target),)
         return self._functions[key]
 
+    def is_of_context(self, name: str) -> bool:
+        last = f"layers.{self.num_layers - 2}." if self.num_layers > 1 else "midlayer."
+        return super().is_of_context(name) or ("layer" in name and not name.startswith(last))
+
     def slots(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
         """Returns embeddings and fused features of `count` slots, [B, count, D] each."""
         return self.mask_embedding.expand(batch, count, -1), self.fc(self.mask_hidden).expand(batch, count, -1)

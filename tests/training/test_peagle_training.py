@@ -30,14 +30,16 @@ PEAGLE = ["draft=peagle", "draft.feature_levels=[0,1,2]", "draft.block_size=3", 
 PEAGLE += ["objective.anchors=4"]
 
 
-def student_of(anchors: int | None, *ratios: float, compressor: Any = None) -> tuple[PEagleStudent, Teacher, Any]:
+def student_of(
+    anchors: int | None, keep: tuple[float, ...] = (1, 1, 1), compressor: Any = None
+) -> tuple[PEagleStudent, Teacher, Any]:
     """A random head in float64 with its teacher, and pairs of two sequences whose second answer begins after a gap."""
     target = make_qwen()
     target.model.double()
     vocabulary = torch.arange(0, 330, 3)
     draft = random_draft(target, "peagle", block_size=LEVELS, num_layers=2, vocabulary=vocabulary, compressor=compressor)
     config = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=LEVELS, step_decay=0.5, anchors=anchors)
-    student = PEagleStudent(draft.double().requires_grad_(True), Objective(config), *ratios)
+    student = PEagleStudent(draft.double().requires_grad_(True), Objective(config), keep)
     teacher = Teacher(target, levels=student.levels, token_map=student.token_map)
     batch = in_double(padded_batch(target))
     batch["loss_mask"][0, -3] = False
@@ -75,7 +77,7 @@ def test_the_loss_equals_one_pass_per_anchor() -> None:
 
 def test_dropped_levels_and_few_anchors_keep_the_expectation() -> None:
     """The mean of 400 draws of two anchors, of which each level keeps half, within four standard errors."""
-    student, teacher, pairs = student_of(2, 0.5, 0.2)
+    student, teacher, pairs = student_of(2, (1, 0.5, 0.25))
     torch.manual_seed(0)
     with torch.no_grad():
         expected = float(by_hand(student, teacher, pairs))
@@ -87,7 +89,7 @@ def test_dropped_levels_and_few_anchors_keep_the_expectation() -> None:
 @pytest.mark.parametrize("compressor", [None, {"kind": "pool", "ratio": 2}])
 def test_a_micro_batch_without_anchors_adds_nothing(compressor: Any) -> None:
     """Every parameter still has a gradient, of zeros."""
-    student, teacher, pairs = student_of(4, 0.7, 0.2, compressor=compressor)
+    student, teacher, pairs = student_of(4, (1, 0.7, 0.49), compressor)
     assert float(student(pairs, teacher.lm_head)[1][-1]) == int(pairs.mask.sum())
     pairs.mask[:] = False
     loss, sums, counts = student(pairs, teacher.lm_head)
@@ -111,9 +113,8 @@ def test_it_trains_resumes_and_is_loaded_inspected_and_not_exported(tmp_path: Pa
     target = sage.load_target(path, dtype=torch.float32)
     draft = sage.load_draft(tmp_path / "straight", target)
     assert isinstance(draft, PEagleDraft) and (draft.num_levels, draft.num_layers) == (3, 2)
-    fresh = sage.new_draft(
-        target, "peagle", seed=0, block_size=3, num_layers=2, feature_levels=[0, 1, 2], mask_token=0
-    ).state_dict()
+    sizes = {"block_size": 3, "num_layers": 2, "feature_levels": [0, 1, 2], "mask_token": 0}
+    fresh = sage.new_draft(target, "peagle", seed=0, **sizes).state_dict()
     assert all(torch.equal(value, fresh[name]) == (name in ("d2t", "t2d")) for name, value in straight.items())
     assert inspect_folder(tmp_path / "straight" / "draft").facts["architecture"] == "sage_peagle"
     with refused("sage_peagle; formats for it: none"):

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -125,3 +125,20 @@ def gather_chains(
         num_supervised=mask_BP.sum(),
     )
     return hidden_BRD.flatten(0, 1)[row_N], rows
+
+
+def within_turns(anchors: Anchors, mask_BP: Tensor) -> Anchors:
+    """Returns the anchors with a factor of 0 for rows beyond the supervised run of their root.
+
+    Worked example, K = 3, roots 2 and 4:
+
+        supervised   . . 1 1 1 . 1      two answers
+        root 2           k k k          rows of levels 0 1 2
+        root 4               k          the turn ends, although pair 6 is supervised again
+    """
+    (root_BR,) = anchors.per_row(anchors.root_BA)
+    place_P = torch.arange(mask_BP.shape[1], device=mask_BP.device)
+    gap_BP = torch.where(mask_BP, mask_BP.shape[1], place_P)  # places of unsupervised pairs
+    end_BP = gap_BP.flip(1).cummin(1).values.flip(1)  # the first one from each pair on
+    is_turn_BR = root_BR + anchors.step_R < end_BP.gather(1, root_BR)
+    return replace(anchors, scale_BR=anchors.scale_BR * is_turn_BR)
