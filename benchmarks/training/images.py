@@ -8,10 +8,11 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,7 @@ from train.config.schema import Config
 from train.distill.build import fresh_draft, new_student
 from train.distill.pairs import count_supervised
 from train.distill.staging import Staging
-from train.distill.student import Student
+from train.distill.student import Student, supervised_features
 from train.distill.teacher import Teacher
 from train.job.build import build_teacher
 from train.plan.estimate import flops_of_step
@@ -105,11 +106,23 @@ def measure(config: Config, sizes: Sizes, num_layers: int | None, device: torch.
     config.data.max_length = max(sizes.lengths)
     config.train.global_batch_size = config.train.micro_batch_size = len(sizes.lengths)
     parts = {name: Measured() for name in PARTS}
-    work = count(config, architecture, batch, {name: one.counts for name, one in parts.items()})
+    work = count(config, copy.deepcopy(architecture), batch, {name: one.counts for name, one in parts.items()})
+    shares = "" if config.objective.anchors is None else _of_all_positions(config, copy.deepcopy(architecture), batch, parts)
     plan = flops_of_step(work)
     if device.type == "cuda":
         _time(config, architecture, batch, device, parts, repeats, warmup)
-    return _figures(config, work, sizes, batch, parts, plan, device, f"{text.num_hidden_layers} of {complete} text layers")
+    layers = f"{text.num_hidden_layers} of {complete} text layers"
+    figures = _figures(config, work, sizes, batch, parts, plan, device, layers)
+    return replace(figures, notes=[*figures.notes, shares]) if shares else figures
+
+
+def _of_all_positions(config: Config, architecture: Any, batch: dict[str, Any], parts: dict[str, Measured]) -> str:
+    """Compares the operations of drafts from anchors with those of drafts from all positions."""
+    counts = {name: Counts() for name in PARTS}
+    count(replace(config, objective=replace(config.objective, anchors=None)), architecture, batch, counts)
+    names = ("draft", "objective")
+    shares = (f"{PARTS[name]} {parts[name].counts.flops / counts[name].flops:.3f}" for name in names)
+    return f"objective.anchors={config.objective.anchors}, share of the TFLOP without anchors: {'; '.join(shares)}"
 
 
 def count(config: Config, architecture: Any, batch: dict[str, Any], counts: dict[str, Counts]) -> Images:
@@ -183,7 +196,7 @@ def run_parts(teacher: Teacher, student: Student, batch: dict[str, Any], part: P
     with part("draft"):
         output = student.predict(pairs, teacher.lm_head)
     with part("objective"):
-        sums = student.objective(output, pairs.features_next[pairs.mask], teacher.lm_head)
+        sums = student.objective(output, supervised_features(pairs, output), teacher.lm_head)
     trained = [p for p in student.parameters() if p.requires_grad]
     with part("draft"):
         torch.autograd.grad(sums.loss / count_supervised(batch["loss_mask"]), trained, allow_unused=True)

@@ -12,8 +12,9 @@ SPARE_NAMES = ("reserved", "unused")  # in the names of tokens that tokenizers k
 def mask_token_of(target: Target, chosen: int | None) -> int:
     """Returns the token chosen in `draft.mask_token`, or one that the target does not use.
 
-    In this order: a row of the embedding beyond the tokenizer, a token named as reserved or unused, the padding token unless it
-    ends an answer. A target on the meta device has no tokenizer; its last row stands for the token.
+    In this order: a row of the embedding beyond the tokenizer, a token named as reserved or unused, a placeholder of images or
+    videos, which no answer contains, the padding token unless it ends an answer. A target on the meta device has no tokenizer;
+    its last row stands for the token.
 
     Raises:
         ValueError: the chosen token is no row of the embedding, or the target has no such token.
@@ -32,10 +33,13 @@ def mask_token_of(target: Target, chosen: int | None) -> int:
     spare = [token for name, token in names.items() if any(word in name.lower() for word in SPARE_NAMES)]
     if spare:
         return min(spare)
+    if slots := target.family.slots:
+        return max(slots.values())
     padding = getattr(target.text_config, "pad_token_id", None)
     if padding is not None and padding not in target.eos_token_ids:
         return int(padding)
     raise ValueError(
         f"draft.mask_token: {target.name} has no unused token: its tokenizer fills all {target.vocab_size} rows of the "
-        f"embedding, and it has no padding token of its own; give draft.mask_token=ID, a token that no answer contains"
+        f"embedding, and it has neither placeholders of images nor a padding token of its own; give "
+        "draft.mask_token=ID, a token that no answer contains"
     )

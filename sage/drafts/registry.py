@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
-from sage.drafts.options import BlockOptions, Eagle3Options, EagleOptions, ModelOptions
+from sage.drafts.options import BlockOptions, Eagle3Options, EagleOptions, ModelOptions, PEagleOptions
 
 MODEL_TYPE_PREFIX = "sage_"  # of `model_type` in the config.json of a draft head
 IMPORTER = "checkpoints.export.importer"  # module that reads drafts in the formats of engines
@@ -29,6 +29,7 @@ class DraftKind:
         is_target: whether such a draft is itself a model of a target's family, with the files of one.
         predicts_features: whether the output is trained to equal the target's next feature.
         is_parallel: whether one pass drafts all levels of a round.
+        takes_compressor: whether a visual compressor can shorten its input.
         export_formats: formats of serving engines that express it.
     """
 
@@ -40,6 +41,7 @@ class DraftKind:
     is_target: bool = False
     predicts_features: bool = False
     is_parallel: bool = False
+    takes_compressor: bool = True
     export_formats: tuple[str, ...] = ()
 
     @property
@@ -96,12 +98,21 @@ KINDS: dict[str, DraftKind] = {
             export_formats=("eagle3", "speculators"),
         ),
         DraftKind(
+            name="peagle",
+            options=PEagleOptions,
+            draft="sage.drafts.peagle:PEagleDraft",
+            session="sage.drafts.peagle_session:PEagleSession",
+            student="train.distill.peagle:PEagleStudent",
+            is_parallel=True,
+        ),
+        DraftKind(
             name="block",
             options=BlockOptions,
             draft="sage.drafts.block:BlockDraft",
             session="sage.drafts.block_session:BlockSession",
             student="train.distill.block:BlockStudent",
             is_parallel=True,
+            takes_compressor=False,
             export_formats=("dflash", "dspark"),
         ),
         DraftKind(
@@ -111,6 +122,7 @@ KINDS: dict[str, DraftKind] = {
             session="sage.drafts.model:ModelSession",
             student="train.distill.student:ModelStudent",
             is_target=True,
+            takes_compressor=False,
         ),
     )
 }

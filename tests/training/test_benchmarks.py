@@ -118,6 +118,19 @@ def test_counted_operations_are_those_of_the_plan(
     assert all(share == pytest.approx(1, abs=0.04) for share in shares.values()) and len(shares) == 3
 
 
+def test_operations_with_anchors_grow_with_the_anchors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An eighth of the supervised positions: at most a quarter of the operations. The plan leaves out attention."""
+    anchors = ["draft=eagle3", "draft.feature_levels=[4,8,12]", "objective.anchors=60", "--length", "512"]
+    text = printed([*COUNTED[:-1], *anchors], monkeypatch, capsys)
+    (line,) = (line for line in text.splitlines() if line.startswith("objective.anchors=60, share of the TFLOP"))
+    shares = [float(word.rstrip(";")) for word in line.split() if word.rstrip(";").startswith("0.")]
+    assert len(shares) == 2 and max(shares) <= 0.25
+    rows = [line.split() for line in text.splitlines() if line.startswith(("draft,", "objective "))]
+    assert [float(row[-2]) for row in rows] == pytest.approx([1, 1], abs=0.25)
+
+
 @pytest.mark.parametrize("target_name", ["pocket_qwen2_5_vl", "pocket_llava_onevision"])
 def test_counts_without_weights_are_those_of_real_tensors(target_name: str) -> None:
     config = configure(f"target={target_name}", "draft=eagle3", "objective.steps=3", "draft.draft_vocab_size=100")

@@ -125,8 +125,9 @@ class PlainEngine:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_waits_for_known_reasons_only(kind: str, traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each micro-batch: placeholders that are counted, two selections of supervised positions, and for heads the number of
-    unrolled rows. The vision tower has its layout from `Staging`, except in a draft model, which embeds its own inputs.
+    """For each micro-batch: placeholders that are counted, a selection of supervised positions, and for heads the number of
+    unrolled rows; with several steps also that of the objective's rows. The vision tower has its layout from `Staging`, except
+    in a draft model, which embeds its own inputs.
     """
     monkeypatch.setattr(attention, "varlen_attn", lambda query, *_: query.clone())
     target = on_device(make_qwen())
@@ -156,6 +157,7 @@ def test_a_step_waits_for_known_reasons_only(kind: str, traffic: Traffic, monkey
         assert bool(waits.pop("sage/targets/families/qwen2_5_vl.py", 0)) == (kind == "model"), "Hugging Face's vision tower"
         assert waits == {
             "sage/targets/family.py": embeds * num_batches,
-            "train/distill/student.py": (2 if kind == "model" else 3) * num_batches,
+            "train/distill/student.py": (1 if kind == "model" else 2) * num_batches,
+            **({"train/distill/rows.py": num_batches} if kind == "eagle3" else {}),
             "tests/training/test_device_step.py": 1,  # the flag of bad gradients
         }

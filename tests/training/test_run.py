@@ -93,9 +93,10 @@ def test_a_run_writes_the_documented_files(
 def test_three_steps_and_three_resumed_are_six_bit_for_bit(
     configure: Configure, tmp_path: Path, draft: str, dtype: str, budget: int | None
 ) -> None:
-    """With noise on the features, so that a generator that is not restored would show."""
+    """With noise on the features and random anchors, so that a generator that is not restored would show."""
     schedule = ["optim.schedule=cosine", "optim.warmup_steps=2", "train.log_every=3"]
     same = [*DRAFTS[draft], f"target.dtype={dtype}", "objective.feature_noise=0.1", *schedule]
+    same += ["objective.anchors=4"] if draft == "eagle3" else []
     same += ["train.micro_batch_size=4", f"train.micro_batch_tokens={budget}"] if budget else []
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     assert train_quickly(configure(straight, *same, "train.max_steps=6")) == 0

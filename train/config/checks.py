@@ -44,7 +44,7 @@ from train.config.store import subschemas
 # Sizes of a saved draft, which may not be changed.
 SIZES = (
     *("intermediate_size", "num_attention_heads", "num_key_value_heads"),
-    *("feature_levels", "draft_vocab_size", "num_layers"),
+    *("feature_levels", "draft_vocab_size", "num_layers", "mask_token"),
 )
 
 
@@ -129,7 +129,8 @@ def _check_draft(config: Config) -> None:
     if heads and kv_heads and heads % kv_heads:
         _refuse("draft.num_key_value_heads", kv_heads, f"a divisor of draft.num_attention_heads={heads}", "change one of them")
     for name in SIZES:
-        if config.draft.path is not None and getattr(config.draft, name, None) is not None:
+        is_given = getattr(config.draft, name, None) is not None and getattr(type(config.draft), name) is None
+        if config.draft.path is not None and is_given:
             _refuse(f"draft.{name}", getattr(config.draft, name), "null with draft.path", "a saved draft has its own")
     if config.draft.path is not None:
         find_draft(config.draft.path, "draft.path")
@@ -144,10 +145,11 @@ def _check_draft(config: Config) -> None:
 
 
 def _check_compressor(config: Config) -> None:
-    chosen = config.draft.compressor
-    if KINDS[config.draft.kind].is_target and chosen.kind is not CompressorKind.none:
-        remedy = "a smaller model reads every visual token; remove it, or choose draft=eagle or draft=eagle3"
-        _refuse("draft/compressor", chosen.kind, "none with draft=model", remedy)
+    chosen, kind = config.draft.compressor, config.draft.kind
+    if not KINDS[kind].takes_compressor and chosen.kind is not CompressorKind.none:
+        reader = "a smaller model" if KINDS[kind].is_target else "it"
+        remedy = f"{reader} reads every visual token; remove it, or choose draft=eagle or draft=eagle3"
+        _refuse("draft/compressor", chosen.kind, f"none with draft={kind}", remedy)
     if type(chosen) is not subschemas()[("draft/compressor", str(chosen.kind))]:
         raise ConfigError(f"draft.compressor.kind={chosen.kind}: has other keys; give draft/compressor={chosen.kind}")
 
@@ -240,10 +242,16 @@ def _check_objective(config: Config) -> None:
     if not KINDS[config.draft.kind].predicts_features and objective.feature_weight:
         remedy = f"it predicts no feature of the target; choose objective={config.draft.kind}"
         _refuse("objective.feature_weight", objective.feature_weight, f"0 with draft={config.draft.kind}", remedy)
-    for name, needed in (("steps", 1), ("feature_noise", 0)) if KINDS[config.draft.kind].is_target else ():
+    for name, needed in (("steps", 1), ("feature_noise", 0), ("anchors", None)) if KINDS[config.draft.kind].is_target else ():
         if (value := getattr(objective, name)) != needed:
             remedy = "a model reads tokens alone; choose objective=model"
-            _refuse(f"objective.{name}", value, f"{needed} with draft=model", remedy)
+            _refuse(f"objective.{name}", value, f"{'null' if needed is None else needed} with draft=model", remedy)
+    if hasattr(config.draft, "block_size") and objective.steps != 1:
+        kind, remedy = config.draft.kind, "draft.block_size sets the levels, which one pass computes"
+        _refuse("objective.steps", objective.steps, f"1 with draft={kind}", remedy)
+    if objective.dpace_alpha is not None and not KINDS[config.draft.kind].is_parallel:
+        remedy = "it weighs the levels of a block; remove it, or choose draft=block"
+        _refuse("objective.dpace_alpha", objective.dpace_alpha, f"null with draft={config.draft.kind}", remedy)
 
 
 def _check_score(config: Config) -> None:

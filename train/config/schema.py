@@ -96,11 +96,13 @@ class TargetRecipe:
         lr: default of `optim.lr`.
         global_batch_size: default of `train.global_batch_size`, in sequences.
         micro_batch_size: default of `train.micro_batch_size`, in sequences.
+        anchors: default of `objective.anchors` for drafts that are trained from anchors.
     """
 
     lr: PositiveFloat | None = None
     global_batch_size: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None
+    anchors: PositiveInt = 512
 
 
 @dataclass(kw_only=True)
@@ -172,6 +174,8 @@ class ObjectiveConfig:
         smooth_l1_beta: feature difference at which SmoothL1 turns from quadratic to linear.
         feature_noise: half-width of the uniform noise on the input features.
         chunk_tokens: positions whose logits exist at a time, in tokens; lower needs less memory.
+        anchors: positions per sequence from which drafts are trained; null: all of them.
+        dpace_alpha: weigh the levels of a block by D-PACE with this smoothing, instead of by `step_decay`; null: off.
     """
 
     name: str = ""
@@ -185,6 +189,8 @@ class ObjectiveConfig:
     smooth_l1_beta: Annotated[float, Range(gt=0, remedy="1.0 is the usual value")] = 1.0
     feature_noise: NonNegativeFloat = 0.0
     chunk_tokens: PositiveInt = 256
+    anchors: PositiveInt | None = None
+    dpace_alpha: Annotated[float, Range(ge=0, lt=1, remedy="0.1 is a usual value")] | None = None
 
 
 @dataclass(kw_only=True)

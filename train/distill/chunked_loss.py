@@ -8,12 +8,13 @@ With p the target distribution, q the draft distribution (softmax of z / tempera
     lk     -log a                 -q (m - M) / a
 
 The gradients follow from the logits and are therefore computed in the forward pass, chunk by chunk: only the logits of C
-positions exist at a time, nothing is recomputed, and [S, V] is never allocated. M / a is at most 1, so the gradient of lk is
+rows exist at a time, nothing is recomputed, and [R, U] is never allocated. M / a is at most 1, so the gradient of lk is
 bounded.
 
 Ref: LK losses, arXiv 2602.23881 (tv and lk); a is the probability that a token sampled from q is accepted.
 
-Shapes: K steps, S supervised positions, C positions of a chunk, D draft hidden size, E target hidden size, U draft vocabulary.
+Shapes: R rows of the draft, S supervised positions, C rows and P positions of a chunk, B rows of a block, D draft hidden size,
+E target hidden size, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from train.config.schema import ObjectiveConfig
+from train.distill.rows import Part, Rows
 
-STATISTICS = ("ce", "kl", "agreement", "acceptance")  # columns of the second result of `ChunkedDistillation`
+STATISTICS = ("ce", "kl", "agreement", "acceptance")  # entries of the second result of `ChunkedDistillation`
 SPLIT_SIZE = 4096  # entries of the vocabulary that are summed in one go
+BLOCK_LOGITS = {"cpu": 2**22}  # in float32 at a time, by type of device: within reach of a CPU's caches,
+GPU_BLOCK_LOGITS = 2**25  # and on GPUs enough that launching a kernel takes no longer than running it
 
 
 class Statistic(Enum):
@@ -71,71 +75,132 @@ def weighted_terms(config: ObjectiveConfig) -> list[tuple[Term, float]]:
 
 
 class ChunkedDistillation(Function):
-    """Weighted sum of the loss terms over steps and positions.
+    """Weighted sum of the loss terms over the rows of a draft.
 
-    The target distribution of a chunk is computed once for all steps. The gradient of lm_head is summed over chunks and steps
-    in float32 and cast once, so that `chunk_tokens` does not change it. Nothing synchronizes with the device.
+    A chunk has one product with each lm_head, for all its steps at once. The draft's logits are replaced in place by the loss's
+    gradient, from which the gradients of hidden states and lm_head follow by one product each. Distributions, in float32, exist
+    for the rows of a block at a time, those of the target once for all rows that predict the position. Sums over rows are taken
+    at the end, and the gradient of lm_head is summed over chunks in float32 and cast once, so that `chunk_tokens` does not
+    change them. Nothing synchronizes with the device.
+
+    Memory: C U logits of the draft and at most C U of the target in the dtype of their lm_heads; four to six arrays of
+    `BLOCK_LOGITS` entries in float32; the gradients.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_KSD: Tensor,
+        hidden_RD: Tensor,
         lm_head_UD: Tensor,
         target_hidden_SE: Tensor,
         target_lm_head_UE: Tensor,
-        weight_KS: Tensor,
+        weight_R: Tensor,
+        rows: Rows,
         config: ObjectiveConfig,
+        state_RX: Tensor | None = None,
+        correction_UX: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Differentiable w.r.t. `hidden_KSD` and `lm_head_UD`.
+        """Differentiable w.r.t. `hidden_RD`, `lm_head_UD`, `state_RX` and `correction_UX`.
 
         Args:
-            weight_KS: weight of each position at each step; 0 excludes it.
+            weight_R: weight of each row.
+            rows: the position of the target that each row predicts; a chunk has at most `chunk_tokens` rows, or one position.
             config: weights of the terms, `temperature`, `chunk_tokens`.
+            state_RX, correction_UX: factors of a term of rank X that is added to the draft's logits; None for none.
 
         Returns:
-            the sum; STATISTICS of every step [K, 4], unweighted sums over its positions; and BoolTensor [K, S], whether draft
-            and target have the same most probable token. Only the sum carries a gradient.
+            the sum; STATISTICS of every row [R, 4], unweighted; and BoolTensor [R], whether draft and target have the same most
+            probable token. Only the sum carries a gradient.
         """
-        temperature, terms = config.temperature, weighted_terms(config)
-        wide = torch.promote_types(hidden_KSD.dtype, torch.float32)
-        total = hidden_KSD.new_zeros((), dtype=wide)
-        stats_KX = hidden_KSD.new_zeros(len(hidden_KSD), len(STATISTICS), dtype=wide)
-        agree_KS = torch.zeros_like(weight_KS, dtype=torch.bool)
-        grad_KSD = torch.empty_like(hidden_KSD) if hidden_KSD.requires_grad else None
+        wide = torch.promote_types(hidden_RD.dtype, torch.float32)
+        loss_R, stats_RX = weight_R.new_empty(len(weight_R), dtype=wide), weight_R.new_empty(len(weight_R), 4, dtype=wide)
+        agree_R = torch.empty_like(weight_R, dtype=torch.bool)
+        grad_RD = torch.empty_like(hidden_RD) if hidden_RD.requires_grad else None
         grad_UD = torch.zeros_like(lm_head_UD, dtype=wide) if lm_head_UD.requires_grad else None
-        for start in range(0, len(target_hidden_SE), config.chunk_tokens):
-            rows = slice(start, start + config.chunk_tokens)
-            p_CU, entropy_C = _exp_and_entropy(_log_softmax(target_hidden_SE[rows], target_lm_head_UE, temperature, wide))
-            best_C = p_CU.argmax(-1)
-            for step, (hidden_SD, weight_S) in enumerate(zip(hidden_KSD, weight_KS, strict=True)):
-                weight_C, hidden_CD = weight_S[rows].to(wide), hidden_SD[rows].to(lm_head_UD.dtype)
-                log_q_CU = _log_softmax(hidden_CD, lm_head_UD, temperature, wide)
-                ce_C = -row_dot(p_CU, log_q_CU)
-                agree_KS[step, rows] = agrees_C = log_q_CU.argmax(-1) == best_C
-                loss_C, overlap_C, slope_CU = _evaluate(terms, p_CU, log_q_CU.exp_(), ce_C)
-                total += (weight_C * loss_C).sum()
-                stats_XC = torch.stack((ce_C, ce_C - entropy_C, agrees_C.to(wide), overlap_C))
-                stats_KX[step] += (stats_XC * (weight_C > 0)).sum(1)
-                slope_CU = slope_CU.to(lm_head_UD.dtype)
-                scale_C1 = (weight_C / temperature)[:, None].to(lm_head_UD.dtype)
-                if grad_KSD is not None:
-                    grad_KSD[step, rows] = (slope_CU @ lm_head_UD) * scale_C1
-                if grad_UD is not None:
-                    _add_product(grad_UD, slope_CU.T, hidden_CD * scale_C1)
-                del log_q_CU, slope_CU  # freed before the logits of the next step are computed
-            del p_CU
-        ctx.save_for_backward(grad_KSD, None if grad_UD is None else grad_UD.to(lm_head_UD.dtype))
-        ctx.mark_non_differentiable(stats_KX, agree_KS)
-        return total, stats_KX, agree_KS
+        term = None if state_RX is None or correction_UX is None else _Correction(state_RX, correction_UX, wide)
+        scale_R1 = (weight_R.to(wide) / config.temperature)[:, None].to(lm_head_UD.dtype)
+        for chunk in rows.parts(config.chunk_tokens):
+            hidden_CD, scale_C1 = hidden_RD[chunk.rows].to(lm_head_UD.dtype), scale_R1[chunk.rows]
+            slope_CU = nn.functional.linear(hidden_CD, lm_head_UD)  # logits, until each block replaces its own
+            if term is not None:
+                term.add_to(slope_CU, chunk)
+            target_PU = _linear(target_hidden_SE[chunk.positions], target_lm_head_UE)
+            for block in rows.parts(_block_size(slope_CU), chunk):
+                own = slice(block.rows.start - chunk.rows.start, block.rows.stop - chunk.rows.start)
+                target = _Target.of(target_PU, rows, block, chunk, config.temperature, wide)
+                figures = _evaluate_block(slope_CU[own], target, config)
+                loss_R[block.rows], stats_RX[block.rows], agree_R[block.rows] = figures
+            if grad_RD is not None:
+                grad_RD[chunk.rows] = (slope_CU @ lm_head_UD) * scale_C1
+            if grad_UD is not None:
+                add_product(grad_UD, slope_CU.T, hidden_CD * scale_C1)
+            if term is not None:
+                term.add_gradients(slope_CU, scale_C1, chunk)
+            del slope_CU, target_PU  # freed before the logits of the next chunk are computed
+        of_term = (None, None) if term is None else (term.grad_RX, term.grad_UX.to(term.weight_UX.dtype))
+        ctx.save_for_backward(grad_RD, None if grad_UD is None else grad_UD.to(lm_head_UD.dtype), *of_term)
+        ctx.mark_non_differentiable(stats_RX, agree_R)
+        return (weight_R.to(wide) * loss_R).sum(), stats_RX, agree_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        scaled = (None if grad is None else grad * grads[0].to(grad.dtype) for grad in ctx.saved_tensors)
-        return *scaled, None, None, None, None
+        scaled = [None if grad is None else grad * grads[0].to(grad.dtype) for grad in ctx.saved_tensors]
+        return *scaled[:2], None, None, None, None, None, *scaled[2:]
 
 
-def _evaluate(
+class _Correction:
+    """A term of rank X that is added to the draft's logits, and the gradients of its factors."""
+
+    def __init__(self, state_RX: Tensor, weight_UX: Tensor, wide: torch.dtype) -> None:
+        self.state_RX, self.weight_UX = state_RX, weight_UX
+        self.grad_RX, self.grad_UX = torch.empty_like(state_RX), torch.zeros_like(weight_UX, dtype=wide)
+
+    def add_to(self, logits_CU: Tensor, chunk: Part) -> None:
+        logits_CU.addmm_(self.state_RX[chunk.rows].to(logits_CU.dtype), self.weight_UX.T)
+
+    def add_gradients(self, slope_CU: Tensor, scale_C1: Tensor, chunk: Part) -> None:
+        self.grad_RX[chunk.rows] = (slope_CU @ self.weight_UX) * scale_C1
+        add_product(self.grad_UX, slope_CU.T, self.state_RX[chunk.rows].to(slope_CU.dtype) * scale_C1)
+
+
+class _Target(NamedTuple):
+    """The target's distribution for the rows of a block, its entropy, and its most probable token."""
+
+    p_BU: Tensor
+    entropy_B: Tensor
+    best_B: Tensor
+
+    @classmethod
+    def of(cls, logits_PU: Tensor, rows: Rows, block: Part, chunk: Part, temperature: float, wide: torch.dtype) -> _Target:
+        first, last = (place - chunk.positions.start for place in (block.positions.start, block.positions.stop))
+        log_p_QU = log_softmax(logits_PU[first:last], temperature, wide)
+        p_QU = log_p_QU.exp()
+        entropy_Q = -row_dot(p_QU, log_p_QU)
+        del log_p_QU
+        found = cls(p_QU, entropy_Q, p_QU.argmax(-1))
+        if rows.is_one_to_one:
+            return found
+        place_B = rows.position[block.rows] - block.positions.start
+        return cls(*(values.index_select(0, place_B) for values in found))
+
+
+def _evaluate_block(logits_BU: Tensor, target: _Target, config: ObjectiveConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the weighted loss [B], STATISTICS [B, 4] and agreement [B]; replaces the draft's logits by temperature * the
+    gradient w.r.t. them.
+    """
+    log_q_BU = log_softmax(logits_BU, config.temperature, target.p_BU.dtype)
+    ce_B, agrees_B = -row_dot(target.p_BU, log_q_BU), log_q_BU.argmax(-1) == target.best_B
+    loss_B, overlap_B, slope_BU = evaluate(weighted_terms(config), target.p_BU, log_q_BU.exp_(), ce_B)
+    logits_BU.copy_(slope_BU)
+    return loss_B, torch.stack((ce_B, ce_B - target.entropy_B, agrees_B.to(ce_B.dtype), overlap_B), 1), agrees_B
+
+
+def _block_size(logits_CU: Tensor) -> int:
+    """Returns the number of rows that are evaluated at a time."""
+    return max(1, BLOCK_LOGITS.get(logits_CU.device.type, GPU_BLOCK_LOGITS) // logits_CU.shape[1])
+
+
+def evaluate(
     terms: list[tuple[Term, float]], p_CU: Tensor, q_CU: Tensor, cross_entropy_C: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the weighted loss [C], the overlap a [C], and temperature * the gradient w.r.t. the draft logits [C, U].
@@ -165,19 +230,17 @@ def _evaluate(
     return loss_C, overlap_C, overlap_gradient_CU.mul_(overlap_slope_C[:, None]).sub_(difference_CU, alpha=ce_slope)
 
 
-def _log_softmax(hidden_CD: Tensor, lm_head_UD: Tensor, temperature: float, wide: torch.dtype) -> Tensor:
-    logits_CU = nn.functional.linear(hidden_CD.to(lm_head_UD.dtype), lm_head_UD).to(wide)
-    if temperature != 1:
-        logits_CU /= temperature
-    return logits_CU.log_softmax(-1)
+def _linear(hidden_PE: Tensor, lm_head_UE: Tensor) -> Tensor:
+    return nn.functional.linear(hidden_PE.to(lm_head_UE.dtype), lm_head_UE)
 
 
-def _exp_and_entropy(log_p_CU: Tensor) -> tuple[Tensor, Tensor]:
-    p_CU = log_p_CU.exp()
-    return p_CU, -row_dot(p_CU, log_p_CU)
+def log_softmax(logits_BU: Tensor, temperature: float, wide: torch.dtype) -> Tensor:
+    """Returns log-probabilities in `wide`."""
+    logits_BU = logits_BU.to(wide)
+    return (logits_BU if temperature == 1 else logits_BU / temperature).log_softmax(-1)
 
 
-def _add_product(total_UD: Tensor, left_UC: Tensor, right_CD: Tensor) -> None:
+def add_product(total_UD: Tensor, left_UC: Tensor, right_CD: Tensor) -> None:
     """Adds a product to `total_UD` in place, without rounding it to the dtype of its factors."""
     if total_UD.device.type == "cuda" and total_UD.dtype != left_UC.dtype:
         torch.addmm(total_UD, left_UC, right_CD, out_dtype=total_UD.dtype, out=total_UD)

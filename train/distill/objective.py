@@ -1,9 +1,10 @@
 """The loss of a micro-batch: draft predictions at the supervised positions, compared with the target.
 
 Does not own: the terms and their chunked computation (train.distill.chunked_loss), the supervised positions
-(train.distill.pairs), the division by the number of supervised tokens over all ranks (train.job.loop).
+(train.distill.pairs) and the rows that predict them (train.distill.rows), the division by the number of supervised tokens over
+all ranks (train.job.loop).
 
-Shapes: K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
+Shapes: R rows, K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -15,34 +16,41 @@ from torch import Tensor, nn
 
 from train.config.schema import ObjectiveConfig
 from train.distill.chunked_loss import STATISTICS, ChunkedDistillation
+from train.distill.rows import ChainRows, Rows
 
+ACCEPTANCE = STATISTICS.index("acceptance")
 # Metrics in the order of `LossSums.stacked`, whose last entry is the count they are divided by.
 METRIC_NAMES = ("loss", "loss_ce", "loss_feature", "agreement", "acceptance", "kl")
 
 
 @dataclass
 class DraftOutput:
-    """Predictions of a draft at the supervised positions, unrolled for K steps.
+    """Predictions of a draft for the supervised positions.
 
     Attributes:
-        hidden: [K, S, D], input of the draft's lm_head; row s of every step predicts the same token.
+        hidden: [R, D], input of the draft's lm_head.
         lm_head: [U, D], the draft's own weight, trained or not, or the target's.
-        is_valid: BoolTensor [K, S], False where a sequence starts too late for a chain of that depth.
-        features: [K, S, E], predicted target features; None for a draft that predicts none.
+        rows: the position and the step of each prediction.
+        features: [R, E], predicted target features; None for a draft that predicts none.
+        correction: factors [R, X] and [U, X] of a term that is added to the logits; None for none.
+        confidence: [R], predicted logits of the acceptance probability; None for a draft that predicts none.
     """
 
     hidden: Tensor
     lm_head: Tensor
-    is_valid: Tensor
+    rows: Rows
     features: Tensor | None = None
+    correction: tuple[Tensor, Tensor] | None = None
+    confidence: Tensor | None = None
 
 
 @dataclass
 class LossSums:
     """Sums over supervised positions; divide by `count` for means. Only `loss` carries a gradient.
 
-    All fields except `loss` and `agree_KS` describe the first step, so that they can be compared between drafts; probabilities
-    are those at the objective's temperature, within the draft vocabulary.
+    All fields except `loss` and `agreements` describe the first step, so that they can be compared between drafts;
+    probabilities are those at the objective's temperature, within the draft vocabulary. With chains from anchors, the sums
+    are estimates of those over all positions.
 
     Attributes:
         loss: weighted sum of all terms and steps.
@@ -52,7 +60,8 @@ class LossSums:
         acceptance: sum of min(p, q) over the vocabulary, the acceptance probability of a sampled draft token.
         kl: `ce` minus the entropy of the target; 0 for equal distributions.
         count: supervised positions.
-        agree_KS: BoolTensor, agreement of every step and position; not a sum.
+        agreements: not a sum: BoolTensor [K, S], agreement of every step and position, False without such a row; with chains
+            from anchors `chain_counts`, [2, K].
     """
 
     loss: Tensor
@@ -62,7 +71,7 @@ class LossSums:
     acceptance: Tensor
     kl: Tensor
     count: Tensor
-    agree_KS: Tensor
+    agreements: Tensor
 
     def stacked(self) -> Tensor:
         """Returns the sums as a detached [7] float64 tensor, ordered like METRIC_NAMES and then `count`."""
@@ -84,30 +93,109 @@ class Objective:
         self.config = config
 
     def __call__(self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor) -> LossSums:
-        """Returns the sums over all positions and steps.
+        """Returns the sums over all rows.
 
         Args:
-            target_features_SE: features of the target at the same positions, the input of its lm_head.
+            target_features_SE: features of the target at the supervised positions, the input of its lm_head.
             target_lm_head_UE: frozen lm_head rows of the draft vocabulary.
         """
-        weight_KS = self.step_weights(output)
-        loss, stats_KX, agree_KS = ChunkedDistillation.apply(
-            output.hidden, output.lm_head, target_features_SE, target_lm_head_UE, weight_KS, self.config
-        )
-        feature_K = loss.new_zeros(len(weight_KS))
+        rows, wide = output.rows, torch.promote_types(output.hidden.dtype, torch.float32)
+        weight_R, first_R = self.row_weights(rows, output.hidden.device, wide), (rows.step == 0).to(wide)
+        count = first_R.sum()
+        if isinstance(rows, ChainRows):
+            count, first_R = rows.num_supervised.to(wide), first_R * rows.scale
+            first_R = first_R * (count / first_R.sum().clamp(min=1))  # the ratio estimator: no share exceeds 1
+        if isinstance(rows, ChainRows) and self.config.dpace_alpha is not None:
+            with torch.no_grad():
+                _, stats_RX, _ = self._distill(output, target_features_SE, target_lm_head_UE, weight_R)
+            weight_R = pace_weights(stats_RX[:, ACCEPTANCE], rows, self.config.steps, self.config.dpace_alpha)
+        loss, stats_RX, agree_R = self._distill(output, target_features_SE, target_lm_head_UE, weight_R)
+        if output.confidence is not None:
+            loss = loss + confidence_loss(output.confidence, stats_RX[:, ACCEPTANCE], weight_R)
+        feature = loss.new_zeros(())
         if self.config.feature_weight:
             assert output.features is not None, "objective.feature_weight with a draft that predicts no feature"
-            wide, beta = torch.promote_types(output.features.dtype, torch.float32), self.config.smooth_l1_beta
-            predicted_KSE, target_KSE = output.features.to(wide), target_features_SE.to(wide).expand_as(output.features)
-            distance_KS = nn.functional.smooth_l1_loss(predicted_KSE, target_KSE, beta=beta, reduction="none").mean(-1)
-            loss = loss + self.config.feature_weight * (weight_KS * distance_KS).sum()
-            feature_K = distance_KS.sum(1)
-        first = dict(zip(STATISTICS, stats_KX[0], strict=True))
-        return LossSums(loss=loss, feature=feature_K[0], count=output.is_valid[0].sum(), agree_KS=agree_KS, **first)
+            wanted_RE = target_features_SE.index_select(0, rows.position).to(wide)
+            distance_RE = nn.functional.smooth_l1_loss(
+                output.features.to(wide), wanted_RE, beta=self.config.smooth_l1_beta, reduction="none"
+            )
+            distance_R = distance_RE.mean(-1)
+            loss = loss + self.config.feature_weight * (weight_R * distance_R).sum()
+            feature = (distance_R * first_R).sum()
+        first = dict(zip(STATISTICS, (stats_RX * first_R[:, None]).sum(0), strict=True))
+        return LossSums(loss=loss, feature=feature, count=count, agreements=self._agreements(agree_R, rows), **first)
 
-    def step_weights(self, output: DraftOutput) -> Tensor:
-        """Returns w_k of every position, [K, S]; 0 where the chain is not valid."""
-        wide = torch.promote_types(output.hidden.dtype, torch.float32)
-        steps_K = torch.arange(self.config.steps, device=output.hidden.device, dtype=wide)
-        decay_K = self.config.step_decay**steps_K
-        return (decay_K / decay_K.sum())[: len(output.hidden), None] * output.is_valid
+    def _distill(
+        self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor, weight_R: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        factors = (output.hidden, output.lm_head)
+        if not torch.is_grad_enabled():
+            factors = (output.hidden.detach(), output.lm_head.detach())
+        inputs = (*factors, target_features_SE, target_lm_head_UE, weight_R, output.rows, self.config)
+        found: tuple[Tensor, Tensor, Tensor] = ChunkedDistillation.apply(*inputs, *(output.correction or ()))
+        return found
+
+    def _agreements(self, agree_R: Tensor, rows: Rows) -> Tensor:
+        """Returns `LossSums.agreements`."""
+        if isinstance(rows, ChainRows):
+            return chain_counts(agree_R, rows, self.config.steps)
+        agree_KS = agree_R.new_zeros(self.config.steps, len(rows.counts))
+        agree_KS[rows.step, rows.position] = agree_R
+        return agree_KS
+
+    def step_weights(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns w_k, [K]."""
+        decay_K = self.config.step_decay ** torch.arange(self.config.steps, device=device, dtype=dtype)
+        return decay_K / decay_K.sum()
+
+    def row_weights(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns w_k of every row, [R], scaled for chains from anchors."""
+        weight_R = self.step_weights(device, dtype)[rows.step]
+        return weight_R * rows.scale if isinstance(rows, ChainRows) else weight_R
+
+
+def pace_weights(acceptance_R: Tensor, rows: ChainRows, num_steps: int, alpha: float) -> Tensor:
+    """Returns the weights of the rows of chains by D-PACE, [R], scaled by the factors of their chains.
+
+    Step k weighs the sum over the steps j >= k of the probability that a chain is accepted up to j, where (1 - alpha) a + alpha
+    replaces every acceptance probability a. The weights of a chain sum to 1 in the mean over all chains.
+
+    Ref: D-PACE, arXiv 2605.18810. Differs by: a is the overlap of draft and target, not the probability of the data's token.
+    """
+    accepted_CK = acceptance_R.new_ones(rows.num_chains, num_steps)
+    is_row_CK = torch.zeros_like(accepted_CK)
+    accepted_CK[rows.chain, rows.step] = (1 - alpha) * acceptance_R + alpha
+    is_row_CK[rows.chain, rows.step] = 1
+    reached_CK = accepted_CK.cumprod(1) * is_row_CK
+    weight_CK = reached_CK.flip(1).cumsum(1).flip(1) * is_row_CK
+    mean = weight_CK.sum() / is_row_CK[:, 0].sum().clamp(min=1)
+    return weight_CK[rows.chain, rows.step] * rows.scale / mean.clamp(min=torch.finfo(mean.dtype).tiny)
+
+
+def confidence_loss(logits_R: Tensor, acceptance_R: Tensor, weight_R: Tensor) -> Tensor:
+    """Returns the weighted sum of the binary cross-entropy between predicted and true acceptance probabilities.
+
+    Ref: DSpark, arXiv 2607.05147, with a weight of 1. The prediction reads detached states and does not change the draft.
+    """
+    wanted_R = acceptance_R.clamp(0, 1)
+    loss_R = nn.functional.binary_cross_entropy_with_logits(logits_R.to(wanted_R.dtype), wanted_R, reduction="none")
+    return (weight_R * loss_R).sum()
+
+
+def chain_counts(agree_R: Tensor, rows: ChainRows, num_steps: int) -> Tensor:
+    """Counts, per step, the chains whose earlier tokens all agree with the target's, and those of them that agree again.
+
+    Args:
+        agree_R: BoolTensor, whether draft and target have the same most probable token.
+
+    Returns:
+        float64 [2, K]. Worked example of three chains over three steps, whose second ends with the answer after two:
+
+            agree    [1 1 0] [1 1 .] [0 1 1]    reached 3 2 1, agreed 2 2 0
+    """
+    agree_KC, is_row_KC = agree_R.new_zeros(2, num_steps, rows.num_chains)
+    agree_KC[rows.step, rows.chain] = agree_R
+    is_row_KC[rows.step, rows.chain] = True
+    agreed_KC = agree_KC.cumprod(0).bool()
+    reached_KC = is_row_KC & torch.cat((torch.ones_like(agreed_KC[:1]), agreed_KC[:-1]))
+    return torch.stack((reached_KC.sum(1), agreed_KC.sum(1))).double()

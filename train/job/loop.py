@@ -179,9 +179,9 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> floa
         pairs = run.teacher(batch)
         if run.own_answers is not None:
             run.own_answers.add(batch, pairs)
-        loss, sums, agree_KS = run.engine(pairs, run.teacher.lm_head)
+        loss, sums, agreements = run.engine(pairs, run.teacher.lm_head)
         run.engine.backward(loss / count, is_last=number == len(micro_batches))
-        run.metrics.add(sums, agree_KS, pairs.mask)
+        run.metrics.add(sums, agreements, pairs.mask)
         flags.append(~loss.detach().isfinite() | run.engine.take_bad_gradient())
     is_bad = torch.stack(flags) if flags else torch.zeros(1, dtype=torch.bool, device=device)
     if run.ranks.sum(is_bad.any()) > 0:

@@ -10,6 +10,9 @@ tokens of which the draft predicts all but the fourth:
 Differs from decoding: the text is that of the data, not of the target, and chains deeper than the unrolled steps of the
 objective reuse the agreement of the last step. The page of a run compares the estimate with the measurement.
 
+Drafts from a few anchors leave gaps, so that no answer can be walked. There a chain is expected to accept sum_k c_0 .. c_k
+tokens, where c_k is the share of the chains that agree at step k among those that agreed at all steps before.
+
 Shapes: B batch, P pairs, K unrolled steps, S supervised positions.
 """
 
@@ -33,22 +36,29 @@ class ChainEstimate:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._batches: list[tuple[Tensor, Tensor]] = []
+        self._counts: Tensor | None = None
 
-    def add(self, agree_KS: Tensor, mask_BP: Tensor) -> None:
+    def add(self, agreements: Tensor, mask_BP: Tensor) -> None:
         """Adds one micro-batch.
 
         Args:
-            agree_KS: BoolTensor, whether draft and target have the same most probable token; row s of step k is about the same
-                token as row s of step 0, drafted k steps deep.
+            agreements: BoolTensor [K, S], whether draft and target have the same most probable token; row s of step k is about
+                the same token as row s of step 0, drafted k steps deep. With chains from anchors, the counts [2, K] of
+                `train.distill.objective.chain_counts`.
             mask_BP: BoolTensor, the S supervised pairs.
         """
-        self._batches.append((agree_KS, mask_BP))
+        if agreements.dtype is torch.bool:
+            self._batches.append((agreements, mask_BP))
+        else:
+            self._counts = agreements if self._counts is None else self._counts + agreements
 
     def pop(self) -> Tensor:
         """Returns [2] float64, tokens and target passes of all chains simulated since the last call."""
         batches, self._batches = self._batches, []
+        counts, self._counts = self._counts, None
         simulated = (simulate(agree_KS.cpu(), mask_BP.cpu(), self.depth) for agree_KS, mask_BP in batches)
-        return sum(simulated, torch.zeros(2, dtype=torch.float64))
+        expected = torch.zeros(2, dtype=torch.float64) if counts is None else expect(counts.cpu(), self.depth)
+        return sum(simulated, expected)
 
 
 def simulate(agree_KS: Tensor, mask_BP: Tensor, depth: int) -> Tensor:
@@ -64,6 +74,15 @@ def simulate(agree_KS: Tensor, mask_BP: Tensor, depth: int) -> Tensor:
             position += accepted + 1
             passes += 1
     return torch.tensor([agree_KS.shape[1], passes], dtype=torch.float64)
+
+
+def expect(counts_2K: Tensor, depth: int) -> Tensor:
+    """Returns [2] float64: expected tokens of chains of `depth` from anchors, and their number, the target passes."""
+    reached_K, agreed_K = counts_2K
+    share_K = agreed_K / reached_K.clamp(min=1)
+    deeper = share_K[-1:].expand(max(0, depth - len(share_K)))
+    passes = reached_K[0].clamp(min=1)  # there may be none: a chain that starts before the answer has no first token
+    return torch.stack((passes * (1 + torch.cat((share_K[:depth], deeper)).cumprod(0).sum()), passes))
 
 
 def answers(mask_BP: Tensor) -> list[tuple[int, int]]:

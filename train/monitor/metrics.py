@@ -40,10 +40,10 @@ class TrainingMetrics:
         self._last_loaded = self._loaded_tokens()
         self._start = time.perf_counter()
 
-    def add(self, sums: Tensor, agree_KS: Tensor, mask_BP: Tensor) -> None:
-        """Adds `LossSums.stacked()` of a micro-batch without device synchronization; for the masks see `ChainEstimate.add`."""
+    def add(self, sums: Tensor, agreements: Tensor, mask_BP: Tensor) -> None:
+        """Adds `LossSums.stacked()` of a micro-batch without device synchronization; for the others see `ChainEstimate.add`."""
         self._sums = sums if self._sums is None else self._sums + sums
-        self.estimate.add(agree_KS, mask_BP)
+        self.estimate.add(agreements, mask_BP)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

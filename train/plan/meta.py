@@ -72,6 +72,12 @@ class MetaModels:
         return count(self.draft.network)
 
     @cached_property
+    def context_parameters(self) -> int:
+        """Parameters of a draft head that every pair is read with, also one from which nothing is drafted."""
+        head = self.draft.network
+        return sum(value.numel() for name, value in head.named_parameters() if head.is_of_context(name))
+
+    @cached_property
     def trained_parameters(self) -> int:
         return sum(p.numel() for p in self.draft.network.parameters() if p.requires_grad)
 

@@ -25,6 +25,7 @@ from typing import Any
 from checkpoints.run_folder import METRICS, PROVENANCE, dotted_keys, read_metrics, read_run_config
 from data_prep.own_answers import MIN_OWN_SHARE, OWN_ANSWERS
 from sage.bench.report_table import decode_shares
+from sage.drafts.registry import KINDS
 from sage.trees import AUTOREGRESSIVE, CHAIN
 from train.config.overrides import changed_command, own_answers_command
 from train.report.warnings import MIN_MEASURED_RATIO
@@ -184,7 +185,8 @@ def _foreign_answers(facts: Facts, name: str) -> Cause | None:
 
 
 def _no_own_outputs(facts: Facts, name: str) -> Cause | None:
-    if facts.config.get("objective.steps") != 1 or facts.config.get("draft.kind") == "model":
+    kind = KINDS.get(str(facts.config.get("draft.kind")))
+    if facts.config.get("objective.steps") != 1 or (kind is not None and (kind.is_target or kind.is_parallel)):
         return None
     levels = facts.report["policies"].get(CHAIN, facts.report["policies"][name]).get("acceptance_by_depth", [])[:2]
     if len(levels) < 2 or min(level["tried"] for level in levels) < MIN_TRIED:

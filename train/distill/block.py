@@ -1,0 +1,87 @@
+"""Training of a block head: blocks from random anchors of each sequence, in one pass.
+
+Anchor pair t is (feature of token t, embedding of token t + 1): its block starts at token t + 1, attends to the features of
+tokens 0 to t, and its level k predicts token t + 2 + k, the label of pair t + k. Worked example for one sequence, K = 3:
+
+    pair         0 1 2 3 4 5 6
+    supervised   . . 1 1 1 . 1      two answers
+    anchor 2         k k k          rows of levels 0 1 2 at pairs 2 3 4
+    anchor 4             k          the turn ends: no rows of levels 1 and 2, although pair 6 is supervised again
+
+Shapes: B batch, P pairs, A anchors, K levels, R = K * A, N rows, D hidden, r rank of the conditional.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sage.drafts.block import BlockDraft
+from sage.drafts.unroll import at_rows
+from train.config.schema import Config
+from train.distill.anchors import Anchors, draw_anchors, gather_chains, within_turns
+from train.distill.objective import DraftOutput, Objective
+from train.distill.pairs import Pairs, with_noise
+from train.distill.student import Student
+
+
+class BlockStudent(Student):
+    """A block head; `objective.feature_noise` is added to the target's features."""
+
+    def __init__(self, draft: BlockDraft, objective: Objective) -> None:
+        super().__init__(draft, objective)
+        self.levels = draft.levels
+
+    @classmethod
+    def of(cls, draft: BlockDraft, config: Config) -> Self:
+        objective = Objective(replace(config.objective, steps=draft.num_levels))
+        return cls(draft.float().train().requires_grad_(True), objective)
+
+    @property
+    def token_map(self) -> Tensor | None:  # type: ignore[override]
+        """The draft's own buffer, read anew on each access since a loaded checkpoint replaces it."""
+        return self.draft.token_map
+
+    @property
+    def decoding_draft(self) -> BlockDraft:  # type: ignore[override]
+        return self.draft
+
+    def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
+        draft, dtype, config = self.draft, self.draft.dtype, self.objective.config
+        anchors = block_anchors(pairs.mask, config.anchors, draft.num_levels)
+        context = draft.fuse(with_noise(pairs.features, config.feature_noise)).to(dtype)
+        embeds = at_rows(pairs.embeds_next, anchors.root_BA, 1).to(dtype)
+        hidden_BRD = draft.read_blocks(context, anchors.root_BA + 1, embeds).transpose(1, 2).flatten(1, 2)
+        if draft.markov_head is None:
+            hidden_ND, rows = gather_chains(hidden_BRD, pairs.mask, anchors)
+            state_NX, correction = hidden_ND[:, :0], None
+        else:
+            state_BRX = draft.markov_head(*last_tokens(pairs.inputs["input_ids"], anchors), hidden_BRD)
+            both_NX, rows = gather_chains(torch.cat((hidden_BRD, state_BRX), -1), pairs.mask, anchors)
+            hidden_ND, state_NX = both_NX.split((hidden_BRD.shape[-1], state_BRX.shape[-1]), -1)
+            correction = (state_NX, draft.markov_head.markov_w2.weight)
+        confidence = None
+        if draft.confidence_head is not None:
+            confidence = draft.confidence_head(torch.cat((hidden_ND, state_NX), -1).detach())
+        return DraftOutput(hidden_ND, target_lm_head, rows, correction=correction, confidence=confidence)
+
+
+def last_tokens(input_ids: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
+    """Returns the token before the predicted one, and the one before that, of every row, LongTensor [B, R] each."""
+    (root_BR,) = anchors.per_row(anchors.root_BA)
+    last_BR = (root_BR + anchors.step_R + 1).clamp(max=input_ids.shape[1] - 1)
+    return input_ids.gather(1, last_BR), input_ids.gather(1, last_BR - 1)
+
+
+def block_anchors(mask_BP: Tensor, num_anchors: int | None, num_levels: int) -> Anchors:
+    """Draws supervised pairs; the rows of their blocks end with the turn.
+
+    Args:
+        mask_BP: supervised pairs.
+        num_anchors: most anchors per sequence; None for all supervised pairs.
+        num_levels: K.
+    """
+    return within_turns(draw_anchors(mask_BP, num_anchors, [1.0] * num_levels), mask_BP)
