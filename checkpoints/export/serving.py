@@ -96,7 +96,7 @@ def _format_obstacles(model_type: str, formats: Sequence[str], format_: ExportFo
         yield Obstacle(key=f"--format {name}", problem=problem, remedy=_format_remedy(name, formats))
     if flavours and flavour not in format_.row.engines:
         key, state = ("--flavour", "missing") if flavour is None else (f"--flavour {flavour}", "unknown")
-        remedy = f"give one of {', '.join(flavours)}"
+        remedy = f"give one of {', '.join(flavours)}{', or none' if None in format_.row.engines else ''}"
         yield Obstacle(key=key, problem=f"{state}; `{name}` differs between engines", remedy=remedy)
     if flavour is not None and not flavours:
         problem = f"the formats with flavours are {flavoured()}"

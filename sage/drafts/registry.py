@@ -104,6 +104,7 @@ KINDS: dict[str, DraftKind] = {
             session="sage.drafts.peagle_session:PEagleSession",
             student="train.distill.peagle:PEagleStudent",
             is_parallel=True,
+            export_formats=("peagle",),
         ),
         DraftKind(
             name="block",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.export_helpers import REDUCED, edit_json, export_draft, make_draft, save_target
+from safetensors.torch import load_file
+from support.export_helpers import (
+    BLOCK,
+    BLOCK_KINDS,
+    MASK,
+    REDUCED,
+    Damage,
+    both,
+    change_config,
+    change_tensors,
+    copy_export,
+    export_draft,
+    make_draft,
+    mask_file,
+    save_target,
+)
 from support.messages import check_message, refused
 from transformers import Qwen3Config
 
@@ -26,15 +38,6 @@ from checkpoints.export.formats.registry import find_format, variants
 from checkpoints.export.importer import convert, read_draft
 from checkpoints.export.serving import serving_line
 
-MASK = 7
-BLOCK: dict[str, Any] = {"feature_levels": [1, 2], "feed": False, "conditional": "none", "block_size": 4, "mask_token": MASK}
-MARKOV = BLOCK | {"conditional": "markov", "conditional_rank": 6, "confidence": True}
-KINDS: dict[str, tuple[str, str | None, dict[str, Any], torch.Tensor | None]] = {  # format, flavour, draft, vocabulary
-    "plain": ("dflash", None, BLOCK, None),
-    "reduced": ("dflash", None, BLOCK | {"num_layers": 2, "causal": True}, REDUCED),
-    "native": ("dflash", "native", BLOCK, None),
-    "dspark": ("dspark", None, MARKOV, REDUCED),
-}
 AUX, TARGET_IDS = "aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"
 
 
@@ -47,7 +50,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> sage.Target:
 def exports(target: sage.Target) -> Path:
     """A folder with a target, and a draft and its export of every kind."""
     home = Path(str(target.name)).parent
-    for name, (format_, flavour, options, vocabulary) in KINDS.items():
+    for name, (format_, flavour, options, vocabulary) in BLOCK_KINDS.items():
         make_draft(target, "block", vocabulary=vocabulary, **options).save_pretrained(home / f"{name}-draft")
         export_draft(home / f"{name}-draft", home / name, format_, flavour=flavour, dtype=torch.float32)
     return home
@@ -97,14 +100,14 @@ class TestExports:
         assert tensors["markov_head.markov_w2.weight"].shape == (len(REDUCED), 6)
         assert tensors["confidence_head.proj.weight"].shape == (1, 32 + 6)
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", BLOCK_KINDS)
     def test_intact_exports_are_valid_and_read_back(
         self, exports: Path, tmp_path: Path, target: sage.Target, kind: str
     ) -> None:
         check = check_folder(exports / kind)
         assert not check.errors and check.format is not None
         assert [finding.where for finding in check.warnings] == (["k_norm"] if kind == "reduced" else [])
-        assert (check.format.name, check.format.flavour) == KINDS[kind][:2]
+        assert (check.format.name, check.format.flavour) == BLOCK_KINDS[kind][:2]
         trained = sage.load_draft(exports / f"{kind}-draft", target)
         for back in (
             sage.load_draft(exports / kind, target),
@@ -117,7 +120,7 @@ class TestExports:
             assert torch.equal(check.format.outputs(back), check.format.outputs(trained))
 
     def test_the_card_names_commands_and_limits(self, exports: Path) -> None:
-        cards = {kind: (exports / kind / "README.md").read_text() for kind in KINDS}
+        cards = {kind: (exports / kind / "README.md").read_text() for kind in BLOCK_KINDS}
         assert f"\nvllm serve {exports / 'plain'}\n" in cards["plain"]
         assert '{"method": "dflash", "model": ' in cards["native"] and '"num_speculative_tokens": 3}' in cards["native"]
         assert "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve" in cards["dspark"] and "does not run on a CPU" in cards["dspark"]
@@ -169,62 +172,33 @@ class TestObstacles:
 
 # -- damaged and third-party folders --------------------------------------------------------------------------------------
 
-Damage = Callable[[Path], None]
-
-
-def config(*path: str, **changes: Any) -> Damage:
-    """Changes fields of config.json, or of a part of it; `...` removes them."""
-
-    def apply(folder: Path) -> None:
-        def change(content: dict[str, Any]) -> None:
-            for part in path:
-                content = content[part]
-            content.update(changes)
-            for key in [key for key, value in changes.items() if value is ...]:
-                del content[key]
-
-        edit_json(folder / "config.json", change)
-
-    return apply
-
 
 def layer(**changes: Any) -> Damage:
-    return config("transformer_layer_config", **changes)
+    return change_config("transformer_layer_config", **changes)
 
 
 def native(**changes: Any) -> Damage:
-    return config("dflash_config", **changes)
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    def apply(folder: Path) -> None:
-        content = load_file(folder / "model.safetensors")
-        change(content)
-        save_file({name: tensor.contiguous() for name, tensor in content.items()}, folder / "model.safetensors")
-
-    return apply
-
-
-def both(first: Damage, second: Damage) -> Damage:
-    def apply(folder: Path) -> None:
-        first(folder)
-        second(folder)
-
-    return apply
-
-
-def mask_file(size: int, token: int | None = None) -> Damage:
-    return lambda folder: torch.save({"embedding": torch.ones(size), "mask_token_id": token}, folder / "mask_embedding.pt")
+    return change_config("dflash_config", **changes)
 
 
 UNSAID = layer(is_causal=...)
 DAMAGES: dict[str, tuple[str, Damage, str, tuple[str, ...]]] = {  # export, damage, where the finding must be, its values
-    "levels of the native layout": ("plain", config(**{AUX: [0, 1]}), AUX, ("[0, 1]", "one too low", "output of layer k - 1")),
+    "levels of the native layout": (
+        "plain",
+        change_config(**{AUX: [0, 1]}),
+        AUX,
+        ("[0, 1]", "one too low", "output of layer k - 1"),
+    ),
     "levels one too high": ("native", native(target_layer_ids=[1, 2]), TARGET_IDS, ("one too high", "[1, 2]", "[2, 3]")),
-    "levels twice": ("plain", config(dflash_config={"target_layer_ids": [1, 2]}), AUX, ("[1, 2]", "[2, 3]", "convention")),
-    "levels of EAGLE": ("native", config(eagle_aux_hidden_state_layer_ids=[0, 1]), TARGET_IDS, ("[1, 2]", "[0, 1]")),
-    "no levels": ("plain", config(**{AUX: ...}), AUX, ("missing", "fc")),
-    "decreasing levels": ("plain", config(**{AUX: [2, 1]}), AUX, ("increasing",)),
+    "levels twice": (
+        "plain",
+        change_config(dflash_config={"target_layer_ids": [1, 2]}),
+        AUX,
+        ("[1, 2]", "[2, 3]", "convention"),
+    ),
+    "levels of EAGLE": ("native", change_config(eagle_aux_hidden_state_layer_ids=[0, 1]), TARGET_IDS, ("[1, 2]", "[0, 1]")),
+    "no levels": ("plain", change_config(**{AUX: ...}), AUX, ("missing", "fc")),
+    "decreasing levels": ("plain", change_config(**{AUX: [2, 1]}), AUX, ("increasing",)),
     "a level beyond the target": (
         "native",
         native(target_layer_ids=[1, 3]),
@@ -233,35 +207,32 @@ DAMAGES: dict[str, tuple[str, Damage, str, tuple[str, ...]]] = {  # export, dama
     ),
     "a causal window flag": (
         "plain",
-        both(UNSAID, config(sliding_window_non_causal=False)),
+        both(UNSAID, change_config(sliding_window_non_causal=False)),
         "is_causal",
         ("missing", "trains"),
     ),
     "causalities differ": ("plain", layer(is_causal=True), "transformer_layer_config.is_causal", ("true", "says false")),
-    "native causalities differ": ("native", config(is_causal=True), "is_causal", ("dflash_config.causal says false",)),
+    "native causalities differ": ("native", change_config(is_causal=True), "is_causal", ("dflash_config.causal says false",)),
     "causality as text": ("plain", layer(is_causal="no"), "transformer_layer_config.is_causal", ("'no'",)),
     "mixed attention of other length": ("plain", layer(layer_types=["full_attention"] * 2), "layer_types", ("expected 1",)),
     "a window without size": ("plain", layer(layer_types=["sliding_attention"]), "sliding_window", ("None",)),
-    "no block size": ("plain", config(block_size=...), "block_size", ("None", "block of 8")),
+    "no block size": ("plain", change_config(block_size=...), "block_size", ("None", "block of 8")),
     "more tokens than slots": (
         "plain",
-        lambda folder: edit_json(
-            folder / "config.json",
-            lambda content: content["speculators_config"]["proposal_methods"][0].update(speculative_tokens=4),
-        ),
+        change_config("speculators_config", proposal_methods=[{"proposal_type": "greedy", "speculative_tokens": 4}]),
         "speculative_tokens",
         ("4", "block of 4 drafts 3"),
     ),
-    "a mask token outside": ("plain", config(mask_token_id=330), "mask_token_id", ("330", "0 to 329")),
+    "a mask token outside": ("plain", change_config(mask_token_id=330), "mask_token_id", ("330", "0 to 329")),
     "no native mask token": ("native", native(mask_token_id=...), "dflash_config.mask_token_id", ("None",)),
     "a mask embedding of another size": ("plain", mask_file(8), "mask_embedding.pt", ("[8]",)),
     "a mask embedding of another token": ("plain", mask_file(32, 5), "mask_embedding.pt", ("token 5", "is 7")),
     "a mask embedding for DSpark": ("dspark", mask_file(32), "mask_embedding.pt", ("ignores",)),
     "no pickle of tensors": ("plain", lambda f: (f / "mask_embedding.pt").write_bytes(b"x") and None, "mask_embedding.pt", ()),
-    "DFlash from the anchor": ("plain", config(sample_from_anchor=True), "sample_from_anchor", ("V2", "DSpark")),
-    "DSpark without the flag": ("dspark", config(sample_from_anchor=...), "sample_from_anchor", ("None", "shift")),
-    "no markov rank": ("dspark", config(markov_rank=0), "markov_rank", ("0", "DFlash")),
-    "a gated head": ("dspark", config(markov_head_type="gated"), "markov_head_type", ("'gated'", "vanilla")),
+    "DFlash from the anchor": ("plain", change_config(sample_from_anchor=True), "sample_from_anchor", ("V2", "DSpark")),
+    "DSpark without the flag": ("dspark", change_config(sample_from_anchor=...), "sample_from_anchor", ("None", "shift")),
+    "no markov rank": ("dspark", change_config(markov_rank=0), "markov_rank", ("0", "DFlash")),
+    "a gated head": ("dspark", change_config(markov_head_type="gated"), "markov_head_type", ("'gated'", "vanilla")),
     "axes of M-RoPE": (
         "plain",
         layer(rope_parameters={"rope_theta": 1e4, "mrope_section": [2, 1, 1]}),
@@ -273,29 +244,33 @@ DAMAGES: dict[str, tuple[str, Damage, str, tuple[str, ...]]] = {  # export, dama
     "no head_dim": ("plain", layer(head_dim=...), "head_dim", ("None", "128")),
     "a short context": ("plain", layer(max_position_embeddings=256), "max_position_embeddings", ("256", "512")),
     "no context": ("plain", layer(max_position_embeddings=...), "max_position_embeddings", ("None",)),
-    "no lm_head": ("reduced", tensors(lambda t: t.pop("lm_head.weight")), "lm_head.weight", ("missing", "acceptance 1.00")),
-    "no d2t": ("reduced", tensors(lambda t: t.pop("d2t")), "d2t", ("missing",)),
-    "absolute d2t": ("reduced", tensors(lambda t: t.update(d2t=REDUCED.clone())), "d2t", ("absolute", "offsets")),
-    "a mask_hidden": ("plain", tensors(lambda t: t.update(mask_hidden=torch.ones(1, 1, 64))), "mask_hidden", ("unexpected",)),
+    "no lm_head": (
+        "reduced",
+        change_tensors(lambda t: t.pop("lm_head.weight")),
+        "lm_head.weight",
+        ("missing", "acceptance 1.00"),
+    ),
+    "no d2t": ("reduced", change_tensors(lambda t: t.pop("d2t")), "d2t", ("missing",)),
+    "absolute d2t": ("reduced", change_tensors(lambda t: t.update(d2t=REDUCED.clone())), "d2t", ("absolute", "offsets")),
+    "a mask_hidden": (
+        "plain",
+        change_tensors(lambda t: t.update(mask_hidden=torch.ones(1, 1, 64))),
+        "mask_hidden",
+        ("unexpected",),
+    ),
     "no k_norm": (
         "plain",
-        tensors(lambda t: t.pop("layers.0.self_attn.k_norm.weight")),
+        change_tensors(lambda t: t.pop("layers.0.self_attn.k_norm.weight")),
         "layers.0.self_attn.k_norm.weight",
         ("missing",),
     ),
-    "fc of other levels": ("plain", config(**{AUX: [0, 1, 2]}), "fc.weight", ("[32, 64]", "[32, 96]")),
-    "an unknown class": ("plain", config(architectures=["X"]), "architectures", ("['X']", "DFlashSpeculator")),
-    "a model_type on top": ("plain", config(model_type="qwen3"), "model_type", ("'qwen3'", "speculator")),
+    "fc of other levels": ("plain", change_config(**{AUX: [0, 1, 2]}), "fc.weight", ("[32, 64]", "[32, 96]")),
+    "an unknown class": ("plain", change_config(architectures=["X"]), "architectures", ("['X']", "DFlashSpeculator")),
+    "a model_type on top": ("plain", change_config(model_type="qwen3"), "model_type", ("'qwen3'", "speculator")),
     "a Llama layer": ("plain", layer(model_type="llama"), "model_type", ("'llama'", "qwen3")),
-    "no native part": ("native", config(dflash_config=None), "dflash_config", ("missing",)),
-    "another target size": ("plain", config(target_hidden_size=64), "target_hidden_size", ("64", "32")),
+    "no native part": ("native", change_config(dflash_config=None), "dflash_config", ("missing",)),
+    "another target size": ("plain", change_config(target_hidden_size=64), "target_hidden_size", ("64", "32")),
 }
-
-
-def copy_of(exports: Path, kind: str, out: Path) -> Path:
-    shutil.copytree(exports / kind, out)
-    (out / "manifest.json").unlink()
-    return out
 
 
 def messages(check: CheckResult, where: str) -> list[str]:
@@ -305,7 +280,7 @@ def messages(check: CheckResult, where: str) -> list[str]:
 @pytest.mark.parametrize("name", DAMAGES)
 def test_every_trap_is_found_and_named(exports: Path, tmp_path: Path, name: str) -> None:
     kind, damage, where, parts = DAMAGES[name]
-    folder = copy_of(exports, kind, tmp_path / "broken")
+    folder = copy_export(exports / kind, tmp_path / "broken")
     damage(folder)
     check = check_folder(folder)
     assert check.errors and messages(check, where), [str(finding) for finding in check.findings]
@@ -315,7 +290,12 @@ def test_every_trap_is_found_and_named(exports: Path, tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     ("kind", "damage", "num_layers", "source"),
     [
-        ("plain", config(**{AUX: [1, 9]}), 12, "DFlash's own layout"),  # outputs of layers 1 and 9, z-lab's default of two
+        (
+            "plain",
+            change_config(**{AUX: [1, 9]}),
+            12,
+            "DFlash's own layout",
+        ),  # outputs of layers 1 and 9, z-lab's default of two
         ("native", native(target_layer_ids=[2, 10]), 12, "speculators"),
         ("native", native(target_layer_ids=[2, 6, 9]), 12, "speculators"),
     ],
@@ -324,7 +304,7 @@ def test_defaults_of_the_other_convention_are_a_warning(
     exports: Path, tmp_path: Path, kind: str, damage: Damage, num_layers: int, source: str
 ) -> None:
     """A third-party folder does not say what it was trained with; its levels may be those of the other convention."""
-    folder = copy_of(exports, kind, tmp_path / "theirs")
+    folder = copy_export(exports / kind, tmp_path / "theirs")
     (folder / "sage_export.json").unlink()
     damage(folder)
     facts = replace(TargetFacts.of_folder(exports / "target"), num_layers=num_layers)
@@ -336,22 +316,24 @@ def test_defaults_of_the_other_convention_are_a_warning(
 
 def test_layouts_of_others_are_recognized(exports: Path, tmp_path: Path, target: sage.Target) -> None:
     """z-lab's: code to run, rope_theta at the top; speculators up to 0.7: the target's embedding and lm_head in the folder."""
-    theirs = copy_of(exports, "native", tmp_path / "zlab")
-    config(auto_map={"AutoModel": "dflash.X"}, rope_parameters=..., rope_theta=1e4, is_causal=..., layer_types=...)(theirs)
+    theirs = copy_export(exports / "native", tmp_path / "zlab")
+    change_config(auto_map={"AutoModel": "dflash.X"}, rope_parameters=..., rope_theta=1e4, is_causal=..., layer_types=...)(
+        theirs
+    )
     native(causal=...)(theirs)
     check = check_folder(theirs)
     assert not check.errors and [finding.where for finding in check.warnings] == ["auto_map"]
     assert sage.load_draft(theirs, target).config.causal is False
-    old = copy_of(exports, "plain", tmp_path / "old")
+    old = copy_export(exports / "plain", tmp_path / "old")
     table, rows = target.embed_tokens.weight.detach(), target.lm_head.weight.detach()
-    tensors(lambda t: t.update({"embed_tokens.weight": table, "lm_head.weight": rows}))(old)
+    change_tensors(lambda t: t.update({"embed_tokens.weight": table, "lm_head.weight": rows}))(old)
     assert not check_folder(old).errors
     sage.load_draft(old, target)
-    tensors(lambda t: t.update({"lm_head.weight": rows.roll(1, 0)}))(old)
+    change_tensors(lambda t: t.update({"lm_head.weight": rows.roll(1, 0)}))(old)
     with refused("lm_head.weight differs", "the target's lm_head"):
         sage.load_draft(old, target)
-    moved = copy_of(exports, "reduced", tmp_path / "moved")
-    tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"].roll(1, 0)}))(moved)
+    moved = copy_export(exports / "reduced", tmp_path / "moved")
+    change_tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"].roll(1, 0)}))(moved)
     with refused("lm_head.weight differs"):
         convert(moved, str(exports / "target"), tmp_path / "out")
 
@@ -360,31 +342,31 @@ def test_layouts_of_others_are_recognized(exports: Path, tmp_path: Path, target:
     ("kind", "damage", "parts"),
     [
         ("plain", mask_file(32), ("mask_embedding.pt",)),
-        ("plain", config(block_size=...), ("block_size",)),
-        ("plain", config(sample_from_anchor=True), ("sample_from_anchor", "not false")),
+        ("plain", change_config(block_size=...), ("block_size",)),
+        ("plain", change_config(sample_from_anchor=True), ("sample_from_anchor", "not false")),
         ("plain", layer(layer_types=["sliding_attention"], sliding_window=64), ("layer_types", "sliding")),
         ("plain", layer(attention_bias=True), ("attention_bias",)),
         ("plain", layer(rope_parameters={"rope_theta": 5.0}), ("theta 5", "--use-target-rope")),
         ("plain", layer(hidden_size=64), ("hidden_size", "64", "32")),
-        ("plain", config(**{AUX: [1, 3]}), (AUX, "final norm", "--levels")),
-        ("plain", config(mask_token_id=None), ("mask_token_id",)),
-        ("plain", tensors(lambda t: t.pop("fc.weight")), ("fc.weight: missing",)),
-        ("dspark", config(markov_head_type="rnn"), ("markov_head_type", "'rnn'")),
-        ("dspark", config(confidence_head_with_markov=False), ("confidence_head_with_markov",)),
+        ("plain", change_config(**{AUX: [1, 3]}), (AUX, "final norm", "--levels")),
+        ("plain", change_config(mask_token_id=None), ("mask_token_id",)),
+        ("plain", change_tensors(lambda t: t.pop("fc.weight")), ("fc.weight: missing",)),
+        ("dspark", change_config(markov_head_type="rnn"), ("markov_head_type", "'rnn'")),
+        ("dspark", change_config(confidence_head_with_markov=False), ("confidence_head_with_markov",)),
     ],
 )
 def test_what_our_head_does_not_have_is_not_imported(
     exports: Path, tmp_path: Path, kind: str, damage: Damage, parts: tuple[str, ...]
 ) -> None:
-    folder = copy_of(exports, kind, tmp_path / "theirs")
+    folder = copy_export(exports / kind, tmp_path / "theirs")
     damage(folder)
     with refused(*parts):
         read_draft(folder, TargetFacts.of_folder(exports / "target"))
 
 
 def test_options_correct_a_folder(exports: Path, tmp_path: Path) -> None:
-    folder = copy_of(exports, "native", tmp_path / "theirs")
-    both(native(target_layer_ids=[1, 2]), config(rope_parameters={"rope_theta": 5.0}))(folder)
+    folder = copy_export(exports / "native", tmp_path / "theirs")
+    both(native(target_layer_ids=[1, 2]), change_config(rope_parameters={"rope_theta": 5.0}))(folder)
     options = ImportOptions(levels=(1, 2), use_target_rope=True)
     draft = read_draft(folder, TargetFacts.of_folder(exports / "target"), options)
     assert draft.levels == (1, 2) and draft.config.rope_theta == 10000.0
@@ -392,7 +374,7 @@ def test_options_correct_a_folder(exports: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["native", "dspark"])
 def test_any_value_yields_findings_not_exceptions(exports: Path, tmp_path: Path, kind: str) -> None:
-    folder = copy_of(exports, kind, tmp_path / "odd")
+    folder = copy_export(exports / kind, tmp_path / "odd")
     facts = TargetFacts.of_folder(exports / "target")
     complete = json.loads((folder / "config.json").read_text())
     sections = [complete, *(part for part in complete.values() if isinstance(part, dict))]

@@ -268,7 +268,7 @@ def test_a_process_replaces_its_engine(tmp_path: Path, monkeypatch: pytest.Monke
         engine.load(
             EngineSetting(target="b", draft=tmp_path / "draft", depth=3, speculative={"method": "eagle"}, dtype="bfloat16")
         )
-        assert engine.trace() == [{"tokens": [3, 0, 7], "rounds": [2]}]
+        assert engine.trace() == [{"tokens": [3, 0, 7], "rounds": [2], "accepted": []}]
     first, cleanup, second = (json.loads(line) for line in log.read_text().splitlines())
     assert (first["llm"]["model"], cleanup, second["llm"]["dtype"]) == ("a", {"cleanup": True}, "bfloat16")
     speculative = {"method": "eagle", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}

@@ -294,9 +294,11 @@ class Lab:
 
 
 def trace(engine: VllmProcess, setting: EngineSetting) -> Answers:
-    """Returns the answers of vLLM; raises EngineFailed."""
+    """Returns the answers of vLLM, whose own metrics of each request must agree with what it emitted; raises EngineFailed."""
     engine.load(setting)
     answers = engine.trace()
+    for one in answers:  # the last round emits less than it accepts where the answer ends
+        assert [emitted - 1 for emitted in one["rounds"][:-1]] == one["accepted"][: len(one["rounds"]) - 1]
     return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
 
 

@@ -178,8 +178,10 @@ def prepare(name: str, folder: Path) -> Prepared:
     return Prepared(name, folder, ours, bool(target.family.placeholders))
 
 
-def build_target(name: str, folder: Path) -> sage.Target:
-    """Saves a random target with the pocket target's tokenizer and image processor, and loads it."""
+def build_target(
+    name: str, folder: Path, files: Path = POCKET, save_processors: Callable[[Path], None] | None = None
+) -> sage.Target:
+    """Saves a random target with the tokenizer of a pocket target and image processors, and loads it."""
     config = CONFIGS[name]()
     torch.manual_seed(0)
     model = getattr(transformers, FAMILIES[config.model_type].model_types[config.model_type])(config)
@@ -187,9 +189,9 @@ def build_target(name: str, folder: Path) -> sage.Target:
     model.lm_head.weight.data[list(SPECIAL_IDS)] = 0  # never generated, as in a trained model
     model.save_pretrained(folder)
     for file in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(POCKET / file, folder)
+        shutil.copy(files / file, folder)
     if FAMILIES[config.model_type].placeholders:
-        save_processor(folder)
+        (save_processors or save_processor)(folder)
     return sage.load_target(folder, dtype=torch.float32)
 
 

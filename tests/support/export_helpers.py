@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from support.models import MAKERS
 from support.train_helpers import policy_figures
 
@@ -19,6 +22,15 @@ from sage.io.manifest import write_manifest
 
 LEVELS = [0, 1, 2]  # the tiny targets have three layers, too few for the engines' default
 REDUCED = torch.arange(3, 330, 3)
+MASK = 7
+BLOCK: dict[str, Any] = {"feature_levels": [1, 2], "feed": False, "conditional": "none", "block_size": 4, "mask_token": MASK}
+MARKOV = BLOCK | {"conditional": "markov", "conditional_rank": 6, "confidence": True}
+BLOCK_KINDS: dict[str, tuple[str, str | None, dict[str, Any], torch.Tensor | None]] = {  # format, flavour, draft, vocabulary
+    "plain": ("dflash", None, BLOCK, None),
+    "reduced": ("dflash", None, BLOCK | {"num_layers": 2, "causal": True}, REDUCED),
+    "native": ("dflash", "native", BLOCK, None),
+    "dspark": ("dspark", None, MARKOV, REDUCED),
+}
 outputs = find_format("eagle3").outputs  # of an EAGLE-3 draft on the fixed batch
 
 
@@ -91,6 +103,58 @@ def save_run(folder: Path, target: sage.Target, scores: dict[int, float], **draf
     (store.begin(max(scores, default=1)) / "trainer.json").write_text("{}")
     store.commit(max(scores, default=1))
     return folder
+
+
+Damage = Callable[[Path], None]  # of the folder of an export
+
+
+def change_config(*path: str, **changes: Any) -> Damage:
+    """Changes fields of config.json, or of the part of it at `path`; `...` removes them."""
+
+    def apply(folder: Path) -> None:
+        def change(content: dict[str, Any]) -> None:
+            for part in path:
+                content = content[part]
+            content.update(changes)
+            for key in [key for key, value in changes.items() if value is ...]:
+                del content[key]
+
+        edit_json(folder / "config.json", change)
+
+    return apply
+
+
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    """Changes the tensors of an export."""
+
+    def apply(folder: Path) -> None:
+        content = load_file(folder / "model.safetensors")
+        change(content)
+        save_file({name: tensor.contiguous() for name, tensor in content.items()}, folder / "model.safetensors")
+
+    return apply
+
+
+def copy_export(source: Path, out: Path) -> Path:
+    """Copies an export without its manifest."""
+    shutil.copytree(source, out)
+    (out / "manifest.json").unlink()
+    return out
+
+
+def both(first: Damage, second: Damage) -> Damage:
+    """Applies two changes, one after the other."""
+
+    def apply(folder: Path) -> None:
+        first(folder)
+        second(folder)
+
+    return apply
+
+
+def mask_file(size: int, token: int | None = None) -> Damage:
+    """Adds an embedding of the mask token in a file of its own."""
+    return lambda folder: torch.save({"embedding": torch.ones(size), "mask_token_id": token}, folder / "mask_embedding.pt")
 
 
 RECIPE = """

@@ -103,6 +103,9 @@ def serve_check(options: ServeCheck) -> ServeResult:
     if checked.errors:
         return ServeResult({}, [f"export bad: {error}" for error in checked.errors])
     format_ = check_served(checked, facts)
+    most = format_.most_tokens(trained.config)
+    if most is not None and options.depth > most:
+        raise ValueError(f"--depth {options.depth}: the draft proposes at most {most} tokens per round; give at most {most}")
     version = check_engine(options.python)
     conversations = validation_prompts(prompt_data(source.run, str(facts.name)), options.num_prompts)
     try:

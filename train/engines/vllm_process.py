@@ -73,7 +73,7 @@ class EngineSetting:
         }
         if self.draft is not None:
             speculative = {**self.speculative, "model": str(self.draft), "num_speculative_tokens": self.depth}
-            options["speculative_config"] = speculative
+            options |= {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
         return options
 
 
@@ -112,7 +112,7 @@ class VllmProcess:
         return answers
 
     def trace(self) -> list[dict[str, Any]]:
-        """Decodes every prompt; returns `tokens` and `rounds`, the number of tokens of each round, of each."""
+        """Decodes every prompt; returns `tokens`, `rounds` (tokens of each round) and `accepted` (drafted ones) of each."""
         answers: list[dict[str, Any]] = self._ask("trace", **self._decoding)
         return answers
 

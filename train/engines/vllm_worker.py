@@ -8,7 +8,8 @@ stderr. The end of stdin ends the process. `load` replaces the engine that is lo
     {"action": "time", "prompts": FILE, "max_new_tokens": 64}
         -> [{"tokens": [ids], "decode_s": first token to last token, "wall_s": with prefill}, ...]
     {"action": "trace", "prompts": FILE, "max_new_tokens": 64}
-        -> [{"tokens": [ids], "rounds": [tokens emitted by each step after the prefill]}, ...]
+        -> [{"tokens": [ids], "rounds": [tokens emitted by each step after the prefill],
+             "accepted": [drafted tokens accepted by each step, by the engine's own metrics]}, ...]
 
 FILE is a JSON list with {"ids": [token ids, one placeholder per image], "images": [paths]} for each prompt. Decoding is greedy,
 one request at a time.
@@ -146,11 +147,14 @@ def trace_prompt(llm: Any, prompt: Any, max_new_tokens: int) -> dict[str, Any]:
     params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False, output_kind=RequestOutputKind.DELTA)
     llm.llm_engine.add_request("trace", prompt, params)
     steps: list[list[int]] = []
+    metrics: Any = None
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():
+            metrics = getattr(output.outputs[0], "spec_decode_metrics", None) or metrics
             if emitted := list(output.outputs[0].token_ids):
                 steps.append(emitted)
-    return {"tokens": sum(steps, []), "rounds": [len(step) for step in steps[1:]]}
+    accepted = list(metrics.per_step_accepted) if metrics else []
+    return {"tokens": sum(steps, []), "rounds": [len(step) for step in steps[1:]], "accepted": accepted}
 
 
 if __name__ == "__main__":

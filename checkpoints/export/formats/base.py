@@ -188,6 +188,10 @@ class ExportFormat(ABC):
         """Returns the number of drafted tokens per round in serve commands, for the configuration of a draft."""
         return SPECULATIVE_TOKENS
 
+    def most_tokens(self, draft: Any) -> int | None:
+        """Returns how many tokens a draft was trained to propose per round; None: any number."""
+        return None
+
     def rope(self, facts: TargetFacts) -> RopeConfig:
         """Returns the rope that engines compute in a draft for this target."""
         return facts.rope

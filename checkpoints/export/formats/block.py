@@ -223,6 +223,9 @@ class BlockFormat(ExportFormat):
     def speculative_tokens(self, draft: Any) -> int:
         return self.drafted(draft.block_size)
 
+    def most_tokens(self, draft: Any) -> int | None:
+        return self.drafted(draft.block_size)
+
     def rope(self, facts: TargetFacts) -> RopeConfig:
         """Positions count along the stream, for a target with M-RoPE too."""
         return RopeConfig(facts.rope_theta, scaled=facts.scaled_rope)
@@ -314,17 +317,25 @@ class BlockFormat(ExportFormat):
         """Raises ValueError for a folder that our draft does not support, with the field and the reason."""
         layers, mask = config.size("num_hidden_layers") or 0, self.mask_token(config)
         wrong = [
-            (key, f"is {config.get(key)!r}, the target's ({facts.name or facts.model_type}) is {getattr(facts, key)}")
+            (
+                config.key_path(key),
+                f"is {config.get(key)!r}, the target's ({facts.name or facts.model_type}) is {getattr(facts, key)}",
+            )
             for key in ("hidden_size", "vocab_size")
             if config.size(key) != getattr(facts, key)
         ]
         for key in ("attention_bias", "target_hidden_size"):
             if config.get(key) and config.get(key) != config.get("hidden_size"):
-                wrong.append((key, f"is {config.get(key)!r}: our block head does not support it"))
+                wrong.append((config.key_path(key), f"is {config.get(key)!r}: our block head does not support it"))
         if SLIDING in attention_of(config) or as_mapping(config.raw.get(NATIVE)).get("use_swa"):
-            wrong.append(("layer_types", "names sliding attention: the slots of our block head attend to the whole context"))
+            wrong.append(
+                (
+                    config.key_path("layer_types"),
+                    "names sliding attention: the slots of our block head attend to the whole context",
+                )
+            )
         if len({is_causal(config, layer, self) for layer in range(min(layers, MAX_LAYERS))}) > 1:
-            wrong.append((CAUSAL, "differs between layers"))
+            wrong.append((config.key_path(CAUSAL), "differs between layers"))
         if problem := levels_problem(levels, facts.num_layers):
             wrong.append((self.levels_key, f"means hidden_states{levels}: {problem}; give --levels A,B,C"))
         if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < facts.vocab_size:
@@ -338,9 +349,9 @@ class BlockFormat(ExportFormat):
             wrong.append((MASK_FILE, "is present: our block head takes the target's embedding of the mask token"))
         eps, activation = config.get("rms_norm_eps"), config.get("hidden_act")
         if not isinstance(eps, float) or not 0 < eps < 1 or activation not in ("silu", "gelu", "relu"):
-            wrong.append(("rms_norm_eps", f"is {eps!r}, with hidden_act {activation!r}: invalid"))
+            wrong.append((config.key_path("rms_norm_eps"), f"is {eps!r}, with hidden_act {activation!r}: invalid"))
         if wrong:
-            raise ValueError(f"{folder / CONFIG}: {config.key_path(wrong[0][0])} {wrong[0][1]}; cannot import it")
+            raise ValueError(f"{folder / CONFIG}: {wrong[0][0]} {wrong[0][1]}; cannot import it")
         if self.specs(config) is None:
             raise ValueError(f"{folder / CONFIG}: layer sizes are missing; give the number of heads and intermediate_size")
 

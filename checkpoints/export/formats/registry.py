@@ -72,6 +72,12 @@ FORMATS: dict[str, FormatRow] = {
             engines={"vllm": ("vLLM",), "sglang": ("SGLang",)},
         ),
         FormatRow(
+            name="peagle",
+            home="checkpoints.export.formats.peagle:PEagleFormat",
+            engines={None: ("vLLM",)},
+            imports="P-EAGLE",
+        ),
+        FormatRow(
             name="dflash",
             home="checkpoints.export.formats.dflash:DFlashFormat",
             engines={None: ("vLLM",), "native": ("vLLM", "SGLang")},

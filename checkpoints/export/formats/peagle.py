@@ -1,0 +1,211 @@
+"""The `peagle` format: EAGLE-3 drafts with a masked input, which predict all tokens of a round in one pass, for vLLM.
+
+The layout is that of `speculators` with `mask_hidden`, and with the target's embedding, its row of the mask token replaced.
+Ref: P-EAGLE, arXiv 2602.01469.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from checkpoints.export.checks import EXTRA_NORMS, CheckInput, Finding, context_length, layer_type, sizes, vocabulary
+from checkpoints.export.configs import (
+    EMBEDDING,
+    FEATURE_LEVELS,
+    LEVELS_KEY,
+    EngineConfig,
+    TargetFacts,
+    TensorSpec,
+    TensorSpecs,
+    bias_specs,
+    layer_specs,
+    read_target_embedding,
+    rope_parameters,
+)
+from checkpoints.export.folder import CONFIG, Weights
+from checkpoints.export.formats.base import Checks, ImportOptions, fixed_batch, without_prefixes
+from checkpoints.export.formats.block_checks import classes, plain_rope, target_size
+from checkpoints.export.formats.eagle3 import draft_vocabulary, feature_levels
+from checkpoints.export.formats.layout import TYPE, layout, proposal, proposed_tokens
+from checkpoints.export.formats.speculators import SpeculatorsFormat
+from checkpoints.export.tensor_checks import check_tensors, vocabulary_maps
+from sage.drafts.head import DraftHead
+from sage.drafts.peagle import PEagleConfig, PEagleDraft
+
+ALGORITHM = "peagle"
+MASK, COUNT, LAYERS = "mask_token_id", "num_aux_hidden_states", "num_hidden_layers"
+MAX_LAYERS = 16
+SLOTS = 3  # masked inputs of the reload check
+NO_MASK = "vLLM stops: it is configured for parallel drafting"
+
+
+def _mask_token(given: CheckInput) -> Iterator[Finding]:
+    token, vocab = given.config.raw.get(MASK), given.config.size("vocab_size") or 0
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+        yield Finding(MASK, f"{token!r}, the vocabulary is 0 to {vocab - 1}", "vLLM cannot fill the slots")
+
+
+def _layers(given: CheckInput) -> Iterator[Finding]:
+    config, layers = given.config, given.config.size(LAYERS)
+    if layers is None or layers > MAX_LAYERS:
+        yield given.at(LAYERS, f"{config.get(LAYERS)!r}, expected 1 to {MAX_LAYERS}", "the engine cannot build the layers")
+    levels = config.vllm_levels
+    built = config.layer.get(COUNT, FEATURE_LEVELS)
+    if levels is not None and len(levels) != built:
+        found = f"{built!r}, {LEVELS_KEY} has {len(levels)}"
+        yield Finding(f"transformer_layer_config.{COUNT}", found, "vLLM builds fc for that number of levels and stops")
+    for key in EXTRA_NORMS[1:]:
+        if config.get(key):
+            yield Finding(key, "true", "vLLM does not read it for P-EAGLE: it serves something else than was trained")
+
+
+class PEagleFormat(SpeculatorsFormat):
+    """P-EAGLE drafts in the layout of the package speculators."""
+
+    draft = PEagleDraft
+    algorithm = ALGORITHM
+    engine_class = "PEagleSpeculator"
+    other_classes = ("PEagleDraftModel",)
+    expressed = (*SpeculatorsFormat.expressed, "block_size", "num_layers", "mask_token")
+    num_levels: ClassVar[int | None] = None
+    has_axes = False
+    effect_without_length = "the engine stops, or takes a default of its own"
+    effect_of_unexpected = "vLLM stops at an unknown name"
+    checks: ClassVar[Checks] = (
+        *(classes, layer_type, sizes, vocabulary, context_length, plain_rope, target_size, draft_vocabulary),
+        *(layout, proposal, feature_levels, _layers, _mask_token, check_tensors, vocabulary_maps),
+    )
+
+    @property
+    def vllm_options(self) -> dict[str, Any]:
+        return {"method": self.method, "parallel_drafting": True}
+
+    def recognizes(self, config: EngineConfig) -> bool:
+        return config.raw.get(TYPE) == ALGORITHM
+
+    def specs(self, config: EngineConfig) -> TensorSpecs | None:
+        layers, levels = config.size(LAYERS), len(config.vllm_levels or range(FEATURE_LEVELS))
+        specs = super().specs(config)
+        if specs is None or (sizes := config.sizes) is None or layers is None or layers > MAX_LAYERS:
+            return None
+        hidden = sizes.hidden
+        for index in range(1, layers):
+            specs |= layer_specs(sizes, f"layers.{index}.", attention_input=hidden)
+            norms = ("input_layernorm", "post_attention_layernorm")
+            specs |= {f"layers.{index}.{name}.weight": TensorSpec((hidden,)) for name in norms}
+        for index in range(layers):
+            specs |= bias_specs(sizes, f"layers.{index}.") if config.get("attention_bias") else {}
+            if config.layer.get("model_type") == "qwen3":
+                norms = ("q_norm", "k_norm")
+                specs |= {f"layers.{index}.self_attn.{n}.weight": TensorSpec((config.head_dim or 0,)) for n in norms}
+        if config.get(EXTRA_NORMS[0]):
+            specs["input_norm.weight"] = TensorSpec((levels * hidden,))
+        specs["fc.weight"] = TensorSpec((hidden, levels * hidden))
+        specs["mask_hidden"] = TensorSpec((1, 1, levels * hidden), effect_if_missing=NO_MASK)
+        return specs
+
+    # -- export --------------------------------------------------------------------------------------------------------
+
+    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
+        """One axis of positions: vLLM refuses the axes of M-RoPE in a draft that predicts in parallel."""
+        config = super().config(draft, facts, dtype)
+        layer = config["transformer_layer_config"]
+        for key in ("rope_theta", "rope_scaling"):
+            layer.pop(key, None)
+        own = {LAYERS: draft.num_layers, COUNT: len(draft.feature_levels), "rope_parameters": rope_parameters(facts)}
+        layer |= own
+        return config | {MASK: draft.mask_token, "embed_requires_grad": True}
+
+    def speculative_tokens(self, draft: Any) -> int:
+        return int(draft.block_size)
+
+    def most_tokens(self, draft: Any) -> int | None:
+        return int(draft.block_size)
+
+    def tensors(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Without the mask's embedding, which is a row of the embedding."""
+        shifted = {_shift(name, 1): tensor for name, tensor in state.items() if name != "mask_embedding"}
+        return super().tensors(shifted, dtype)
+
+    def target_tensors(self, trained: DraftHead, facts: TargetFacts, embedding: bool | None) -> dict[str, Tensor]:
+        assert isinstance(trained, PEagleDraft)
+        if embedding is False:
+            raise ValueError("--no-embedding: the row of the mask token is the draft's own, engines need it; drop the option")
+        mask = trained.mask_embedding.detach().cpu().flatten()
+        table = read_target_embedding(facts).to(mask.dtype, copy=True)  # the table may be rounded, the mask is not
+        table[trained.config.mask_token] = mask
+        return {EMBEDDING: table}
+
+    def warnings(self, draft: Any, facts: TargetFacts) -> list[str]:
+        if not facts.mrope_section:
+            return []
+        return [
+            "After an image, vLLM gives the draft one axis of positions and stores its keys at them, where they overwrite each "
+            "other: image prompts are served at low acceptance, text prompts as trained."
+        ]
+
+    # -- import --------------------------------------------------------------------------------------------------------
+
+    def check_supported(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> None:
+        for key in (*EXTRA_NORMS, "attention_bias", "mlp_bias"):
+            if config.get(key):
+                raise ValueError(f"{folder / CONFIG}: {config.key_path(key)} is true: our P-EAGLE head does not support it")
+        for key in ("hidden_size", "vocab_size"):
+            if config.size(key) != getattr(facts, key):
+                found = f"{config.get(key)}, that of the target ({facts.name or facts.model_type}) is {getattr(facts, key)}"
+                raise ValueError(f"{folder}: {config.key_path(key)} is {found}; give the target it was trained for")
+        token, tokens = config.raw.get(MASK), proposed_tokens(config.raw)
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < facts.vocab_size:
+            raise ValueError(f"{folder / CONFIG}: {MASK} is {token!r}, not a token of the target; cannot import it")
+        if not isinstance(tokens, int) or tokens < 2:
+            where = "speculators_config.proposal_methods: speculative_tokens"
+            raise ValueError(f"{folder / CONFIG}: {where} is {tokens!r}; give the tokens that one pass drafts, 2 or more")
+
+    def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> PEagleConfig:
+        self.check_supported(folder, config, facts)
+        return PEagleConfig(
+            **self.config_fields(folder, config, facts, options),
+            block_size=proposed_tokens(config.raw),
+            num_layers=config.size(LAYERS) or 1,
+            mask_token=config.raw[MASK],
+        )
+
+    def own_name(self, name: str) -> str:
+        return _shift(super().own_name(name), -1)
+
+    def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
+        """Adds the mask's embedding: its row of the folder's embedding, or of the target's."""
+        tensors = super().draft_tensors(folder, config, facts)
+        weights = Weights(folder)
+        name = next((name for name in weights.infos if without_prefixes(name) == EMBEDDING), None)
+        table = read_target_embedding(facts) if name is None else weights[name]
+        return {**tensors, "mask_embedding": table[config.raw[MASK]][None, None].to(tensors["mask_hidden"].dtype)}
+
+    def borrowed_rows(self, name: str, own: Tensor, table: Tensor, weights: Weights, config: EngineConfig) -> Tensor:
+        rows, token = table.clone(), config.raw[MASK]
+        rows[token] = own[token].to(rows.dtype)
+        return rows
+
+    @torch.no_grad()
+    def outputs(self, draft: DraftHead) -> Tensor:
+        """Returns logits [B, T + slots, U]: those of pairs, and of masked inputs behind them."""
+        assert isinstance(draft, PEagleDraft)
+        embeds, levels, positions = fixed_batch(draft)
+        slot_embeds, _ = draft.slots(len(embeds), SLOTS)
+        places = torch.cat((positions, positions[..., -1:] + torch.arange(1, SLOTS + 1)), -1)
+        masked = draft.mask_hidden.expand(len(levels), SLOTS, -1)
+        features = draft.fc(
+            torch.cat((levels, masked), 1)
+        )  # in one product: that of one row depends on the alignment of weights
+        return draft.lm_head(draft.norm(draft(torch.cat((embeds, slot_embeds), 1), features, places)))
+
+
+def _shift(name: str, by: int) -> str:
+    """Adds to the number of a layer in a tensor's name: our further layers are counted from 0, the format's from 1."""
+    return re.sub(r"^layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + by}.", name)

@@ -1,0 +1,354 @@
+"""Serves drafts that predict a block in one pass with vLLM and compares it with our decoder: `make engines` runs this too.
+
+DFlash and P-EAGLE drafts are trained on the targets' own answers: text prompts for the pocket Qwen2.5-VL, prompts with an image
+each for a small random LLaVA-1.5, whose positions count along the stream. Each is exported, served by vLLM (float32, greedy,
+`DEPTH` drafted tokens per round) and compared with our policy `chain`: the same texts and rounds, acceptance by position within
+the tolerance of check_exports.py, by vLLM's own metrics of each request. Negative controls are exports that vLLM loads without
+a word: levels in the other convention, the other causality, a foreign lm_head. They must be accepted less.
+
+vLLM 0.32 for CPUs applies the k_norm of the first layer to the context of all layers (docs/upstream/vllm_k_norm.md): `fault`
+shows it with two layers; other drafts of two layers have equal ones. What this engine cannot run: DSpark, DFlash 2 and mixed
+sliding and full attention need the V2 model runner, which needs Triton; images of M-RoPE targets collide in the draft's cache.
+
+    python tests/engines/check_one_pass.py --engine-python .venv-engines/bin/python [--all] [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import check_families as families
+import torch
+import transformers
+from check_exports import COMPARED, MIN_LOSS, cells, conclude, cores, differing_acceptance, new_parser
+from check_families import MAX_NEW_TOKENS, POCKET, TEXT, Engine, answered, build_target
+from safetensors.torch import load_file, save_file
+
+import sage
+from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.formats.registry import find_format
+from data_prep.conversation import Conversation
+from data_prep.pocket import world
+from sage.drafts.registry import draft_kind
+from sage.io.tables import markdown_table
+from train.config.schema import ObjectiveConfig
+from train.distill.objective import Objective
+from train.distill.teacher import Teacher
+from train.engines.acceptance import Answers, decode_chain
+from train.engines.prompts import PROMPTS_FILE, write_prompts
+from train.engines.vllm_process import EngineSetting
+
+DEPTH, BLOCK = 3, 4
+STEPS, BATCH, LR, ANCHORS = 120, 8, 3e-3, 12
+TRAIN_PROMPTS = 32
+NUM_PROMPTS = {"qwen2_5_vl": 48, "llava": 8}  # answers to texts are short
+FAMILY = {"qwen2_5_vl": "text", "llava": "question"}  # of prompts
+LLAVA_FILES = POCKET.parent / "pocket_llava_onevision"  # a tokenizer with <image>
+IMAGE_SIDE, PATCH = 56, 14
+BLOCK_DRAFT = {"feed": False, "conditional": "none", "block_size": BLOCK}
+DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> kind, options
+    "dflash": ("block", BLOCK_DRAFT),
+    "causal": ("block", BLOCK_DRAFT | {"causal": True}),
+    "reduced": ("block", BLOCK_DRAFT | {"vocabulary": 600}),
+    "tied": ("block", BLOCK_DRAFT | {"num_layers": 2}),
+    "untied": ("block", BLOCK_DRAFT | {"num_layers": 2}),
+    "peagle": ("peagle", {"block_size": BLOCK, "image_inputs": "token"}),
+    "peagle2": ("peagle", {"block_size": BLOCK, "image_inputs": "token", "num_layers": 2}),
+}
+
+
+def llava() -> Any:
+    """LLaVA-1.5 with a Llama of eight layers; an image of 56 x 56 pixels has 16 visual tokens."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=IMAGE_SIDE,
+        patch_size=PATCH,
+    )
+    text = transformers.LlamaConfig(**TEXT, head_dim=64)
+    return transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=1026, tie_word_embeddings=False)
+
+
+def save_llava_processor(folder: Path) -> None:
+    """Saves the processors of LLaVA-1.5, and the vision tower under the names of published checkpoints, which vLLM reads."""
+    stored = json.loads((LLAVA_FILES / "preprocessor_config.json").read_text())
+    names = (
+        "image_mean",
+        "image_std",
+        "do_rescale",
+        "do_normalize",
+        "rescale_factor",
+        "do_resize",
+        "do_convert_rgb",
+        "resample",
+    )
+    image = {key: stored[key] for key in names} | {"size": {"height": IMAGE_SIDE, "width": IMAGE_SIDE}, "do_center_crop": False}
+    image |= {"image_processor_type": "CLIPImageProcessor", "processor_class": "LlavaProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    whole = {"processor_class": "LlavaProcessor", "image_token": "<image>", "patch_size": PATCH}
+    whole |= {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    (folder / "processor_config.json").write_text(json.dumps(whole))
+    file, tower = folder / "model.safetensors", "vision_tower."
+    weights = {name.replace(tower, f"{tower}vision_model."): tensor for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+# -- damages ---------------------------------------------------------------------------------------------------------------
+
+
+def other_convention(config: dict[str, Any], folder: Path) -> None:
+    """Writes the ids of layers where those of hidden states belong."""
+    config["aux_hidden_state_layer_ids"] = [level - 1 for level in config["aux_hidden_state_layer_ids"]]
+
+
+def other_causality(config: dict[str, Any], folder: Path) -> None:
+    """Masks the later slots of a block, as vLLM does by default for the flag that speculators writes by default."""
+    del config["transformer_layer_config"]["is_causal"]
+    config["sliding_window_non_causal"] = False
+
+
+def foreign_lm_head(config: dict[str, Any], folder: Path) -> None:
+    """Adds the lm_head of another model: the target's embedding."""
+    tensors = load_file(folder / "model.safetensors")
+    target = load_file(folder.parent / "target" / "model.safetensors")
+    (name,) = [name for name in target if name.endswith("embed_tokens.weight")]
+    save_file({**tensors, "lm_head.weight": target[name]}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One export.
+
+    Attributes:
+        damage: changes the export; vLLM must accept less than our decoder does of the intact one.
+        is_fault: a fault of vLLM, whose rounds must differ from ours.
+        is_extra: runs with `--all` only.
+    """
+
+    target: str
+    draft: str
+    format: str
+    flavour: str | None = None
+    damage: Callable[[dict[str, Any], Path], None] | None = None
+    is_fault: bool = False
+    is_extra: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = (
+            self.target,
+            self.draft,
+            self.flavour,
+            self.damage and self.damage.__name__,
+            "fault" if self.is_fault else None,
+        )
+        return "-".join(part for part in parts if part)
+
+
+CASES = (
+    Case("qwen2_5_vl", "dflash", "dflash", "native"),
+    Case("qwen2_5_vl", "peagle", "peagle"),
+    Case("llava", "dflash", "dflash"),
+    Case("llava", "tied", "dflash"),
+    Case("llava", "peagle", "peagle"),
+    Case("llava", "dflash", "dflash", damage=other_convention),
+    Case("llava", "dflash", "dflash", damage=other_causality),
+    Case("llava", "dflash", "dflash", damage=foreign_lm_head),
+    Case("llava", "untied", "dflash", is_fault=True),
+    Case("llava", "causal", "dflash", is_extra=True),
+    Case("llava", "reduced", "dflash", is_extra=True),
+    Case("llava", "peagle2", "peagle", is_extra=True),
+    Case("qwen2_5_vl", "dflash", "dflash", is_extra=True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `theirs`: None if vLLM failed."""
+
+    case: Case
+    ours: Answers
+    theirs: Answers | None
+
+    def problems(self) -> list[str]:
+        """Returns what is wrong."""
+        if self.theirs is None:
+            return ["vLLM failed, see above"]
+        found = [] if self.theirs.tokens == self.ours.tokens else ["other texts"]
+        if self.case.is_fault:
+            equal = self.theirs.rounds == self.ours.rounds
+            return [*found, *(["drafts as our decoder: the warning and docs/upstream can go"] if equal else [])]
+        if self.case.damage is not None:
+            loss = 1 - sum(self.theirs.accepted) / sum(self.ours.accepted)
+            return [*found, *([] if loss >= MIN_LOSS else [f"vLLM accepts only {loss:.1%} less than our decoder"])]
+        found += [] if self.theirs.rounds == self.ours.rounds else ["other rounds"]
+        found += differing_acceptance(self.ours, self.theirs)
+        return [*found, *([] if 0.1 < self.ours.accepted[0] < 0.98 else ["the draft's acceptance is too low or too high"])]
+
+    def cells(self) -> list[str]:
+        """Returns the cells of the line."""
+        theirs = self.theirs or Answers([[] for _ in self.ours.tokens], [], DEPTH)
+        kind = "control: " if self.case.damage else "fault: " if self.case.is_fault else ""
+        return [f"{kind}{self.case.name}", self.case.format, *cells(self.ours, theirs)]
+
+
+def main() -> int:
+    """Builds, trains, exports, serves and compares; returns 0 if all checks pass."""
+    parser = new_parser(__doc__, [case.name for case in CASES])
+    parser.add_argument("--all", action="store_true", help="also the cases that take longer")
+    args, begin = parser.parse_args(), time.monotonic()
+    cases = [case for case in CASES if (case.name in args.only if args.only else args.all or not case.is_extra)]
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = check(cases, Path(scratch), args.engine_python)
+    print(markdown_table(["target and draft", "format", *COMPARED], [row.cells() for row in rows], "<"))
+    failures = [f"{row.case.name}: {problem}" for row in rows for problem in row.problems()]
+    return conclude("one pass", failures, f"{time.monotonic() - begin:.0f} s")
+
+
+def check(cases: Sequence[Case], scratch: Path, python: Path) -> list[Row]:
+    """Prepares one export after the other; vLLM serves them on the last core meanwhile."""
+    with Engine(scratch, python, cores()[-1]) as engine, ThreadPoolExecutor(1) as thread:
+        lab = Lab(scratch, engine)
+        served = [thread.submit(lab.serve, case, lab.prepare(case)) for case in cases]
+        return [future.result() for future in served]
+
+
+@dataclass
+class World:
+    """A target, its folder, training examples, and the prompts that both sides decode."""
+
+    target: sage.Target
+    folder: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    prompts: list[Any] = field(default_factory=list)
+
+
+class Lab:
+    """Targets, drafts and answers, each made once."""
+
+    def __init__(self, scratch: Path, engine: Engine) -> None:
+        self.scratch, self.engine = scratch, engine
+        self.world = cache(self._world)
+        self.draft = cache(self._draft)
+        self.ours = cache(self._ours)
+
+    def _world(self, name: str) -> World:
+        folder = self.scratch / name
+        if name == "llava":
+            families.CONFIGS[name] = llava
+            target = build_target(name, folder / "target", LLAVA_FILES, save_llava_processor)
+        else:
+            folder.mkdir()
+            shutil.copytree(POCKET, folder / "target")
+            target = sage.load_target(folder / "target", dtype=torch.float32)
+        made = World(target, folder)
+        training = folder / "training"
+        training.mkdir()
+        prompts, _ = write_prompts(target, questions(name, "train", TRAIN_PROMPTS), training)
+        made.rows = [answered(target, prompt) for prompt in prompts]
+        made.prompts, _ = write_prompts(target, questions(name, "test", NUM_PROMPTS[name]), folder)
+        return made
+
+    def _draft(self, target: str, name: str) -> Any:
+        begin, made = time.monotonic(), self.world(target)
+        kind, options = DRAFTS[name]
+        draft = train(made, kind, dict(options))
+        if name in ("tied", "untied"):
+            set_key_norms(draft, name == "tied")
+        draft.save_pretrained(made.folder / f"{name}-draft")
+        print(f"trained {target}-{name}: {time.monotonic() - begin:.0f} s", flush=True)
+        return draft
+
+    def _ours(self, target: str, name: str) -> Answers:
+        made = self.world(target)
+        return decode_chain(made.target, self.draft(target, name), made.prompts, DEPTH, MAX_NEW_TOKENS)
+
+    def prepare(self, case: Case) -> Path:
+        """Exports the draft of a case and damages the export."""
+        made = self.world(case.target)
+        self.ours(case.target, case.draft)
+        out = made.folder / case.name
+        options = ExportOptions(
+            target=str(made.folder / "target"), dtype=torch.float32, flavour=case.flavour, allow_unserved=True
+        )
+        export(made.folder / f"{case.draft}-draft", out, case.format, options)
+        if case.damage is not None:
+            config = json.loads((out / "config.json").read_text())
+            case.damage(config, out)
+            (out / "config.json").write_text(json.dumps(config))
+        return out
+
+    def serve(self, case: Case, folder: Path) -> Row:
+        """Serves a case."""
+        begin, made = time.monotonic(), self.world(case.target)
+        setting = EngineSetting(
+            target=str(made.folder / "target"),
+            draft=folder,
+            depth=DEPTH,
+            speculative=find_format(case.format, case.flavour).vllm_options,
+            max_model_len=1024,
+            is_compiled=False,
+        )
+        row = Row(case, self.ours(case.target, case.draft), self.engine.trace(setting, made.folder / PROMPTS_FILE))
+        print(f"served {case.name}: {time.monotonic() - begin:.0f} s; {' | '.join(row.cells()[2:])}", flush=True)
+        return row
+
+
+def questions(target: str, split: str, count: int) -> list[Conversation]:
+    """Returns first questions of the pocket world: texts, or with an image each."""
+    kind = FAMILY[target]
+    talks = [world.sample(split, index, [kind]) for index in range(count)]
+    return [replace(talk, id=f"{talk.id}-{kind}", family=kind, messages=talk.messages[:1]) for talk in talks]
+
+
+def train(made: World, kind: str, options: dict[str, Any]) -> Any:
+    """Trains a draft on the target's answers; noise in its first weights makes every part of it matter."""
+    target, size = made.target, options.pop("vocabulary", None)
+    levels = [2, target.num_layers // 2, target.num_layers - 2]
+    vocabulary = None if size is None else torch.arange(size)
+    draft: Any = sage.new_draft(target, kind, seed=0, vocabulary=vocabulary, feature_levels=levels, **options)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in draft.named_parameters():
+            if "self_attn" in name and weight.dim() == 2:
+                weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    config = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=draft.num_levels, anchors=ANCHORS)
+    more = ([1.0] * draft.num_levels,) if kind == "peagle" else ()
+    student = draft_kind(kind).student_class()(draft, Objective(config), *more).train()
+    teacher = Teacher(target, "token", draft.levels, draft.token_map)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
+    torch.manual_seed(0)
+    for step in range(STEPS):
+        chosen = [made.rows[(step * BATCH + place) % len(made.rows)] for place in range(BATCH)]
+        pairs = teacher(target.processor.collate(chosen))
+        loss, *_ = student(pairs, teacher.lm_head)
+        optimizer.zero_grad()
+        (loss / pairs.mask.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+    return draft.eval()
+
+
+@torch.no_grad()
+def set_key_norms(draft: Any, is_tied: bool) -> None:
+    """Gives all layers the k_norm of the first one, or very different ones."""
+    first, *others = (layer.self_attn.k_norm.weight for layer in draft.layers)
+    for weight in others:
+        weight.copy_(first if is_tied else first.flip(0) * torch.linspace(0.2, 3, len(first)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
