@@ -21,12 +21,13 @@ from sage.drafts.session import DraftSession
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s
-from sage.targets import Target
+from sage.targets import Features, Target
 from sage.targets.tree_passes import TreePasses
 
 VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 LONGER_NODES = 16
+COMMITTED_TOKENS = 4  # that the first level of a round reads, about as many as a round accepts
 NUM_CANDIDATES = 10
 REPEATS = 16
 MIN_CONTEXT_SPAN = 1024  # tokens between the two contexts
@@ -45,9 +46,13 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     limit = int(target.text_config.max_position_embeddings) - room
     longer = max(longer, min(context + MIN_CONTEXT_SPAN, limit))
     session = new_session(draft, target, context + room)
+    has_first = session.max_depth is not None
     passes = TreePasses(target, session.levels)
     cache = empty_cache(passes, longer + room)
-    levels = _lower_quartiles([draft_level(session, target, width, context) for width in DRAFT_WIDTHS], target.device)
+    drafted = [draft_level(session, target, width, context) for width in DRAFT_WIDTHS]
+    drafted += [first_level(session, target, context)] if has_first else []
+    levels = _lower_quartiles(drafted, target.device)
+    first = Curve([1], [levels.pop()]) if has_first else None
     calls = [verify_pass(passes, target, cache, nodes, context) for nodes in VERIFY_NODES]
     calls.append(verify_pass(passes, target, cache, LONGER_NODES, longer))
     *at_context, at_longer = _lower_quartiles(calls, target.device)
@@ -59,6 +64,7 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
         context=context,
         verify_per_token=growth_s / max(longer - context, 1),
         has_key_buckets=is_stepped and not passes.is_split,
+        first=first,
     )
 
 
@@ -95,6 +101,19 @@ def draft_level(session: DraftSession, target: Target, width: int, context: int)
         return session.propose(session.expand(rows, tokens), NUM_CANDIDATES)[0]
 
     return TimedCall(run, reset=partial(session.set_synthetic_state, context, width))
+
+
+def first_level(session: DraftSession, target: Target, context: int) -> TimedCall:
+    """Returns a call that reads `COMMITTED_TOKENS` accepted tokens on top of S tokens and returns the probabilities [1, K] of
+    the best candidates below the last one.
+    """
+    states = torch.zeros(1, COMMITTED_TOKENS, target.hidden_size, dtype=target.dtype, device=target.device)
+    features, tokens = Features(states, (states,) * len(session.levels)), [0] * COMMITTED_TOKENS
+
+    def run() -> Tensor:
+        return session.propose(session.commit(features, tokens), NUM_CANDIDATES)[0]
+
+    return TimedCall(run, reset=partial(session.set_synthetic_state, context, 1))
 
 
 def _lower_quartiles(calls: Sequence[TimedCall], device: torch.device) -> list[float]:

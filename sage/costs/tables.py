@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,6 +76,8 @@ class Costs:
         verify_per_token: additional seconds of a target pass per context token beyond `context`.
         overhead: seconds per round beyond passes and levels.
         has_key_buckets: whether a target pass costs as much as the bucket of its keys.
+        first: seconds of the first level of a round, with the accepted tokens that the draft reads before it, for a draft that
+            computes all levels there; None where it costs what a level of one node does.
     """
 
     verify: Curve
@@ -83,6 +86,15 @@ class Costs:
     verify_per_token: float = 0.0
     overhead: float = 0.0
     has_key_buckets: bool = False
+    first: Curve | None = None
+
+    def level_curve(self, is_first: bool) -> Curve:
+        """Returns the seconds of the first level of a round, or of a later one, by width."""
+        return self.first if is_first and self.first is not None else self.draft
+
+    def drafting_s(self, widths: Sequence[int], reads_tokens: bool) -> list[float]:
+        """Returns the seconds of a round's levels; `reads_tokens`: whether the first of them reads accepted tokens before."""
+        return [self.level_curve(reads_tokens and level == 0)(width) for level, width in enumerate(widths)]
 
     def verify_s(self, nodes: int, context: int) -> float:
         """Returns c_t(n, S), at least half of the value at `context`."""
@@ -99,4 +111,5 @@ class Costs:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Costs:
         """Restores the result of `state`."""
-        return cls(**{**state, "verify": Curve(**state["verify"]), "draft": Curve(**state["draft"])})
+        curves = {name: None if state.get(name) is None else Curve(**state[name]) for name in ("verify", "draft", "first")}
+        return cls(**{**state, **curves})

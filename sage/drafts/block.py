@@ -225,7 +225,7 @@ class BlockDraft(DraftVocabulary, DraftHead):
 
     @torch.no_grad()
     def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
-        """Draws fresh weights: fc starts with the last level, and layers and conditional add nothing.
+        """Draws fresh weights: fc starts with the last level, feed with its inputs, layers and conditional with zero.
 
         Args:
             vocabulary: LongTensor [U], increasing target ids of the draft vocabulary; None = the first U.
@@ -236,6 +236,9 @@ class BlockDraft(DraftVocabulary, DraftHead):
         for layer in self.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
+        if self.feed is not None:
+            self.feed.feature.weight += torch.eye(size)
+            self.feed.anchor.weight += torch.eye(size)
         if self.markov_head is not None:
             self.markov_head.markov_w2.weight.zero_()
         self.set_vocabulary(torch.arange(self.config.draft_vocab_size) if vocabulary is None else vocabulary)

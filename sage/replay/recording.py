@@ -38,8 +38,8 @@ class RecordedRound:
 
 @dataclass
 class Recording:
-    """One decode: length of its prompt, length limit, size of the target's vocabulary, answer, rounds, EOS tokens, and whether
-    the candidates are scored with the noise of the target's draws.
+    """One decode: length of its prompt, length limit, size of the target's vocabulary, answer, rounds, EOS tokens, whether the
+    candidates are scored with the noise of the target's draws, and `DraftSession.max_depth`.
     """
 
     prompt_tokens: int
@@ -49,6 +49,7 @@ class Recording:
     rounds: list[RecordedRound]
     eos: tuple[int, ...] = ()
     is_coupled: bool = False
+    max_depth: int | None = None
 
 
 class Recorder(DraftSession):
@@ -111,4 +112,5 @@ def record(
         rounds=[RecordedRound(position, candidates) for position, candidates in zip(positions[:-1], rounds, strict=True)],
         eos=tuple(request.stop.eos),
         is_coupled=request.verifier.sampler.is_coupled,
+        max_depth=recorder.max_depth,
     )

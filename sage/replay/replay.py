@@ -39,6 +39,7 @@ class ReplayedRound:
         widths: nodes of each draft pass, including the synchronization with the accepted tokens (1).
         expanded, uncovered: number of expanded nodes, and of those that the recording does not cover.
         is_truncated: the accepted path ends at an uncovered node, so `accepted` is a lower bound.
+        reads_tokens: whether the first draft pass is that synchronization.
     """
 
     accepted: int
@@ -49,10 +50,12 @@ class ReplayedRound:
     expanded: int
     uncovered: int
     is_truncated: bool
+    reads_tokens: bool = False
 
     def seconds(self, costs: Costs, context: int) -> float:
         """Predicted duration with `context` cached tokens."""
-        return costs.verify_s(self.nodes + 1, context) + sum(map(costs.draft, self.widths)) + costs.overhead
+        drafting_s = sum(costs.drafting_s(self.widths, self.reads_tokens))
+        return costs.verify_s(self.nodes + 1, context) + drafting_s + costs.overhead
 
 
 @dataclass
@@ -120,6 +123,8 @@ class _RoundReplayer:
         self.context = recording.prompt_tokens + recorded.position - 1
         self.candidates, self.vocabulary, self.eos = recorded.candidates, recording.vocabulary, recording.eos
         self.policy, self.costs = policy, costs
+        self.last_level = min(self.num_remaining - 1, recording.max_depth or self.num_remaining)
+        self.reads_tokens = False
         self.widths: list[int] = []
         self.expanded = 0
         self.uncovered: set[TokenPath] = set()
@@ -128,7 +133,8 @@ class _RoundReplayer:
         """Returns the figures of the round, and the number of rounds that the draft has not read yet, given as `num_unread`."""
         self.policy.begin()
         is_drafting = num_unread == 0 or self.policy.should_draft()
-        if is_drafting and num_unread:
+        self.reads_tokens = is_drafting and num_unread > 0
+        if self.reads_tokens:
             self.widths.append(1)
         tree = self._draft() if is_drafting else Tree.of_root(self.root)
         paths = _paths(tree)
@@ -148,6 +154,7 @@ class _RoundReplayer:
             expanded=self.expanded,
             uncovered=len(self.uncovered),
             is_truncated=paths[verdict.path[-1]] in self.uncovered,
+            reads_tokens=self.reads_tokens,
         )
         return round_, 1 if is_drafting else num_unread + 1
 
@@ -160,12 +167,12 @@ class _RoundReplayer:
         """`sage.decoding.decoder.draft_tree` with recorded candidates."""
         builder = TreeBuilder(self.root, CPU, self.eos)
         frontier: list[TokenPath] = [()]
-        for level in range(1, self.num_remaining):
+        for level in range(1, self.last_level + 1):
             next_level = self.policy.next_level(builder.open_level(*self._propose(frontier, level)))
             if next_level is None:
                 break
             builder.add(next_level)
-            if len(next_level.expand) == 0 or level == self.num_remaining - 1:
+            if len(next_level.expand) == 0 or level == self.last_level:
                 break
             rows, tokens = builder.advance(next_level)
             frontier = [(*frontier[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
@@ -187,7 +194,7 @@ class _RoundReplayer:
         if self.policy.needs_feedback():
             assert self.costs is not None
             verify_s = self.costs.verify_s(len(tree), self.context)
-            draft = [(width, self.costs.draft(width)) for width in self.widths]
+            draft = list(zip(self.widths, self.costs.drafting_s(self.widths, self.reads_tokens), strict=True))
             total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
             times = RoundTimes(verify_s, draft, total_s)
             outcome.labels, outcome.times = verdict.labels, lambda: times

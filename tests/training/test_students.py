@@ -27,7 +27,14 @@ from train.distill.teacher import Teacher
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=200", "objective.steps=3"]
 MODEL = ["draft=model", "draft.num_layers=1"]
 pytestmark = pytest.mark.usefixtures("alone")
-KINDS = {"eagle3": EAGLE3, "model": MODEL}
+BLOCK = [
+    "draft=block",
+    "draft.feature_levels=[1,2]",
+    "draft.block_size=4",
+    "draft.draft_vocab_size=200",
+    "draft.confidence=true",
+]
+KINDS = {"eagle3": EAGLE3, "model": MODEL, "block": [*BLOCK, "objective.anchors=99"]}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,299 @@
+"""Block heads: what slots attend to, training against decoding, losslessness in every pass mode, loss, and bad input."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.accelerator import IS_SUPPORTED, Traffic, on_device
+from support.messages import refused
+from support.models import VOCABULARY, in_double, make_inputs, make_qwen, padded_batch, random_draft
+from support.pass_helpers import answer, capture_with, quick_wrappers, without_compiler
+from support.synchronizations import count_rounds, new_policy
+from torch import Tensor
+
+import sage
+from sage.costs.measure import measure_costs
+from sage.drafts.block import BlockDraft, visible_to_blocks
+from sage.drafts.block_session import BlockSession
+from sage.drafts.draft import new_session
+from sage.runtime.captured import call_again
+from sage.runtime.compiled import Compiled
+from sage.runtime.pass_modes import PassMode
+from train.config.schema import ObjectiveConfig
+from train.distill.block import BlockStudent, block_anchors
+from train.distill.objective import Objective
+from train.distill.teacher import Teacher
+
+SMALL = {"feature_levels": [1, 3], "block_size": 4, "conditional_rank": 5}
+FORMATS: dict[str, dict[str, Any]] = {
+    "dflash": {"feed": False, "conditional": "none"},
+    "dspark": {"feed": False, "conditional": "markov", "causal": True, "num_layers": 2},
+    "mlp": {"feed": True, "conditional": "mlp", "num_layers": 2},
+}
+POLICIES = [name for name in sage.POLICIES if name != "autoregressive"]
+
+
+def block(target: sage.Target, form: str = "mlp", **options: Any) -> BlockDraft:
+    draft: BlockDraft = random_draft(target, "block", **SMALL, **FORMATS[form], **options).eval()
+    return draft
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_slots_see_the_context_before_their_anchor_and_their_block(is_causal: bool) -> None:
+    anchors, length, slots = torch.tensor([[3, 1], [5, 5]]), 5, 3
+    found = visible_to_blocks(anchors, length, slots, is_causal)
+    expected = torch.zeros(2, 6, 11, dtype=torch.bool)
+    for batch, anchor, slot in itertools.product(range(2), range(2), range(slots)):
+        row = anchor * slots + slot
+        for token in range(length):
+            expected[batch, row, token] = token < anchors[batch, anchor]
+        for other in range(slots):
+            expected[batch, row, length + anchor * slots + other] = not is_causal or other <= slot
+    assert torch.equal(found, expected)
+
+
+# -- training and decoding -------------------------------------------------------------------------------------------------
+
+
+def chain_logits(session: BlockSession, first: Tensor, tokens: list[int]) -> Tensor:
+    """The logits [K, V] below the root and the chain of `tokens`."""
+    rows = torch.zeros(1, dtype=torch.long)
+    return torch.cat([first, *(session.expand(rows, [token]) for token in tokens)])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_block_from_the_cache_is_the_block_of_training(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In three rounds, with trees in between; also for an answer that the draft reads without images. One slot too far in the
+    rope is the negative control."""
+    target = make_qwen()
+    target.model.double()
+    draft, prompt = block(target, form), target.embed(in_double(make_inputs(target)))
+    features, ids = target.features(prompt, draft.levels), prompt.input_ids[0].tolist()
+    levels = draft.num_levels
+    with torch.no_grad():
+        anchors = torch.tensor([[10, 11]])
+        hidden = draft.read_blocks(draft.fuse(features), anchors, prompt.embeds[:, anchors[0]])[0]
+        expected = []
+        for anchor, states in zip((10, 11), hidden, strict=True):
+            logits = target.lm_head(states)
+            if draft.markov_head is not None:
+                last, before = (torch.tensor(ids[anchor - back : anchor - back + levels]) for back in (0, 1))
+                logits = logits + draft.markov_head.markov_w2(draft.markov_head(last, before, states))
+            expected.append(logits)
+    for shift, is_equal in ((0, True), (1, False)):
+        session = new_session(draft, target, 40)
+        assert isinstance(session, BlockSession) and session.max_depth == levels
+        read = torch.arange(10)
+        if shift:
+            monkeypatch.setattr(session, "_positions", lambda places: places[None] + 1)
+        first = session.prefill(prompt.at(read), features.at(read), prompt.input_ids[0, 10:11])
+        found = [chain_logits(session, first, ids[11 : 10 + levels])]
+        first = session.commit(features.at(torch.tensor([10])), [ids[11]])
+        found.append(chain_logits(session, first, ids[12 : 11 + levels]))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.allclose(mine, theirs, rtol=0, atol=1e-10) == is_equal
+        assert session.context == 11
+
+
+@pytest.mark.parametrize("mode", ["compiled", "captured"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_policy_is_lossless_in_every_pass_mode(
+    form: str, mode: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and by seed; the trees are those of eager passes."""
+    without_compiler(monkeypatch)
+    capture_with(monkeypatch, call_again)
+    draft, accepted = block(tiny_qwen, form), 0
+    for options in ({}, {"temperature": 1.0, "seed": 3}):
+        plain, _ = answer(tiny_qwen, draft, PassMode.eager, "autoregressive", **options)
+        for name in POLICIES:
+            policies = [new_policy(name) for _ in range(2)]
+            eager = answer(tiny_qwen, draft, PassMode.eager, policies[0], **options)  # type: ignore[arg-type]
+            other = answer(tiny_qwen, draft, PassMode(mode), policies[1], **options)  # type: ignore[arg-type]
+            assert eager[0] == other[0] == plain and (eager[1] == other[1] or name == "cost_aware"), "which learns from timings"
+            assert max(depth for _, depth, _ in eager[1]) <= draft.num_levels
+            accepted += sum(row[2] for row in eager[1])
+    assert accepted > 0
+
+
+def test_an_answer_shorter_than_the_block_and_a_pruned_prompt_decode(tiny_qwen: sage.Target) -> None:
+    draft, inputs = block(tiny_qwen), make_inputs(tiny_qwen)
+    for length in (1, 2, 3, 12):
+        plain = sage.generate(tiny_qwen, None, inputs, "autoregressive", max_new_tokens=length).tokens
+        for ratio in (0.0, 0.5):
+            pruning = sage.drafts.pruning.Pruning(ratio, "uniform")
+            out = sage.generate(tiny_qwen, draft, inputs, "chain", max_new_tokens=length, pruning=pruning)
+            assert torch.equal(out.tokens, plain)
+
+
+def test_a_draft_vocabulary_restricts_the_proposals(tiny_qwen: sage.Target) -> None:
+    ids = torch.arange(3, VOCABULARY, 2)
+    draft = block(tiny_qwen, vocabulary=ids)
+    session, prompt = new_session(draft, tiny_qwen, 60), tiny_qwen.embed(make_inputs(tiny_qwen))
+    logits = session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
+    hidden = session._hidden[:1]
+    correction = draft.markov_head.markov_w2(draft.markov_head(torch.tensor([5]), prompt.input_ids[0, -1:], hidden))  # type: ignore
+    torch.testing.assert_close(logits, tiny_qwen.lm_head(hidden)[:, ids] + correction)
+    assert set(session.propose(logits, 7)[1][0].tolist()) <= set(ids.tolist())
+
+
+@pytest.mark.slow
+def test_its_functions_are_compiled(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    quick_wrappers(monkeypatch)
+    draft = block(tiny_qwen)
+    eager = answer(tiny_qwen, draft, PassMode.eager, "eagle2")
+    assert answer(tiny_qwen, draft, PassMode.compiled, "eagle2") == eager
+    for function in draft.pass_functions(tiny_qwen):
+        (compiled,) = [one for executor, one in function.kept.items() if isinstance(executor, Compiled)]
+        assert compiled.packages and None not in compiled.packages.values()
+
+
+@pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
+def test_it_is_captured_on_a_device(traffic: Traffic, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_with(monkeypatch, call_again)
+    draft, inputs = block(tiny_qwen), make_inputs(tiny_qwen)
+    expected = sage.generate(tiny_qwen, draft, inputs, "static", max_new_tokens=8).tokens.tolist()
+    tiny_qwen.passes = PassMode.captured
+    on_device(draft)
+    on_device(tiny_qwen)
+    counts = count_rounds(traffic, tiny_qwen, draft, inputs, new_policy("static"), max_new_tokens=8)
+    assert counts.tokens == expected
+    assert all(one.synchronizations <= one.levels + 1 for one in counts.rounds)
+
+
+def test_costs_have_a_part_per_round_and_a_part_per_level(tiny_qwen: sage.Target) -> None:
+    costs = measure_costs(tiny_qwen, block(tiny_qwen), 20, 40)
+    assert costs.first is not None and costs.drafting_s([1, 2], reads_tokens=True) == [costs.first(1), costs.draft(2)]
+    assert costs.first(1) > costs.draft(1) and costs.drafting_s([1], reads_tokens=False) == [costs.draft(1)]
+    assert type(costs).from_state(costs.state()) == costs
+    assert measure_costs(tiny_qwen, random_draft(tiny_qwen).eval(), 20, 40).first is None
+
+
+# -- training --------------------------------------------------------------------------------------------------------------
+
+
+def student_of(draft: BlockDraft, target: sage.Target, **objective: Any) -> tuple[BlockStudent, Teacher]:
+    options: dict[str, Any] = {"ce_weight": 1.0, "feature_weight": 0.0, "step_decay": 0.5} | objective
+    config = ObjectiveConfig(**options, steps=draft.num_levels)
+    student = BlockStudent(draft.requires_grad_(True), Objective(config))
+    return student, Teacher(target, levels=student.levels, token_map=student.token_map)
+
+
+@pytest.fixture
+def double() -> sage.Target:
+    target = make_qwen()
+    target.model.double()
+    return target
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_loss_is_that_of_every_block_alone(form: str, double: sage.Target) -> None:
+    """All anchors of two sequences, one of them with two turns: value and gradient against one block at a time."""
+    draft = block(double, form)
+    student, teacher = student_of(draft, double)
+    batch = in_double(padded_batch(double))
+    batch["loss_mask"][0, 12:14] = 0
+    pairs = teacher(batch)
+    loss, sums, _ = student(pairs, teacher.lm_head)
+    found = torch.autograd.grad(loss, list(draft.parameters()), allow_unused=True)
+    weights = torch.tensor([0.5**k for k in range(draft.num_levels)], dtype=torch.float64)
+    weights /= weights.sum()
+    total = torch.zeros((), dtype=torch.float64)
+    context = draft.fuse(pairs.features)
+    for row, start in pairs.mask.nonzero().tolist():
+        states = draft.read_blocks(context[[row]], torch.tensor([[start + 1]]), pairs.embeds_next[[row], start][None])[0, 0]
+        for level in range(draft.num_levels):
+            pair = start + level
+            if pair >= pairs.mask.shape[1] or not pairs.mask[row, pair]:
+                break
+            logits = double.lm_head(states[level])
+            if draft.markov_head is not None:
+                last, before = batch["input_ids"][row, pair + 1], batch["input_ids"][row, pair]
+                logits = logits + draft.markov_head.markov_w2(draft.markov_head(last, before, states[level]))
+            p = double.lm_head(pairs.features_next[row, pair]).softmax(-1)
+            total = total - weights[level] * (p * logits.log_softmax(-1)).sum()
+    expected = torch.autograd.grad(total, list(draft.parameters()), allow_unused=True)
+    torch.testing.assert_close(loss, total, rtol=1e-11, atol=0)
+    assert int(sums[-1]) == int(pairs.mask.sum())
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
+
+
+def test_rows_end_with_the_turn() -> None:
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1]]).bool()
+    anchors = block_anchors(mask, None, 3)
+    rows = {int(root): scale.tolist() for root, scale in zip(anchors.root_BA[0], anchors.scale_BR.view(3, -1).T, strict=True)}
+    assert rows == {2: [1, 1, 1], 3: [1, 1, 0], 4: [1, 0, 0], 6: [1, 0, 0]}
+
+
+def test_a_micro_batch_without_anchors_adds_zero_to_every_gradient(double: sage.Target) -> None:
+    """Otherwise other ranks would wait for its gradients."""
+    draft = block(double, confidence=True)
+    student, teacher = student_of(draft, double, anchors=4)
+    pairs = teacher(in_double(padded_batch(double)))
+    pairs.mask[:] = False
+    loss, sums, _ = student(pairs, teacher.lm_head)
+    assert float(loss.detach()) == 0 and not sums.any()
+    assert not any(grad.any() for grad in torch.autograd.grad(loss, list(draft.parameters())))
+
+
+def test_confidence_learns_the_acceptance_and_leaves_the_draft_alone(double: sage.Target) -> None:
+    plain, sure = (block(double, confidence=confidence) for confidence in (False, True))
+    sure.load_state_dict(plain.state_dict(), strict=False)
+    grads = []
+    for draft in (plain, sure):
+        student, teacher = student_of(draft, double)
+        loss = student(teacher(in_double(padded_batch(double))), teacher.lm_head)[0]
+        loss.backward()
+        grads.append({name: p.grad for name, p in draft.named_parameters()})
+    assert grads[1]["confidence_head.proj.weight"].any()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad)
+
+
+def test_pace_weighs_a_level_by_what_is_accepted_from_it_on(double: sage.Target) -> None:
+    draft = block(double)
+    student, teacher = student_of(draft, double, dpace_alpha=0.25)
+    pairs = teacher(in_double(padded_batch(double)))
+    output = student.predict(pairs, teacher.lm_head)
+    from train.distill.objective import pace_weights
+
+    rows = output.rows
+    acceptance = torch.rand(len(rows.step), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = pace_weights(acceptance, rows, draft.num_levels, 0.25)  # type: ignore[arg-type]
+    expected = torch.zeros_like(found)
+    chains = rows.chain.unique().tolist()  # type: ignore[attr-defined]
+    for chain in chains:
+        own = (rows.chain == chain).nonzero()[:, 0]  # type: ignore[attr-defined]
+        own = own[rows.step[own].argsort()]
+        smooth = 0.75 * acceptance[own] + 0.25
+        expected[own] = torch.stack([sum(smooth[: j + 1].prod() for j in range(k, len(own))) for k in range(len(own))])  # type: ignore
+    expected /= expected.sum() / len(chains)
+    torch.testing.assert_close(found, expected)
+    assert student(pairs, teacher.lm_head)[0].isfinite()
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, words in (
+        ({"block_size": 1}, "draft.block_size: 1; allowed: at least 2"),
+        ({"conditional": "rnn"}, "draft.conditional: 'rnn' is not one of none, markov, mlp"),
+        ({"mask_token": VOCABULARY}, f"draft.mask_token={VOCABULARY}: allowed: below"),
+        ({"compressor": {"kind": "pool", "ratio": 2}}, "draft.compressor: a block head reads the features"),
+    ):
+        with refused(words):
+            sage.new_draft(tiny_qwen, "block", **{**SMALL, **options})
+    assert block(tiny_qwen).config.mask_token == tiny_qwen.family.slots["video"]
+    monkeypatch.setattr(type(tiny_qwen.family), "placeholders", {})
+    assert block(tiny_qwen).config.mask_token == 0, "the padding token"
+    monkeypatch.setattr(tiny_qwen, "eos_token_ids", [0, 1])
+    with refused("has no unused token", "give draft.mask_token=ID"):
+        block(tiny_qwen)
+    assert block(tiny_qwen, mask_token=7).config.mask_token == 7
