@@ -120,11 +120,11 @@ def other_causality(config: dict[str, Any], folder: Path) -> None:
 
 
 def foreign_lm_head(config: dict[str, Any], folder: Path) -> None:
-    """Adds the lm_head of another model: the target's embedding."""
+    """Adds an lm_head that is not the target's: its rows in the opposite order."""
     tensors = load_file(folder / "model.safetensors")
     target = load_file(folder.parent / "target" / "model.safetensors")
-    (name,) = [name for name in target if name.endswith("embed_tokens.weight")]
-    save_file({**tensors, "lm_head.weight": target[name]}, folder / "model.safetensors", metadata={"format": "pt"})
+    (name,) = [name for name in target if name.endswith("lm_head.weight")]
+    save_file({**tensors, "lm_head.weight": target[name].flip(0)}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ def train(made: World, kind: str, options: dict[str, Any]) -> Any:
     """Trains a draft on the target's answers; noise in its first weights makes every part of it matter."""
     target, size = made.target, options.pop("vocabulary", None)
     levels = [2, target.num_layers // 2, target.num_layers - 2]
-    vocabulary = None if size is None else torch.arange(size)
+    vocabulary = None if size is None else most_frequent(made.rows, size)
     draft: Any = sage.new_draft(target, kind, seed=0, vocabulary=vocabulary, feature_levels=levels, **options)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -340,6 +340,12 @@ def train(made: World, kind: str, options: dict[str, Any]) -> Any:
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
     return draft.eval()
+
+
+def most_frequent(rows: Sequence[dict[str, Any]], size: int) -> torch.Tensor:
+    """Returns the most frequent tokens of the answers, in increasing order."""
+    answers = torch.cat([row["input_ids"][row["loss_mask"]] for row in rows])
+    return torch.bincount(answers, minlength=TEXT["vocab_size"]).topk(size).indices.sort().values
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ class Llava(Family):
 
     model_types = {"llava": "LlavaForConditionalGeneration"}
     placeholders = {"image": "<image>"}
+    served_by: ClassVar[tuple[str, ...]] = ("vLLM",)
     pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values",)
     vision_types = tuple(CLASS_TOKENS)
 

@@ -18,6 +18,7 @@ class LlavaNext(Llava):
     """Ref: LLaVA-NeXT, llava-vl.github.io/blog/2024-01-30-llava-next, "Dynamic High Resolution"."""
 
     model_types = {"llava_next": "LlavaNextForConditionalGeneration"}
+    served_by = ()
     pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values", "image_sizes")
 
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
