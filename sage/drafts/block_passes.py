@@ -20,12 +20,13 @@ from sage.targets.tree_passes import describe_target, family_modules, without_pa
 
 if TYPE_CHECKING:
     from sage.drafts.block import BlockDraft
+    from sage.drafts.peagle import PEagleDraft
 
 
-class BlockPass(PassFunction):
-    """A pass over accepted tokens and the block behind them."""
+class SlotPass(PassFunction):
+    """A pass over accepted tokens and the slots behind them; a subclass implements `forward`."""
 
-    def __init__(self, draft: BlockDraft, target: Target) -> None:
+    def __init__(self, draft: BlockDraft | PEagleDraft, target: Target) -> None:
         config, dtype = draft.config, draft.dtype
         of_target = (1, TOKENS, target.hidden_size)
         of_rope, buffers = config.head_dim, (1, config.num_key_value_heads, CAPACITY, config.head_dim)
@@ -47,7 +48,17 @@ class BlockPass(PassFunction):
         results = (Result((draft.num_levels, config.hidden_size)), Result((draft.num_levels, draft.num_draft_tokens)))
         modules = (type(draft).__module__, *family_modules(target))
         super().__init__("draft", names, arguments, results, (describe_target(target), without_paths(config)), modules)
-        self.draft, self.embed_tokens, self.lm_head = draft, target.embed_tokens, lm_head_rows(draft, target)
+        self.draft, self.embed_tokens = draft, target.embed_tokens
+
+
+class BlockPass(SlotPass):
+    """A pass of a block head."""
+
+    draft: BlockDraft
+
+    def __init__(self, draft: BlockDraft, target: Target) -> None:
+        super().__init__(draft, target)
+        self.lm_head = lm_head_rows(draft, target)
 
     def forward(
         self,

@@ -39,19 +39,23 @@ class BlockSession(DraftSession):
         self.draft, self.target = draft, target
         if not draft.training:
             fuse_linears(draft)
-        executor = EAGER if draft.training else executor_of(target.passes)
+        self._executor = EAGER if draft.training else executor_of(target.passes)
         self._function, *conditional = draft.pass_functions(target)
-        self._run = executor.bind(self._function)
-        self._correct = executor.bind(conditional[0]) if conditional else None
+        self._run = self._executor.bind(self._function)
+        self._correct = self._executor.bind(conditional[0]) if conditional else None
         self.levels, self.token_map, self.max_depth = draft.levels, draft.token_map, draft.num_levels
         self.committed = self.depth = self.offset = 0
         self._staging = TokenStagingBuffer(draft.device)
-        self.capacity = capacity + draft.num_slots
-        self.cache = executor.new_cache(draft, self.capacity, draft.new_cache)
-        self.cache.grow_to(executor.capacity(self.capacity))
-        self._steps = torch.arange(self.cache.capacity, device=draft.device)
+        self.cache = self._executor.new_cache(draft, capacity + draft.num_slots, draft.new_cache)
+        self._set_capacity(capacity + draft.num_slots)
         self._set_origin(torch.zeros(1, dtype=torch.long, device=draft.device))
         self.set_synthetic_state(0, 1)
+
+    def _set_capacity(self, capacity: int) -> None:
+        """Makes room for `capacity` tokens, slots included."""
+        self.capacity = capacity
+        self.cache.grow_to(self._executor.capacity(capacity))
+        self._steps = torch.arange(self.cache.capacity, device=self.draft.device)
 
     @property
     def context(self) -> int:

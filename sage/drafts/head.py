@@ -158,6 +158,10 @@ class DraftHead(PreTrainedModel):
     def token_map(self) -> Tensor | None:
         return None
 
+    def is_of_context(self, name: str) -> bool:
+        """Whether the parameter `name` is applied to every pair, also to those from which nothing is drafted."""
+        return any(part in f".{name}" for part in (".fc.", ".k_proj.", ".v_proj."))
+
     def fuse(self, features: Features) -> Tensor:
         """Returns the features [B, T, D] of the pairs."""
         raise NotImplementedError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sage.drafts.compressor.spans import PairMasks, ends_of_turn
+from sage.drafts.compressor.spans import HeadInput, PairMasks, ends_of_turn
 from sage.drafts.layer import fuse_linears
 from sage.drafts.session import DraftSession
 from sage.runtime.attention import repeat_mask, tile_mask
@@ -79,32 +79,14 @@ class HeadSession(DraftSession):
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
-        embeds = prompt.embeds
-        if self.draft.config.image_inputs == "token":
-            embeds = torch.where(prompt.visual_mask[..., None], self.target.embed_tokens(prompt.input_ids), embeds)
-        embeds = torch.cat((embeds[:, 1:], self.target.embed_tokens(root)[None]), 1)
-        positions, fused = prompt.position_ids, self.draft.fuse(features)
-        if prompt.kept is not None:  # pair t belongs to token t, so the last pair is always kept
-            embeds, fused, positions = embeds[:, prompt.kept], fused[:, prompt.kept], positions[..., prompt.kept]
-        if self.draft.compressor is not None:
-            assert prompt.kept is None, "check_draft refuses pruning for a draft with a compressor"
-            short = self.draft.compressor(embeds, fused, positions, self._pair_masks(prompt, root))
-            embeds, fused, positions = short.embeds_next, short.features, short.position_ids
-            more = embeds.shape[1] - prompt.input_ids.shape[1]
-            if more > 0:  # tiny images become longer
-                self._set_capacity(self.capacity + more)
-        hidden = self.draft(embeds, fused, positions, cache=self.cache)[0, -1:]
+        pairs = pairs_of_prompt(self.draft, self.target, prompt, features, root)
+        more = pairs.features.shape[1] - prompt.input_ids.shape[1]
+        if more > 0:  # tiny images become longer
+            self._set_capacity(self.capacity + more)
+        hidden = self.draft(pairs.embeds_next, pairs.features, pairs.position_ids, cache=self.cache)[0, -1:]
         self._set_origin(prompt.next_position)
         self._start_tree(hidden)
         return self.draft.logits(hidden, self.target)
-
-    def _pair_masks(self, prompt: Prompt, root: Tensor) -> PairMasks:
-        """Returns the masks of the prompt's pairs; the second token of the last pair is the root, the first of the answer."""
-        tokens = torch.cat((prompt.input_ids, root[None]), 1)
-        is_answer = torch.zeros_like(tokens, dtype=torch.bool)
-        visual = torch.cat((prompt.visual_mask, is_answer[:, :1]), 1)
-        is_answer[:, -1] = True
-        return PairMasks.of(visual, ends_of_turn(tokens, self.target.eos_token_ids), is_answer)
 
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
@@ -189,6 +171,31 @@ class HeadSession(DraftSession):
             eye = torch.eye(width, dtype=torch.bool, device=self.hidden.device)
             self._siblings[width] = tile_mask(eye, 1, self.dtype)[0, 0]
         return self._siblings[width]
+
+
+def pairs_of_prompt(draft: DraftHead, target: Target, prompt: Prompt, features: Features, root: Tensor) -> HeadInput:
+    """Returns the pairs of a prompt and the first token [1] as a head reads them, without pruned tokens or compressed."""
+    embeds = prompt.embeds
+    if draft.config.image_inputs == "token":
+        embeds = torch.where(prompt.visual_mask[..., None], target.embed_tokens(prompt.input_ids), embeds)
+    embeds = torch.cat((embeds[:, 1:], target.embed_tokens(root)[None]), 1)
+    positions, fused = prompt.position_ids, draft.fuse(features)
+    if prompt.kept is not None:  # pair t belongs to token t, so the last pair is always kept
+        embeds, fused, positions = embeds[:, prompt.kept], fused[:, prompt.kept], positions[..., prompt.kept]
+    if draft.compressor is None:
+        return HeadInput(embeds, fused, positions)
+    assert prompt.kept is None, "check_draft refuses pruning for a draft with a compressor"
+    short: HeadInput = draft.compressor(embeds, fused, positions, _pair_masks(target, prompt, root))
+    return short
+
+
+def _pair_masks(target: Target, prompt: Prompt, root: Tensor) -> PairMasks:
+    """Returns the masks of the prompt's pairs; the second token of the last pair is the root, the first of the answer."""
+    tokens = torch.cat((prompt.input_ids, root[None]), 1)
+    is_answer = torch.zeros_like(tokens, dtype=torch.bool)
+    visual = torch.cat((prompt.visual_mask, is_answer[:, :1]), 1)
+    is_answer[:, -1] = True
+    return PairMasks.of(visual, ends_of_turn(tokens, target.eos_token_ids), is_answer)
 
 
 class HeadPass(PassFunction):

@@ -54,10 +54,15 @@ class FusedLinear:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over `input_size` features (2D for EAGLE-3, D otherwise)."""
+    """Grouped-query attention over `input_size` features (2D for EAGLE-3, D otherwise).
 
-    def __init__(self, config: Any, input_size: int) -> None:
+    Args:
+        layer: index of the layer in caches.
+    """
+
+    def __init__(self, config: Any, input_size: int, layer: int = 0) -> None:
         super().__init__()
+        self.layer = layer
         self.head_dim = config.head_dim
         self.kv_heads = config.num_key_value_heads
         self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=False)
@@ -89,7 +94,7 @@ class Attention(nn.Module):
         if isinstance(cache, Chains):
             return cache.attend(query, key, value)
         if cache is not None:
-            key, value = cache.update(key, value, 0)
+            key, value = cache.update(key, value, self.layer)
         if mask is None and query.shape[2] > 1:
             return causal_attention(query, key, value)
         folded = query.reshape(query.shape[0], key.shape[1], -1, self.head_dim)
@@ -113,12 +118,12 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """EAGLE's decoder layer."""
+    """EAGLE's decoder layer, `layer` its index in caches."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, layer: int = 0) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if config.input_norm else nn.Identity()
-        self.self_attn = Attention(config, config.hidden_size)
+        self.self_attn = Attention(config, config.hidden_size, layer)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 

@@ -12,6 +12,7 @@ from typing import Annotated
 from sage.io.ranges import NonNegativeInt, PositiveInt, Range
 
 Level = Annotated[int, Range(ge=0, remedy="0 is the embeddings; null gives low, middle and high levels")]
+Share = Annotated[float, Range(gt=0, le=1, remedy="P-EAGLE uses 0.7, and at least 0.2")]
 TRAINING_ONLY = {"training_only": True}  # metadata of keys that a run reads and `sage.new_draft` does not take
 
 
@@ -118,6 +119,34 @@ class BlockOptions(HeadSizes):
     causal: bool = False
     confidence: bool = False
     mask_token: NonNegativeInt | None = None
+
+
+@dataclass(kw_only=True)
+class PEagleOptions(HeadOptions):
+    """EAGLE-3's layer with masked inputs, so that one pass drafts all levels of a round (P-EAGLE, arXiv 2602.01469).
+
+    Attributes:
+        feature_levels: indices of the target's hidden_states; null: low, middle and high.
+        draft_vocab_size: tokens of the draft vocabulary, the most frequent ones of the training answers; null: all.
+        block_size: tokens that a pass drafts.
+        num_layers: decoder layers.
+        mask_token: token whose embedding an export replaces by that of the masked inputs; null: one that the target does not
+            use.
+        down_sample_ratio: share of the anchors that training keeps from one level of a block to the next.
+        down_sample_ratio_min: share of the anchors that training keeps at every level.
+    """
+
+    feature_levels: list[Level] | None = None
+    draft_vocab_size: PositiveInt | None = field(default=None, metadata=TRAINING_ONLY)
+    block_size: Annotated[int, Range(ge=2, remedy="a block of one token drafts what draft=eagle3 does")] = 8
+    num_layers: Annotated[int, Range(ge=1, le=4, remedy="1 is the usual value")] = 1
+    mask_token: NonNegativeInt | None = None
+    down_sample_ratio: Share = field(default=0.7, metadata=TRAINING_ONLY)
+    down_sample_ratio_min: Share = field(default=0.2, metadata=TRAINING_ONLY)
+
+    def kept_shares(self, num_levels: int) -> list[float]:
+        """Returns the share of the anchors from which training drafts each level."""
+        return [max(self.down_sample_ratio**level, self.down_sample_ratio_min) for level in range(num_levels)]
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
-from sage.drafts.options import BlockOptions, Eagle3Options, EagleOptions, ModelOptions
+from sage.drafts.options import BlockOptions, Eagle3Options, EagleOptions, ModelOptions, PEagleOptions
 
 MODEL_TYPE_PREFIX = "sage_"  # of `model_type` in the config.json of a draft head
 IMPORTER = "checkpoints.export.importer"  # module that reads drafts in the formats of engines
@@ -96,6 +96,14 @@ KINDS: dict[str, DraftKind] = {
             session="sage.drafts.head_session:HeadSession",
             student="train.distill.student:HeadStudent",
             export_formats=("eagle3", "speculators"),
+        ),
+        DraftKind(
+            name="peagle",
+            options=PEagleOptions,
+            draft="sage.drafts.peagle:PEagleDraft",
+            session="sage.drafts.peagle_session:PEagleSession",
+            student="train.distill.peagle:PEagleStudent",
+            is_parallel=True,
         ),
         DraftKind(
             name="block",

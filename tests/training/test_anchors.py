@@ -79,23 +79,23 @@ def test_anchors_are_drawn_among_the_roots_and_depend_on_the_generator_alone() -
     drawn = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        drawn.append(draw_anchors(mask, 5, [1.0] * STEPS))
+        drawn.append(draw_anchors(is_root_of(mask, STEPS), 5, [1.0] * STEPS))
     assert torch.equal(drawn[0].root_BA, drawn[1].root_BA) and not torch.equal(drawn[0].root_BA, drawn[2].root_BA)
     for one in drawn:
         assert one.root_BA.shape == (3, 5) and one.sizes == (5, 5, 5)
         assert all(len(set(row)) == 5 for row in one.root_BA.tolist())
         assert set(one.root_BA[0].tolist()) <= set(range(8, 30)) and set(one.root_BA[1, :4].tolist()) == {36, 37, 38, 39}
         assert one.scale_BR.tolist() == [[pytest.approx(22 / 5)] * 15, [1, 1, 1, 1, 0] * 3, [0] * 15]
-    fewer = [draw_anchors(mask[first:], 5, [1.0] * STEPS).root_BA.shape for first in (1, 2)]
+    fewer = [draw_anchors(is_root_of(mask, STEPS)[first:], 5, [1.0] * STEPS).root_BA.shape for first in (1, 2)]
     assert fewer == [(2, 4), (1, 1)]
-    assert draw_anchors(mask, None, [1.0] * STEPS).root_BA.shape == (3, 22)
+    assert draw_anchors(is_root_of(mask, STEPS), None, [1.0] * STEPS).root_BA.shape == (3, 22)
 
 
 def test_dropped_chains_are_replaced_by_the_factor_of_those_kept() -> None:
     """The shares 0.7 and 0.2 of ten drawn roots of 22 are kept, nested; a short answer keeps its own share."""
     mask = torch.zeros(2, 40, dtype=torch.bool)
     mask[0, 2:22], mask[1, 30:31] = True, True
-    anchors = draw_anchors(mask, 10, [1.0, 0.7, 0.2])
+    anchors = draw_anchors(is_root_of(mask, 3), 10, [1.0, 0.7, 0.2])
     assert anchors.sizes == (10, 7, 2)
     scales = anchors.scale_BR.split(anchors.sizes, 1)
     assert [one[0].sum().item() for one in scales] == pytest.approx([22, 22, 22])

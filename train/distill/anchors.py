@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -64,23 +64,22 @@ def is_root_of(mask_BP: Tensor, steps: int) -> Tensor:
     return up_to_BP > before_BP[:, :-1]
 
 
-def draw_anchors(mask_BP: Tensor, num_anchors: int | None, keep: Sequence[float]) -> Anchors:
+def draw_anchors(is_root_BP: Tensor, num_anchors: int | None, keep: Sequence[float]) -> Anchors:
     """Draws roots of every sequence.
 
     Args:
-        mask_BP: supervised pairs.
+        is_root_BP: BoolTensor, the pairs to draw from: `is_root_of`, or supervised pairs.
         num_anchors: most roots per sequence; None for all. Fewer are drawn if no sequence has as many: their number is read
             from the device, and it is at least 1, since attention kernels need a query.
         keep: share of the chains that are computed at each step, 1 at first and not increasing.
     """
-    is_root_BP = is_root_of(mask_BP, len(keep))
     roots_B = is_root_BP.sum(1)
     most = max(1, int(roots_B.max()))
     num_drawn = most if num_anchors is None else min(num_anchors, most)
-    order_BP = torch.rand(mask_BP.shape, device=mask_BP.device).masked_fill(~is_root_BP, 2.0)  # other pairs come last
+    order_BP = torch.rand(is_root_BP.shape, device=is_root_BP.device).masked_fill(~is_root_BP, 2.0)  # other pairs come last
     root_BA = order_BP.argsort(1)[:, :num_drawn]
     sizes = tuple(max(1, math.ceil(share * num_drawn)) for share in keep)
-    drawn_B, place_A = roots_B.clamp(max=num_drawn), torch.arange(num_drawn, device=mask_BP.device)
+    drawn_B, place_A = roots_B.clamp(max=num_drawn), torch.arange(num_drawn, device=is_root_BP.device)
     scales = []
     for share, size in zip(keep, sizes, strict=True):
         kept_B = (share * drawn_B.double()).ceil()
@@ -126,3 +125,20 @@ def gather_chains(
         num_supervised=mask_BP.sum(),
     )
     return hidden_BRD.flatten(0, 1)[row_N], rows
+
+
+def within_turns(anchors: Anchors, mask_BP: Tensor) -> Anchors:
+    """Returns the anchors with a factor of 0 for rows beyond the supervised run of their root.
+
+    Worked example, K = 3, roots 2 and 4:
+
+        supervised   . . 1 1 1 . 1      two answers
+        root 2           k k k          rows of levels 0 1 2
+        root 4               k          the turn ends, although pair 6 is supervised again
+    """
+    (root_BR,) = anchors.per_row(anchors.root_BA)
+    place_P = torch.arange(mask_BP.shape[1], device=mask_BP.device)
+    gap_BP = torch.where(mask_BP, mask_BP.shape[1], place_P)  # places of unsupervised pairs
+    end_BP = gap_BP.flip(1).cummin(1).values.flip(1)  # the first one from each pair on
+    is_turn_BR = root_BR + anchors.step_R < end_BP.gather(1, root_BR)
+    return replace(anchors, scale_BR=anchors.scale_BR * is_turn_BR)

@@ -22,7 +22,7 @@ from torch import Tensor
 from sage.drafts.block import BlockDraft
 from sage.drafts.unroll import at_rows
 from train.config.schema import Config
-from train.distill.anchors import Anchors, draw_anchors, gather_chains
+from train.distill.anchors import Anchors, draw_anchors, gather_chains, within_turns
 from train.distill.objective import DraftOutput, Objective
 from train.distill.pairs import Pairs, with_noise
 from train.distill.student import Student
@@ -84,9 +84,4 @@ def block_anchors(mask_BP: Tensor, num_anchors: int | None, num_levels: int) -> 
         num_anchors: most anchors per sequence; None for all supervised pairs.
         num_levels: K.
     """
-    drawn = draw_anchors(mask_BP, num_anchors, [1.0])
-    pairs_BKA = drawn.root_BA[:, None] + torch.arange(num_levels, device=mask_BP.device)[:, None]
-    last = mask_BP.shape[1] - 1
-    labels_BR = mask_BP.gather(1, pairs_BKA.clamp(max=last).flatten(1))
-    is_turn_BKA = (labels_BR.view_as(pairs_BKA) & (pairs_BKA <= last)).cumprod(1)
-    return Anchors(drawn.root_BA, drawn.sizes * num_levels, (is_turn_BKA * drawn.scale_BR[:, None]).flatten(1))
+    return within_turns(draw_anchors(mask_BP, num_anchors, [1.0] * num_levels), mask_BP)

@@ -102,7 +102,8 @@ class HeadStudent(Student):
         short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.pair_masks)
         mask, anchors = short.move_mask(pairs.mask), None
         if config.anchors is not None:
-            anchors = draw_anchors(mask, config.anchors, [1.0] * min(config.steps, mask.shape[1]))
+            keep = [1.0] * min(config.steps, mask.shape[1])
+            anchors = draw_anchors(is_root_of(mask, len(keep)), config.anchors, keep)
         roots = roots_of(mask, config.steps) if anchors is None else anchors.root_BA
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight, roots)
         if anchors is None:

@@ -149,23 +149,21 @@ def gather_s_per_pass(work: Workload) -> float:
 def flops_of_step(work: Workload) -> dict[str, float]:
     """Returns floating-point operations of one optimizer step over all ranks: of vision, text, draft, objective."""
     config, models, target = work.config, work.models, work.models.target
-    tokens, steps = config.train.global_batch_size * work.length, config.objective.steps
+    tokens, steps = config.train.global_batch_size * work.length, work.steps
     own_head = models.draft.has_own_lm_head * work.draft_vocab_size * target.hidden_size  # read at supervised positions only
     attention = 2 * work.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
-    logits = 2 * work.draft_vocab_size * target.hidden_size * tokens * work.drafted_share
-    # the target's logits once; at each step those of the draft, the gradient back through its lm_head and of an own lm_head
-    products = 1 + (2 + models.draft.has_own_lm_head) * steps
     rows = draft_rows(models.draft.network, work.length, work.num_visual) / work.length
-    drafted = min(rows, work.drafted_share)
-    parameters = models.draft_parameters - own_head
+    drafted, parameters = min(rows, work.drafted_share), models.draft_parameters - own_head
     read = parameters * (rows + (steps - 1) * drafted)  # later steps draft from text alone
-    if config.objective.anchors is not None:  # all rows are fused and have keys and values; a row has a target of its own
-        context = models.context_parameters
-        read = context * rows + (parameters - context) * drafted + parameters * (steps - 1) * drafted
-        products += steps - 1
+    if config.objective.anchors is not None:  # the other rows are only fused and have keys and values
+        read = models.context_parameters * (rows - drafted) + parameters * steps * drafted
+    # logits of the target once for each position with a prediction; for each prediction those of the draft, the gradient back
+    # through its lm_head and that of an own lm_head
+    predicted = work.drafted_share * steps
+    logits = min(1 - work.visual_share, predicted) + (2 + models.draft.has_own_lm_head) * predicted
     return {
         "vision": 2 * models.vision_parameters * tokens * work.visual_share * work.patches_per_token,
         "text": (2 * models.text_parameters + attention) * tokens,
         "draft": 2 * read * tokens * (1 + BACKWARD),
-        "objective": logits * products,
+        "objective": 2 * work.draft_vocab_size * target.hidden_size * tokens * logits,
     }

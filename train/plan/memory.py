@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sage.drafts.compressor.operators import Conv, Resampler
+from sage.drafts.options import PEagleOptions
+from sage.drafts.registry import KINDS
 from train.config.checks import MAX_STAGE, zero_stage
 from train.config.schema import Config, Offload, Precision
 from train.config.sharding import sharding_ranks
@@ -78,6 +80,11 @@ class Workload:
         """Share of the tokens from which drafts are trained, beyond the first unrolled step: text, or anchors in it."""
         anchors = self.config.objective.anchors
         return 1 - self.visual_share if anchors is None else min(1 - self.visual_share, anchors / self.length)
+
+    @property
+    def steps(self) -> float:
+        """Predictions from each position: unrolled steps, or the levels of a block, of which some anchors may be dropped."""
+        return steps_per_anchor(self.config, self.models.draft.network)
 
     @property
     def draft_vocab_size(self) -> int:
@@ -167,11 +174,18 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
     levels, rows = len(getattr(draft, "levels", ())), draft_rows(draft, length, num_visual)
     learned = sum(isinstance(part, (Conv, Resampler)) for part in draft.modules())
     inputs = (length * levels if levels else rows * 2) + num_visual * 2 * learned
-    steps, anchors = config.objective.steps, config.objective.anchors
+    steps, anchors = steps_per_anchor(config, draft), config.objective.anchors
     if anchors is None:
         return batch * size * (inputs * sizes.hidden_size + rows * steps * layers * per_layer)
     context = rows * (4 * sizes.hidden_size + 3 * sizes.num_key_value_heads * head_dim)  # normalized inputs, keys and values
     return batch * size * (inputs * sizes.hidden_size + context + min(rows, anchors) * steps * layers * per_layer)
+
+
+def steps_per_anchor(config: Config, draft: Any) -> float:
+    """Returns the predictions that a training step computes from each position, on average."""
+    if not KINDS[config.draft.kind].is_parallel:
+        return config.objective.steps
+    return sum(config.draft.kept_shares(draft.num_levels)) if isinstance(config.draft, PEagleOptions) else draft.num_levels
 
 
 def draft_rows(draft: Any, length: int, num_visual: int) -> int:
@@ -184,10 +198,10 @@ def _objective(work: Workload) -> float:
     """Logits of one chunk on both sides; hidden states of every step with their gradients; the gradient of an own lm_head."""
     config, models = work.config, work.models
     size, hidden = BYTES[config.train.precision], models.target.hidden_size
-    supervised, steps = work.micro_batch_tokens * (1 - work.visual_share), config.objective.steps
+    supervised, steps = work.micro_batch_tokens * (1 - work.visual_share), work.steps
     chunk = min(config.objective.chunk_tokens, supervised) * work.draft_vocab_size * CHUNK_BYTES
     states = (1 + 2 * steps) * supervised * hidden * size
-    if config.objective.anchors is not None:  # every row has a target of its own
-        states = (supervised + 3 * steps * work.micro_batch_tokens * work.drafted_share) * hidden * size
+    if config.objective.anchors is not None:
+        states = (supervised + 2 * steps * work.micro_batch_tokens * work.drafted_share) * hidden * size
     own_head = work.draft_vocab_size * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
     return chunk + states + models.draft.has_own_lm_head * own_head

@@ -74,9 +74,8 @@ class MetaModels:
     @cached_property
     def context_parameters(self) -> int:
         """Parameters of a draft head that every pair is read with, also one from which nothing is drafted."""
-        parts = (".k_proj.", ".v_proj.", "fc.")
-        named = self.draft.network.named_parameters()
-        return sum(value.numel() for name, value in named if any(part in f".{name}" for part in parts))
+        head = self.draft.network
+        return sum(value.numel() for name, value in head.named_parameters() if head.is_of_context(name))
 
     @cached_property
     def trained_parameters(self) -> int:
