@@ -170,7 +170,7 @@ def random_draft(target: sage.Target, kind: str = "eagle", seed: int = 0, **opti
 
     An EAGLE-3 head reads the levels 1 to 3 of a target with too few layers for the default ones.
     """
-    if kind in ("eagle3", "peagle") and target.num_layers == 3:
+    if kind != "eagle" and target.num_layers == 3:
         options.setdefault("feature_levels", [1, 2, 3])
     draft = sage.new_draft(target, kind, seed=seed, **options)
     generator = torch.Generator().manual_seed(seed)
