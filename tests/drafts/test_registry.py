@@ -125,9 +125,9 @@ def test_a_row_is_listed_in_help(tmp_path: Path) -> None:
 
 
 def test_without_the_row_the_kind_is_unknown() -> None:
-    with refused("'scaled'", "eagle, eagle3, model"):
+    with refused("'scaled'", ", model"):
         sage.new_draft(make_qwen(), "scaled")
-    with refused("draft=scaled", "eagle, eagle3, model"):
+    with refused("draft=scaled", ", model"):
         compose("config", ARGUMENTS, Config)
 
 
