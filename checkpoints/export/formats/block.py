@@ -11,7 +11,6 @@ Shapes: H hidden, A feature levels, V target vocabulary, U draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,6 +46,7 @@ from checkpoints.export.formats.block_checks import (
     as_integers,
     attention_of,
     is_causal,
+    levels_problem,
     native_default,
 )
 from checkpoints.export.formats.layout import layout, proposal, proposed_tokens, speculator_config
@@ -388,16 +388,3 @@ class BlockFormat(ExportFormat):
 
     def agreement(self, before: Tensor, after: Tensor) -> Tensor:
         return torch.nn.functional.cosine_similarity(before, after, dim=-1).mean()
-
-
-def levels_problem(levels: list[Any], num_layers: int) -> str:
-    """Returns why engines cannot read these hidden_states; empty if they can."""
-    if not levels or not all(isinstance(level, int) for level in levels):
-        return "not a list of integers"
-    if any(later <= earlier for earlier, later in pairwise(levels)) or levels[0] < 0:
-        return "engines capture levels in increasing order"
-    if levels[-1] == num_layers:
-        return f"level {num_layers} is the target's final norm to transformers and our decoder, its input to vLLM"
-    if levels[-1] > num_layers:
-        return f"the target has {num_layers} layers"
-    return ""

@@ -65,6 +65,19 @@ def as_integers(value: Any) -> list[int] | None:
     return value if is_list and all(isinstance(one, int) and not isinstance(one, bool) for one in value) else None
 
 
+def levels_problem(levels: list[Any], num_layers: int) -> str:
+    """Returns why engines cannot read these hidden_states; empty if they can."""
+    if not levels or not all(isinstance(level, int) for level in levels):
+        return "not a list of integers"
+    if any(later <= earlier for earlier, later in pairwise(levels)) or levels[0] < 0:
+        return "engines capture levels in increasing order"
+    if levels[-1] == num_layers:
+        return f"level {num_layers} is the target's final norm to transformers and our decoder, its input to vLLM"
+    if levels[-1] > num_layers:
+        return f"the target has {num_layers} layers"
+    return ""
+
+
 def native_default(num_layers: int, count: int) -> list[int]:
     """Returns the layers whose outputs DFlash reads by default. Ref: z-lab/dflash, `build_target_layer_ids`."""
     if count == 1:
