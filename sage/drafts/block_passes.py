@@ -39,7 +39,7 @@ class SlotPass(PassFunction):
             Argument("slot_cos", (1, 1, draft.num_slots, of_rope), dtype),
             Argument("slot_sin", (1, 1, draft.num_slots, of_rope), dtype),
             Argument("rows", (TOKENS,), torch.long, Padding.spare_row),
-            Argument("slot_rows", (draft.num_slots,), torch.long),
+            Argument("slot_rows", (draft.num_slots,), torch.long, Padding.spare_row),  # while a graph is captured
             Argument("columns", (KEYS,), torch.long, Padding.counting),
             Argument("keys", buffers, dtype, Padding.cache, draft.num_layers),
             Argument("values", buffers, dtype, Padding.cache, draft.num_layers),

@@ -23,6 +23,7 @@ from sage.drafts.draft import new_session
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.pass_modes import PassMode
+from sage.targets import Features
 from train.config.schema import ObjectiveConfig
 from train.distill.block import BlockStudent, block_anchors
 from train.distill.objective import Objective
@@ -118,6 +119,28 @@ def test_every_policy_is_lossless_in_every_pass_mode(
             assert max(depth for _, depth, _ in eager[1]) <= draft.num_levels
             accepted += sum(row[2] for row in eager[1])
     assert accepted > 0
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_captured_rounds_have_the_logits_of_eager_ones(
+    form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph is also run while it is captured, when its arguments are padding alone; no row of the cache may change then."""
+    capture_with(monkeypatch, call_again)
+    draft, generator = block(tiny_qwen, form), torch.Generator().manual_seed(0)
+    sessions = []
+    for mode in (PassMode.eager, PassMode.captured):
+        tiny_qwen.passes = mode
+        sessions.append(new_session(draft, tiny_qwen, 60))
+    prompt = tiny_qwen.embed(make_inputs(tiny_qwen))
+    for session in sessions:
+        session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
+    for length, width in ((1, 3), (4, 1), (2, 5)):
+        states = torch.randn(3, 1, length, tiny_qwen.hidden_size, generator=generator)
+        features, tokens = Features(states[0], tuple(states[1:])), list(range(9, 9 + length))
+        rows, nodes = torch.zeros(width, dtype=torch.long), list(range(20, 20 + width))
+        for results in zip(*([one.commit(features, tokens), one.expand(rows, nodes)] for one in sessions), strict=True):
+            torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_an_answer_shorter_than_the_block_and_a_pruned_prompt_decode(tiny_qwen: sage.Target) -> None:

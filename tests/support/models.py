@@ -168,7 +168,7 @@ def greedy_text(target: sage.Target, inputs: dict[str, torch.Tensor], length: in
 def random_draft(target: sage.Target, kind: str = "eagle", seed: int = 0, **options: Any) -> Any:
     """A draft with random weights in all layers; the blocks of a new draft have zero output, which would hide their inputs.
 
-    A head that fuses levels reads the levels 1 to 3 of a target with too few layers for the default ones.
+    An EAGLE-3 head reads the levels 1 to 3 of a target with too few layers for the default ones.
     """
     if kind != "eagle" and target.num_layers == 3:
         options.setdefault("feature_levels", [1, 2, 3])
