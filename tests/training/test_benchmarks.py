@@ -15,6 +15,7 @@ from benchmarks.figures import Figures, read_figures
 from benchmarks.gpu_page import filled
 from benchmarks.training import __main__ as bench
 from benchmarks.training import images
+from benchmarks.training.compiled_calls import LayerCalls
 from benchmarks.training.counting import Counts, counted
 from benchmarks.training.measuring import interleaved, peak, reset_peak
 from benchmarks.training.objective import Sizes, chunked, make_inputs, naive
@@ -129,7 +130,7 @@ def test_counts_without_weights_are_those_of_real_tensors(target_name: str) -> N
     teacher, student = images.build(config, architecture, CPU)
     staged = Staging(teacher.target, CPU, torch.float32)(batch)
     images.run_parts(teacher, student, staged, lambda name: counted(real[name]))
-    images.count(config, architecture, batch, meta)
+    images.count(config, architecture, batch, meta, LayerCalls())
     assert meta.pop("objective").flops == pytest.approx(real.pop("objective").flops, rel=0.01)  # another dot product of rows
     assert {name: one.flops for name, one in meta.items()} == {name: one.flops for name, one in real.items()}
     assert all(0 < meta[name].operators <= 1.25 * one.operators for name, one in real.items())
