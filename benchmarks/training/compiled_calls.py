@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.training.counting import Operators
-from train.distill.compiled_layers import constant_floats, without_inner_hooks
+from train.distill.compiled_layers import settings, without_inner_hooks
 
 CALL = re.compile(r"(?:cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(")
 Key = tuple[str, type, str]
@@ -94,7 +94,7 @@ def _stopped_after(codes: list[str]) -> Iterator[None]:
     torch._dynamo.reset()
     options = config.patch(force_pointwise_cat=True, fx_graph_cache=False)
     try:
-        with constant_floats(), options, mock.patch.object(GraphLowering, "save_output_code", stop):
+        with settings(), options, mock.patch.object(GraphLowering, "save_output_code", stop):
             yield
     except torch._dynamo.exc.TorchDynamoException:
         if not codes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -112,7 +112,7 @@ class CompiledLayers:
         for module, name, function in self._methods:
             vars(module)[name] = MethodType(function, module)
         try:
-            with constant_floats() if self._methods else nullcontext():
+            with settings() if self._methods else nullcontext():
                 yield
         finally:
             for module, name, _ in self._methods:
@@ -124,12 +124,20 @@ def label_of(layer: type, name: str) -> str:
     return layer.__name__ if name == "forward" else f"{layer.__name__}.{name}"
 
 
-def constant_floats() -> AbstractContextManager[None]:
-    """Compiles the numbers of a configuration, such as the epsilon of a norm, as constants instead of inputs."""
-    from torch._dynamo import config  # imported by the first pass: it takes a second
+@contextmanager
+def settings() -> Iterator[None]:
+    """Settings of torch.compile within the block.
 
-    patched: AbstractContextManager[None] = config.patch(specialize_float=True)
-    return patched
+    Numbers of a configuration, such as the epsilon of a norm, are constants instead of inputs. A backward pass is compiled with
+    its forward pass, where a failure makes the method eager, instead of at its first call.
+    """
+    from torch._dynamo import config as dynamo  # imported by the first pass: it takes a second
+    from torch._functorch import config as functorch
+
+    eager_backward = {"force_non_lazy_backward_lowering": True}
+    known = {name: value for name, value in eager_backward.items() if hasattr(functorch, name)}  # not in older versions
+    with dynamo.patch(specialize_float=True), functorch.patch(known):
+        yield
 
 
 class UnsupportedTorch(RuntimeError):
