@@ -38,7 +38,7 @@ from train.distill.build import fresh_draft, new_student
 from train.distill.compiled_layers import CompiledLayers, draft_layers, target_methods
 from train.distill.pairs import count_supervised
 from train.distill.staging import Staging
-from train.distill.student import Student
+from train.distill.student import Student, supervised_features
 from train.distill.teacher import Teacher
 from train.job.build import build_teacher
 from train.plan.estimate import flops_of_step
@@ -202,7 +202,7 @@ def run_parts(teacher: Teacher, student: Student, batch: dict[str, Any], part: P
     with part("draft"), student.layers.installed():
         output = student.predict(pairs, teacher.lm_head)
     with part("objective"):
-        sums = student.objective(output, pairs.features_next[pairs.mask], teacher.lm_head)
+        sums = student.objective(output, supervised_features(pairs, output), teacher.lm_head)
     trained = [p for p in student.parameters() if p.requires_grad]
     with part("draft"):
         torch.autograd.grad(sums.loss / count_supervised(batch["loss_mask"]), trained, allow_unused=True)

@@ -215,6 +215,20 @@ def serving_line(draft: Any, target: Any) -> str:
     return _line(served, [f"{' and '.join(engines)}: {reasons}" for reasons, engines in blocked.items()])
 
 
+def export_choice(draft: Any, target: Any) -> str:
+    """Returns the first `--format`, with its flavour, in which an engine can serve a draft; empty if there is none.
+
+    Arguments as for `serving_line`.
+    """
+    config: Any = getattr(draft, "config", None)
+    kind = head_kind(getattr(config, "model_type", None))
+    if kind is None:
+        return ""
+    facts = TargetFacts.of_config(target, config.target_path)
+    usable = (one.choice for one in variants(kind.export_formats) if not find_obstacles(config, facts, one))
+    return next(usable, "")
+
+
 def _line(served: list[str], blocked: list[str]) -> str:
     line = f"can be served by {', '.join([*served, OURS])}{'' if served else ' only'}"
     return f"{line}; not by {'; not by '.join(blocked)}" if blocked else line

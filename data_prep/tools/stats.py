@@ -115,7 +115,7 @@ class Statistics:
             "families": dict(self.families),
             "measures": {name: dict(zip(JSON_KEYS, self.summary(name), strict=True)) for name in MEASURES},
             "skipped": dict(self.skipped),
-            "own_answers": {"share": self.own.share, "tokens": self.own.num_tokens} if self.own else None,
+            "own_answers": self.own.as_json() if self.own else None,
             "long": {fit: self.long.counts[fit] for fit in Fit} if self.long else None,
         }
 

@@ -16,7 +16,7 @@ import sage
 from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.registry import find_format
 from checkpoints.export.model_card import serve_commands
-from checkpoints.export.serving import serving_line
+from checkpoints.export.serving import export_choice, serving_line
 from sage.io.files import config_dir
 
 POOL = {"kind": "pool", "ratio": 4}
@@ -53,6 +53,7 @@ def test_settings_in_the_way_are_named(
 ) -> None:
     line = line_of(targets["qwen2_5_vl"], kind, **options)
     assert line.startswith("can be served by this decoder only; not by vLLM and SGLang: ")
+    assert export_choice(make_draft(targets["qwen2_5_vl"], kind, **options), targets["qwen2_5_vl"].model.config) == ""
     for setting in settings:
         assert setting in line
 

@@ -172,7 +172,7 @@ class ObjectiveConfig:
         temperature: temperature of both distributions in the soft cross-entropy.
         smooth_l1_beta: feature difference at which SmoothL1 turns from quadratic to linear.
         feature_noise: half-width of the uniform noise on the input features.
-        chunk_tokens: positions whose logits exist at a time, in tokens; lower needs less memory.
+        chunk_tokens: predicted tokens, of all unrolled steps, whose logits exist at a time; lower needs less memory.
     """
 
     name: str = ""
@@ -185,7 +185,7 @@ class ObjectiveConfig:
     temperature: Annotated[float, Range(gt=0, remedy="1.0 is the usual value")] = 1.0
     smooth_l1_beta: Annotated[float, Range(gt=0, remedy="1.0 is the usual value")] = 1.0
     feature_noise: NonNegativeFloat = 0.0
-    chunk_tokens: PositiveInt = 256
+    chunk_tokens: PositiveInt = 1024
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 Draft and objective are one module because ZeRO-3 gathers parameters only within the forward pass of a module, and the
 objective reads the lm_head of a draft that has its own.
 
-Shapes: B batch, P pairs, K steps, S supervised positions, D hidden size, U draft vocabulary.
+Shapes: B batch, P pairs, K steps, S supervised positions, R rows of the objective, D hidden size, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from train.config.schema import Config
 from train.distill.compiled_layers import CompiledLayers, Method
 from train.distill.objective import DraftOutput, Objective
 from train.distill.pairs import Pairs, with_noise
+from train.distill.rows import Rows, indices_of
 
 MAX_ROOTS = 0.8  # share of the pairs beyond which an unrolled pass computes all of them
 
@@ -63,7 +64,7 @@ class Student(nn.Module):
         """
         with self.layers.installed():
             output = self.predict(pairs, target_lm_head)
-        sums = self.objective(output, pairs.features_next[pairs.mask], target_lm_head)
+        sums = self.objective(output, supervised_features(pairs, output), target_lm_head)
         return sums.loss, sums.stacked(), sums.agree_KS
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
@@ -112,9 +113,9 @@ class HeadStudent(Student):
         mask = short.move_mask(pairs.mask)
         roots = roots_of(mask, config.steps, self.max_roots)
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight, roots)
-        hidden_KSD, is_valid_KS = gather_supervised(steps, mask, short.run_length, roots)
-        features = hidden_KSD if KINDS[draft.kind].predicts_features else None
-        return DraftOutput(draft.to_lm_head(hidden_KSD), draft.lm_head_weight(target_lm_head), is_valid_KS, features)
+        hidden_RD, rows = gather_supervised(steps, mask, short.run_length, roots)
+        features = hidden_RD if KINDS[draft.kind].predicts_features else None
+        return DraftOutput(draft.to_lm_head(hidden_RD), draft.lm_head_weight(target_lm_head), rows, features)
 
     def compilable(self) -> list[Method]:
         return [(module, name) for module in self.draft.modules() for name in getattr(module, "compilable", ())]
@@ -147,8 +148,8 @@ class ModelStudent(Student):
         model: Any = self.decoding_draft.model
         prompt = model.family.embed(self.draft, pairs.inputs)
         hidden = model.read(prompt).last  # padding is on the right, no token attends to it
-        hidden_KSD, is_valid_KS = gather_supervised([hidden[:, 1:-1]], pairs.mask)
-        return DraftOutput(hidden_KSD, self.draft.get_output_embeddings().weight[: len(target_lm_head)], is_valid_KS)
+        hidden_RD, rows = gather_supervised([hidden[:, 1:-1]], pairs.mask)
+        return DraftOutput(hidden_RD, self.draft.get_output_embeddings().weight[: len(target_lm_head)], rows)
 
     def compilable(self) -> list[Method]:
         layers: Any = self.decoding_draft.model.text_model.layers
@@ -184,34 +185,42 @@ def roots_of(mask_BP: Tensor, steps: int, max_share: float = MAX_ROOTS) -> Tenso
     return (~is_root_BP).to(torch.uint8).argsort(stable=True)[:, :num_roots].sort(1).values
 
 
+def supervised_features(pairs: Pairs, output: DraftOutput) -> Tensor:
+    """Returns the target's features at the supervised positions of a draft's output, [S, D]."""
+    return pairs.features_next.flatten(0, 1).index_select(0, indices_of(pairs.mask, len(output.rows.counts)))
+
+
 def gather_supervised(
     steps_BPD: list[Tensor], mask_BP: Tensor, history_BP: Tensor | None = None, roots_BR: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Gathers the supervised positions of an unrolled pass.
+) -> tuple[Tensor, Rows]:
+    """Gathers the predictions of the supervised positions from an unrolled pass.
 
     Args:
-        steps_BPD: K tensors [B, P - i, D]; row s of the i-th belongs to pair s + i. With `roots_BR`, K tensors [B, R, D] that
-            have these rows only.
+        steps_BPD: K tensors [B, P - i, D]; row s of the i-th belongs to pair s + i. With `roots_BR`, K tensors [B, R', D] that
+            have the rows of R' roots only.
         mask_BP: supervised pairs.
         history_BP: LongTensor, number of preceding pairs at which a chain to this pair may start; None = all of them.
         roots_BR: LongTensor, the roots in increasing order; None = all pairs.
 
     Returns:
-        [K, S, D], and BoolTensor [K, S], False where no chain can start i pairs earlier.
+        [R, D], and their rows: those of every step for which a chain can start so many pairs earlier.
     """
     batch_S, pair_S = mask_BP.nonzero(as_tuple=True)
-    history_S = pair_S if history_BP is None else history_BP[batch_S, pair_S]
-    places_BP = (
-        None
-        if roots_BR is None
-        else torch.zeros_like(mask_BP, dtype=torch.long).scatter_(
-            1, roots_BR, torch.arange(roots_BR.shape[1], device=roots_BR.device).expand_as(roots_BR)
-        )
-    )
-    rows, is_valid = [], []
+    if len(steps_BPD) == 1:
+        rows = Rows.one_per_position(len(pair_S), mask_BP.device)
+    else:
+        history_S = pair_S if history_BP is None else history_BP[batch_S, pair_S]
+        rows = Rows.of(torch.stack([history_S >= step for step in range(len(steps_BPD))]))
+    places_BP = None
+    if roots_BR is not None:
+        roots = torch.arange(roots_BR.shape[1], device=roots_BR.device).expand_as(roots_BR)
+        places_BP = torch.zeros_like(mask_BP, dtype=torch.long).scatter_(1, roots_BR, roots)
+    sources, first = [], 0
     for step, states in enumerate(steps_BPD):
         root_S = (pair_S - step).clamp(min=0)
         place_S = root_S.clamp(max=states.shape[1] - 1) if places_BP is None else places_BP[batch_S, root_S]
-        rows.append(states[batch_S, place_S])
-        is_valid.append(history_S >= step)
-    return torch.stack(rows), torch.stack(is_valid)
+        sources.append(first + batch_S * states.shape[1] + place_S)
+        first += states.shape[0] * states.shape[1]
+    flat = [states.flatten(0, 1) for states in steps_BPD]
+    states_XD = torch.cat(flat) if len(flat) > 1 else flat[0]
+    return states_XD.index_select(0, torch.stack(sources)[rows.step, rows.position]), rows

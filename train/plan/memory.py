@@ -13,6 +13,7 @@ from sage.drafts.compressor.operators import Conv, Resampler
 from train.config.checks import MAX_STAGE, zero_stage
 from train.config.schema import Config, Offload, Precision
 from train.config.sharding import sharding_ranks
+from train.distill.chunked_loss import BLOCK_LOGITS
 from train.plan.meta import MetaModels
 
 BYTES = {Precision.fp32: 4, Precision.bf16: 2}
@@ -21,7 +22,7 @@ VISUAL_SHARE = 0.5
 DEFAULT_LENGTH = 4096  # if `data.max_length` sets no limit
 RESERVED_BYTES = 1.5e9  # CUDA context, NCCL buffers, cuBLAS workspaces
 FRAGMENTATION = 0.1  # share of the memory allocated and freed in every step that is lost between blocks
-CHUNK_BYTES = 14  # per logit of a chunk: both sides in float32, one of them being computed
+BLOCK_BYTES = 6 * 4  # per logit of a block of the objective: arrays in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +175,10 @@ def _objective(work: Workload) -> float:
     """Logits of one chunk on both sides; hidden states of every step with their gradients; the gradient of an own lm_head."""
     config, models = work.config, work.models
     size, hidden = BYTES[config.train.precision], models.target.hidden_size
+    steps, vocabulary = config.objective.steps, work.draft_vocab_size
     supervised = work.micro_batch_tokens * (1 - work.visual_share)
-    chunk = min(config.objective.chunk_tokens, supervised) * work.draft_vocab_size * CHUNK_BYTES
-    states = (1 + 2 * config.objective.steps) * supervised * hidden * size
-    own_head = work.draft_vocab_size * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
+    rows = min(config.objective.chunk_tokens, steps * supervised)
+    chunk = vocabulary * rows * (1 + 1 / steps) * size + min(BLOCK_LOGITS["cuda"], vocabulary * rows) * BLOCK_BYTES
+    states = (1 + 2 * steps) * supervised * hidden * size
+    own_head = vocabulary * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
     return chunk + states + models.draft.has_own_lm_head * own_head
