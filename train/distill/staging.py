@@ -50,7 +50,7 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._stream = None if self._module is None else self._module.Stream(device)
+        self._stream: Any = None if self._module is None else self._module.Stream(device)
 
     def ahead(self, batches: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yields each micro-batch on the device; the copy of the next one is issued before."""

@@ -72,8 +72,8 @@ class Student(nn.Module):
         raise NotImplementedError
 
     def compilable(self) -> list[Method]:
-        """Returns the methods of the draft's layers that may be compiled."""
-        raise NotImplementedError
+        """Returns the methods of the draft's layers that may be compiled; none unless a kind names them."""
+        return []
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes the draft, with complete (unsharded) weights by name, into a folder that `sage.load_draft` can load."""
