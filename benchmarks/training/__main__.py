@@ -13,6 +13,7 @@ from sage.bench.options import counts
 from sage.bench.random_targets import layers_that_fit
 from sage.bench.shapes import shape_named, shapes
 from sage.commands.cli import new_parser, run
+from sage.drafts.registry import KINDS
 from sage.io.dtypes import torch_dtype
 from train.config.checks import MAX_STAGE, check
 from train.config.hydra_app import compose
@@ -69,6 +70,8 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
 
 def _unroll(arguments: argparse.Namespace, overrides: list[str]) -> str:
     config = _config(arguments, overrides)
+    if KINDS[config.draft.kind].is_target:
+        raise ValueError(f"draft={config.draft.kind}: computes all positions; give draft=eagle or draft=eagle3")
     with process_group(arguments.device, config.launch.timeout_s) as ranks, step.run_of_target(config, ranks) as run_of_steps:
         return unroll.measure(run_of_steps, arguments.measured, arguments.warmup)
 
