@@ -14,7 +14,6 @@ Does not own: the measurement and its intervals (sage.bench), the estimate (trai
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -22,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from checkpoints.run_folder import METRICS, PROVENANCE, dotted_keys, read_metrics, read_run_config
+from checkpoints.run_folder import METRICS, dotted_keys, read_command, read_metrics, read_run_config
 from data_prep.own_answers import MIN_OWN_SHARE, OWN_ANSWERS
 from sage.bench.report_table import decode_shares
 from sage.trees import AUTOREGRESSIVE, CHAIN
@@ -35,7 +34,6 @@ MIN_TRIED = 20  # rounds, below which a rate of acceptance is not judged
 RISE = 1.05  # of the estimate from the third to the last quarter of a run that is still improving
 MIN_ACCEPTED = 1.5  # tokens per pass, from which the cost of a round is the cause rather than acceptance
 UNROLLED_STEPS = 7  # of objective=eagle3
-EXPORTED = ("eagle", "eagle3")  # kinds with an export format of the same name
 
 
 class Result(StrEnum):
@@ -54,6 +52,7 @@ class Facts:
         report: content of report.json.
         draft: the folder that commands name.
         run: the run that trained it; "" without one.
+        export: the `--format` in which an engine serves it; "" if none does.
         lines: of metrics.jsonl, up to the step of the draft.
         config: configuration of the run by dotted key.
         command: `sys.argv` of the run.
@@ -62,6 +61,7 @@ class Facts:
     report: Mapping[str, Any]
     draft: str
     run: str = ""
+    export: str = ""
     lines: Sequence[Mapping[str, Any]] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     command: Sequence[str] = ()
@@ -107,19 +107,22 @@ def judge(facts: Facts) -> Verdict | None:
     return Verdict(result, sentence, cause.name if cause else "", cause.sentence if cause else "", command)
 
 
-def add_verdict(report: dict[str, Any], draft: str, run: Path | None, step: int | None) -> None:
-    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known."""
+def add_verdict(report: dict[str, Any], draft: str, run: Path | None, step: int | None, export: str = "") -> None:
+    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known.
+
+    Args:
+        export: the `--format` in which an engine serves the draft; empty if none does.
+    """
     facts = Facts(report=report, draft=draft)
     if run is not None and step is not None:
-        path = run / PROVENANCE
-        recorded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         facts = Facts(
             report=report,
             draft=draft,
             run=str(run),
+            export=export,
             lines=[line for line in read_metrics(run / METRICS) if line["step"] <= step],
             config=dotted_keys(read_run_config(run)),
-            command=recorded.get("command", ()),
+            command=read_command(run),
         )
     if (verdict := judge(facts)) is not None:
         report["verdict"] = asdict(verdict)
@@ -164,7 +167,9 @@ def _sentence(report: Mapping[str, Any], name: str, result: Result) -> str:
         Result.unclear: "no clear difference from decoding without a draft",
     }
     bounds, count = part.get("speedup_ci"), report["prompts"]
-    sure = f"95% interval {bounds[0]:.2f} to {bounds[1]:.2f} over {count} prompts" if bounds else "one prompt gives no interval"
+    if not bounds:
+        heads[Result.unclear] = "not decided by one prompt"
+    sure = f"95% interval {bounds[0]:.2f} to {bounds[1]:.2f} over {count} prompts" if bounds else "no interval"
     tokens = f"{part['tokens_per_target_pass']:.2f} tokens per target pass"
     return f"{heads[result]}: {part['speedup']:.2f}x with {name} ({sure}), {tokens}"
 
@@ -267,9 +272,10 @@ def _longer_run(facts: Facts) -> str:
 
 def _next_command(facts: Facts, result: Result) -> str:
     """Returns the command where no cause is known: use the draft, or measure it on more prompts."""
-    kind = facts.config.get("draft.kind")
     if result is not Result.faster:
         return f"sage-validate checkpoint={facts.draft} decode.num_prompts={4 * facts.report['prompts']} decode.repeats=3"
-    if facts.run and kind in EXPORTED:
-        return f"sage-export {facts.run} --format {kind} --out exports/{Path(facts.run).name}"
-    return f'sage-generate --draft {facts.run or facts.draft} --image photo.jpg --prompt "What is this?"'
+    chain = facts.report["policies"].get(CHAIN)
+    if facts.run and facts.export and (chain is None or _result(chain) is not Result.slower):  # vLLM verifies chains
+        return f"sage-export {facts.run} --format {facts.export} --out exports/{Path(facts.run).name}"
+    policy = best_policy(facts.report)
+    return f'sage-generate --draft {facts.run or facts.draft} --policy {policy} --image photo.jpg --prompt "What is this?"'
