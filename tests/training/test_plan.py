@@ -202,7 +202,7 @@ def test_a_72b_target_fits_when_sharded() -> None:
     assert not found.fits and found.change == ["deepspeed.shard_target=true"]
     assert "it fits with deepspeed.shard_target=true" in render(found).splitlines()[-1]
     sharded = big("qwen2_5_vl_72b", "launch.gpus=8", "deepspeed.shard_target=true")
-    assert sharded.fits and sharded.gather_s > 0 and "gathering the sharded target" in render(sharded)
+    assert sharded.fits and sharded.gather_s > 0 and "layers of the sharded target" in render(sharded)
 
 
 @pytest.mark.parametrize("memory", [24, 30, 40, 60])
@@ -257,7 +257,7 @@ def test_memory_grows_with_every_size() -> None:
     large = configure("target=qwen2_5_vl_7b", "data=llava_instruct", f"train.micro_batch_tokens={32 * base.length}")
     changes = find_change(estimate(large, models, 1))
     assert changes and all("micro_batch_size" not in change for change in changes)
-    assert estimate(config, models, 4).step_s == pytest.approx(base.step_s / 4)
+    assert estimate(config, models, 4).parts_s == pytest.approx(base.parts_s / 4)
     assert find_change(base) is not None  # the mildest change, although `base` fits as it is
 
 
