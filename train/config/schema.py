@@ -32,6 +32,7 @@ Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 DeviceMap = StrEnum("DeviceMap", ["auto", "balanced", "sequential"])
 Precision = StrEnum("Precision", ["fp32", "bf16"])
 Schedule = StrEnum("Schedule", ["constant", "cosine"])
+Compile = StrEnum("Compile", ["auto", "layers", "none"])
 Offload = StrEnum("Offload", ["none", "cpu"])
 TrackingKind = StrEnum("TrackingKind", ["jsonl", "tensorboard", "wandb"])
 WandbMode = StrEnum("WandbMode", ["online", "offline"])
@@ -236,6 +237,8 @@ class TrainConfig:
         validate_on: ranks that decode: rank 0 (main), all ranks with a part of the prompts, or auto: all if each has a GPU.
         patience: number of validations in a row without a better score that ends the run; 0: never.
         deterministic: restricts training steps to deterministic algorithms of PyTorch, which are slower on a GPU.
+        compile: which modules `torch.compile` compiles: layers of target and draft, none, or auto: layers on a GPU, unless
+            `deterministic`. Layers that ZeRO-3 shards are not compiled.
         profile: [first, last] step to trace; null: none.
         log_every: optimizer steps between two lines of metrics.jsonl.
         log_interval_s: seconds between two progress lines where stderr is not a terminal.
@@ -255,6 +258,7 @@ class TrainConfig:
     validate_on: ValidateOn = ValidateOn.auto
     patience: NonNegativeInt = 0
     deterministic: bool = False
+    compile: Compile = Compile.auto
     profile: list[PositiveInt] | None = None
     log_every: PositiveInt = 10
     log_interval_s: NonNegativeFloat = 15.0
