@@ -60,15 +60,19 @@ class Documented:
         """Operations, bytes and seconds of each part."""
         D, tokens, P, v, K = self.D, self.B * self.T, self.parameters, self.v, self.K
         h, rows, logits = 128 * (self.heads + self.kv), tokens * (1 + 6 * 0.5), tokens * v
-        layer = 72 * D + 12 * D + 20 * h + 10 * self.i
+        fused, single = 20 * D + 4 * h + 6 * self.i, 72 * D + 12 * D + 20 * h + 10 * self.i
+        layer = single if self.nodes > 1 else fused  # layers of a sharded target are not compiled
         chunks = -(-self.b * self.T * v * K // self.C)
         found = {
             "vision": (
                 2 * P["vision"] * tokens * v * self.m,
-                (84 * self.VISION + 20 * 2 * self.VISION + 10 * self.vision_mlp) * self.DEPTH * tokens * v * self.m,
+                (20 * self.VISION + 4 * 2 * self.VISION + 6 * self.vision_mlp) * self.DEPTH * tokens * v * self.m,
             ),
-            "text": ((2 * P["text"] + 2 * self.T * D * self.L) * tokens, layer * self.L * tokens),
-            "draft": (2 * P["draft"] * rows * 3, layer * rows * 3),
+            "text": (
+                (2 * P["text"] + 2 * self.T * D * self.L) * tokens,
+                layer * self.L * tokens,
+            ),
+            "draft": (2 * P["draft"] * rows * 3, fused * rows * 3),
             "objective": (
                 2 * self.U * D * logits * (1 + 3 * K),
                 self.U * logits * (46 + 68 * K) + 8 * self.U * D * self.B / self.b * chunks,

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import math
 
+import torch
+
+from sage.runtime.vision_attention import VisionAttention
 from train.config.checks import MAX_STAGE, zero_stage
+from train.config.schema import Precision
+from train.distill.compiled_layers import is_compiling
 from train.plan.memory import BYTES, MASTER_BYTES, Workload, draft_layers, draft_rows
 
 NVLINK_BYTES_PER_S = 100e9  # received by a rank
 NETWORK_BYTES_PER_S = 50e9  # received by a node: one adapter of 400 Gbit/s
 BACKWARD = 2  # forward passes that a backward pass costs
 ADAMW_BYTES = 3 * 2 * MASTER_BYTES + MASTER_BYTES  # of a parameter: weight and moments, read and written; the gradient
+IN_CALLS = (VisionAttention.eager, VisionAttention.sdpa)  # attention of packed images with one call per image and window
 SUM_BYTES = 2 * MASTER_BYTES  # of an entry of a sum of gradients, read and written
 
 
@@ -42,27 +48,51 @@ def bytes_of_step(work: Workload) -> dict[str, float]:
     text, patches = target.text_config, tokens * work.visual_share * work.patches_per_token
     heads = (text.num_attention_heads + target.num_kv_heads) * target.head_dim
     width, mlp_width, _ = target.family.vision_sizes
+    compiled = compiled_parts(work)
     sizes, draft_depth, draft_heads = draft_layers(draft)
     logits = work.draft_vocab_size * tokens * (1 - work.visual_share)
     passes = config.train.global_batch_size / work.micro_batch_size
     chunks = math.ceil(steps * work.micro_batch_tokens * (1 - work.visual_share) / config.objective.chunk_tokens)
     head_sum = passes * chunks * SUM_BYTES * work.draft_vocab_size * target.hidden_size
-    return {
-        "vision": layer_bytes(width, mlp_width, 2 * width, frozen) * work.vision_layers * patches,
-        "text": layer_bytes(target.hidden_size, target.family.mlp_width, heads, frozen) * target.num_layers * tokens,
-        "draft": layer_bytes(sizes.hidden_size, sizes.intermediate_size, draft_heads, trained)
-        * (draft_depth * tokens * _draft_rows(work) * (1 + BACKWARD)),
-        "objective": logits * (46 + 68 * steps) + work.models.draft.has_own_lm_head * head_sum,
+    layers = {
+        "vision": (width, mlp_width, 2 * width, frozen),
+        "text": (target.hidden_size, target.family.mlp_width, heads, frozen),
+        "draft": (sizes.hidden_size, sizes.intermediate_size, draft_heads, trained),
     }
+    rows = {
+        "vision": work.vision_layers * patches,
+        "text": target.num_layers * tokens,
+        "draft": draft_depth * tokens * _draft_rows(work) * (1 + BACKWARD),
+    }
+    found = {part: layer_bytes(*layer, part in compiled) * rows[part] for part, layer in layers.items()}
+    return found | {"objective": logits * (46 + 68 * steps) + work.models.draft.has_own_lm_head * head_sum}
 
 
-def layer_bytes(width: int, mlp_width: int, heads: int, size: int) -> float:
+def layer_bytes(width: int, mlp_width: int, heads: int, size: int, is_compiled: bool) -> float:
     """Returns bytes that a layer reads and writes per row between its products, for elements of `size` bytes.
 
-    Two RMS norms in float32, two residual sums, rope of all heads of queries and keys, and a gated MLP's activation.
+    Two RMS norms, two residual sums, rope of all heads of queries and keys, and a gated MLP's activation. Compiled, each
+    of them reads its operands and writes its result once. In single operators, norms are computed in float32, rope takes two
+    products, a rotation and a sum, and the MLP an activation and a product.
     """
+    if is_compiled:
+        return size * (10 * width + 2 * heads + 3 * mlp_width)
     norms = 2 * (4 * size + 7 * 4) * width
     return norms + 2 * 3 * size * width + 10 * size * heads + 5 * size * mlp_width
+
+
+def compiled_parts(work: Workload) -> set[str]:
+    """Returns the parts whose layers are compiled on a GPU (`train.compile`)."""
+    config, family = work.config, work.models.target.family
+    if not is_compiling(config, torch.device("cuda")):
+        return set()
+    in_calls = family.is_packed and (config.target.attention in IN_CALLS or config.target.dtype is Precision.fp32)
+    is_eager = {
+        "vision": in_calls,
+        "text": config.deepspeed.shard_target,
+        "draft": zero_stage(config) == MAX_STAGE,
+    }
+    return {part for part, eager in is_eager.items() if not eager}
 
 
 def _draft_rows(work: Workload) -> float:
