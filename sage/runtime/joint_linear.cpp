@@ -4,9 +4,9 @@
 // Weights are as nn.Linear stores them, so no copy exists, and every thread has a contiguous part of their rows. Sums are in
 // float32.
 //
-// One row of x is multiplied along k, with a vector of partial sums per row of w. Of several rows, the lanes of a vector are rows
-// of x: G consecutive words of w are loaded into all lanes at once and multiplied with the same words of LANES / G rows of x,
-// which are laid out for that once per call. So every lane works, and few sums are left to add. A word is one float32 or two
+// One row of x is multiplied along k, with a vector of partial sums per row of w. Of several rows, the lanes of a vector are
+// rows of x: G consecutive words of w are loaded into all lanes at once and multiplied with the same words of LANES / G rows of
+// x, which are laid out for that once per call. So every lane works, and few sums are left to add. A word is one float32 or two
 // bfloat16. A tile of TILE rows of w, which stays in a cache, is multiplied with all rows of x.
 //
 // Built by sage/runtime/joint_linear.py for the processor at hand. Compiled passes call `aoti_torch_cpu_joint_linear`.
@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 
 #include "joint_linear.h"
 
@@ -27,6 +28,7 @@ constexpr int ONE_ROW = 8;                   // rows of w that one row of x is m
 constexpr int LINE = 16;                     // words of a cache line
 constexpr int64_t AHEAD_BYTES = 8192;        // of w between what is multiplied and what is prefetched
 constexpr int64_t MAX_ROWS = 64;             // of x that are laid out at once
+constexpr size_t OWN_BYTES = 1 << 16;        // of x as it is laid out: up to here, every thread has its own, and none waits
 constexpr int64_t MIN_PARALLEL = 1 << 14;    // products; starting threads takes about a microsecond
 constexpr int MAX_WEIGHTS = 16;
 
@@ -100,13 +102,13 @@ template <typename T, int G, int VX>
 struct Group {
     using Word = typename WordOf<T>::Type;
     static constexpr int PARTS = Word::PARTS;
-    static constexpr int ROWS = LANES / G;                    // of a vector
-    static constexpr int DEPTH = LINE * 4 / sizeof(T);        // elements of a line of w
-    static constexpr int VECTORS = LINE / G * VX * PARTS;     // of a line
-    static constexpr int NB = VX == 1 ? TILE : TILE / VX;     // rows of w in a block, whose sums are in registers
+    static constexpr int ROWS = LANES / G;                 // of a vector
+    static constexpr int DEPTH = LINE * 4 / sizeof(T);     // elements of a line of w
+    static constexpr int VECTORS = LINE / G * VX * PARTS;  // of a line
+    static constexpr int NB = TILE / VX;                   // rows of w in a block, whose sums are in registers
 
-    // Lays out lines first .. last of `count` rows of x; what is missing is zero. Vector (s, v, part) of a line has word s * G + g
-    // of row v * ROWS + m in lane m * G + g.
+    // Lays out lines first .. last of `count` rows of x; what is missing is zero. Vector (s, v, part) of a line has word
+    // s * G + g of row v * ROWS + m in lane m * G + g.
     static void lay_out(const Job<T>& job, int64_t row, int64_t count, Vec* out, int64_t first, int64_t last) {
         for (int64_t line = first; line < last; ++line) {
             const int64_t rest = std::min<int64_t>(job.depth - line * DEPTH, DEPTH);
@@ -272,14 +274,13 @@ template <typename T, typename F>
 void for_groups(const Job<T>& job, int64_t lines, Vec* x, F run) {
     for (int64_t row = 0; row < job.rows;) {
         const AnyGroup<T>& kind = next_group<T>(job.rows - row);
-        const int64_t count = std::min<int64_t>(kind.rows, job.rows - row);
-        run(kind, row, count, x);
-        row += count;
+        run(kind, row, std::min<int64_t>(kind.rows, job.rows - row), x);
+        row += kind.rows;
         x += lines * kind.vectors;
     }
 }
 
-// Multiplies all rows of x with rows begin .. end of a weight of `size` rows, not fewer than TILE.
+// Multiplies all rows of x with rows begin .. end of a weight of at least TILE rows, `size`.
 template <typename T>
 void tiles(const Job<T>& job, int64_t lines, Vec* x, const T* w, T* y, int64_t size, int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n += TILE) {
@@ -296,21 +297,22 @@ template <typename T>
 void multiply(const Job<T>& job, int64_t num_weights, const void* const* weights, const int64_t* sizes, int threads) {
     thread_local Scratch scratch;
     const int64_t lines = (job.depth * sizeof(T) + LINE * 4 - 1) / (LINE * 4), unit = job.rows == 1 ? ONE_ROW : TILE;
-    Vec* x = nullptr;
-    if (job.rows > 1) {
-        int64_t vectors = 0;
-        for_groups<T>(job, lines, nullptr, [&](const AnyGroup<T>& kind, auto...) { vectors += lines * kind.vectors; });
-        x = scratch.of(vectors * sizeof(Vec));
-    }
+    size_t bytes = 0;
+    if (job.rows > 1)
+        for_groups<T>(job, lines, nullptr, [&](auto& kind, auto...) { bytes += lines * kind.vectors * sizeof(Vec); });
+    Vec* shared = bytes > OWN_BYTES ? scratch.of(bytes) : nullptr;
     const int64_t units = (job.width + unit - 1) / unit;
     const int wanted = job.rows * job.width * job.depth < MIN_PARALLEL ? 1 : threads;
 #pragma omp parallel num_threads(wanted) if (wanted > 1)
     {
         const int64_t parts = omp_get_num_threads(), part = omp_get_thread_num();
-        if (job.rows > 1) {
+        Vec* x = shared ? shared : scratch.of(bytes);
+        if (job.rows > 1)
             for_groups(job, lines, x, [&](const AnyGroup<T>& kind, int64_t row, int64_t count, Vec* of_x) {
-                kind.lay_out(job, row, count, of_x, lines * part / parts, lines * (part + 1) / parts);
+                const int64_t first = shared ? lines * part / parts : 0, last = shared ? lines * (part + 1) / parts : lines;
+                kind.lay_out(job, row, count, of_x, first, last);
             });
+        if (shared) {
 #pragma omp barrier
         }
         const int64_t begin = std::min(job.width, units * part / parts * unit);
@@ -344,8 +346,7 @@ extern "C" {
 // x [rows, depth] and `num_weights` weights [sizes[i], depth] -> y [rows, sum of sizes], all contiguous.
 void sage_joint_linear(const void* x, int64_t rows, int64_t depth, int64_t num_weights, const void* const* weights,
                        const int64_t* sizes, void* y, int32_t is_half, int64_t threads) {
-    int64_t width = 0;
-    for (int64_t place = 0; place < num_weights; ++place) width += sizes[place];
+    const int64_t width = std::accumulate(sizes, sizes + num_weights, int64_t(0));
     (is_half ? multiply_all<BFloat16> : multiply_all<float>)(x, y, rows, depth, width, num_weights, weights, sizes, threads);
 }
 

@@ -1,4 +1,4 @@
-// Vectors of the processor that joint_linear.cpp is compiled for: float32, bfloat16, words of 32 bits, and what is done with them.
+// Vectors of the processor that joint_linear.cpp is compiled for: of float32, of bfloat16 and of words of 32 bits.
 
 #pragma once
 
