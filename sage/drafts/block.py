@@ -31,7 +31,7 @@ from sage.drafts.block_passes import BlockPass, ConditionalPass
 from sage.drafts.config import HeadConfig
 from sage.drafts.eagle3 import levels_for
 from sage.drafts.head import DraftHead
-from sage.drafts.layer import MLP, FusedLinear, rotate
+from sage.drafts.layer import MLP, FusedLinear, GatedLayer, rotate
 from sage.drafts.mask_token import mask_token_of
 from sage.drafts.options import Conditional
 from sage.drafts.rope import Rope
@@ -126,7 +126,7 @@ class BlockAttention(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(GatedLayer):
     """A decoder layer of slots. The fused context enters keys and values alone, the same in every layer."""
 
     def __init__(self, config: BlockConfig) -> None:
@@ -141,7 +141,7 @@ class BlockLayer(nn.Module):
     ) -> Tensor:
         """[B, R, D] -> [B, R, D]; arguments as of `BlockDraft.run`."""
         hidden = hidden + self.self_attn(context, self.input_layernorm(hidden), rope, mask, cache, layer)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return self.feed_forward(hidden)
 
 
 class Feed(nn.Module):

@@ -36,10 +36,9 @@ class ReplayedRound:
         accepted: drafted tokens that the target accepts.
         emitted: tokens of the round, including the bonus token unless the answer ends before it.
         nodes, depth: of the verified tree, without the root.
-        widths: nodes of each draft pass, including the synchronization with the accepted tokens (1).
+        widths: nodes of each draft pass, including the synchronization with the accepted tokens (0).
         expanded, uncovered: number of expanded nodes, and of those that the recording does not cover.
         is_truncated: the accepted path ends at an uncovered node, so `accepted` is a lower bound.
-        reads_tokens: whether the first draft pass is that synchronization.
     """
 
     accepted: int
@@ -50,12 +49,10 @@ class ReplayedRound:
     expanded: int
     uncovered: int
     is_truncated: bool
-    reads_tokens: bool = False
 
     def seconds(self, costs: Costs, context: int) -> float:
         """Predicted duration with `context` cached tokens."""
-        drafting_s = sum(costs.drafting_s(self.widths, self.reads_tokens))
-        return costs.verify_s(self.nodes + 1, context) + drafting_s + costs.overhead
+        return costs.verify_s(self.nodes + 1, context) + sum(costs.drafting_s(self.widths)) + costs.overhead
 
 
 @dataclass
@@ -124,7 +121,6 @@ class _RoundReplayer:
         self.candidates, self.vocabulary, self.eos = recorded.candidates, recording.vocabulary, recording.eos
         self.policy, self.costs = policy, costs
         self.last_level = min(self.num_remaining - 1, recording.max_depth or self.num_remaining)
-        self.reads_tokens = False
         self.widths: list[int] = []
         self.expanded = 0
         self.uncovered: set[TokenPath] = set()
@@ -133,9 +129,8 @@ class _RoundReplayer:
         """Returns the figures of the round, and the number of rounds that the draft has not read yet, given as `num_unread`."""
         self.policy.begin()
         is_drafting = num_unread == 0 or self.policy.should_draft()
-        self.reads_tokens = is_drafting and num_unread > 0
-        if self.reads_tokens:
-            self.widths.append(1)
+        if is_drafting and num_unread:
+            self.widths.append(0)
         tree = self._draft() if is_drafting else Tree.of_root(self.root)
         paths = _paths(tree)
         next_tokens = [self._next_token(path) for path in paths]
@@ -154,7 +149,6 @@ class _RoundReplayer:
             expanded=self.expanded,
             uncovered=len(self.uncovered),
             is_truncated=paths[verdict.path[-1]] in self.uncovered,
-            reads_tokens=self.reads_tokens,
         )
         return round_, 1 if is_drafting else num_unread + 1
 
@@ -194,7 +188,7 @@ class _RoundReplayer:
         if self.policy.needs_feedback():
             assert self.costs is not None
             verify_s = self.costs.verify_s(len(tree), self.context)
-            draft = list(zip(self.widths, self.costs.drafting_s(self.widths, self.reads_tokens), strict=True))
+            draft = list(zip(self.widths, self.costs.drafting_s(self.widths), strict=True))
             total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
             times = RoundTimes(verify_s, draft, total_s)
             outcome.labels, outcome.times = verdict.labels, lambda: times

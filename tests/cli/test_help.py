@@ -136,18 +136,19 @@ def test_every_choice_has_a_meaning(group: str) -> None:
     assert [choice for choice in group_choices(group) if not choice_meaning(group, choice)] == []
 
 
-@pytest.mark.parametrize("choice", ["eagle", "eagle3", "model"])
+@pytest.mark.parametrize("choice", ["eagle", "eagle3", "peagle", "model"])
 def test_keys_of_every_draft_under_every_choice(choice: str) -> None:
     text = helped("sage-train", f"draft={choice}")
     shown = key_lines(text)
     assert f"  * {choice} " in text and shown["draft.kind"][0] == choice
-    assert shown["draft.draft_vocab_size"][0] == "null" and "only with draft=eagle3" in text
-    assert shown["draft.num_layers"][0] == "null" and shown["draft.input_norm"][0] == "true"
+    assert shown["draft.draft_vocab_size"][0] == "null" and "only with draft=eagle3|peagle|block" in " ".join(text.split())
+    assert shown["draft.num_layers"][0] == ("null" if choice == "model" else "1") and shown["draft.input_norm"][0] == "true"
 
 
 def test_defaults_of_other_choices() -> None:
     shown = " ".join(helped("sage-train").split())
-    assert "objective.steps=7 unrolled draft steps per training step; 1 with objective=distill|eagle|lk|model" in shown
+    others = "block|distill|eagle|lk|model|peagle"
+    assert f"objective.steps=7 unrolled draft steps per training step; 1 with objective={others}" in shown
     assert "draft.compressor.ratio=20" in shown and "3 with draft/compressor=conv|weighted" in shown
     assert "data.num_workers=0" in shown and "8 with data=llava_onevision" in shown
     assert "launch.device=auto device of the ranks; one of auto, cpu, cuda" in shown
@@ -214,7 +215,7 @@ def test_mistakes_beside_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("draft=", {"draft=eagle", "draft=eagle3", "draft=model"}),
+        ("draft=", {"draft=block", "draft=eagle", "draft=eagle3", "draft=model", "draft=peagle"}),
         ("experiment=de", {"experiment=debug", "experiment=demo"}),
         ("draft=eagle3 draft.draft_v", {"draft.draft_vocab_size="}),
         ("train.max_s", {"train.max_steps="}),
