@@ -5,8 +5,8 @@ chosen, and teach the draft little about decoding. Measured on a pocket target: 
 0.81 for answers sampled at temperature 0.7, 0.77 for the templates that it was trained on, 0.45 for templates about another
 image, 0.18 for those in another style. The bound lies between the answers that train useful drafts and the others.
 
-Owns: the measure, its bound, and its sentences. Does not own: when it is measured (train.distill.own_answers in a run,
-data_prep.tools.stats for `sage-data`).
+Owns: the measure, its bound, its sentences, and of which targets it is measured before a run. Does not own: when it is measured
+(train.distill.own_answers in a run, train.cli.data for `sage-data`, train.plan.data in a plan).
 
 Shapes: B batch, T tokens, S supervised tokens, D hidden size.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 MIN_OWN_SHARE = 0.7
 OWN_ANSWERS = "own_answers"  # key of metrics.jsonl; of one source: `own_answers/LABEL`
 CHUNK_TOKENS = 256  # positions whose logits exist at a time
+MAX_BYTES = 10**9  # of the weights of a target that is loaded for this measurement alone
+COMMAND = "sage-train ... data.answers=target"
 
 
 @dataclass(frozen=True)
@@ -58,19 +61,34 @@ class OwnShare:
         sources = self.by_source() if len(self.counts) > 1 else {}
         return {OWN_ANSWERS: self.share, **{f"{OWN_ANSWERS}/{label}": share for label, share in sources.items()}}
 
+    def as_json(self) -> dict[str, Any]:
+        """Returns the content of `own_answers` in the statistics of `sage-data`."""
+        return {"share": self.share, "tokens": self.num_tokens, "sources": self.by_source()}
+
     def line(self) -> str:
         """Returns the figures as one line."""
-        sources = ", ".join(f"{label} {share:.0%}" for label, share in self.by_source().items())
-        listed = f" ({sources})" if len(self.counts) > 1 else ""
+        listed = listed_shares(self.by_source()) if len(self.counts) > 1 else ""
         return f"own answers: {self.share:.0%} of {self.num_tokens:,} supervised tokens are the target's own choice{listed}"
 
-    def warning(self, command: str) -> str:
+    def warning(self, command: str = COMMAND) -> str:
         """Returns the warning about foreign answers, which names `command` as the remedy."""
         return (
             f"the answers are not the target's own: {self.share:.0%} of the supervised tokens are its choice, below "
             f"{MIN_OWN_SHARE:.0%}. A draft trained on them predicts text that the target does not write, and is often slower "
             f"than no draft; regenerate them with: {command}"
         )
+
+
+def listed_shares(by_source: Mapping[str, float]) -> str:
+    """Returns ` (chats 10%, docs 100%)`; empty without sources."""
+    listed = ", ".join(f"{label} {share:.0%}" for label, share in by_source.items())
+    return f" ({listed})" if listed else ""
+
+
+def is_quickly_measured(target_path: str) -> bool:
+    """Whether a target is a local folder with weights of at most `MAX_BYTES`."""
+    files = list(Path(target_path).expanduser().glob("*.safetensors"))
+    return 0 < sum(file.stat().st_size for file in files) <= MAX_BYTES
 
 
 def own_choices(target: Any, features_SD: Tensor, ids_S: Tensor) -> Tensor:

@@ -100,15 +100,16 @@ def step_by_step(x: Inputs, config: ObjectiveConfig) -> tuple[Tensor, ...]:
             p_CU = log_softmax(linear(x.target_hidden_SD[places], x.target_lm_head_UD), config.temperature, wide).exp_()
             for step, (hidden_SD, weight_S) in enumerate(zip(x.hidden_KSD, x.weight_KS, strict=True)):
                 weight_C1 = scale * weight_S[places, None]
-                log_q_CU = log_softmax(linear(hidden_SD[places], x.lm_head_UD), config.temperature, wide)
+                logits_CU = linear(hidden_SD[places], x.lm_head_UD)
+                log_q_CU = log_softmax(logits_CU, config.temperature, wide)
                 ce_C = -row_dot(p_CU, log_q_CU)
-                loss_C, _, slope_CU = evaluate(weighted_terms(config), p_CU, log_q_CU.exp_(), ce_C)
+                loss_C, _ = evaluate(weighted_terms(config), p_CU, log_q_CU.exp_(), ce_C, slope_CU=logits_CU)
                 total += (weight_C1[:, 0] * loss_C).sum()
-                slope_CU, weight_C1 = (value.to(x.lm_head_UD.dtype) for value in (slope_CU, weight_C1 / config.temperature))
+                slope_CU, weight_C1 = logits_CU, (weight_C1 / config.temperature).to(x.lm_head_UD.dtype)
                 grad_KSD[step, places] = (slope_CU @ x.lm_head_UD) * weight_C1
                 if grad_UD is not None:
                     add_product(grad_UD, slope_CU.T, hidden_SD[places] * weight_C1)
-                del log_q_CU, slope_CU
+                del log_q_CU, logits_CU, slope_CU
             del p_CU
     return total, grad_KSD, *(() if grad_UD is None else (grad_UD.to(x.lm_head_UD.dtype),))
 
@@ -128,7 +129,7 @@ def naive(x: Inputs, config: ObjectiveConfig) -> tuple[Tensor, ...]:
 
 
 def measure(sizes: Sizes, config: ObjectiveConfig, repeats: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Measures both losses in interleaved runs; returns the text to print."""
+    """Measures all losses in interleaved runs; returns the text to print."""
     x = make_inputs(sizes, dtype, device)
     difference = _difference(x, config)
     works: dict[str, Callable[[], object]] = {one.__name__: partial(one, x, config) for one in (chunked, step_by_step, naive)}
@@ -172,10 +173,11 @@ def _floor(sizes: Sizes, config: ObjectiveConfig, dtype: torch.dtype) -> list[st
     """The minimum of any exact computation: logits of both sides and the gradient back through the lm_head."""
     product = 2 * sizes.tokens * sizes.columns * sizes.hidden
     products = 1 + sizes.steps * (2 if sizes.draft_vocab_size is None else 3)
-    chunk = min(config.chunk_tokens, sizes.tokens)
-    logits, chunk_logits = (rows * sizes.columns * torch.float32.itemsize / GIB for rows in (sizes.tokens, chunk))
+    chunk = min(config.chunk_tokens, sizes.tokens * sizes.steps)
+    logits = sizes.tokens * sizes.columns * torch.float32.itemsize / GIB
+    chunk_logits = (chunk + chunk / sizes.steps) * sizes.columns * dtype.itemsize / GIB
     return [
         f"S = {sizes.tokens}, U = {sizes.columns}, D = {sizes.hidden}, K = {sizes.steps}, {dtype_name(dtype)}",
         f"floor: {products} products of {product / 1e12:.3g} TFLOP; naive keeps float32 logits of {logits:.2f} GiB each, "
-        f"chunked of {chunk} positions at a time: {chunk_logits:.2f} GiB",
+        f"chunked those of {chunk} rows and their positions: {chunk_logits:.2f} GiB",
     ]

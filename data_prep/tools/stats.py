@@ -36,6 +36,7 @@ MEASURES = {
 QUANTILES = {"min": 0.0, "5%": 0.05, "median": 0.5, "95%": 0.95, "max": 1.0}
 HEAD = ("", *QUANTILES, "mean")
 NO_FAMILY = "-"
+REMEDY = "sage-train ... data.answers=target"
 NOT_MEASURED = "own answers: not measured; the first steps of a run do, and own=64 with the weights of the target here"
 JSON_KEYS = ("min", "p05", "median", "p95", "max", "mean")
 THUMBNAIL_SIDE = 224  # pixels
@@ -80,6 +81,11 @@ class Statistics:
         """The share of own answers, or how it is measured."""
         return self.own.line() if self.own else NOT_MEASURED
 
+    @property
+    def own_warning(self) -> str:
+        """The warning about foreign answers; empty without one."""
+        return self.own.warning(REMEDY) if self.own and self.own.is_foreign else ""
+
     def add(self, conversation: Conversation, example: Example, processor: Processor) -> None:
         """Measures one example."""
         visual = processor.family.visual_mask(example["input_ids"])
@@ -115,7 +121,7 @@ class Statistics:
             "families": dict(self.families),
             "measures": {name: dict(zip(JSON_KEYS, self.summary(name), strict=True)) for name in MEASURES},
             "skipped": dict(self.skipped),
-            "own_answers": {"share": self.own.share, "tokens": self.own.num_tokens} if self.own else None,
+            "own_answers": self.own.as_json() if self.own else None,
             "long": {fit: self.long.counts[fit] for fit in Fit} if self.long else None,
         }
 
@@ -158,6 +164,7 @@ def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversati
     return pages.get_template("report.html").render(
         title=title,
         statistics=statistics,
+        warning=statistics.own_warning,
         head=HEAD,
         constants=same,
         charts=[_histogram(MEASURES[name], statistics.values[name]) for name in varying],

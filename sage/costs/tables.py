@@ -56,13 +56,17 @@ class Curve:
         return [self(one) for one in range(1, count + 1)]
 
     def correct(self, expected: float, seconds: float, rate: float) -> None:
-        """Moves the correction towards a timing of `seconds`, predicted as `expected`, by a learning rate in [0, 1].
+        """Moves the correction towards a timing of `seconds`, predicted as `expected`, by a learning rate in [0, 1]."""
+        self.scale *= correction(expected, seconds, rate)
 
-        Timings off by a factor above three, which are interruptions, are ignored.
-        """
-        ratio = seconds / expected
-        if 1 / 3 < ratio < 3:
-            self.scale *= ratio**rate
+
+def correction(expected: float, seconds: float, rate: float) -> float:
+    """Returns the factor that moves a prediction towards a timing, by a learning rate in [0, 1].
+
+    Timings off by a factor above three, which are interruptions, are ignored.
+    """
+    ratio = seconds / expected
+    return float(ratio**rate) if 1 / 3 < ratio < 3 else 1.0
 
 
 @dataclass
@@ -73,28 +77,21 @@ class Costs:
         verify: seconds of a target pass by number of nodes, at `context` tokens.
         draft: seconds of a draft level by its width.
         context: S the verify curve was measured at.
-        verify_per_token: additional seconds of a target pass per context token beyond `context`.
+        verify_per_token: additional seconds of a target pass over one node per context token beyond `context`.
+        verify_per_pair: the same for every further node.
+        commit_s: seconds of the draft pass that starts a round, over the accepted tokens; None: as a level of one node.
         overhead: seconds per round beyond passes and levels.
         has_key_buckets: whether a target pass costs as much as the bucket of its keys.
-        first: seconds of the first level of a round, with the accepted tokens that the draft reads before it, for a draft that
-            computes all levels there; None where it costs what a level of one node does.
     """
 
     verify: Curve
     draft: Curve
     context: int
     verify_per_token: float = 0.0
+    verify_per_pair: float = 0.0
+    commit_s: float | None = None
     overhead: float = 0.0
     has_key_buckets: bool = False
-    first: Curve | None = None
-
-    def level_curve(self, is_first: bool) -> Curve:
-        """Returns the seconds of the first level of a round, or of a later one, by width."""
-        return self.first if is_first and self.first is not None else self.draft
-
-    def drafting_s(self, widths: Sequence[int], reads_tokens: bool) -> list[float]:
-        """Returns the seconds of a round's levels; `reads_tokens`: whether the first of them reads accepted tokens before."""
-        return [self.level_curve(reads_tokens and level == 0)(width) for level, width in enumerate(widths)]
 
     def verify_s(self, nodes: int, context: int) -> float:
         """Returns c_t(n, S), at least half of the value at `context`."""
@@ -102,7 +99,21 @@ class Costs:
         longer = context - self.context
         if self.has_key_buckets:
             longer = key_bucket(context + nodes + 1) - key_bucket(self.context + nodes + 1)
-        return max(at_context + self.verify.scale * self.verify_per_token * longer, at_context / 2)
+        per_token = self.verify_per_token + self.verify_per_pair * (nodes - 1)
+        return max(at_context + self.verify.scale * per_token * longer, at_context / 2)
+
+    @property
+    def first_level_s(self) -> float:
+        """Seconds of the draft pass that starts a round; its candidates are the first level."""
+        return self.draft(1) if self.commit_s is None else self.commit_s
+
+    def drafting_s(self, widths: Sequence[int], reads_tokens: bool) -> list[float]:
+        """Returns the seconds of a round's draft passes; `reads_tokens`: whether the first of them reads accepted tokens."""
+        return [self.first_level_s if reads_tokens and not level else self.draft(width) for level, width in enumerate(widths)]
+
+    def correct_commit(self, seconds: float, rate: float) -> None:
+        """Moves `commit_s` towards a timing, as `Curve.correct`."""
+        self.commit_s = self.first_level_s * correction(self.first_level_s, seconds, rate)
 
     def state(self) -> dict[str, Any]:
         """Returns the tables as JSON-serializable numbers."""
@@ -111,5 +122,4 @@ class Costs:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Costs:
         """Restores the result of `state`."""
-        curves = {name: None if state.get(name) is None else Curve(**state[name]) for name in ("verify", "draft", "first")}
-        return cls(**{**state, **curves})
+        return cls(**{**state, "verify": Curve(**state["verify"]), "draft": Curve(**state["draft"])})

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from sage.drafts.options import BlockOptions, Eagle3Options, EagleOptions, ModelOptions, PEagleOptions
+from sage.io.installed import import_installed
 
 MODEL_TYPE_PREFIX = "sage_"  # of `model_type` in the config.json of a draft head
 IMPORTER = "checkpoints.export.importer"  # module that reads drafts in the formats of engines
@@ -141,6 +142,7 @@ def head_kind(model_type: Any) -> DraftKind | None:
 
 def importer() -> Any:
     """Imports the reader of exports and third-party drafts, with `is_export(folder)` and `load_export(folder, target)`."""
+    import_installed(IMPORTER.partition(".")[0])
     return import_module(IMPORTER)
 
 

@@ -194,7 +194,8 @@ class _RoundReplayer:
         if self.policy.needs_feedback():
             assert self.costs is not None
             verify_s = self.costs.verify_s(len(tree), self.context)
-            draft = list(zip(self.widths, self.costs.drafting_s(self.widths, self.reads_tokens), strict=True))
+            widths = [0, *self.widths[1:]] if self.reads_tokens else self.widths  # 0: the pass over accepted tokens
+            draft = list(zip(widths, self.costs.drafting_s(self.widths, self.reads_tokens), strict=True))
             total_s = verify_s + sum(seconds for _, seconds in draft) + self.costs.overhead
             times = RoundTimes(verify_s, draft, total_s)
             outcome.labels, outcome.times = verdict.labels, lambda: times

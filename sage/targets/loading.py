@@ -118,8 +118,6 @@ def load_processor(path: str) -> Processor:
 
 def _unreadable(path: str, reason: str) -> str:
     """Returns the message for a configuration that transformers cannot read; names remote code, which is never run."""
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        return f"target: {path}: no config.json there; give the folder of a model, which contains config.json"
     try:
         config = read_config(path)
     except ValueError:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -184,32 +181,3 @@ def test_negative_control_wrong_arrows_are_found_and_drawn() -> None:
 def test_imports_are_light(statements: str, heavy: set[str], tmp_path: Path) -> None:
     done = python("-c", f"import sys; {statements}; print({heavy!r} & set(sys.modules))", cwd=tmp_path)
     assert done.stdout == "set()\n", done.stderr
-
-
-def test_a_users_own_modules_are_not_imported_in_place_of_the_packages(tmp_path: Path) -> None:
-    """Also where the folder is on PYTHONPATH, which DeepSpeed's launcher sets."""
-    for name in ("train", "data_prep", "checkpoints"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user')")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "train.py").write_text("")
-    code = (
-        "import sys\nfrom sage.training import compose, scripts\n"
-        "print([m for m in ('torch', 'deepspeed') if m in sys.modules])\n"
-        "from sage.targets.loading import path_of_target\n"
-        "config = compose('target=pocket_qwen3_vl', 'data=pocket')\n"
-        "print(path_of_target('pocket_qwen3_vl') == config.target.path, sys.modules['train'].__file__)\n"
-        "for name in scripts.FUNCTIONS:\n"
-        "    sys.argv = ['-m', name.removeprefix('sage-'), '--version']\n"
-        "    try: scripts.main()\n"
-        "    except SystemExit as stop: print(name, stop.code)\n"
-        "del sys.modules['train'], sys.modules['sage.training']\n"
-        "sys.path.insert(0, 'mine')\nimport train\n"
-        "try: import sage.training\nexcept ImportError as error: print(error)"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    shown = [line for line in out.stdout.splitlines() if not line.startswith("sage-draft ")]
-    assert shown[:2] == ["[]", f"True {ROOT / 'train/__init__.py'}"]
-    assert shown[2:-1] == [f"sage-{name} 0" for name in ("train", "validate", "data", "export", "report")]
-    assert "mine/train.py" in shown[-1] and "import sage.training first" in shown[-1]

@@ -21,19 +21,31 @@ def policy(tokens: float, speedup: float, ci: tuple[float, float] | None, kept: 
     return figures | {"acceptance_by_depth": depths} | ({"speedup_ci": list(ci)} if ci else {})
 
 
-def facts(chain: dict[str, Any], prompts: int = 16, run: bool = True, own: float = 0.98, **changes: Any) -> Facts:
+def facts(
+    chain: dict[str, Any],
+    prompts: int = 16,
+    run: bool = True,
+    own: float = 0.98,
+    export: str = "eagle3",
+    others: dict[str, dict[str, Any]] | None = None,
+    **changes: Any,
+) -> Facts:
     """Facts of a run of 50 steps with a steady estimate of 2.0 tokens per pass, and own answers."""
-    report = {"policies": {"autoregressive": policy(1.0, 1.0, None), "chain": chain}, "prompts": prompts}
+    policies = {"autoregressive": policy(1.0, 1.0, None), "chain": chain, **(others or {})}
+    report = {"policies": policies, "prompts": prompts}
     if not run:
         return Facts(report=report, draft="exports/d")
     estimates = changes.pop("estimates", (1.2, 1.6, 2.0, 2.0, 2.0))
     lines = [{"step": 10 * i, "estimated_tokens_per_pass": estimate} for i, estimate in enumerate(estimates, 1)]
     lines[0]["own_answers"] = own
+    export, folder = changes.pop("export", "eagle3"), changes.pop("folder", "runs/a")
     config = {"objective.steps": 7, "draft.kind": "eagle3", "data.answers": "given", "train.epochs": None} | changes
-    return Facts(report=report, draft="runs/a/draft", run="runs/a", lines=lines, config=config, command=COMMAND)
+    where = {"draft": f"{folder}/draft", "run": folder, "export": export}
+    return Facts(report=report, lines=lines, config=config, command=COMMAND, **where)
 
 
 SLOW = policy(1.4, 0.7, (0.6, 0.8))
+QUESTION = '--image photo.jpg --prompt "What is this?"'
 REPEATED = "sage-train target=pocket_qwen2_5_vl 'data.path=my chats.jsonl'"
 CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
     "foreign answers": (
@@ -85,6 +97,13 @@ CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
         ("1.40", "50 steps"),
         "sage-train --resume runs/a train.epochs=6",
     ),
+    "low acceptance with two limits": (
+        facts(SLOW, folder="runs/my a", **{"train.epochs": 3, "train.max_steps": 50}),
+        Result.slower,
+        "low_acceptance",
+        (),
+        "sage-train --resume 'runs/my a' train.epochs=6 train.max_steps=100",
+    ),
     "a good draft": (
         facts(policy(3.6, 1.84, (1.7, 2.03))),
         Result.faster,
@@ -92,19 +111,54 @@ CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
         ("1.84x", "chain", "1.70 to 2.03", "16 prompts", "3.60"),
         "sage-export runs/a --format eagle3 --out exports/a",
     ),
+    "a good draft in a format with flavours": (
+        facts(policy(3.6, 1.84, (1.7, 2.03)), export="eagle --flavour vllm", folder="runs/my a"),
+        Result.faster,
+        "",
+        (),
+        "sage-export 'runs/my a' --format eagle --flavour vllm --out 'exports/my a'",
+    ),
+    "a good draft that no engine serves": (
+        facts(policy(3.6, 1.84, (1.7, 2.03)), export="", folder="runs/my a"),
+        Result.faster,
+        "",
+        (),
+        f"sage-generate --draft 'runs/my a' --policy chain {QUESTION}",
+    ),
     "a good draft without its run": (
         facts(policy(3.6, 1.84, (1.7, 2.03)), run=False),
         Result.faster,
         "",
         (),
-        'sage-generate --draft exports/d --image photo.jpg --prompt "What is this?"',
+        f"sage-generate --draft exports/d --policy chain {QUESTION}",
+    ),
+    "a draft that is faster with trees only": (
+        facts(policy(1.6, 0.86, (0.8, 0.9)), others={"cost_aware": policy(1.9, 1.16, (1.06, 1.24))}),
+        Result.faster,
+        "",
+        ("1.16x", "cost_aware"),
+        f"sage-generate --draft runs/a --policy cost_aware {QUESTION}",
     ),
     "one prompt": (
         facts(policy(1.4, 1.3, None), prompts=1, run=False),
         Result.unclear,
         "",
-        ("one prompt", "1.30x"),
+        ("not decided by one prompt", "1.30x"),
         "sage-validate checkpoint=exports/d decode.num_prompts=4 decode.repeats=3",
+    ),
+    "one prompt, which seems faster": (
+        facts(policy(3.6, 1.84, None), prompts=1, folder="runs/my a"),
+        Result.unclear,
+        "",
+        ("one prompt", "1.84x"),
+        "sage-validate 'checkpoint=runs/my a/draft' decode.num_prompts=4 decode.repeats=3",
+    ),
+    "one prompt, which seems slower": (
+        facts(policy(1.8, 0.9, None), prompts=1),
+        Result.unclear,
+        "cost_of_a_round",
+        ("2.00 passes",),
+        "sage-validate checkpoint=runs/a/draft decode.policies=[autoregressive,chain,cost_aware] decode.options.chain.depth=2",
     ),
 }
 

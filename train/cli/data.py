@@ -15,12 +15,14 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from data_prep.config import RegenerateConfig, check_paths, validate
+from data_prep.own_answers import is_quickly_measured
 from data_prep.server.address import check_server, read_key
 from data_prep.splits import Split
 from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
 from sage.drafts.location import find_draft
 from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt
+from sage.training import call
 from train.config.checks import check_path, check_ranges
 from train.config.hydra_app import plain_name, run_app
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
@@ -48,7 +50,6 @@ UNUSED = {  # keys without effect on an action, and the remedy
     | {"limit": LIMIT, "shown": "; remove it", "own": "; remove it"},
 }
 NUM_OWN = 64  # examples of which own answers are measured by default
-MAX_OWN_BYTES = 10**9  # of the weights of a target that is loaded for it by default
 WITH_SERVER = dict.fromkeys(
     ("regenerate.draft", "regenerate.policy", "launch.", "target.dtype", "target.attention", "target.revision"),
     "with regenerate.server, which decodes; remove it",
@@ -130,8 +131,8 @@ def run(config: DataCommand) -> int:
     cli.write_report(out, f"{data_name} for {config.target.name}", statistics, dataset, str(config.split), config.shown)
     print(statistics.as_text())
     print(f"page: {out}")
-    if statistics.own is not None and statistics.own.is_foreign:
-        logger.warning("%s", statistics.own.warning("sage-train ... data.answers=target"))
+    if warning := statistics.own_warning:
+        logger.warning("%s", warning)
     return EXIT_DONE
 
 
@@ -139,8 +140,7 @@ def _num_own(config: DataCommand) -> int:
     """Returns the number of examples of which own answers are measured."""
     if config.own is not None:
         return config.own
-    files = list(Path(config.target.path).expanduser().glob("*.safetensors"))
-    return NUM_OWN if files and sum(file.stat().st_size for file in files) <= MAX_OWN_BYTES else 0
+    return NUM_OWN if is_quickly_measured(config.target.path) else 0
 
 
 def check(config: DataCommand) -> None:
@@ -197,7 +197,7 @@ def _regenerate_on_ranks(config: DataCommand) -> int:
 
 def _start_ranks(config: DataCommand, ranks: int) -> int:
     context = multiprocessing.get_context("spawn")
-    started = [context.Process(target=_rank, args=(config, rank, ranks)) for rank in range(ranks)]
+    started = [context.Process(target=call, args=(_rank, config, rank, ranks)) for rank in range(ranks)]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the ranks: Ctrl-C reaches every process of a terminal
     try:
         for process in started:

@@ -33,8 +33,9 @@ from train.distill.rows import Part, Rows
 
 STATISTICS = ("ce", "kl", "agreement", "acceptance")  # entries of the second result of `ChunkedDistillation`
 SPLIT_SIZE = 4096  # entries of the vocabulary that are summed in one go
-BLOCK_LOGITS = {"cpu": 2**22}  # in float32 at a time, by type of device: within reach of a CPU's caches,
-GPU_BLOCK_LOGITS = 2**25  # and on GPUs enough that launching a kernel takes no longer than running it
+# Logits whose distributions exist in float32 at a time: on a CPU so few that its caches hold them, on GPUs enough for a kernel
+# to take longer than its launch.
+BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**24}
 
 
 class Statistic(Enum):
@@ -83,8 +84,8 @@ class ChunkedDistillation(Function):
     at the end, and the gradient of lm_head is summed over chunks in float32 and cast once, so that `chunk_tokens` does not
     change them. Nothing synchronizes with the device.
 
-    Memory: C U logits of the draft and at most C U of the target in the dtype of their lm_heads; four to six arrays of
-    `BLOCK_LOGITS` entries in float32; the gradients.
+    Memory: C U logits of the draft, and P U of the target for the P <= C positions that a chunk's rows predict, in the dtype of
+    their lm_heads; up to six arrays of `BLOCK_LOGITS` entries in float32; the gradients.
     """
 
     @staticmethod
@@ -126,10 +127,11 @@ class ChunkedDistillation(Function):
                 term.add_to(slope_CU, chunk)
             target_PU = _linear(target_hidden_SE[chunk.positions], target_lm_head_UE)
             for block in rows.parts(_block_size(slope_CU), chunk):
-                own = slice(block.rows.start - chunk.rows.start, block.rows.stop - chunk.rows.start)
-                target = _Target.of(target_PU, rows, block, chunk, config.temperature, wide)
-                figures = _evaluate_block(slope_CU[own], target, config)
+                own_rows, own_positions = (_within(*pair) for pair in zip(block, chunk, strict=True))
+                target = _Target.of(target_PU[own_positions], rows, block, config.temperature, wide)
+                figures = _evaluate_block(slope_CU[own_rows], target, config)
                 loss_R[block.rows], stats_RX[block.rows], agree_R[block.rows] = figures
+                del target
             if grad_RD is not None:
                 grad_RD[chunk.rows] = (slope_CU @ lm_head_UD) * scale_C1
             if grad_UD is not None:
@@ -164,48 +166,57 @@ class _Correction:
 
 
 class _Target(NamedTuple):
-    """The target's distribution for the rows of a block, its entropy, and its most probable token."""
+    """The target's distribution at the positions of a block, its entropy, and its most probable token.
 
-    p_BU: Tensor
-    entropy_B: Tensor
-    best_B: Tensor
+    The block's B rows are N rows for each of M positions, B = M N; positions with unequal numbers of rows are repeated, N = 1.
+    """
+
+    p_M1U: Tensor
+    entropy_M1: Tensor
+    best_M1: Tensor
 
     @classmethod
-    def of(cls, logits_PU: Tensor, rows: Rows, block: Part, chunk: Part, temperature: float, wide: torch.dtype) -> _Target:
-        first, last = (place - chunk.positions.start for place in (block.positions.start, block.positions.stop))
-        log_p_QU = log_softmax(logits_PU[first:last], temperature, wide)
-        p_QU = log_p_QU.exp()
-        entropy_Q = -row_dot(p_QU, log_p_QU)
-        del log_p_QU
-        found = cls(p_QU, entropy_Q, p_QU.argmax(-1))
-        if rows.is_one_to_one:
-            return found
-        place_B = rows.position[block.rows] - block.positions.start
-        return cls(*(values.index_select(0, place_B) for values in found))
+    def of(cls, logits_MU: Tensor, rows: Rows, block: Part, temperature: float, wide: torch.dtype) -> _Target:
+        log_p_MU = log_softmax(logits_MU, temperature, wide)
+        p_MU = log_p_MU.exp()
+        found = (p_MU, -row_dot(p_MU, log_p_MU), p_MU.argmax(-1))
+        del log_p_MU
+        if rows.rows_per_position(block) is None:
+            place_B = rows.position[block.rows] - block.positions.start
+            found = tuple(values.index_select(0, place_B) for values in found)
+        return cls(*(values[:, None] for values in found))
 
 
 def _evaluate_block(logits_BU: Tensor, target: _Target, config: ObjectiveConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the weighted loss [B], STATISTICS [B, 4] and agreement [B]; replaces the draft's logits by temperature * the
     gradient w.r.t. them.
     """
-    log_q_BU = log_softmax(logits_BU, config.temperature, target.p_BU.dtype)
-    ce_B, agrees_B = -row_dot(target.p_BU, log_q_BU), log_q_BU.argmax(-1) == target.best_B
-    loss_B, overlap_B, slope_BU = evaluate(weighted_terms(config), target.p_BU, log_q_BU.exp_(), ce_B)
-    logits_BU.copy_(slope_BU)
-    return loss_B, torch.stack((ce_B, ce_B - target.entropy_B, agrees_B.to(ce_B.dtype), overlap_B), 1), agrees_B
+    positions = len(target.p_M1U)
+    logits_MNU = logits_BU.view(positions, len(logits_BU) // max(positions, 1), logits_BU.shape[1])
+    log_q_MNU = log_softmax(logits_MNU, config.temperature, target.p_M1U.dtype)
+    ce_MN, agrees_MN = -row_dot(target.p_M1U, log_q_MNU), log_q_MNU.argmax(-1) == target.best_M1
+    loss_MN, overlap_MN = evaluate(weighted_terms(config), target.p_M1U, log_q_MNU.exp_(), ce_MN, slope_CU=logits_MNU)
+    stats_MNX = torch.stack((ce_MN, ce_MN - target.entropy_M1, agrees_MN.to(ce_MN.dtype), overlap_MN), -1)
+    return loss_MN.flatten(), stats_MNX.flatten(0, 1), agrees_MN.flatten()
+
+
+def _within(part: slice, whole: slice) -> slice:
+    """Returns a part counted from the start of the whole."""
+    return slice(part.start - whole.start, part.stop - whole.start)
 
 
 def _block_size(logits_CU: Tensor) -> int:
     """Returns the number of rows that are evaluated at a time."""
-    return max(1, BLOCK_LOGITS.get(logits_CU.device.type, GPU_BLOCK_LOGITS) // logits_CU.shape[1])
+    return max(1, BLOCK_LOGITS.get(logits_CU.device.type, BLOCK_LOGITS["cuda"]) // logits_CU.shape[1])
 
 
 def evaluate(
-    terms: list[tuple[Term, float]], p_CU: Tensor, q_CU: Tensor, cross_entropy_C: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the weighted loss [C], the overlap a [C], and temperature * the gradient w.r.t. the draft logits [C, U].
+    terms: list[tuple[Term, float]], p_CU: Tensor, q_CU: Tensor, cross_entropy_C: Tensor, slope_CU: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the weighted loss [C] and the overlap a [C].
 
-    Modifies `q_CU` in place.
+    Writes temperature * the gradient w.r.t. the draft logits to `slope_CU`. Modifies `q_CU` in place. C may be several
+    dimensions, of which `p_CU` may be broadcast.
     """
     needs_overlap_gradient = any(term.statistic is Statistic.overlap for term, _ in terms)
     if needs_overlap_gradient:
@@ -224,10 +235,12 @@ def evaluate(
         else:
             overlap_slope_C = overlap_slope_C + term.slope(weight, value_C)
     if not needs_overlap_gradient:
-        return loss_C, overlap_C, difference_CU.mul_(ce_slope)
+        torch.mul(difference_CU, ce_slope, out=slope_CU)
+        return loss_C, overlap_C
     m_CU = torch.heaviside(difference_CU, difference_CU.new_tensor(0.5))
-    overlap_gradient_CU = m_CU.sub_(row_dot(q_CU, m_CU)[:, None]).mul_(q_CU)
-    return loss_C, overlap_C, overlap_gradient_CU.mul_(overlap_slope_C[:, None]).sub_(difference_CU, alpha=ce_slope)
+    overlap_gradient_CU = m_CU.sub_(row_dot(q_CU, m_CU)[..., None]).mul_(q_CU)
+    torch.sub(overlap_gradient_CU.mul_(overlap_slope_C[..., None]), difference_CU, alpha=ce_slope, out=slope_CU)
+    return loss_C, overlap_C
 
 
 def _linear(hidden_PE: Tensor, lm_head_UE: Tensor) -> Tensor:
@@ -249,11 +262,11 @@ def add_product(total_UD: Tensor, left_UC: Tensor, right_CD: Tensor) -> None:
 
 
 def row_dot(left_CU: Tensor, right_CU: Tensor) -> Tensor:
-    """Dot product of each row, [C]; on a CPU in blocks of columns, which saves memory (`benchmarks.training objective`)."""
+    """Dot product of each row, [C], broadcast; on a CPU in blocks of columns, see `benchmarks.training objective`."""
     return blocked_row_dot(left_CU, right_CU) if left_CU.device.type == "cpu" else torch.linalg.vecdot(left_CU, right_CU)
 
 
 def blocked_row_dot(left_CU: Tensor, right_CU: Tensor) -> Tensor:
     """`row_dot` without a [C, U] product; a library may sum a whole row sequentially."""
-    pairs = zip(left_CU.split(SPLIT_SIZE, 1), right_CU.split(SPLIT_SIZE, 1), strict=True)
-    return torch.stack([torch.einsum("cu,cu->c", left, right) for left, right in pairs]).sum(0)
+    pairs = zip(left_CU.split(SPLIT_SIZE, -1), right_CU.split(SPLIT_SIZE, -1), strict=True)
+    return torch.stack([torch.einsum("...u,...u->...", left, right) for left, right in pairs]).sum(0)

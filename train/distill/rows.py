@@ -57,10 +57,10 @@ class Rows:
         place_R = indices_of(is_valid_KS.T, sum(counts))
         return cls(place_R // len(is_valid_KS), place_R % len(is_valid_KS), counts)
 
-    @cached_property
-    def is_one_to_one(self) -> bool:
-        """Whether row r predicts position r, for every position."""
-        return len(self.position) == len(self.counts) and max(self.counts, default=1) == 1
+    def rows_per_position(self, part: Part) -> int | None:
+        """Returns how many rows each position of a part has, None if not all have as many."""
+        numbers = set(self.counts[part.positions])
+        return numbers.pop() if len(numbers) == 1 else None
 
     def parts(self, size: int, within: Part | None = None) -> Iterator[Part]:
         """Divides all rows, or those of a part, into parts of at most `size` rows and positions, without splitting a position.

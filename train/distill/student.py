@@ -22,6 +22,7 @@ from sage.drafts.options import ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from train.config.schema import Config
 from train.distill.anchors import draw_anchors, gather_chains, is_root_of
+from train.distill.compiled_layers import CompiledLayers, Method
 from train.distill.objective import DraftOutput, Objective
 from train.distill.pairs import Pairs, with_noise
 from train.distill.rows import ChainRows, Rows, indices_of
@@ -37,6 +38,7 @@ class Student(nn.Module):
     Attributes:
         levels: indices of the target's hidden states that the draft reads beside the last feature.
         token_map: LongTensor [U], target ids of the draft vocabulary; None = the target's vocabulary.
+        layers: methods of the draft that are compiled for the forward pass.
         decoding_draft: the draft as `sage.generate` expects it.
     """
 
@@ -48,6 +50,7 @@ class Student(nn.Module):
         super().__init__()
         self.draft: Any = draft
         self.objective = objective
+        self.layers = CompiledLayers()
 
     @classmethod
     def of(cls, draft: Any, config: Config) -> Self:
@@ -60,13 +63,18 @@ class Student(nn.Module):
         Args:
             target_lm_head: [U, D], frozen rows of the target's lm_head for the draft vocabulary.
         """
-        output = self.predict(pairs, target_lm_head)
+        with self.layers.installed():
+            output = self.predict(pairs, target_lm_head)
         sums = self.objective(output, supervised_features(pairs, output), target_lm_head)
         return sums.loss, sums.stacked(), sums.agreements
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         """Runs the draft; returns its output at the supervised positions."""
         raise NotImplementedError
+
+    def compilable(self) -> list[Method]:
+        """Returns the methods of the draft's layers that may be compiled; none unless a kind names them."""
+        return []
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes the draft, with complete (unsharded) weights by name, into a folder that `sage.load_draft` can load."""
@@ -77,7 +85,12 @@ class HeadStudent(Student):
     """An EAGLE or EAGLE-3 head; `objective.feature_noise` is added to the target's features.
 
     With `objective.anchors` drafts start at anchors alone (see `train.distill.anchors`).
+
+    Attributes:
+        max_roots: share of the pairs beyond which an unrolled pass computes all of them; 0 computes all of them always.
     """
+
+    max_roots = MAX_ROOTS
 
     def __init__(self, draft: DraftHead, objective: Objective) -> None:
         super().__init__(draft, objective)
@@ -104,7 +117,7 @@ class HeadStudent(Student):
         if config.anchors is not None:
             keep = [1.0] * min(config.steps, mask.shape[1])
             anchors = draw_anchors(is_root_of(mask, len(keep)), config.anchors, keep)
-        roots = roots_of(mask, config.steps) if anchors is None else anchors.root_BA
+        roots = roots_of(mask, config.steps, self.max_roots) if anchors is None else anchors.root_BA
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight, roots)
         if anchors is None:
             hidden_RD, rows = gather_supervised(steps, mask, short.run_length, roots)
@@ -112,6 +125,9 @@ class HeadStudent(Student):
             hidden_RD, rows = gather_chains(torch.cat(steps, 1), mask, anchors, short.run_length)
         features = hidden_RD if KINDS[draft.kind].predicts_features else None
         return DraftOutput(draft.to_lm_head(hidden_RD), draft.lm_head_weight(target_lm_head), rows, features)
+
+    def compilable(self) -> list[Method]:
+        return [(module, name) for module in self.draft.modules() for name in getattr(module, "compilable", ())]
 
 
 class ModelStudent(Student):
@@ -144,13 +160,17 @@ class ModelStudent(Student):
         hidden_RD, rows = gather_supervised([hidden[:, 1:-1]], pairs.mask)
         return DraftOutput(hidden_RD, self.draft.get_output_embeddings().weight[: len(target_lm_head)], rows)
 
+    def compilable(self) -> list[Method]:
+        layers: Any = self.decoding_draft.model.text_model.layers
+        return [(layer, "forward") for layer in layers]
+
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         super().save(folder, weights)
         if self.decoding_draft.model.processor is not None:
             self.decoding_draft.model.processor.save_pretrained(folder)
 
 
-def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
+def roots_of(mask_BP: Tensor, steps: int, max_share: float = MAX_ROOTS) -> Tensor | None:
     """Returns the pairs from which a chain of at most K - 1 drafted tokens reaches a supervised pair.
 
     An unrolled pass costs in proportion to them. Worked example, two steps:
@@ -159,6 +179,7 @@ def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
 
     Args:
         mask_BP: supervised pairs.
+        max_share: the largest R / P.
 
     Returns:
         LongTensor [B, R]; None if computing all pairs costs less, since causal attention needs no mask. R is read from the
@@ -166,7 +187,7 @@ def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
     """
     is_root_BP = is_root_of(mask_BP, steps)
     num_roots = max(1, int(is_root_BP.sum(1).max()))
-    if num_roots > MAX_ROOTS * mask_BP.shape[1]:
+    if num_roots > max_share * mask_BP.shape[1]:
         return None
     return (~is_root_BP).to(torch.uint8).argsort(stable=True)[:, :num_roots].sort(1).values
 

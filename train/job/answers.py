@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -92,41 +91,34 @@ def _generate_locked(
 
 def _generate(config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks, answers: TargetAnswers) -> None:
     """Does this rank's part: its share of the answers, all of them, or its layers of a sharded target."""
-    is_server = bool(config.regenerate.server)
-    run = _with_server(config, target, answers) if is_server else _with_decoder(config, target, answers)
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-        if sharded is None and not is_server:
-            run(ranks.rank, ranks.world_size)
+        if config.regenerate.server:
+            if ranks.is_main:
+                _with_server(config, target, answers)
+        elif sharded is None:
+            _with_decoder(config, target, answers, ranks.rank, ranks.world_size)
         elif ranks.is_main:
-            with sharded.leading() if sharded is not None and not is_server else nullcontext():
-                run(0, 1)
-        elif sharded is not None and not is_server:
+            with sharded.leading():
+                _with_decoder(config, target, answers, 0, 1)
+        else:
             sharded.follow()
 
 
-def _with_decoder(config: Config, target: sage.Target, answers: TargetAnswers) -> Callable[[int, int], None]:
-    """Returns the work of a rank (its number, number of ranks) that decodes with the target."""
+def _with_decoder(config: Config, target: sage.Target, answers: TargetAnswers, rank: int, world_size: int) -> None:
+    """Decodes the answers of one of `world_size` shares of the conversations with the target."""
     settings = config.regenerate
-
-    def run(rank: int, world_size: int) -> None:
-        draft = sage.load_draft(settings.draft, target) if settings.draft else None
-        _answer(answers, one_by_one(answerer(target, draft, settings, config.data.num_frames)), rank, world_size)
-
-    return run
+    draft = sage.load_draft(settings.draft, target) if settings.draft else None
+    _answer(answers, one_by_one(answerer(target, draft, settings, config.data.num_frames)), rank, world_size)
 
 
-def _with_server(config: Config, target: sage.Target, answers: TargetAnswers) -> Callable[[int, int], None]:
-    """Returns the work of the rank that sends the prompts to `regenerate.server`."""
+def _with_server(config: Config, target: sage.Target, answers: TargetAnswers) -> None:
+    """Sends all prompts to `regenerate.server`."""
     settings = config.regenerate
     assert target.processor is not None
     served = ServedTarget(config.target.path, target.fingerprint, target.processor)
-
-    def run(rank: int, world_size: int) -> None:
-        policy = MediaPolicy.of(config.data, Split.train, settings.images)
-        with ServerAnswers(settings, read_key(settings, os.environ), served, policy) as servers:
-            _answer(answers, servers.drive, rank, world_size, served_model=servers.check())
-
-    return run
+    policy = MediaPolicy.of(config.data, Split.train, settings.images)
+    with ServerAnswers(settings, read_key(settings, os.environ), served, policy) as servers:
+        _answer(answers, servers.drive, 0, 1, served_model=servers.check())
 
 
 def _answer(answers: TargetAnswers, drive: Drive, rank: int, world_size: int, **origin: Any) -> None:

@@ -21,6 +21,7 @@ from typing import NoReturn
 from checkpoints.run_folder import is_locked, waiting_line
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import write_text
+from sage.training import call
 from train.config.checks import check_batch, check_deepspeed
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.console.log import configure_logging
@@ -114,7 +115,7 @@ def spawn(config: Config, work: RankWork, num_ranks: int) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects={rank: Std.ALL for rank in range(1, num_ranks)}),
         )
         try:
-            codes = elastic_launch(settings, _run_spawned_rank)(config, work, folder)
+            codes = elastic_launch(settings, call)(_run_spawned_rank, config, work, folder)
         except (ChildFailedError, SignalException) as error:
             if supervisor.is_stop_requested:
                 raise supervisor.stopped(config.run.dir) from error

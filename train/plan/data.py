@@ -1,24 +1,33 @@
 """The data of a run in its plan: number of examples, invalid items, and examples that are too long.
 
 Owns: the decision whether the data can be opened without the hub. Does not own: their preparation (data_prep), whose result the
-run reuses from the cache.
+run reuses from the cache, and the share of own answers (data_prep.own_answers).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+import sage
 from data_prep.build import build_dataset, long_examples, open_sources
 from data_prep.config import Answers, Cache, check_paths
+from data_prep.own_answers import is_quickly_measured
 from data_prep.sources import KINDS, Content
 from data_prep.splits import Split
+from data_prep.tools.cli import measure_own_answers
+from sage.commands.cli import resolve_device
+from sage.io.dtypes import torch_dtype
 from sage.targets.loading import load_processor
-from train.config.schema import Config
+from train.config.schema import Config, Device
 from train.plan.balance import Balance, balance_of
 
+logger = logging.getLogger(__name__)
+NUM_OWN = 16  # examples of which own answers are measured
 ANSWERS = {
     Answers.given: "as given; the first steps of the run measure how many of their tokens are the target's own choice",
     Answers.target: "the target's own, generated before the first step and kept (data.answers=target)",
@@ -51,13 +60,26 @@ def plan_data(config: Config, ranks: int) -> DataPlan:
         check_paths(data)
         dataset = build_dataset(data, load_processor(folder), "train")
         long = None if all(source.is_trusted for source in open_sources(data, Split.train)) else long_examples(data, dataset)
+        answers = _answers(config, dataset, folder)
     except (ValueError, OSError) as error:
         return DataPlan(None, [("error", " ".join(str(error).split()))])
     names = ", ".join(source.path or source.kind for source in data.resolved(Split.train).values())
     examples = f"{len(dataset):,} for training in {names}"
     balance = balance_of(dataset.full_lengths()[:, 0], config, ranks) if long and long.num_measured else None
     lengths = [("lengths", long.line())] if long else []
-    return DataPlan(len(dataset), [("examples", examples), *lengths, ("answers", ANSWERS[config.data.answers])], balance)
+    return DataPlan(len(dataset), [("examples", examples), *lengths, ("answers", answers)], balance)
+
+
+def _answers(config: Config, dataset: Any, folder: str) -> str:
+    """Returns whose the answers are; measures how many of their tokens are the target's own choice if it loads quickly."""
+    if config.data.answers is Answers.target or not is_quickly_measured(folder):
+        return ANSWERS[config.data.answers]
+    device = resolve_device("cpu" if config.launch.device is Device.cpu else "auto")
+    target = sage.load_target(folder, torch_dtype(config.target.dtype), device)
+    own = measure_own_answers(dataset, target, Split.train, NUM_OWN)
+    if own.is_foreign:
+        logger.warning("%s", own.warning())
+    return f"as given; {own.line()}"
 
 
 def _local_folder(path: str) -> str | None:

@@ -15,6 +15,7 @@ from sage.drafts.registry import KINDS
 from train.config.checks import MAX_STAGE, zero_stage
 from train.config.schema import Config, Offload, Precision
 from train.config.sharding import sharding_ranks
+from train.distill.chunked_loss import BLOCK_LOGITS
 from train.plan.meta import MetaModels
 
 BYTES = {Precision.fp32: 4, Precision.bf16: 2}
@@ -23,7 +24,7 @@ VISUAL_SHARE = 0.5
 DEFAULT_LENGTH = 4096  # if `data.max_length` sets no limit
 RESERVED_BYTES = 1.5e9  # CUDA context, NCCL buffers, cuBLAS workspaces
 FRAGMENTATION = 0.1  # share of the memory allocated and freed in every step that is lost between blocks
-CHUNK_BYTES = 14  # per logit of a chunk: both sides in float32, one of them being computed
+BLOCK_BYTES = 6 * 4  # per logit of a block of the objective: arrays in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,22 @@ class Workload:
     @property
     def draft_vocab_size(self) -> int:
         return getattr(self.config.draft, "draft_vocab_size", None) or self.models.target.vocab_size
+
+    @property
+    def flops_per_s(self) -> float:
+        """Operations per second of one GPU in matrix products."""
+        return self.config.launch.gpu_tflops * 1e12
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second of one GPU that operators between matrix products read and write."""
+        return self.config.launch.gpu_gb_per_s * 1e9
+
+    @property
+    def vision_layers(self) -> int:
+        """Layers of the vision tower; 0 without one."""
+        vision = getattr(self.models.target.model.config, "vision_config", None)
+        return int(getattr(vision, "depth", getattr(vision, "num_hidden_layers", 0)))
 
     @property
     def patches_per_token(self) -> int:
@@ -166,18 +183,16 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
     its learned operators keep their inputs, embedding and feature side by side.
     """
     size = BYTES[config.train.precision]
-    sizes = getattr(draft.config, "text_config", draft.config)
-    layers = getattr(sizes, "num_hidden_layers", 1) if sizes is not draft.config else 1
-    heads = sizes.num_attention_heads + sizes.num_key_value_heads
-    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-    per_layer = 7 * sizes.hidden_size + 4 * sizes.intermediate_size + 3 * heads * head_dim
+    sizes, layers, heads = draft_layers(draft)
+    per_layer = 7 * sizes.hidden_size + 4 * sizes.intermediate_size + 3 * heads
     levels, rows = len(getattr(draft, "levels", ())), draft_rows(draft, length, num_visual)
     learned = sum(isinstance(part, (Conv, Resampler)) for part in draft.modules())
     inputs = (length * levels if levels else rows * 2) + num_visual * 2 * learned
     steps, anchors = steps_per_anchor(config, draft), config.objective.anchors
     if anchors is None:
         return batch * size * (inputs * sizes.hidden_size + rows * steps * layers * per_layer)
-    context = rows * (4 * sizes.hidden_size + 3 * sizes.num_key_value_heads * head_dim)  # normalized inputs, keys and values
+    values = heads * sizes.num_key_value_heads / (sizes.num_attention_heads + sizes.num_key_value_heads)
+    context = rows * (4 * sizes.hidden_size + 3 * values)  # normalized inputs, keys and values
     return batch * size * (inputs * sizes.hidden_size + context + min(rows, anchors) * steps * layers * per_layer)
 
 
@@ -186,6 +201,14 @@ def steps_per_anchor(config: Config, draft: Any) -> float:
     if not KINDS[config.draft.kind].is_parallel:
         return config.objective.steps
     return sum(config.draft.kept_shares(draft.num_levels)) if isinstance(config.draft, PEagleOptions) else draft.num_levels
+
+
+def draft_layers(draft: Any) -> tuple[Any, int, int]:
+    """Returns the configuration of a draft's layers, their number, and the width of all heads of queries and keys."""
+    sizes = getattr(draft.config, "text_config", draft.config)
+    layers = getattr(sizes, "num_hidden_layers" if sizes is not draft.config else "num_layers", 1)
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    return sizes, layers, (sizes.num_attention_heads + sizes.num_key_value_heads) * head_dim
 
 
 def draft_rows(draft: Any, length: int, num_visual: int) -> int:
@@ -198,10 +221,11 @@ def _objective(work: Workload) -> float:
     """Logits of one chunk on both sides; hidden states of every step with their gradients; the gradient of an own lm_head."""
     config, models = work.config, work.models
     size, hidden = BYTES[config.train.precision], models.target.hidden_size
-    supervised, steps = work.micro_batch_tokens * (1 - work.visual_share), work.steps
-    chunk = min(config.objective.chunk_tokens, supervised) * work.draft_vocab_size * CHUNK_BYTES
-    states = (1 + 2 * steps) * supervised * hidden * size
-    if config.objective.anchors is not None:
-        states = (supervised + 2 * steps * work.micro_batch_tokens * work.drafted_share) * hidden * size
-    own_head = work.draft_vocab_size * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
+    steps, vocabulary = work.steps, work.draft_vocab_size
+    supervised = work.micro_batch_tokens * (1 - work.visual_share)
+    predicted = steps * work.micro_batch_tokens * work.drafted_share
+    rows = min(config.objective.chunk_tokens, predicted)
+    chunk = vocabulary * rows * (1 + 1 / steps) * size + min(BLOCK_LOGITS["cuda"], vocabulary * rows) * BLOCK_BYTES
+    states = (supervised + 2 * predicted) * hidden * size
+    own_head = vocabulary * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
     return chunk + states + models.draft.has_own_lm_head * own_head

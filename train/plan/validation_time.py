@@ -16,6 +16,7 @@ TOKENS_PER_PASS = 3.0  # that a policy which drafts is assumed to reach
 DRAFTING = 0.3  # share of the time of a target pass that a round needs beside it
 CALLS_PER_LAYER, CALL_S = 60, 6e-6  # of an eager pass, in which Hugging Face decodes
 MAX_SHARE = 0.1  # of the run
+MIN_VALIDATIONS_S = 60  # of all validations of a run; if they take less, their share does not matter
 MIN_PROMPTS = 4
 
 
@@ -45,9 +46,9 @@ def pass_times(work: Workload, forward_s: float, gather_s: float) -> PassTimes:
         forward_s: of vision tower and text layers over the longest example.
         gather_s: of one pass of a sharded target.
     """
-    target, models, launch = work.models.target, work.models, work.config.launch
+    target, models = work.models.target, work.models
     return PassTimes(
-        weights_s=models.read_parameters * BYTES[work.config.target.dtype] / (launch.gpu_gb_per_s * 1e9),
+        weights_s=models.read_parameters * BYTES[work.config.target.dtype] / work.bytes_per_s,
         calls_s=target.num_layers * CALLS_PER_LAYER * CALL_S,
         gather_s=gather_s,
         prefill_s=forward_s,

@@ -14,6 +14,7 @@ from typing import Any
 
 from checkpoints import run_folder
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
+from data_prep.own_answers import OWN_ANSWERS, listed_shares
 from sage.bench.report_table import measured_with
 from sage.io.files import write_text
 from sage.io.tables import markdown_table
@@ -23,7 +24,7 @@ from train.report import style
 from train.report.compare import RunSummary, read_run
 from train.report.compare_table import measured_lines
 from train.report.run_plots import draw_curves
-from train.report.verdict import own_share, verdict_markdown
+from train.report.verdict import verdict_markdown
 from train.report.warnings import below_estimate_warning
 
 logger = logging.getLogger(__name__)
@@ -120,9 +121,13 @@ def _fastest(run: RunSummary, measured: Sequence[dict[str, Any]]) -> str:
 
 
 def _own_answers(lines: Sequence[dict[str, Any]]) -> str:
-    share = own_share(lines)
-    text = "of the supervised tokens are the target's own choice, measured in the first steps."
-    return "" if share is None else f"{share:.0%} {text}"
+    found = next((line for line in lines if OWN_ANSWERS in line), None)
+    if found is None:
+        return ""
+    prefix = f"{OWN_ANSWERS}/"
+    listed = listed_shares({key.removeprefix(prefix): share for key, share in found.items() if key.startswith(prefix)})
+    text = "of the supervised tokens are the target's own choice"
+    return f"{found[OWN_ANSWERS]:.0%} {text}{listed}, measured in the first steps."
 
 
 def _table(measured: Sequence[dict[str, Any]]) -> str:

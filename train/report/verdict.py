@@ -14,7 +14,7 @@ Does not own: the measurement and its intervals (sage.bench), the estimate (trai
 
 from __future__ import annotations
 
-import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from checkpoints.run_folder import METRICS, PROVENANCE, dotted_keys, read_metrics, read_run_config
+from checkpoints.run_folder import METRICS, dotted_keys, read_command, read_metrics, read_run_config
 from data_prep.own_answers import MIN_OWN_SHARE, OWN_ANSWERS
 from sage.bench.report_table import decode_shares
 from sage.drafts.registry import KINDS
@@ -36,7 +36,6 @@ MIN_TRIED = 20  # rounds, below which a rate of acceptance is not judged
 RISE = 1.05  # of the estimate from the third to the last quarter of a run that is still improving
 MIN_ACCEPTED = 1.5  # tokens per pass, from which the cost of a round is the cause rather than acceptance
 UNROLLED_STEPS = 7  # of objective=eagle3
-EXPORTED = ("eagle", "eagle3")  # kinds with an export format of the same name
 
 
 class Result(StrEnum):
@@ -55,6 +54,7 @@ class Facts:
         report: content of report.json.
         draft: the folder that commands name.
         run: the run that trained it; "" without one.
+        export: the `--format` in which an engine serves it; "" if none does.
         lines: of metrics.jsonl, up to the step of the draft.
         config: configuration of the run by dotted key.
         command: `sys.argv` of the run.
@@ -63,6 +63,7 @@ class Facts:
     report: Mapping[str, Any]
     draft: str
     run: str = ""
+    export: str = ""
     lines: Sequence[Mapping[str, Any]] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     command: Sequence[str] = ()
@@ -100,27 +101,32 @@ def judge(facts: Facts) -> Verdict | None:
     name = best_policy(facts.report)
     if name is None:
         return None
-    result = _result(facts.report["policies"][name])
-    rules = [_foreign_answers] if result is Result.faster else CAUSES
+    part = facts.report["policies"][name]
+    result = _result(part)
+    seems_faster = result is Result.faster or ("speedup_ci" not in part and part["speedup"] > 1)
+    rules = [_foreign_answers] if seems_faster else CAUSES
     cause = next((found for rule in rules if (found := rule(facts, name)) is not None), None)
     command = cause.command if cause else _next_command(facts, result)
     sentence = _sentence(facts.report, name, result)
     return Verdict(result, sentence, cause.name if cause else "", cause.sentence if cause else "", command)
 
 
-def add_verdict(report: dict[str, Any], draft: str, run: Path | None, step: int | None) -> None:
-    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known."""
-    facts = Facts(report=report, draft=draft)
+def add_verdict(report: dict[str, Any], draft: str, run: Path | None, step: int | None, export: str = "") -> None:
+    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known.
+
+    Args:
+        export: the `--format` in which an engine serves the draft; empty if none does.
+    """
+    facts = Facts(report=report, draft=draft, export=export)
     if run is not None and step is not None:
-        path = run / PROVENANCE
-        recorded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         facts = Facts(
             report=report,
             draft=draft,
             run=str(run),
+            export=export,
             lines=[line for line in read_metrics(run / METRICS) if line["step"] <= step],
             config=dotted_keys(read_run_config(run)),
-            command=recorded.get("command", ()),
+            command=read_command(run),
         )
     if (verdict := judge(facts)) is not None:
         report["verdict"] = asdict(verdict)
@@ -165,7 +171,9 @@ def _sentence(report: Mapping[str, Any], name: str, result: Result) -> str:
         Result.unclear: "no clear difference from decoding without a draft",
     }
     bounds, count = part.get("speedup_ci"), report["prompts"]
-    sure = f"95% interval {bounds[0]:.2f} to {bounds[1]:.2f} over {count} prompts" if bounds else "one prompt gives no interval"
+    if not bounds:
+        heads[Result.unclear] = "not decided by one prompt"
+    sure = f"95% interval {bounds[0]:.2f} to {bounds[1]:.2f} over {count} prompts" if bounds else "no interval"
     tokens = f"{part['tokens_per_target_pass']:.2f} tokens per target pass"
     return f"{heads[result]}: {part['speedup']:.2f}x with {name} ({sure}), {tokens}"
 
@@ -240,7 +248,7 @@ def _cost_of_a_round(facts: Facts, name: str) -> Cause | None:
         "overhead"
     )
     options = "decode.policies=[autoregressive,chain,cost_aware] decode.options.chain.depth=2"
-    return Cause("cost_of_a_round", sentence, f"sage-validate checkpoint={facts.draft} {options}")
+    return Cause("cost_of_a_round", sentence, f"sage-validate {_checkpoint(facts)} {options}")
 
 
 def _low_acceptance(facts: Facts, name: str) -> Cause | None:
@@ -261,17 +269,24 @@ CAUSES: list[Rule] = [
 
 
 def _longer_run(facts: Facts) -> str:
-    """Returns the command that continues the run to twice its length."""
-    epochs = facts.config.get("train.epochs")
-    length = f"train.epochs={2 * epochs}" if epochs else f"train.max_steps={2 * facts.lines[-1]['step']}"
-    return f"sage-train --resume {facts.run} {length}"
+    """Returns the command that continues the run to twice its length, of which the shorter of two limits decides."""
+    epochs, steps = facts.config.get("train.epochs"), facts.config.get("train.max_steps")
+    limits = [f"train.epochs={2 * epochs}"] if epochs else []
+    limits += [f"train.max_steps={2 * facts.lines[-1]['step']}"] if steps or not epochs else []
+    return f"sage-train --resume {shlex.quote(facts.run)} {' '.join(limits)}"
 
 
 def _next_command(facts: Facts, result: Result) -> str:
     """Returns the command where no cause is known: use the draft, or measure it on more prompts."""
-    kind = facts.config.get("draft.kind")
     if result is not Result.faster:
-        return f"sage-validate checkpoint={facts.draft} decode.num_prompts={4 * facts.report['prompts']} decode.repeats=3"
-    if facts.run and kind in EXPORTED:
-        return f"sage-export {facts.run} --format {kind} --out exports/{Path(facts.run).name}"
-    return f'sage-generate --draft {facts.run or facts.draft} --image photo.jpg --prompt "What is this?"'
+        return f"sage-validate {_checkpoint(facts)} decode.num_prompts={4 * facts.report['prompts']} decode.repeats=3"
+    chain = facts.report["policies"].get(CHAIN)
+    if facts.run and facts.export and (chain is None or _result(chain) is not Result.slower):  # vLLM verifies chains
+        out = shlex.quote(f"exports/{Path(facts.run).name}")
+        return f"sage-export {shlex.quote(facts.run)} --format {facts.export} --out {out}"
+    draft, policy = shlex.quote(facts.run or facts.draft), best_policy(facts.report)
+    return f'sage-generate --draft {draft} --policy {policy} --image photo.jpg --prompt "What is this?"'
+
+
+def _checkpoint(facts: Facts) -> str:
+    return shlex.quote(f"checkpoint={facts.draft}")

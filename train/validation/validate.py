@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from checkpoints.export.serving import export_choice
 from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, partial_validation_folder, validation_folder
 from checkpoints.store import saving
 from sage.bench.measurement import Interrupted, Measurement, measure
@@ -129,7 +130,8 @@ def validate(
             replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if has_replay else {},
             command=this_command(),
         )
-    add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step)
+    export = "" if info.run is None else export_choice(draft, target.model.config)
+    add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
     folder = info.folder if measured.planned is None else info.partial_folder
     write(report, folder)

@@ -1,0 +1,112 @@
+"""What the plots show, read before they are rendered: order, legends, labels, intervals, one definition of every figure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from benchmarks.papers.studies import STUDIES
+from sage.bench.report_table import format_table
+from sage.runtime.timing import PHASES
+from train.report.plots import MIN_ROUNDS, PLOTS
+from train.report.run_plots import draw_comparison, draw_curves
+
+PHASE_S = dict.fromkeys(PHASES, 0.0) | {"vision": 5.0, "verify": 2.0, "draft_steps": 1.0, "policy": 0.5}
+LEVELS = [{"depth": 1, "tried": 100, "kept": 80}, {"depth": 2, "tried": MIN_ROUNDS - 1, "kept": 3}]
+
+
+def policy(speedup: float, tokens: float = 2.0) -> dict[str, Any]:
+    """Figures of report.json. The time of the prompts' median runs does not add up to the one of `tokens_per_s`."""
+    speeds = {"speedup": speedup, "speedup_end_to_end": 1.0, "speedup_ci": [speedup - 0.1, speedup + 0.1]}
+    counts = {"tokens_per_target_pass": tokens, "mean_accepted_draft": tokens - 1, "match": 1, "total": 1}
+    rounds = {"nodes_per_round": 5.0, "draft_steps_per_round": 5.0, "acceptance_by_depth": LEVELS}
+    return {**speeds, **counts, **rounds, "tokens_per_s": 250.0, "time_s": PHASE_S}
+
+
+REPORT = {
+    "target": "pocket",
+    "fastest_baseline": "autoregressive",
+    "policies": {"autoregressive": policy(1.0, 1.0) | {"acceptance_by_depth": []}, "chain": policy(1.9), "static": policy(1.9)},
+    "baselines": {},
+    "failed_baselines": {},
+}
+LINES = [
+    {"step": step, "tokens": 9, "loss": 2.0, "loss_ce": 1.5, "loss_feature": 0.5, "agreement": 0.5, "acceptance": 0.5}
+    | {"estimated_tokens_per_pass": 1.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 9.0}
+    for step in (1, 2)
+]
+MEASURED = [{"step": 2, "policies": {"chain": policy(1.9), "static": policy(1.9)}}]
+
+
+def drawn(file: str) -> Figure:
+    made = next(plot for plot in PLOTS if plot.file == file).draw(REPORT)
+    assert made is not None
+    return made
+
+
+def legend(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_the_time_per_token_is_that_of_the_table() -> None:
+    """Bars and their numbers are 1 / `tokens_per_s`, with the shares of the decoding phases: 2, 1 and 0.5 s of 3.5 s."""
+    (axes,) = drawn("time.png").axes
+    assert [text.get_text().strip() for text in axes.texts] == ["4.00 ms"] * 3
+    assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(3 * 4.0)
+    assert min(bar.get_width() for bar in axes.patches) == pytest.approx(4.0 * 0.5 / 3.5)
+    assert " 4.000 " in format_table(REPORT)
+
+
+@pytest.mark.parametrize("file", ["speed.png", "time.png"])
+def test_labels_keep_a_margin_on_the_left(file: str) -> None:
+    made = drawn(file)
+    made.draw_without_rendering()
+    assert min(label.get_window_extent().x0 for label in made.axes[0].get_yticklabels()) > 0.05 * made.dpi
+
+
+def test_acceptance_has_intervals_and_connects_no_points_of_few_rounds() -> None:
+    (axes,) = drawn("acceptance.png").axes
+    curve = axes.lines[0].get_ydata()
+    assert curve[0] == 0.8 and curve[1] != curve[1]  # not a number
+    markers = [part for part in axes.collections if not isinstance(part, LineCollection)]
+    assert [part.get_facecolors().tolist()[1] for part in markers] == [[1.0, 1.0, 1.0, 1.0]] * 2  # hollow
+    segments = [segment for part in axes.collections if isinstance(part, LineCollection) for segment in part.get_segments()]
+    assert len(segments) == 4 and all(low < high for (_, low), (_, high) in segments)
+    assert len({round(float(line.get_xdata()[0]), 6) for line in axes.lines}) == 2  # equal points side by side
+
+
+def test_curves_name_what_they_show() -> None:
+    """The loss by its parts, the speedups by policy, the learning rate at its axis; equal dots do not hide each other."""
+    panels = {axes.get_title(loc="left"): axes for axes in draw_curves("x", LINES, MEASURED).axes}
+    assert legend(panels["loss"]) == ["total", "cross-entropy", "features"]
+    assert legend(panels["speedup, decoding only"]) == ["chain", "static"]
+    assert panels[""].get_ylabel() == "learning rate"
+    for title in ("speedup, decoding only", "tokens per target pass"):
+        dots = [line for line in panels[title].lines if line.get_marker() == "o"]
+        assert [line.get_ydata()[0] for line in dots] in ([1.9] * 2, [2.0] * 2)
+        assert len({line.get_xdata()[0] for line in dots}) == 2
+
+
+def test_a_comparison_shows_every_policy_with_its_interval() -> None:
+    run = {"run": "a", "changed": {}, "policies": REPORT["policies"]}
+    made = draw_comparison({"runs": [run], "changed": []})
+    assert made is not None
+    _, speedups = made.axes
+    chain, static = (dots.get_offsets()[0].tolist() for dots in speedups.collections)
+    assert chain[0] == static[0] and chain[1] != static[1]
+    assert [list(line.get_xdata()) for line in speedups.lines[:2]] == [pytest.approx([1.8, 2.0])] * 2
+
+
+def test_the_headline_is_sorted_by_speed() -> None:
+    parts = {name: policy(speedup) for name, speedup in (("chain", 1.9), ("sage", 1.2), ("cost_aware", 2.4))}
+    figures = {"baselines": {"hf_generate": policy(1.0)}, "policies": parts, "variants": {n: {"policy": n} for n in parts}}
+    made = STUDIES["policies"].plots["headline.png"]({"qwen": {**figures, "by_family": {"caption": figures}}})
+    names = [label.get_text() for label in made.axes[0].get_yticklabels()]
+    assert names == ["cost_aware", "chain", "sage", "hf_generate"] and made.axes[0].yaxis_inverted()
+
+
+def test_plots_for_experts_come_last() -> None:
+    assert [plot.file for plot in PLOTS[-3:]] == ["generation.png", "pricing.png", "calibration.png"]
