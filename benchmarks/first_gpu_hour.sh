@@ -46,10 +46,10 @@ passes() { # NAME CONTEXT
     --widths 1,8 --context "$2" --repeats "$repeats" --out "$folder/$1.json"
 }
 
-parts() { # NAME TARGET ATTENTION MICRO_BATCH LENGTH
+parts() { # NAME TARGET ATTENTION MICRO_BATCH LENGTH OVERRIDES ...
   step "$1" 240 python -m benchmarks.training step --images 640x480 --length "$5" --device $device \
     --measured "$repeats" --out "$folder/$1.json" experiment=eagle3 target="$2" target.attention="$3" data.path=/no/data \
-    train.global_batch_size="$4" train.micro_batch_size="$4"
+    train.global_batch_size="$4" train.micro_batch_size="$4" "${@:6}"
 }
 
 if [ $device = cuda ]; then
@@ -91,6 +91,7 @@ done
 for context in $contexts; do passes passes_$context "$context"; done
 for attention in $attentions; do parts vision_$attention qwen2_5_vl_7b $attention 1 2048; done
 for batch in $batches; do parts step_$batch qwen2_5_vl_7b auto "$batch" 2048; done
+parts step_eager qwen2_5_vl_7b auto 1 2048 train.compile=none
 parts step_llava llava_onevision_7b auto 1 4096 # an image takes 2,929 tokens
 for chunk in $chunks; do
   step objective_$chunk 120 python -m benchmarks.training objective --device $device --dtype $dtype --steps 7 --tokens $tokens \

@@ -23,7 +23,7 @@ from data_prep.config import KEY_VARIABLE
 from sage.bench.options import counts, names, variants
 from sage.bench.report import display_name, machine
 from sage.bench.runners import BASELINES
-from sage.commands.cli import add_device_option, new_parser, run
+from sage.commands.cli import add_device_option, add_passes_option, new_parser, run
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.io.files import write_json
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server", metavar="URL", help="a running OpenAI-compatible server, such as http://localhost:8000/v1")
     parser.add_argument("--server-model", metavar="NAME", help="its name of the target; default: the only one it serves")
     add_device_option(parser, "cpu")
-    parser.add_argument("--passes", metavar="NAME", help="how our target passes run; default: that of sage.load_target")
+    add_passes_option(parser)
     parser.add_argument("--prompts", type=int, default=32, help="prompts with one image (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns of every decoder (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")

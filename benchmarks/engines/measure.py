@@ -32,6 +32,7 @@ from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, Runner, baseline_ru
 from sage.commands.cli import resolve_device
 from sage.decoding.answer import PREFILL_PHASES
 from sage.decoding.sampling import Sampling
+from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.targets import Target
 from train.engines.prompts import prompt_data, validation_prompts, write_prompts
 from train.engines.vllm_process import EngineSetting, VllmProcess
@@ -56,7 +57,7 @@ class Comparison:
         variants: our policies, each with every draft.
         baselines: decoders without a draft beside our autoregressive loop, of `sage.bench.runners.BASELINES`.
         depths: values of vLLM's `num_speculative_tokens`.
-        passes: argument of `sage.load_target`; None leaves it out.
+        passes: how our passes run; `auto`: captured on a GPU, compiled on a CPU, since vLLM compiles as well.
         cores: that both sides are pinned to, with one thread each.
         log_folder: receives vLLM's logs.
         device: of our decoders, with fp32 on the CPU, else with the target's dtype.
@@ -74,7 +75,7 @@ class Comparison:
     num_prompts: int = 32
     repeats: int = 5
     max_new_tokens: int = 128
-    passes: str | None = None
+    passes: str = PassMode.auto
     cores: Sequence[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))
     log_folder: Path | None = None
     device: str = "cpu"
@@ -176,10 +177,11 @@ def _vllm_turn(engine: VllmProcess, passes: Sequence[int]) -> list[Answer]:
 
 def load_target(comparison: Comparison) -> Target:
     """Returns the target, with its passes as asked for."""
-    passes = {} if comparison.passes is None else {"passes": comparison.passes}
     device = resolve_device(comparison.device)
     dtype = torch.float32 if device.type == "cpu" else None
-    return sage.load_target(comparison.target, dtype=dtype, device=device, **passes)
+    target = sage.load_target(comparison.target, dtype=dtype, device=device)
+    target.passes = resolve_pass_mode(comparison.passes, device.type, MANY_ANSWERS, target.is_whole)
+    return target
 
 
 def our_decoders(comparison: Comparison, target: Target, prompts: Sequence[BenchPrompt]) -> Iterator[Decoder]:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.training objective|step|batches|lengths`: prints what training costs. See docs/performance.md."""
+"""`python -m benchmarks.training NAME`: prints what training costs. See docs/performance.md."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import fields
 
 import torch
 
-from benchmarks.training import batches, images, lengths, objective, step
+from benchmarks.training import batches, images, lengths, objective, step, unroll
 from sage.bench.options import counts
 from sage.bench.random_targets import layers_that_fit
 from sage.bench.shapes import shape_named, shapes
 from sage.commands.cli import new_parser, run
+from sage.drafts.registry import KINDS
 from sage.io.dtypes import torch_dtype
 from train.config.checks import MAX_STAGE, check
 from train.config.hydra_app import compose
@@ -23,7 +24,7 @@ from train.launch.ranks import pick_device, process_group
 
 def main() -> int:
     arguments, overrides = _parser().parse_known_args()
-    unknown = [word for word in overrides if arguments.what != "step" or word.startswith("-")]
+    unknown = [word for word in overrides if arguments.what not in ("step", "unroll") or word.startswith("-")]
     if unknown:
         raise ValueError(f"{unknown[0]}: unknown to benchmarks.training {arguments.what}; see --help")
     if getattr(arguments, "threads", None):
@@ -33,6 +34,8 @@ def main() -> int:
             print(_objective(arguments))
         case "step":
             print(_step(arguments, overrides))
+        case "unroll":
+            print(_unroll(arguments, overrides))
         case "batches":
             print(batches.measure(arguments.examples, arguments.step, arguments.budgets))
         case "lengths":
@@ -51,8 +54,7 @@ def _objective(arguments: argparse.Namespace) -> str:
 def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
     if arguments.images is not None:
         return _images(arguments, overrides)
-    config: Config = compose("config", [*overrides, f"launch.device={arguments.device}"], Config)
-    check(config)
+    config = _config(arguments, overrides)
     if config.deepspeed.stage == MAX_STAGE:
         raise ValueError("deepspeed.stage=3: allowed: 0, 1 or 2 here; under ZeRO-3 the draft cannot run outside the engine")
     with process_group(arguments.device, config.launch.timeout_s) as ranks:
@@ -64,6 +66,20 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
             made = step.run_of_shape(config, ranks, shape, layers, arguments.length)
         with made as run_of_parts:
             return step.measure(run_of_parts, arguments.measured, arguments.warmup)
+
+
+def _unroll(arguments: argparse.Namespace, overrides: list[str]) -> str:
+    config = _config(arguments, overrides)
+    if KINDS[config.draft.kind].is_target:
+        raise ValueError(f"draft={config.draft.kind}: computes all positions; give draft=eagle or draft=eagle3")
+    with process_group(arguments.device, config.launch.timeout_s) as ranks, step.run_of_target(config, ranks) as run_of_steps:
+        return unroll.measure(run_of_steps, arguments.measured, arguments.warmup)
+
+
+def _config(arguments: argparse.Namespace, overrides: list[str]) -> Config:
+    config: Config = compose("config", [*overrides, f"launch.device={arguments.device}"], Config)
+    check(config)
+    return config
 
 
 def _images(arguments: argparse.Namespace, overrides: list[str]) -> str:
@@ -113,9 +129,12 @@ def _parser() -> argparse.ArgumentParser:
         loss.add_argument(f"--{term.name}", type=float, default=default, help=text)
     loss.add_argument("--dtype", default="fp32", choices=[str(name) for name in Precision])
     loss.add_argument("--repeats", type=int, default=3)
-    steps = kinds.add_parser("step", parents=[shared], help="an optimizer step against its parts; also takes overrides")
-    steps.add_argument("--measured", type=int, default=20, help="steps to time")
-    steps.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+    timed = argparse.ArgumentParser(add_help=False, parents=[shared])
+    timed.add_argument("--measured", type=int, default=20, help="steps to time")
+    timed.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+    text = "optimizer steps that unroll supervised rows against all rows; also takes overrides"
+    kinds.add_parser("unroll", parents=[timed], help=text)
+    steps = kinds.add_parser("step", parents=[timed], help="an optimizer step against its parts; also takes overrides")
     steps.add_argument("--shape", choices=list(shapes()), help="use a random target of these sizes")
     steps.add_argument("--layers", type=int, help="text layers; default: with --shape as many as fit, with --images all")
     steps.add_argument("--length", type=int, default=2048, help="tokens per sequence of --shape and --images")

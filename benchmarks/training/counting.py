@@ -34,11 +34,11 @@ class Counts:
 
 
 @contextmanager
-def counted(counts: Counts) -> Iterator[None]:
-    """Adds what runs within the block to `counts`."""
-    operators = _Operators()
+def counted(counts: Counts) -> Iterator[Operators]:
+    """Adds what runs within the block to `counts` at its end; yields the number of operators so far."""
+    operators = Operators()
     with operators, FlopCounterMode(display=False, custom_mapping=_formulas()) as flops:
-        yield
+        yield operators
     counts.flops += flops.get_total_flops()
     counts.operators += operators.count
 
@@ -71,7 +71,7 @@ def _formula(operator: Any, formula: Callable[..., int]) -> Callable[..., int]:
     return flops
 
 
-class _Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):
     """Counts the operators that run."""
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 
 import sage
 from benchmarks.figures import Figures
+from benchmarks.training.compiled_calls import LayerCalls
 from benchmarks.training.counting import Counts, counted, weightless
 from benchmarks.training.measuring import GIB, describe_machine, peak, reset_peak
 from sage.io.dtypes import torch_dtype
@@ -34,14 +35,15 @@ from sage.targets.families import family_of
 from sage.targets.loading import load_processor, set_attention
 from train.config.schema import Config
 from train.distill.build import fresh_draft, new_student
+from train.distill.compiled_layers import CompiledLayers, draft_layers, target_methods
 from train.distill.pairs import count_supervised
 from train.distill.staging import Staging
-from train.distill.student import Student
+from train.distill.student import Student, supervised_features
 from train.distill.teacher import Teacher
 from train.job.build import build_teacher
-from train.plan.estimate import flops_of_step
 from train.plan.memory import Workload
 from train.plan.meta import MetaModels, target_architecture
+from train.plan.step_time import flops_of_step
 
 META = torch.device("meta")
 PARTS = {
@@ -50,7 +52,7 @@ PARTS = {
     "draft": "draft, forward and backward",
     "objective": "objective",
 }
-HEAD = ("part", "TFLOP", "of the plan's", "operators", "ms", "share of peak", "peak, GiB")
+HEAD = ("part", "TFLOP", "of the plan's", "operators", "compiled", "ms", "share of peak", "peak, GiB")
 Part = Callable[[str], AbstractContextManager[None]]
 
 
@@ -65,9 +67,14 @@ class Sizes:
 
 @dataclass
 class Measured:
-    """What a part takes: operations and operators, seconds of each repeat, and the most bytes allocated during it."""
+    """What a part takes: operations and operators, seconds of each repeat, and the most bytes allocated during it.
+
+    Attributes:
+        compiled: calls with compiled layers (`benchmarks.training.compiled_calls`); None if it has none, or is differentiated.
+    """
 
     counts: Counts = field(default_factory=Counts)
+    compiled: int | None = None
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
@@ -105,20 +112,31 @@ def measure(config: Config, sizes: Sizes, num_layers: int | None, device: torch.
     config.data.max_length = max(sizes.lengths)
     config.train.global_batch_size = config.train.micro_batch_size = len(sizes.lengths)
     parts = {name: Measured() for name in PARTS}
-    work = count(config, architecture, batch, {name: one.counts for name, one in parts.items()})
+    layers = LayerCalls()
+    work = count(config, architecture, batch, {name: one.counts for name, one in parts.items()}, layers)
+    for name, one in parts.items():
+        one.compiled = layers.compiled(name, one.counts.operators)
     plan = flops_of_step(work)
     if device.type == "cuda":
         _time(config, architecture, batch, device, parts, repeats, warmup)
     return _figures(config, work, sizes, batch, parts, plan, device, f"{text.num_hidden_layers} of {complete} text layers")
 
 
-def count(config: Config, architecture: Any, batch: dict[str, Any], counts: dict[str, Counts]) -> Images:
-    """Adds what a micro-batch takes to `counts`, by part; returns what the plan knows of it."""
+def count(config: Config, architecture: Any, batch: dict[str, Any], counts: dict[str, Counts], layers: LayerCalls) -> Images:
+    """Adds what a micro-batch takes to `counts` and `layers`, by part; returns what the plan knows of it."""
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        layers.part = name
+        with counted(counts[name]) as layers.running:
+            yield
+
     with weightless():
         teacher, student = build(config, architecture, META)
+        teacher.layers = CompiledLayers(target_methods(teacher.target), layers.new)
         staged = Staging(teacher.target, torch.device("cpu"), torch_dtype(config.target.dtype))(batch)
         placed = {key: _on_meta(value) for key, value in staged.items()}
-        run_parts(teacher, student, placed, lambda name: counted(counts[name]))
+        run_parts(teacher, student, placed, part)
     models = MetaModels(target=teacher.target, draft=student.decoding_draft)
     share = float(teacher.target.family.visual_mask(batch["input_ids"]).float().mean())
     return Images(config=config, models=models, ranks=1, share=share)
@@ -136,6 +154,7 @@ def build(config: Config, architecture: Any, device: torch.device) -> tuple[Teac
     size = getattr(config.draft, "draft_vocab_size", None)
     vocabulary = None if size is None or size >= target.vocab_size else torch.arange(size)
     student = new_student(fresh_draft(config, target, vocabulary), config).to(torch_dtype(config.train.precision))
+    student.layers = draft_layers(config, student.compilable(), device)
     return build_teacher(config, target, student), student
 
 
@@ -177,13 +196,13 @@ def make_batch(family: Any, processor: Any, sizes: Sizes) -> dict[str, Any]:
 def run_parts(teacher: Teacher, student: Student, batch: dict[str, Any], part: Part) -> None:
     """Runs the forward and backward pass of a micro-batch; `part(name)` surrounds each of PARTS."""
     with part("vision"):
-        prompt = teacher.target.embed(batch)
+        prompt = teacher.embed(batch)
     with part("text"):
         pairs = teacher.pairs(prompt)
-    with part("draft"):
+    with part("draft"), student.layers.installed():
         output = student.predict(pairs, teacher.lm_head)
     with part("objective"):
-        sums = student.objective(output, pairs.features_next[pairs.mask], teacher.lm_head)
+        sums = student.objective(output, supervised_features(pairs, output), teacher.lm_head)
     trained = [p for p in student.parameters() if p.requires_grad]
     with part("draft"):
         torch.autograd.grad(sums.loss / count_supervised(batch["loss_mask"]), trained, allow_unused=True)
@@ -261,6 +280,7 @@ def _figures(
 def _row(name: str, one: Measured, plan: float, peak_flops: float) -> list[str]:
     flops = one.counts.flops
     counts = [name, f"{flops / 1e12:.4g}", f"{flops / plan:.2f}" if plan else "", f"{one.counts.operators}"]
+    counts += ["" if one.compiled is None else f"{one.compiled}"]
     if not one.seconds:
         return [*counts, "", "", ""]
     seconds = median(one.seconds)

@@ -1,4 +1,4 @@
-"""The chunked objective against the naive loss: peak additional memory, time, and the difference of their results.
+"""The chunked objective against one with products for every step, and against the naive loss: memory, time, difference.
 
 Shapes: K steps, S supervised positions, D hidden size, V vocabulary, U draft vocabulary.
 """
@@ -7,16 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from benchmarks.training.measuring import GIB, describe_machine, interleaved
+from benchmarks.training.measuring import GIB, Samples, describe_machine, interleaved
 from sage.io.dtypes import dtype_name
 from sage.io.tables import text_table
 from train.config.schema import ObjectiveConfig
-from train.distill.chunked_loss import ChunkedDistillation, blocked_row_dot
+from train.distill.chunked_loss import (
+    ChunkedDistillation,
+    add_product,
+    blocked_row_dot,
+    evaluate,
+    log_softmax,
+    row_dot,
+    weighted_terms,
+)
+from train.distill.rows import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +48,9 @@ class Sizes:
 
 @dataclass
 class Inputs:
-    """The tensors of `Sizes`. `lm_head_UD` is `target_lm_head_UD` itself where it is borrowed."""
+    """The tensors of `Sizes`. `lm_head_UD` is `target_lm_head_UD` itself where it is borrowed; every step of every position has
+    a row, in the order of the positions.
+    """
 
     hidden_KSD: Tensor
     lm_head_UD: Tensor
@@ -61,16 +74,44 @@ def make_inputs(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Input
     target_lm_head = draw(sizes.columns, sizes.hidden).mul_(3 * sizes.hidden**-0.5)
     lm_head = target_lm_head if sizes.draft_vocab_size is None else target_lm_head.clone().requires_grad_()
     target_hidden = draw(sizes.tokens, sizes.hidden)
-    hidden = (target_hidden + 0.5 * draw(sizes.steps, sizes.tokens, sizes.hidden)).requires_grad_()
+    noise_KSD = 0.5 * draw(sizes.tokens, sizes.steps, sizes.hidden).transpose(0, 1)  # rows of a position lie side by side
+    hidden = (target_hidden + noise_KSD).requires_grad_()
     weights = torch.full((sizes.steps, sizes.tokens), 1 / sizes.steps, device=device)
     return Inputs(hidden, lm_head, target_hidden, target_lm_head, weights)
 
 
 def chunked(x: Inputs, config: ObjectiveConfig) -> tuple[Tensor, ...]:
     """Returns the mean loss per position and its gradients."""
-    arguments = (x.hidden_KSD, x.lm_head_UD, x.target_hidden_SD, x.target_lm_head_UD, x.weight_KS)
-    loss = ChunkedDistillation.apply(*arguments, config)[0] / len(x.target_hidden_SD)
+    rows = Rows.of(torch.ones_like(x.weight_KS, dtype=torch.bool))
+    hidden_RD, weight_R = x.hidden_KSD.transpose(0, 1).flatten(0, 1), x.weight_KS.T.flatten()
+    heads = (x.lm_head_UD, x.target_hidden_SD, x.target_lm_head_UD)
+    loss = ChunkedDistillation.apply(hidden_RD, *heads, weight_R, rows, config)[0] / len(x.target_hidden_SD)
     return loss.detach(), *torch.autograd.grad(loss, x.leaves)
+
+
+def step_by_step(x: Inputs, config: ObjectiveConfig) -> tuple[Tensor, ...]:
+    """Returns the same as `chunked` from chunks of `chunk_tokens` positions, with products of its own for every step."""
+    wide, scale = torch.promote_types(x.hidden_KSD.dtype, torch.float32), 1 / len(x.target_hidden_SD)
+    total, grad_KSD = x.hidden_KSD.new_zeros((), dtype=wide), torch.empty_like(x.hidden_KSD)
+    grad_UD = torch.zeros_like(x.lm_head_UD, dtype=wide) if x.lm_head_UD.requires_grad else None
+    with torch.no_grad():
+        for start in range(0, len(x.target_hidden_SD), config.chunk_tokens):
+            places = slice(start, start + config.chunk_tokens)
+            p_CU = log_softmax(linear(x.target_hidden_SD[places], x.target_lm_head_UD), config.temperature, wide).exp_()
+            for step, (hidden_SD, weight_S) in enumerate(zip(x.hidden_KSD, x.weight_KS, strict=True)):
+                weight_C1 = scale * weight_S[places, None]
+                logits_CU = linear(hidden_SD[places], x.lm_head_UD)
+                log_q_CU = log_softmax(logits_CU, config.temperature, wide)
+                ce_C = -row_dot(p_CU, log_q_CU)
+                loss_C, _ = evaluate(weighted_terms(config), p_CU, log_q_CU.exp_(), ce_C, slope_CU=logits_CU)
+                total += (weight_C1[:, 0] * loss_C).sum()
+                slope_CU, weight_C1 = logits_CU, (weight_C1 / config.temperature).to(x.lm_head_UD.dtype)
+                grad_KSD[step, places] = (slope_CU @ x.lm_head_UD) * weight_C1
+                if grad_UD is not None:
+                    add_product(grad_UD, slope_CU.T, hidden_SD[places] * weight_C1)
+                del log_q_CU, logits_CU, slope_CU
+            del p_CU
+    return total, grad_KSD, *(() if grad_UD is None else (grad_UD.to(x.lm_head_UD.dtype),))
 
 
 def naive(x: Inputs, config: ObjectiveConfig) -> tuple[Tensor, ...]:
@@ -88,20 +129,22 @@ def naive(x: Inputs, config: ObjectiveConfig) -> tuple[Tensor, ...]:
 
 
 def measure(sizes: Sizes, config: ObjectiveConfig, repeats: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Measures both losses in interleaved runs; returns the text to print."""
+    """Measures all losses in interleaved runs; returns the text to print."""
     x = make_inputs(sizes, dtype, device)
     difference = _difference(x, config)
-    works: dict[str, Callable[[], object]] = {"chunked": lambda: chunked(x, config), "naive": lambda: naive(x, config)}
+    works: dict[str, Callable[[], object]] = {one.__name__: partial(one, x, config) for one in (chunked, step_by_step, naive)}
     samples = interleaved(works, repeats, device)
     dots = _row_dots(sizes, config, repeats, device)
-    ours, baseline = samples["chunked"], samples["naive"]
-    memory, seconds = ours.peak / max(baseline.peak, 1), ours.median_s / baseline.median_s
-    rows = [(name, f"{one.peak / GIB:.3f} GiB", one.text()) for name, one in samples.items()]
-    results = (
-        text_table(("loss", "peak additional", "median time (range)"), rows, "<>>", ruled=False),
-        f"chunked / naive: memory {memory:.3f} (1/{1 / max(memory, 1e-9):.1f}), time {seconds:.3f}",
-    )
-    return "\n".join((*_floor(sizes, config, dtype), "", *results, difference, dots, describe_machine(device)))
+    names = {name: name.replace("_", " ") for name in works}
+    rows = [(names[name], f"{one.peak / GIB:.3f} GiB", one.text()) for name, one in samples.items()]
+    table = text_table(("loss", "peak additional", "median time (range)"), rows, "<>>", ruled=False)
+    ratios = [_ratio(samples["chunked"], samples[name], names[name]) for name in list(works)[1:]]
+    return "\n".join((*_floor(sizes, config, dtype), "", table, *ratios, difference, dots, describe_machine(device)))
+
+
+def _ratio(ours: Samples, theirs: Samples, name: str) -> str:
+    memory, seconds = ours.peak / max(theirs.peak, 1), ours.median_s / theirs.median_s
+    return f"chunked / {name}: memory {memory:.3f} (1/{1 / max(memory, 1e-9):.1f}), time {seconds:.3f}"
 
 
 def _row_dots(sizes: Sizes, config: ObjectiveConfig, repeats: int, device: torch.device) -> str:
@@ -130,10 +173,11 @@ def _floor(sizes: Sizes, config: ObjectiveConfig, dtype: torch.dtype) -> list[st
     """The minimum of any exact computation: logits of both sides and the gradient back through the lm_head."""
     product = 2 * sizes.tokens * sizes.columns * sizes.hidden
     products = 1 + sizes.steps * (2 if sizes.draft_vocab_size is None else 3)
-    chunk = min(config.chunk_tokens, sizes.tokens)
-    logits, chunk_logits = (rows * sizes.columns * torch.float32.itemsize / GIB for rows in (sizes.tokens, chunk))
+    chunk = min(config.chunk_tokens, sizes.tokens * sizes.steps)
+    logits = sizes.tokens * sizes.columns * torch.float32.itemsize / GIB
+    chunk_logits = (chunk + chunk / sizes.steps) * sizes.columns * dtype.itemsize / GIB
     return [
         f"S = {sizes.tokens}, U = {sizes.columns}, D = {sizes.hidden}, K = {sizes.steps}, {dtype_name(dtype)}",
         f"floor: {products} products of {product / 1e12:.3g} TFLOP; naive keeps float32 logits of {logits:.2f} GiB each, "
-        f"chunked of {chunk} positions at a time: {chunk_logits:.2f} GiB",
+        f"chunked those of {chunk} rows and their positions: {chunk_logits:.2f} GiB",
     ]

@@ -23,6 +23,7 @@ from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens, cached_index, join_tokens
 from sage.runtime.timing import Clock
 from sage.targets import Features, Prompt, Target
+from sage.targets.prompt_pass import read_prompt
 from sage.targets.tree_passes import TreePasses
 
 
@@ -105,7 +106,7 @@ def prefill(request: Request) -> Round:
     target, session, clock = request.target, request.session, request.clock
     suffix = request.prompt.after(request.cache.length)
     needs_attention = session is not None and request.pruning.needs_attention and bool(suffix.visual_mask.any())
-    features = target.prefill(suffix, request.cache, request.levels, needs_attention)
+    features = read_prompt(target, suffix, request.cache, request.levels, needs_attention)
     request.features.append(features)
     first = request.verifier.sampler.first(target.lm_head(features.last[:, -1]))
     request.root = int(first)
@@ -147,7 +148,7 @@ def draft_tree(request: Request) -> Tree:
     for level in range(1, last_level + 1):
         scores = request.verifier.sampler.coupled(logits, level, session.token_map)
         probs, tokens = session.propose(scores, policy.num_candidates_at(level))
-        clock.lap("draft_steps", len(probs))
+        clock.lap("draft_steps", len(probs) if level > 1 else 0)
         frontier = builder.open_level(probs, tokens)
         check_probabilities(frontier.rows, level, request.stats.new_tokens)
         next_level = policy.next_level(frontier)

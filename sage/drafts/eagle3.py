@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sage.drafts.compressor.compressor import Compressor
 from sage.drafts.eagle import EagleConfig
 from sage.drafts.head import DraftHead
-from sage.drafts.layer import MLP, Attention
+from sage.drafts.layer import MLP, Attention, GatedLayer
 from sage.drafts.rope import Rope
 from sage.drafts.unroll import Chains
 from sage.targets import Features, Target
@@ -63,7 +63,7 @@ class Eagle3Config(EagleConfig):
         super().__post_init__(**kwargs)
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(GatedLayer):
     """EAGLE-3's decoder layer: attention over (normed embedding, normed feature); the feature is the residual stream."""
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -85,7 +85,7 @@ class Eagle3Layer(nn.Module):
         residual = normed if self.norm_before_residual else features
         residual = cache.queries(residual) if isinstance(cache, Chains) else residual
         hidden = residual + self.self_attn(pair, rope, mask, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return self.feed_forward(hidden)
 
 
 class Eagle3Draft(DraftHead):

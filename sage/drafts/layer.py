@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, N new tokens, S keys, D hidden, H heads, d head size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class FusedLinear:
 class Attention(nn.Module):
     """Grouped-query attention over `input_size` features (2D for EAGLE-3, D otherwise)."""
 
+    compilable: ClassVar[tuple[str, ...]] = ("project",)
+
     def __init__(self, config: Any, input_size: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -74,11 +76,15 @@ class Attention(nn.Module):
             query = rotate(self._heads(self.q_proj(cache.queries(hidden))), *(cache.queries(part, 2) for part in rope))
             key, value = rotate(self._heads(self.k_proj(hidden)), *rope), self._heads(self.v_proj(hidden))
         else:
-            heads = self._heads(self.qkv(hidden))
-            rotated = rotate(heads[:, : -self.kv_heads], *rope)
-            query, key, value = rotated[:, : -self.kv_heads], rotated[:, -self.kv_heads :], heads[:, -self.kv_heads :]
+            query, key, value = self.project(hidden, rope)
         out = self._attend(query, key, value, mask, cache).reshape(batch, -1, length, self.head_dim).transpose(1, 2)
         return self.o_proj(out.reshape(batch, length, -1))
+
+    def project(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries [B, H, N, d], keys and values [B, H / G, N, d], rope applied to the first two."""
+        heads = self._heads(self.qkv(hidden))
+        rotated = rotate(heads[:, : -self.kv_heads], *rope)
+        return rotated[:, : -self.kv_heads], rotated[:, -self.kv_heads :], heads[:, -self.kv_heads :]
 
     def _heads(self, states: Tensor) -> Tensor:
         """[B, T, H * d] -> [B, H, T, d]."""
@@ -112,7 +118,23 @@ class MLP(nn.Module):
         return self.down_proj(self.activation(gate) * up)
 
 
-class DraftLayer(nn.Module):
+class GatedLayer(nn.Module):
+    """The part of a layer after its attention.
+
+    Attributes:
+        compilable: methods that are functions of tensors alone, which a training run may compile.
+    """
+
+    compilable: ClassVar[tuple[str, ...]] = ("feed_forward",)
+    post_attention_layernorm: nn.RMSNorm
+    mlp: MLP
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """Adds the MLP's output, [.., D] -> [.., D]."""
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DraftLayer(GatedLayer):
     """EAGLE's decoder layer."""
 
     def __init__(self, config: Any) -> None:
@@ -132,7 +154,7 @@ class DraftLayer(nn.Module):
         """
         residual = cache.queries(hidden) if isinstance(cache, Chains) else hidden
         hidden = residual + self.self_attn(self.input_layernorm(hidden), rope, mask, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return self.feed_forward(hidden)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

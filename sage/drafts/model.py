@@ -22,6 +22,7 @@ from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.targets import Features, Prompt, Target, load_target
 from sage.targets.loading import meta_target
+from sage.targets.prompt_pass import read_prompt
 from sage.targets.tree_passes import TreePasses, describe_target
 
 
@@ -152,7 +153,7 @@ class ModelSession(DraftSession):
         own = self.model.embed(prompt.inputs)
         if prompt.kept is not None:
             own = own.at(prompt.kept)
-        self.model.prefill(own, self.cache)
+        read_prompt(self.model, own, self.cache)
         self.position = own.next_position
         return self._read(root)
 
@@ -175,6 +176,7 @@ class ModelSession(DraftSession):
         self.cache.zero_to(context)
         self.committed = context
         self.position = torch.full((1,), context, device=self.model.device)
+        self._root_position = self.position - 1
         self.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=self.model.device)
 
     def _read(self, tokens: Tensor) -> Tensor:

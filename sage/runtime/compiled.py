@@ -43,6 +43,8 @@ Example = Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]
 class Compiled(Executor):
     """Runs functions compiled: one package for a single entry, one for several."""
 
+    max_prompt = 128
+
     def bind(self, function: PassFunction) -> Run:
         if self not in function.kept:
             function.kept[self] = CompiledFunction(function)
@@ -87,11 +89,13 @@ class CompiledFunction:
             return function.example(variant, device)
 
         depends_on = (variant, function.depends_on)
-        self.packages[variant] = compiled(function, example, self._label(variant), depends_on, function.modules)
+        self.packages[variant] = compiled(
+            function, example, self._label(variant), depends_on, function.modules, function.timed_rows
+        )
         return self.packages[variant]
 
     def _label(self, variant: tuple[bool, ...]) -> str:
-        return self._function.names[0 if variant[0] else 1]
+        return self._function.names[0 if True in variant[:1] else 1]
 
 
 class Package:
@@ -128,7 +132,14 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 @preparation()
-def compiled(module: nn.Module, example: Example, label: str, depends_on: Any, modules: Sequence[str] = ()) -> Package | None:
+def compiled(
+    module: nn.Module,
+    example: Example,
+    label: str,
+    depends_on: Any,
+    modules: Sequence[str] = (),
+    timed_rows: Sequence[int] = (),
+) -> Package | None:
     """Returns `module` compiled, from disk if it was compiled before; None, with a warning, if that fails.
 
     Args:
@@ -137,26 +148,29 @@ def compiled(module: nn.Module, example: Example, label: str, depends_on: Any, m
         label: names the pass in messages.
         depends_on: JSON-serializable description of the model.
         modules: of the code that `module` runs; a package is used as long as this code is the same.
+        timed_rows: as of a `PassFunction`.
     """
     try:
-        return _known_or_new(module, example, label, (depends_on, environment(_device(module), __name__, *modules)))
+        facts = (depends_on, environment(_device(module), __name__, *modules))
+        return _known_or_new(module, example, label, facts, timed_rows)
     except Exception as error:
         warn_once(f"passes: cannot be compiled ({_reason(error)}); they run eagerly")
         return None
 
 
-def _known_or_new(module: nn.Module, example: Example, label: str, depends_on: Any) -> Package:
+def _known_or_new(module: nn.Module, example: Example, label: str, depends_on: Any, timed_rows: Sequence[int]) -> Package:
     with torch.inference_mode(False):  # an inference tensor cannot be traced
         args, dims = example()
     device = args[0].device
     kernel = kernel_facts(module)
+    timed_rows = timed_rows if kernel is not None else ()
     facts = [type(module).__name__, label, depends_on, str(next(module.parameters()).dtype), kernel]
     path = passes_folder() / f"{json_digest(facts)}{PACKAGE_SUFFIX}"
     if known := _loaded(path, module, device):
         return known
     path = writable_path(path)
     with only_process(path, label):
-        return _loaded(path, module, device) or _newly_compiled(path, module, args, dims, label, kernel is not None)
+        return _loaded(path, module, device) or _newly_compiled(path, module, args, dims, label, timed_rows)
 
 
 def _reason(error: Exception) -> str:
@@ -176,26 +190,26 @@ def _loaded(path: Path, module: nn.Module, device: torch.device) -> Package | No
 
 
 def _newly_compiled(
-    path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], label: str, has_choice: bool
+    path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], label: str, timed_rows: Sequence[int]
 ) -> Package:
     """Compiles to a file and loads it; deletes packages that are no longer used.
 
     Args:
-        has_choice: whether linear layers run with the faster of two kernels; False for torch's.
+        timed_rows: for the choice between two kernels of linear layers; empty for torch's.
     """
     print(f"passes: compiling {label}, once; kept in {path.parent}", file=sys.stderr)
-    _compile_to(path, module, args, dims, has_choice)
+    _compile_to(path, module, args, dims, timed_rows)
     prune(path.parent)
     return Package(path, module, args[0].device)
 
 
-def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], has_choice: bool) -> None:
+def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], timed_rows: Sequence[int]) -> None:
     with atomic_path(path) as temporary, warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.no_grad():
         program = torch.export.export(
             module, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
-        if has_choice:
-            print(f"passes: {choose(program)}", file=sys.stderr)
+        if timed_rows:
+            print(f"passes: {choose(program, timed_rows)}", file=sys.stderr)
         package = BytesIO()  # torch ends the process where it cannot write a file
         torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=OPTIONS)
         temporary.write_bytes(package.getvalue())

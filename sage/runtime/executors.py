@@ -22,7 +22,13 @@ class Run(Protocol):
 
 
 class Executor(ABC):
-    """Runs pass functions in one way."""
+    """Runs pass functions in one way.
+
+    Attributes:
+        max_prompt: tokens of the longest prompt that it reads; in longer ones, products take most of the time.
+    """
+
+    max_prompt = 0
 
     @abstractmethod
     def bind(self, function: PassFunction) -> Run:

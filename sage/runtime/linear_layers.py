@@ -21,7 +21,6 @@ from sage.runtime.joint_linear import DTYPES, JOINT_LINEAR, MAX_WEIGHTS, joint_l
 from sage.runtime.timing import TimedCall, interleaved_s
 
 MIN_BYTES = 1_000_000  # of weights; below, calls take longer than products
-SEVERAL_ROWS = (2, 4, 8, 16, 32)  # timed for a pass over several entries
 REPEATS = 9  # the fastest one counts: other processes delay threads that wait for each other
 CPU = torch.device("cpu")
 LINEAR, SLICE, ADD, CAT = (
@@ -53,13 +52,17 @@ class Layers:
     weights: list[Tensor]
 
 
-def choose(program: Any) -> str:
-    """Replaces the linear layers of an exported pass by `joint_linear` if that is faster; returns what was measured."""
+def choose(program: Any, several_rows: Sequence[int]) -> str:
+    """Replaces the linear layers of an exported pass by `joint_linear` if that is faster; returns what was measured.
+
+    Args:
+        several_rows: numbers of rows to time if the pass has several.
+    """
     groups = _groups(program)
     if not groups:
         return "no linear layers"
     sizes = [size for group in groups for size in group.nodes[0].meta["val"].shape[:-1]]
-    counts = (1,) if all(isinstance(size, int) and size == 1 for size in sizes) else SEVERAL_ROWS  # others are symbols
+    counts = (1,) if all(isinstance(size, int) and size == 1 for size in sizes) else several_rows  # others are symbols
     ours, theirs = timings(groups, counts)
     is_faster = ours < theirs
     if is_faster:

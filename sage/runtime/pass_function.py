@@ -49,6 +49,7 @@ NODES = Dim("nodes", 5, MAX_NODES, node_bucket, has_variant=True)
 VISIBLE = Dim("visible", 7, MAX_NODES, lambda count: max(node_bucket(count), 2), has_variant=True)  # a graph masks its padding
 SEEN = Dim("seen", 7, MAX_NODES, node_bucket, has_variant=True)  # a single node sees itself: nothing to mask
 TOKENS = Dim("tokens", 5, MAX_NODES, node_bucket, has_variant=True, is_padded_in_front=True)
+PROMPT = Dim("prompt", 9, MAX_KEYS, int)  # the tokens of one; graphs do not read prompts
 PARENTS = Dim("parents", 3, MAX_NODES, lambda count: max(node_bucket(count), MIN_PARENTS), minimum=1)
 KEYS = Dim("keys", 24, MAX_KEYS, lambda count: key_bucket(count + 1))  # and one row that padding writes
 CAPACITY = Dim("capacity", 48, MAX_KEYS, int)
@@ -119,6 +120,7 @@ class PassFunction(nn.Module):
         results: descriptions of the results.
         depends_on: JSON-serializable description of the model, without its weights.
         modules: of code that the function calls and that its own module does not import.
+        timed_rows: numbers of rows for which kernels of linear layers are compared, in a pass over several entries.
 
     Attributes:
         kept: what executors keep for this function: compiled variants, captured graphs.
@@ -132,8 +134,10 @@ class PassFunction(nn.Module):
         results: Sequence[Result],
         depends_on: Any,
         modules: Sequence[str] = (),
+        timed_rows: Sequence[int] = (2, 4, 8, 16, 32),
     ) -> None:
         super().__init__()
+        self.timed_rows = timed_rows
         self.owner, self.names, self.depends_on = owner, names, depends_on
         self.modules = (type(self).__module__, *modules)
         self.arguments, self.results = tuple(arguments), tuple(results)

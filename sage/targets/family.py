@@ -127,6 +127,12 @@ class Family(InputFormat):
     def optimize(self, model: nn.Module) -> None:
         """Replaces slow modules of a loaded model by equivalent ones, with the same weights under the same names."""
 
+    def vision_blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the repeated blocks of the vision tower: the longest list of modules beside the text layers."""
+        text = set(self.text_model(model).modules())
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and module not in text]
+        return list(max(lists, key=len, default=()))
+
     def rope(self) -> RopeConfig:
         """Returns the rope of the text layers; ValueError for one that draft heads cannot follow."""
         return RopeConfig.of(self.config.get_text_config().rope_parameters)

@@ -143,8 +143,8 @@ class BigramStudent(Student):
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         hidden = self.draft.hidden(pairs.embeds_next.to(self.draft.dtype))
-        hidden_KSD, is_valid_KS = gather_supervised([hidden], pairs.mask)
-        return DraftOutput(hidden_KSD, target_lm_head, is_valid_KS)
+        hidden_RD, rows = gather_supervised([hidden], pairs.mask)
+        return DraftOutput(hidden_RD, target_lm_head, rows)
 
 
 ROW = DraftKind(

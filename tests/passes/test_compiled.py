@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import make_qwen, random_draft, text_sizes
+from support.models import make_inputs, make_qwen, random_draft, text_sizes
 from support.pass_helpers import answer, head, quick_wrappers, run_chain
 from torch import nn
 from transformers import LlamaConfig, Qwen3VLConfig
@@ -25,6 +25,7 @@ from sage.runtime import joint_linear, linear_layers
 from sage.runtime.executors import EAGER
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import PREPARATIONS
+from sage.targets import prompt_pass
 from sage.targets.families import family_of
 from sage.targets.tree_passes import TreePasses
 
@@ -104,6 +105,35 @@ def test_full_cache(shared: Path) -> None:
     with pytest.warns(UserWarning, match="several nodes cannot run compiled"):
         found = run_chain(passes, eager.new_cache(5), 5)
     torch.testing.assert_close(found.logits, run_chain(eager, eager.new_cache(5), 5).logits)
+
+
+def test_prompts(shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Short prompts are read by one pass, whatever their length; all others as in eager mode."""
+    monkeypatch.setattr(prompt_pass, "MIN_BYTES", 0)
+    monkeypatch.setattr(package.Compiled, "max_prompt", 12)
+    target, levels = make_qwen(**LAYERS), (0, 1, 2)
+    target.passes = PassMode.compiled
+    complete = target.embed(make_inputs(target, length=16))
+    with torch.inference_mode():
+        for length, wants_attention, known, count in (
+            (7, False, 0, 1),
+            (12, False, 0, 0),
+            (13, False, 0, 0),
+            (9, False, 2, 0),
+            (9, True, 0, 0),
+        ):
+            prompt = complete.at(torch.arange(length))
+            cache, theirs = target.new_cache(40), target.new_cache(40)
+            for one in (cache, theirs):
+                target.prefill(prompt.at(torch.arange(known)), one) if known else None
+            part = prompt.after(known)
+            found = prompt_pass.read_prompt(target, part, cache, levels, wants_attention)
+            expected = target.prefill(part, theirs, levels, wants_attention)
+            assert cache.length == theirs.length == length and (found.attention is None) is not wants_attention
+            torch.testing.assert_close([found.last, *found.levels], [expected.last, *expected.levels])
+            for ours, other in zip([*cache.keys, *cache.values], [*theirs.keys, *theirs.values], strict=True):
+                torch.testing.assert_close(ours[:, :, :length], other[:, :, :length])
+            assert capsys.readouterr().err.count("pass over a prompt") == count
 
 
 @pytest.mark.parametrize(("config", "policy"), FAMILY_CONFIGS, ids=[config.model_type for config, _ in FAMILY_CONFIGS])

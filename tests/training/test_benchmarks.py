@@ -15,6 +15,7 @@ from benchmarks.figures import Figures, read_figures
 from benchmarks.gpu_page import filled
 from benchmarks.training import __main__ as bench
 from benchmarks.training import images
+from benchmarks.training.compiled_calls import LayerCalls
 from benchmarks.training.counting import Counts, counted
 from benchmarks.training.measuring import interleaved, peak, reset_peak
 from benchmarks.training.objective import Sizes, chunked, make_inputs, naive
@@ -76,6 +77,10 @@ def test_step_prints_the_parts_of_a_target_and_of_a_shape(
     text = printed([*few, *command(target, tmp_path / "run")], monkeypatch, capsys)
     assert "draft=eagle, 2 steps of 4 = 1 rank(s) x 2 x 2" in text and "step / parts:" in text and "data wait" in text
     assert not (tmp_path / "run").exists()
+    eagle3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=2"]
+    text = printed(["unroll", *few[1:], *command(target, tmp_path / "run", *eagle3)], monkeypatch, capsys)
+    assert "2 unrolled step(s), 2 optimizer steps of 4 = 1 rank(s) x 2 x 2 of each kind" in text
+    assert "rows of supervised positions / all rows: time " in text and float(text.split("; rows ")[1].split()[0]) < 1
     monkeypatch.setitem(shapes(), "tiny", TINY)
     shape = ["--shape", "tiny", "--layers", "7", "--length", "12", "draft=eagle3", "target.dtype=fp32"]
     text = printed([*few, *shape, "train.global_batch_size=2", "train.micro_batch_size=2"], monkeypatch, capsys)
@@ -129,10 +134,26 @@ def test_counts_without_weights_are_those_of_real_tensors(target_name: str) -> N
     teacher, student = images.build(config, architecture, CPU)
     staged = Staging(teacher.target, CPU, torch.float32)(batch)
     images.run_parts(teacher, student, staged, lambda name: counted(real[name]))
-    images.count(config, architecture, batch, meta)
+    images.count(config, architecture, batch, meta, LayerCalls())
     assert meta.pop("objective").flops == pytest.approx(real.pop("objective").flops, rel=0.01)  # another dot product of rows
     assert {name: one.flops for name, one in meta.items()} == {name: one.flops for name, one in real.items()}
     assert all(0 < meta[name].operators <= 1.25 * one.operators for name, one in real.items())
+
+
+def test_compiled_blocks_of_a_vision_tower_make_a_tenth_of_the_calls() -> None:
+    """Of those with a call for each window, for an image of 640 x 480; without compiler, GPU, and the weights of the 7B."""
+    found = {}
+    for choice in ("sdpa", "varlen"):
+        config = configure("target=qwen2_5_vl_7b", f"target.attention={choice}", "data=llava_instruct")
+        architecture = target_architecture(config.target)
+        architecture.get_text_config().num_hidden_layers = 1
+        processor = images.image_processor(config.target.path, architecture)
+        batch = images.make_batch(family_of(architecture), processor, images.Sizes(lengths=(1024,)))
+        counts, layers = {name: Counts() for name in images.PARTS}, LayerCalls()
+        images.count(config, architecture, batch, counts, layers)
+        found[choice] = counts["vision"].operators, layers.compiled("vision", counts["vision"].operators)
+    assert found["sdpa"] == (pytest.approx(4510, rel=0.2), None)  # no block is compiled that attends to windows one by one
+    assert found["varlen"][1] is not None and 10 * found["varlen"][1] <= 4510
 
 
 def test_causal_attention_is_counted_with_half_of_its_pairs() -> None:
@@ -169,6 +190,10 @@ def test_unknown_and_unsupported_arguments_are_refused(monkeypatch: pytest.Monke
         (
             ["step", "--shape", "qwen2_5_vl_7b", "--layers", "99", "launch.device=cpu"],
             ("--layers 99", "qwen2_5_vl_7b", "1 to 28"),
+        ),
+        (
+            ["unroll", "draft=model", "draft.num_layers=1", "target=pocket_qwen2_5_vl", "data=pocket"],
+            ("draft=model", "all positions"),
         ),
         ([*COUNTED, "--layers", "99"], ("--layers 99", "pocket_qwen2_5_vl", "1 to 12")),
         ([*COUNTED, "--length", "12"], ("--images", "--length 12", "too short")),

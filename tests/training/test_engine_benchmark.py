@@ -89,7 +89,7 @@ def test_comparison_runs_both_sides_on_the_same_prompts(
     out = tmp_path / "out.json"
     words = ["--draft", f"head={draft}", "--policy", "two=chain:depth=2", "--num-speculative-tokens", "1,3", "--prompts", "2"]
     sizes = ["--repeats", "2", "--max-new-tokens", "6", "--baselines", "hf_generate", "--threads", "1", "--widen-to", "23"]
-    assert bench.main([*words, *sizes, "--engine-python", str(PYTHON), "--out", str(out)]) == 0
+    assert bench.main([*words, *sizes, "--passes", "eager", "--engine-python", str(PYTHON), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert "_mlp1024_" in found["target"]
     ours = ["autoregressive", "hf_generate", "two, head"]
@@ -98,7 +98,7 @@ def test_comparison_runs_both_sides_on_the_same_prompts(
     assert found["decoders"]["vllm 3 tokens"]["tokens_per_s"] == 4.0  # two tokens after the first one, in half a second
     assert found["decoders"]["vllm 3 tokens"]["tokens_per_target_pass"] == 2.0
     assert set(found["ratios"]) == {"autoregressive", "same draft", "any draft"}
-    assert found["engine"]["vllm"] == "0.32.0" and found["passes"] is None
+    assert found["engine"]["vllm"] == "0.32.0" and found["passes"] == "eager"
     started = [json.loads(line) for line in fake_engine.read_text().splitlines()]
     assert [row["llm"].get("speculative_config", {}).get("num_speculative_tokens") for row in started] == [None, None, 1, 3]
     assert {Path(row["llm"]["model"]).name for row in started} == {found["target"]}
@@ -107,13 +107,14 @@ def test_comparison_runs_both_sides_on_the_same_prompts(
     assert "same draft: two, head / vllm" in capsys.readouterr().out
 
 
-def test_passes_reach_load_target_only_when_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(sage, "load_target", lambda path, **options: seen.append(options), raising=False)
-    for passes in (None, "compiled"):
-        measure.load_target(SimpleNamespace(target="t", passes=passes, device="cpu"))  # type: ignore[arg-type]
-    same = {"dtype": torch.float32, "device": torch.device("cpu")}
-    assert seen == [same, {**same, "passes": "compiled"}]
+def test_our_passes_are_compiled_as_those_of_vllm_unless_eager_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = SimpleNamespace(is_whole=True)
+    monkeypatch.setattr(sage, "load_target", lambda path, **options: loaded, raising=False)
+    modes = []
+    for passes in ("auto", "eager"):
+        target = measure.load_target(SimpleNamespace(target="t", passes=passes, device="cpu"))  # type: ignore[arg-type]
+        modes.append(str(target.passes))
+    assert modes == ["compiled", "eager"]
 
 
 def test_drafted_tokens_are_stored_at_their_index_not_at_their_rope_position(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.config.schema import ObjectiveConfig
+from train.distill import chunked_loss
 from train.distill.chunked_loss import TERMS, ChunkedDistillation, blocked_row_dot, weighted_terms
 from train.distill.objective import METRIC_NAMES, DraftOutput, LossSums, Objective
+from train.distill.rows import Rows
 from train.distill.student import gather_supervised
 
 U, D, E, S, K = 37, 12, 10, 23, 3
@@ -21,7 +24,7 @@ WEIGHTS = ("ce_weight", "tv_weight", "lk_weight", "feature_weight")
 
 
 def make(dtype: torch.dtype = torch.float64, spread: float = 1.0, seed: int = 0, same_head: bool = False) -> dict[str, Tensor]:
-    """Hidden states of the draft, its own lm_head, target features, lm_head rows of the target, valid chains."""
+    """Hidden states of the draft at every step, its own lm_head, target features, lm_head rows of the target, valid chains."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -43,7 +46,9 @@ LEAVES = ("hidden", "head", "features")
 
 
 def ours(objective: Objective, x: dict[str, Tensor]) -> LossSums:
-    output = DraftOutput(x["hidden"], x["head"], x["is_valid"], x["features"])
+    rows = Rows.of(x["is_valid"])
+    hidden, features = (x[name][rows.step, rows.position] for name in ("hidden", "features"))
+    output = DraftOutput(hidden, x["head"], rows, features)
     return objective(output, x["target_features"], x["target_head"])
 
 
@@ -119,13 +124,14 @@ def test_gradcheck() -> None:
     """Away from ties of p and q, where tv and lk are not differentiable."""
     x = make()
     config = ObjectiveConfig(ce_weight=0.5, tv_weight=0.7, lk_weight=0.2, feature_weight=0.0, temperature=1.5, chunk_tokens=2)
-    weight = torch.rand(2, 4, dtype=torch.float64)
+    rows = Rows.of(torch.tensor([[1, 0, 1, 1], [1, 1, 0, 1]], dtype=torch.bool))
+    weight = torch.rand(6, dtype=torch.float64)
 
     def loss(hidden: Tensor, head: Tensor) -> Tensor:
-        return ChunkedDistillation.apply(hidden, head, x["target_features"][:4], x["target_head"], weight, config)[0]
+        return ChunkedDistillation.apply(hidden, head, x["target_features"][:4], x["target_head"], weight, rows, config)[0]
 
-    rows = x["hidden"].detach()[:2, :4].clone().requires_grad_()
-    assert torch.autograd.gradcheck(loss, (rows, x["head"]))
+    hidden = x["hidden"].detach()[0, :6].clone().requires_grad_()
+    assert torch.autograd.gradcheck(loss, (hidden, x["head"]))
 
 
 @pytest.mark.slow
@@ -150,9 +156,11 @@ def test_the_head_gradient_in_bf16_does_not_depend_on_the_chunks(chunk: int, ste
     head = (0.5 * draw(vocabulary, size)).bfloat16()
     hidden = (features.float() + 0.5 * draw(steps, positions, size)).bfloat16()
     weight = torch.full((steps, positions), 1 / steps)
+    rows = Rows.of(torch.ones(steps, positions, dtype=torch.bool))
     config = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, chunk_tokens=chunk)
     trained = head.clone().requires_grad_()
-    loss = ChunkedDistillation.apply(hidden, trained, features, head, weight, config)[0]
+    states, weights = hidden[rows.step, rows.position], weight[rows.step, rows.position]
+    loss = ChunkedDistillation.apply(states, trained, features, head, weights, rows, config)[0]
     [found] = torch.autograd.grad(loss, trained)
     expected = torch.zeros(vocabulary, size, dtype=torch.float64)
     for states, weights in zip(hidden, weight, strict=True):
@@ -160,6 +168,51 @@ def test_the_head_gradient_in_bf16_does_not_depend_on_the_chunks(chunk: int, ste
         expected += ((q - p) * weights.double()[:, None]).T @ states.double()
     assert found.dtype == torch.bfloat16
     assert float((found.double() - expected).norm() / expected.norm()) < 0.004
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 100])
+def test_parts_hold_whole_positions_in_order(size: int) -> None:
+    is_valid = torch.rand(3, 12, generator=torch.Generator().manual_seed(0)) < 0.5
+    rows = Rows.of(is_valid)
+    pairs = [(position, step) for position in range(12) for step in range(3) if is_valid[step, position]]
+    assert list(zip(rows.position.tolist(), rows.step.tolist(), strict=True)) == pairs and sum(rows.counts) == len(pairs)
+    chunks = list(rows.parts(size))
+    for whole, parts in ((None, chunks), (chunks[-1], list(rows.parts(1, chunks[-1])))):
+        first, last = (slice(0, len(pairs)), slice(0, 12)) if whole is None else whole
+        found = [[*range(part.rows.start, part.rows.stop)] for part in parts]
+        assert sum(found, []) == [*range(first.start, first.stop)]
+        assert sum(([*range(p.positions.start, p.positions.stop)] for p in parts), []) == [*range(last.start, last.stop)]
+        for part, own in zip(parts, found, strict=True):
+            held = part.positions.stop - part.positions.start
+            assert {pairs[row][0] for row in own} <= {*range(part.positions.start, part.positions.stop)}
+            assert held == 1 or (held <= size and len(own) <= size)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, and their multiplications."""
+
+    num_calls = num_multiplications = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            self.num_calls += 1
+            self.num_multiplications += args[-2].shape[0] * args[-1].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk", [1000, 9])
+def test_a_chunk_takes_one_product_of_each_kind_for_all_steps_and_no_row_too_many(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of both sides and the gradients of hidden states and lm_head."""
+    monkeypatch.setitem(chunked_loss.BLOCK_LOGITS, "cpu", 4 * U)  # several blocks per chunk
+    objective, x = objective_of("ce_weight", chunk_tokens=chunk), make()
+    rows = Rows.of(x["is_valid"])
+    with Products() as products:
+        ours(objective, x)
+    assert products.num_multiplications == U * (S * E + 3 * len(rows.position) * D) < U * S * (E + 3 * K * D)
+    assert products.num_calls == 4 * len(list(rows.parts(chunk)))
+    check_against_naive(objective, x)
 
 
 def test_the_dot_products_of_both_kinds_of_devices_agree() -> None:
@@ -179,12 +232,17 @@ def test_distributions_with_almost_no_overlap_have_a_finite_and_exact_gradient()
         assert bool(gradient.isfinite().all())
 
 
-def test_equal_distributions_have_no_loss_and_no_gradient() -> None:
+@pytest.mark.parametrize(("terms", "steps"), [(("tv_weight", "lk_weight"), 1), (("ce_weight",), K)])
+def test_equal_distributions_have_no_loss_and_no_gradient(terms: tuple[str, ...], steps: int) -> None:
+    """To the bit where both sides have one row per position; else their products may round differently, and tv and lk have no
+    derivative where p and q cross.
+    """
     x = make(same_head=True)
     x["hidden"] = x["target_features"].expand(K, -1, -1).clone().requires_grad_()
-    x["is_valid"] = torch.ones(K, S, dtype=torch.bool)
-    sums = ours(objective_of("tv_weight", "lk_weight"), x)
-    assert float(sums.loss.detach()) == pytest.approx(0, abs=1e-12) and float(sums.kl) == pytest.approx(0, abs=1e-12)
+    x["is_valid"] = torch.arange(K)[:, None].expand(K, S) < steps
+    sums = ours(objective_of(*terms), x)
+    lowest = float(sums.ce) * 0.3 if terms == ("ce_weight",) else 0.0  # weight of the term; the entropy of the target
+    assert float(sums.loss.detach()) == pytest.approx(lowest, abs=1e-12) and float(sums.kl) == pytest.approx(0, abs=1e-12)
     assert float(sums.acceptance) == pytest.approx(S) and sums.agreement == S
     assert float(gradients(sums.loss, x)[0].abs().max()) < 1e-12
 
@@ -213,18 +271,17 @@ def test_metrics_are_those_of_the_first_step() -> None:
 
 
 def test_step_weights_sum_to_one() -> None:
-    x = make()
-    output = DraftOutput(x["hidden"], x["head"], torch.ones(K, S, dtype=torch.bool))
-    weights = objective_of("ce_weight", step_decay=0.5).step_weights(output)
-    torch.testing.assert_close(weights[:, 0], torch.tensor([4, 2, 1], dtype=torch.float64) / 7)
-    one = DraftOutput(x["hidden"][:1], x["head"], torch.ones(1, S, dtype=torch.bool))
-    assert (objective_of("ce_weight", steps=1).step_weights(one) == 1).all()
+    place = (torch.device("cpu"), torch.float64)
+    weights = objective_of("ce_weight", step_decay=0.5).step_weights(*place)
+    torch.testing.assert_close(weights, torch.tensor([4, 2, 1], dtype=torch.float64) / 7)
+    assert objective_of("ce_weight", steps=1).step_weights(*place).tolist() == [1]
 
 
 def test_rows_of_an_unrolled_pass_belong_to_the_same_token() -> None:
     """Row s of step i is pair s + i; the value encodes pair and step."""
     steps = [(torch.arange(6 - i)[None, :, None] + i + 100 * i).double() for i in range(3)]
     mask = torch.tensor([[False, True, False, False, True, True]])
-    rows, is_valid = gather_supervised(steps, mask)
-    assert rows[..., 0].tolist() == [[1, 4, 5], [101, 104, 105], [202, 204, 205]]
-    assert is_valid.tolist() == [[True] * 3, [True] * 3, [False, True, True]]
+    hidden, rows = gather_supervised(steps, mask)
+    assert hidden[:, 0].tolist() == [1, 101, 4, 104, 204, 5, 105, 205]
+    assert (rows.position.tolist(), rows.step.tolist()) == ([0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 0, 1, 2, 0, 1, 2])
+    assert rows.counts == [2, 3, 3]

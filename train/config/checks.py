@@ -30,6 +30,7 @@ from train.config.resuming import check_same_run
 from train.config.schema import (
     MAX_STAGE,
     Baseline,
+    Compile,
     Config,
     ConfigError,
     DecodeConfig,
@@ -169,6 +170,9 @@ def _check_train(config: Config) -> None:
         _refuse("train.patience", train.patience, "0 without train.validate_every", "give train.validate_every=STEPS")
     if train.profile is not None and not (len(train.profile) == 2 and train.profile[0] <= train.profile[1]):
         _refuse("train.profile", train.profile, "null or [first,last] step, counted from 1", "for example [10,12]")
+    if train.deterministic and train.compile is Compile.layers:
+        remedy = "kernels are chosen for the first batch after each start; remove one of them"
+        _refuse("train.compile", train.compile, "auto or none with train.deterministic=true", remedy)
     _check_budget(config)
 
 

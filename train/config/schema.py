@@ -32,6 +32,7 @@ Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 DeviceMap = StrEnum("DeviceMap", ["auto", "balanced", "sequential"])
 Precision = StrEnum("Precision", ["fp32", "bf16"])
 Schedule = StrEnum("Schedule", ["constant", "cosine"])
+Compile = StrEnum("Compile", ["auto", "layers", "none"])
 Offload = StrEnum("Offload", ["none", "cpu"])
 TrackingKind = StrEnum("TrackingKind", ["jsonl", "tensorboard", "wandb"])
 WandbMode = StrEnum("WandbMode", ["online", "offline"])
@@ -70,7 +71,7 @@ class LaunchConfig:
         plan: print memory and time of the run instead of training.
         gpus_per_node: GPUs of one machine for the plan.
         gpu_memory_gb: memory of one GPU for the plan and for `deepspeed.shard_over=auto`, in 10^9 bytes.
-        gpu_tflops: sustained speed of one GPU for the plan, in 10^12 floating-point operations per second.
+        gpu_tflops: speed of one GPU in large matrix products for the plan, in 10^12 floating-point operations per second.
         gpu_peak_tflops: speed on its data sheet, of which the plan states the share.
         gpu_gb_per_s: sustained memory bandwidth of one GPU for the plan, in 10^9 bytes per second.
     """
@@ -83,7 +84,7 @@ class LaunchConfig:
     plan: bool = False
     gpus_per_node: PositiveInt = 8
     gpu_memory_gb: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 80.0
-    gpu_tflops: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 400.0
+    gpu_tflops: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 700.0
     gpu_peak_tflops: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 989.0
     gpu_gb_per_s: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 2700.0
 
@@ -171,7 +172,7 @@ class ObjectiveConfig:
         temperature: temperature of both distributions in the soft cross-entropy.
         smooth_l1_beta: feature difference at which SmoothL1 turns from quadratic to linear.
         feature_noise: half-width of the uniform noise on the input features.
-        chunk_tokens: positions whose logits exist at a time, in tokens; lower needs less memory.
+        chunk_tokens: predicted tokens, of all unrolled steps, whose logits exist at a time; lower needs less memory.
     """
 
     name: str = ""
@@ -184,7 +185,7 @@ class ObjectiveConfig:
     temperature: Annotated[float, Range(gt=0, remedy="1.0 is the usual value")] = 1.0
     smooth_l1_beta: Annotated[float, Range(gt=0, remedy="1.0 is the usual value")] = 1.0
     feature_noise: NonNegativeFloat = 0.0
-    chunk_tokens: PositiveInt = 256
+    chunk_tokens: PositiveInt = 1024
 
 
 @dataclass(kw_only=True)
@@ -236,6 +237,8 @@ class TrainConfig:
         validate_on: ranks that decode: rank 0 (main), all ranks with a part of the prompts, or auto: all if each has a GPU.
         patience: number of validations in a row without a better score that ends the run; 0: never.
         deterministic: restricts training steps to deterministic algorithms of PyTorch, which are slower on a GPU.
+        compile: which modules `torch.compile` compiles: layers of target and draft, none, or auto: layers on a GPU, unless
+            `deterministic`. Layers that ZeRO-3 shards are not compiled.
         profile: [first, last] step to trace; null: none.
         log_every: optimizer steps between two lines of metrics.jsonl.
         log_interval_s: seconds between two progress lines where stderr is not a terminal.
@@ -255,6 +258,7 @@ class TrainConfig:
     validate_on: ValidateOn = ValidateOn.auto
     patience: NonNegativeInt = 0
     deterministic: bool = False
+    compile: Compile = Compile.auto
     profile: list[PositiveInt] | None = None
     log_every: PositiveInt = 10
     log_interval_s: NonNegativeFloat = 15.0

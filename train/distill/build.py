@@ -17,6 +17,7 @@ from sage.drafts.location import find_draft
 from sage.drafts.registry import KINDS
 from train.config.draft import CompressorConfig, CompressorKind, DraftConfig
 from train.config.schema import Config, ConfigError
+from train.distill.compiled_layers import draft_layers
 from train.distill.student import Student
 from train.launch.ranks import Ranks
 
@@ -41,7 +42,9 @@ def build_student(config: Config, target: sage.Target, dataset: Any, ranks: Rank
         logger.info("draft: continues from %s", folder)
         check_kind(chosen, draft)
         _check_same(chosen, draft)
-    return new_student(draft, config)
+    student = new_student(draft, config)
+    student.layers = draft_layers(config, student.compilable(), target.device)
+    return student
 
 
 def check_kind(chosen: DraftConfig, draft: Draft) -> None:

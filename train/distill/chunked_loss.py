@@ -8,12 +8,13 @@ With p the target distribution, q the draft distribution (softmax of z / tempera
     lk     -log a                 -q (m - M) / a
 
 The gradients follow from the logits and are therefore computed in the forward pass, chunk by chunk: only the logits of C
-positions exist at a time, nothing is recomputed, and [S, V] is never allocated. M / a is at most 1, so the gradient of lk is
+rows exist at a time, nothing is recomputed, and [R, U] is never allocated. M / a is at most 1, so the gradient of lk is
 bounded.
 
 Ref: LK losses, arXiv 2602.23881 (tv and lk); a is the probability that a token sampled from q is accepted.
 
-Shapes: K steps, S supervised positions, C positions of a chunk, D draft hidden size, E target hidden size, U draft vocabulary.
+Shapes: R rows of the draft, S supervised positions, C rows and P positions of a chunk, B rows of a block, D draft hidden size,
+E target hidden size, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from train.config.schema import ObjectiveConfig
+from train.distill.rows import Part, Rows
 
 STATISTICS = ("ce", "kl", "agreement", "acceptance")  # columns of the second result of `ChunkedDistillation`
 SPLIT_SIZE = 4096  # entries of the vocabulary that are summed in one go
+# Logits whose distributions exist in float32 at a time: on a CPU so few that its caches hold them, on GPUs enough for a kernel
+# to take longer than its launch.
+BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**24}
 
 
 class Statistic(Enum):
@@ -71,76 +76,123 @@ def weighted_terms(config: ObjectiveConfig) -> list[tuple[Term, float]]:
 
 
 class ChunkedDistillation(Function):
-    """Weighted sum of the loss terms over steps and positions.
+    """Weighted sum of the loss terms over the rows of a draft.
 
-    The target distribution of a chunk is computed once for all steps. The gradient of lm_head is summed over chunks and steps
-    in float32 and cast once, so that `chunk_tokens` does not change it. Nothing synchronizes with the device.
+    A chunk has one product with each lm_head, for all its steps at once. The draft's logits are replaced in place by the loss's
+    gradient, from which the gradients of hidden states and lm_head follow by one product each. Distributions, in float32, exist
+    for the rows of a block at a time, those of the target once for all rows that predict the position. Sums over rows are taken
+    at the end, and the gradient of lm_head is summed over chunks in float32 and cast once, so that `chunk_tokens` does not
+    change them. Nothing synchronizes with the device.
+
+    Memory: C U logits of the draft, and P U of the target for the P <= C positions that a chunk's rows predict, in the dtype of
+    their lm_heads; up to six arrays of `BLOCK_LOGITS` entries in float32; the gradients.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_KSD: Tensor,
+        hidden_RD: Tensor,
         lm_head_UD: Tensor,
         target_hidden_SE: Tensor,
         target_lm_head_UE: Tensor,
-        weight_KS: Tensor,
+        weight_R: Tensor,
+        rows: Rows,
         config: ObjectiveConfig,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Differentiable w.r.t. `hidden_KSD` and `lm_head_UD`.
+        """Differentiable w.r.t. `hidden_RD` and `lm_head_UD`.
 
         Args:
-            weight_KS: weight of each position at each step; 0 excludes it.
+            weight_R: weight of each row.
+            rows: the position of the target that each row predicts; a chunk has at most `chunk_tokens` rows, or one position.
             config: weights of the terms, `temperature`, `chunk_tokens`.
 
         Returns:
-            the sum; STATISTICS of every step [K, 4], unweighted sums over its positions; and BoolTensor [K, S], whether draft
-            and target have the same most probable token. Only the sum carries a gradient.
+            the sum; STATISTICS of every row [R, 4], unweighted; and BoolTensor [R], whether draft and target have the same most
+            probable token. Only the sum carries a gradient.
         """
-        temperature, terms = config.temperature, weighted_terms(config)
-        wide = torch.promote_types(hidden_KSD.dtype, torch.float32)
-        total = hidden_KSD.new_zeros((), dtype=wide)
-        stats_KX = hidden_KSD.new_zeros(len(hidden_KSD), len(STATISTICS), dtype=wide)
-        agree_KS = torch.zeros_like(weight_KS, dtype=torch.bool)
-        grad_KSD = torch.empty_like(hidden_KSD) if hidden_KSD.requires_grad else None
+        wide = torch.promote_types(hidden_RD.dtype, torch.float32)
+        loss_R, stats_RX = weight_R.new_empty(len(weight_R), dtype=wide), weight_R.new_empty(len(weight_R), 4, dtype=wide)
+        agree_R = torch.empty_like(weight_R, dtype=torch.bool)
+        grad_RD = torch.empty_like(hidden_RD) if hidden_RD.requires_grad else None
         grad_UD = torch.zeros_like(lm_head_UD, dtype=wide) if lm_head_UD.requires_grad else None
-        for start in range(0, len(target_hidden_SE), config.chunk_tokens):
-            rows = slice(start, start + config.chunk_tokens)
-            p_CU, entropy_C = _exp_and_entropy(_log_softmax(target_hidden_SE[rows], target_lm_head_UE, temperature, wide))
-            best_C = p_CU.argmax(-1)
-            for step, (hidden_SD, weight_S) in enumerate(zip(hidden_KSD, weight_KS, strict=True)):
-                weight_C, hidden_CD = weight_S[rows].to(wide), hidden_SD[rows].to(lm_head_UD.dtype)
-                log_q_CU = _log_softmax(hidden_CD, lm_head_UD, temperature, wide)
-                ce_C = -row_dot(p_CU, log_q_CU)
-                agree_KS[step, rows] = agrees_C = log_q_CU.argmax(-1) == best_C
-                loss_C, overlap_C, slope_CU = _evaluate(terms, p_CU, log_q_CU.exp_(), ce_C)
-                total += (weight_C * loss_C).sum()
-                stats_XC = torch.stack((ce_C, ce_C - entropy_C, agrees_C.to(wide), overlap_C))
-                stats_KX[step] += (stats_XC * (weight_C > 0)).sum(1)
-                slope_CU = slope_CU.to(lm_head_UD.dtype)
-                scale_C1 = (weight_C / temperature)[:, None].to(lm_head_UD.dtype)
-                if grad_KSD is not None:
-                    grad_KSD[step, rows] = (slope_CU @ lm_head_UD) * scale_C1
-                if grad_UD is not None:
-                    _add_product(grad_UD, slope_CU.T, hidden_CD * scale_C1)
-                del log_q_CU, slope_CU  # freed before the logits of the next step are computed
-            del p_CU
-        ctx.save_for_backward(grad_KSD, None if grad_UD is None else grad_UD.to(lm_head_UD.dtype))
-        ctx.mark_non_differentiable(stats_KX, agree_KS)
-        return total, stats_KX, agree_KS
+        scale_R1 = (weight_R.to(wide) / config.temperature)[:, None].to(lm_head_UD.dtype)
+        for chunk in rows.parts(config.chunk_tokens):
+            hidden_CD, scale_C1 = hidden_RD[chunk.rows].to(lm_head_UD.dtype), scale_R1[chunk.rows]
+            slope_CU = nn.functional.linear(hidden_CD, lm_head_UD)  # logits, until each block replaces its own
+            target_PU = _linear(target_hidden_SE[chunk.positions], target_lm_head_UE)
+            for block in rows.parts(_block_size(slope_CU), chunk):
+                own_rows, own_positions = (_within(*pair) for pair in zip(block, chunk, strict=True))
+                target = _Target.of(target_PU[own_positions], rows, block, config.temperature, wide)
+                figures = _evaluate_block(slope_CU[own_rows], target, config)
+                loss_R[block.rows], stats_RX[block.rows], agree_R[block.rows] = figures
+                del target
+            if grad_RD is not None:
+                grad_RD[chunk.rows] = (slope_CU @ lm_head_UD) * scale_C1
+            if grad_UD is not None:
+                add_product(grad_UD, slope_CU.T, hidden_CD * scale_C1)
+            del slope_CU, target_PU  # freed before the logits of the next chunk are computed
+        ctx.save_for_backward(grad_RD, None if grad_UD is None else grad_UD.to(lm_head_UD.dtype))
+        ctx.mark_non_differentiable(stats_RX, agree_R)
+        return (weight_R.to(wide) * loss_R).sum(), stats_RX, agree_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         scaled = (None if grad is None else grad * grads[0].to(grad.dtype) for grad in ctx.saved_tensors)
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
-def _evaluate(
-    terms: list[tuple[Term, float]], p_CU: Tensor, q_CU: Tensor, cross_entropy_C: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the weighted loss [C], the overlap a [C], and temperature * the gradient w.r.t. the draft logits [C, U].
+class _Target(NamedTuple):
+    """The target's distribution at the positions of a block, its entropy, and its most probable token.
 
-    Modifies `q_CU` in place.
+    The block's B rows are N rows for each of M positions, B = M N; positions with unequal numbers of rows are repeated, N = 1.
+    """
+
+    p_M1U: Tensor
+    entropy_M1: Tensor
+    best_M1: Tensor
+
+    @classmethod
+    def of(cls, logits_MU: Tensor, rows: Rows, block: Part, temperature: float, wide: torch.dtype) -> _Target:
+        log_p_MU = log_softmax(logits_MU, temperature, wide)
+        p_MU = log_p_MU.exp()
+        found = (p_MU, -row_dot(p_MU, log_p_MU), p_MU.argmax(-1))
+        del log_p_MU
+        if rows.rows_per_position(block) is None:
+            place_B = rows.position[block.rows] - block.positions.start
+            found = tuple(values.index_select(0, place_B) for values in found)
+        return cls(*(values[:, None] for values in found))
+
+
+def _evaluate_block(logits_BU: Tensor, target: _Target, config: ObjectiveConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the weighted loss [B], STATISTICS [B, 4] and agreement [B]; replaces the draft's logits by temperature * the
+    gradient w.r.t. them.
+    """
+    positions = len(target.p_M1U)
+    logits_MNU = logits_BU.view(positions, len(logits_BU) // max(positions, 1), logits_BU.shape[1])
+    log_q_MNU = log_softmax(logits_MNU, config.temperature, target.p_M1U.dtype)
+    ce_MN, agrees_MN = -row_dot(target.p_M1U, log_q_MNU), log_q_MNU.argmax(-1) == target.best_M1
+    loss_MN, overlap_MN = evaluate(weighted_terms(config), target.p_M1U, log_q_MNU.exp_(), ce_MN, slope_CU=logits_MNU)
+    stats_MNX = torch.stack((ce_MN, ce_MN - target.entropy_M1, agrees_MN.to(ce_MN.dtype), overlap_MN), -1)
+    return loss_MN.flatten(), stats_MNX.flatten(0, 1), agrees_MN.flatten()
+
+
+def _within(part: slice, whole: slice) -> slice:
+    """Returns a part counted from the start of the whole."""
+    return slice(part.start - whole.start, part.stop - whole.start)
+
+
+def _block_size(logits_CU: Tensor) -> int:
+    """Returns the number of rows that are evaluated at a time."""
+    return max(1, BLOCK_LOGITS.get(logits_CU.device.type, BLOCK_LOGITS["cuda"]) // logits_CU.shape[1])
+
+
+def evaluate(
+    terms: list[tuple[Term, float]], p_CU: Tensor, q_CU: Tensor, cross_entropy_C: Tensor, slope_CU: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the weighted loss [C] and the overlap a [C].
+
+    Writes temperature * the gradient w.r.t. the draft logits to `slope_CU`. Modifies `q_CU` in place. C may be several
+    dimensions, of which `p_CU` may be broadcast.
     """
     needs_overlap_gradient = any(term.statistic is Statistic.overlap for term, _ in terms)
     if needs_overlap_gradient:
@@ -159,25 +211,25 @@ def _evaluate(
         else:
             overlap_slope_C = overlap_slope_C + term.slope(weight, value_C)
     if not needs_overlap_gradient:
-        return loss_C, overlap_C, difference_CU.mul_(ce_slope)
+        torch.mul(difference_CU, ce_slope, out=slope_CU)
+        return loss_C, overlap_C
     m_CU = torch.heaviside(difference_CU, difference_CU.new_tensor(0.5))
-    overlap_gradient_CU = m_CU.sub_(row_dot(q_CU, m_CU)[:, None]).mul_(q_CU)
-    return loss_C, overlap_C, overlap_gradient_CU.mul_(overlap_slope_C[:, None]).sub_(difference_CU, alpha=ce_slope)
+    overlap_gradient_CU = m_CU.sub_(row_dot(q_CU, m_CU)[..., None]).mul_(q_CU)
+    torch.sub(overlap_gradient_CU.mul_(overlap_slope_C[..., None]), difference_CU, alpha=ce_slope, out=slope_CU)
+    return loss_C, overlap_C
 
 
-def _log_softmax(hidden_CD: Tensor, lm_head_UD: Tensor, temperature: float, wide: torch.dtype) -> Tensor:
-    logits_CU = nn.functional.linear(hidden_CD.to(lm_head_UD.dtype), lm_head_UD).to(wide)
-    if temperature != 1:
-        logits_CU /= temperature
-    return logits_CU.log_softmax(-1)
+def _linear(hidden_PE: Tensor, lm_head_UE: Tensor) -> Tensor:
+    return nn.functional.linear(hidden_PE.to(lm_head_UE.dtype), lm_head_UE)
 
 
-def _exp_and_entropy(log_p_CU: Tensor) -> tuple[Tensor, Tensor]:
-    p_CU = log_p_CU.exp()
-    return p_CU, -row_dot(p_CU, log_p_CU)
+def log_softmax(logits_BU: Tensor, temperature: float, wide: torch.dtype) -> Tensor:
+    """Returns log-probabilities in `wide`."""
+    logits_BU = logits_BU.to(wide)
+    return (logits_BU if temperature == 1 else logits_BU / temperature).log_softmax(-1)
 
 
-def _add_product(total_UD: Tensor, left_UC: Tensor, right_CD: Tensor) -> None:
+def add_product(total_UD: Tensor, left_UC: Tensor, right_CD: Tensor) -> None:
     """Adds a product to `total_UD` in place, without rounding it to the dtype of its factors."""
     if total_UD.device.type == "cuda" and total_UD.dtype != left_UC.dtype:
         torch.addmm(total_UD, left_UC, right_CD, out_dtype=total_UD.dtype, out=total_UD)
@@ -186,11 +238,11 @@ def _add_product(total_UD: Tensor, left_UC: Tensor, right_CD: Tensor) -> None:
 
 
 def row_dot(left_CU: Tensor, right_CU: Tensor) -> Tensor:
-    """Dot product of each row, [C]; on a CPU in blocks of columns, which saves memory (`benchmarks.training objective`)."""
+    """Dot product of each row, [C], broadcast; on a CPU in blocks of columns, see `benchmarks.training objective`."""
     return blocked_row_dot(left_CU, right_CU) if left_CU.device.type == "cpu" else torch.linalg.vecdot(left_CU, right_CU)
 
 
 def blocked_row_dot(left_CU: Tensor, right_CU: Tensor) -> Tensor:
     """`row_dot` without a [C, U] product; a library may sum a whole row sequentially."""
-    pairs = zip(left_CU.split(SPLIT_SIZE, 1), right_CU.split(SPLIT_SIZE, 1), strict=True)
-    return torch.stack([torch.einsum("cu,cu->c", left, right) for left, right in pairs]).sum(0)
+    pairs = zip(left_CU.split(SPLIT_SIZE, -1), right_CU.split(SPLIT_SIZE, -1), strict=True)
+    return torch.stack([torch.einsum("...u,...u->...", left, right) for left, right in pairs]).sum(0)

@@ -1,9 +1,10 @@
 """The loss of a micro-batch: draft predictions at the supervised positions, compared with the target.
 
 Does not own: the terms and their chunked computation (train.distill.chunked_loss), the supervised positions
-(train.distill.pairs), the division by the number of supervised tokens over all ranks (train.job.loop).
+(train.distill.pairs) and the rows that predict them (train.distill.rows), the division by the number of supervised tokens over
+all ranks (train.job.loop).
 
-Shapes: K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
+Shapes: R rows, K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from train.config.schema import ObjectiveConfig
 from train.distill.chunked_loss import STATISTICS, ChunkedDistillation
+from train.distill.rows import Rows
 
 # Metrics in the order of `LossSums.stacked`, whose last entry is the count they are divided by.
 METRIC_NAMES = ("loss", "loss_ce", "loss_feature", "agreement", "acceptance", "kl")
@@ -22,18 +24,18 @@ METRIC_NAMES = ("loss", "loss_ce", "loss_feature", "agreement", "acceptance", "k
 
 @dataclass
 class DraftOutput:
-    """Predictions of a draft at the supervised positions, unrolled for K steps.
+    """Predictions of a draft for the supervised positions.
 
     Attributes:
-        hidden: [K, S, D], input of the draft's lm_head; row s of every step predicts the same token.
+        hidden: [R, D], input of the draft's lm_head.
         lm_head: [U, D], the draft's own weight, trained or not, or the target's.
-        is_valid: BoolTensor [K, S], False where a sequence starts too late for a chain of that depth.
-        features: [K, S, E], predicted target features; None for a draft that predicts none.
+        rows: the position and the step of each prediction.
+        features: [R, E], predicted target features; None for a draft that predicts none.
     """
 
     hidden: Tensor
     lm_head: Tensor
-    is_valid: Tensor
+    rows: Rows
     features: Tensor | None = None
 
 
@@ -52,7 +54,7 @@ class LossSums:
         acceptance: sum of min(p, q) over the vocabulary, the acceptance probability of a sampled draft token.
         kl: `ce` minus the entropy of the target; 0 for equal distributions.
         count: supervised positions.
-        agree_KS: BoolTensor, agreement of every step and position; not a sum.
+        agree_KS: BoolTensor, agreement of every step and position, False without such a row; not a sum.
     """
 
     loss: Tensor
@@ -84,30 +86,34 @@ class Objective:
         self.config = config
 
     def __call__(self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor) -> LossSums:
-        """Returns the sums over all positions and steps.
+        """Returns the sums over all rows.
 
         Args:
-            target_features_SE: features of the target at the same positions, the input of its lm_head.
+            target_features_SE: features of the target at the supervised positions, the input of its lm_head.
             target_lm_head_UE: frozen lm_head rows of the draft vocabulary.
         """
-        weight_KS = self.step_weights(output)
-        loss, stats_KX, agree_KS = ChunkedDistillation.apply(
-            output.hidden, output.lm_head, target_features_SE, target_lm_head_UE, weight_KS, self.config
+        rows, wide = output.rows, torch.promote_types(output.hidden.dtype, torch.float32)
+        weight_R = self.step_weights(output.hidden.device, wide)[rows.step]
+        loss, stats_RX, agree_R = ChunkedDistillation.apply(
+            output.hidden, output.lm_head, target_features_SE, target_lm_head_UE, weight_R, rows, self.config
         )
-        feature_K = loss.new_zeros(len(weight_KS))
+        is_first_R = rows.step == 0
+        feature = loss.new_zeros(())
         if self.config.feature_weight:
             assert output.features is not None, "objective.feature_weight with a draft that predicts no feature"
-            wide, beta = torch.promote_types(output.features.dtype, torch.float32), self.config.smooth_l1_beta
-            predicted_KSE, target_KSE = output.features.to(wide), target_features_SE.to(wide).expand_as(output.features)
-            distance_KS = nn.functional.smooth_l1_loss(predicted_KSE, target_KSE, beta=beta, reduction="none").mean(-1)
-            loss = loss + self.config.feature_weight * (weight_KS * distance_KS).sum()
-            feature_K = distance_KS.sum(1)
-        first = dict(zip(STATISTICS, stats_KX[0], strict=True))
-        return LossSums(loss=loss, feature=feature_K[0], count=output.is_valid[0].sum(), agree_KS=agree_KS, **first)
+            wanted_RE = target_features_SE.index_select(0, rows.position).to(wide)
+            distance_RE = nn.functional.smooth_l1_loss(
+                output.features.to(wide), wanted_RE, beta=self.config.smooth_l1_beta, reduction="none"
+            )
+            distance_R = distance_RE.mean(-1)
+            loss = loss + self.config.feature_weight * (weight_R * distance_R).sum()
+            feature = (distance_R * is_first_R).sum()
+        first = dict(zip(STATISTICS, (stats_RX * is_first_R[:, None]).sum(0), strict=True))
+        agree_KS = agree_R.new_zeros(self.config.steps, len(target_features_SE))
+        agree_KS[rows.step, rows.position] = agree_R
+        return LossSums(loss=loss, feature=feature, count=is_first_R.sum(), agree_KS=agree_KS, **first)
 
-    def step_weights(self, output: DraftOutput) -> Tensor:
-        """Returns w_k of every position, [K, S]; 0 where the chain is not valid."""
-        wide = torch.promote_types(output.hidden.dtype, torch.float32)
-        steps_K = torch.arange(self.config.steps, device=output.hidden.device, dtype=wide)
-        decay_K = self.config.step_decay**steps_K
-        return (decay_K / decay_K.sum())[: len(output.hidden), None] * output.is_valid
+    def step_weights(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns w_k, [K]."""
+        decay_K = self.config.step_decay ** torch.arange(self.config.steps, device=device, dtype=dtype)
+        return decay_K / decay_K.sum()

@@ -3,7 +3,7 @@
 Draft and objective are one module because ZeRO-3 gathers parameters only within the forward pass of a module, and the
 objective reads the lm_head of a draft that has its own.
 
-Shapes: B batch, P pairs, K steps, S supervised positions, D hidden size, U draft vocabulary.
+Shapes: B batch, P pairs, K steps, S supervised positions, R rows of the objective, D hidden size, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from sage.drafts.model import ModelDraft
 from sage.drafts.options import ModelOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from train.config.schema import Config
+from train.distill.compiled_layers import CompiledLayers, Method
 from train.distill.objective import DraftOutput, Objective
 from train.distill.pairs import Pairs, with_noise
+from train.distill.rows import Rows, indices_of
 
 MAX_ROOTS = 0.8  # share of the pairs beyond which an unrolled pass computes all of them
 
@@ -35,6 +37,7 @@ class Student(nn.Module):
     Attributes:
         levels: indices of the target's hidden states that the draft reads beside the last feature.
         token_map: LongTensor [U], target ids of the draft vocabulary; None = the target's vocabulary.
+        layers: methods of the draft that are compiled for the forward pass.
         decoding_draft: the draft as `sage.generate` expects it.
     """
 
@@ -46,6 +49,7 @@ class Student(nn.Module):
         super().__init__()
         self.draft: Any = draft
         self.objective = objective
+        self.layers = CompiledLayers()
 
     @classmethod
     def of(cls, draft: Any, config: Config) -> Self:
@@ -58,12 +62,18 @@ class Student(nn.Module):
         Args:
             target_lm_head: [U, D], frozen rows of the target's lm_head for the draft vocabulary.
         """
-        sums = self.objective(self.predict(pairs, target_lm_head), pairs.features_next[pairs.mask], target_lm_head)
+        with self.layers.installed():
+            output = self.predict(pairs, target_lm_head)
+        sums = self.objective(output, supervised_features(pairs, output), target_lm_head)
         return sums.loss, sums.stacked(), sums.agree_KS
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         """Runs the draft; returns its output at the supervised positions."""
         raise NotImplementedError
+
+    def compilable(self) -> list[Method]:
+        """Returns the methods of the draft's layers that may be compiled; none unless a kind names them."""
+        return []
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes the draft, with complete (unsharded) weights by name, into a folder that `sage.load_draft` can load."""
@@ -71,7 +81,13 @@ class Student(nn.Module):
 
 
 class HeadStudent(Student):
-    """An EAGLE or EAGLE-3 head; `objective.feature_noise` is added to the target's features."""
+    """An EAGLE or EAGLE-3 head; `objective.feature_noise` is added to the target's features.
+
+    Attributes:
+        max_roots: share of the pairs beyond which an unrolled pass computes all of them; 0 computes all of them always.
+    """
+
+    max_roots = MAX_ROOTS
 
     def __init__(self, draft: DraftHead, objective: Objective) -> None:
         super().__init__(draft, objective)
@@ -95,11 +111,14 @@ class HeadStudent(Student):
         fused = draft.fuse(with_noise(pairs.features, config.feature_noise)).to(dtype)
         short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.pair_masks)
         mask = short.move_mask(pairs.mask)
-        roots = roots_of(mask, config.steps)
+        roots = roots_of(mask, config.steps, self.max_roots)
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight, roots)
-        hidden_KSD, is_valid_KS = gather_supervised(steps, mask, short.run_length, roots)
-        features = hidden_KSD if KINDS[draft.kind].predicts_features else None
-        return DraftOutput(draft.to_lm_head(hidden_KSD), draft.lm_head_weight(target_lm_head), is_valid_KS, features)
+        hidden_RD, rows = gather_supervised(steps, mask, short.run_length, roots)
+        features = hidden_RD if KINDS[draft.kind].predicts_features else None
+        return DraftOutput(draft.to_lm_head(hidden_RD), draft.lm_head_weight(target_lm_head), rows, features)
+
+    def compilable(self) -> list[Method]:
+        return [(module, name) for module in self.draft.modules() for name in getattr(module, "compilable", ())]
 
 
 class ModelStudent(Student):
@@ -129,8 +148,12 @@ class ModelStudent(Student):
         model: Any = self.decoding_draft.model
         prompt = model.family.embed(self.draft, pairs.inputs)
         hidden = model.read(prompt).last  # padding is on the right, no token attends to it
-        hidden_KSD, is_valid_KS = gather_supervised([hidden[:, 1:-1]], pairs.mask)
-        return DraftOutput(hidden_KSD, self.draft.get_output_embeddings().weight[: len(target_lm_head)], is_valid_KS)
+        hidden_RD, rows = gather_supervised([hidden[:, 1:-1]], pairs.mask)
+        return DraftOutput(hidden_RD, self.draft.get_output_embeddings().weight[: len(target_lm_head)], rows)
+
+    def compilable(self) -> list[Method]:
+        layers: Any = self.decoding_draft.model.text_model.layers
+        return [(layer, "forward") for layer in layers]
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         super().save(folder, weights)
@@ -138,7 +161,7 @@ class ModelStudent(Student):
             self.decoding_draft.model.processor.save_pretrained(folder)
 
 
-def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
+def roots_of(mask_BP: Tensor, steps: int, max_share: float = MAX_ROOTS) -> Tensor | None:
     """Returns the pairs from which a chain of at most K - 1 drafted tokens reaches a supervised pair.
 
     An unrolled pass costs in proportion to them. Worked example, two steps:
@@ -147,6 +170,7 @@ def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
 
     Args:
         mask_BP: supervised pairs.
+        max_share: the largest R / P.
 
     Returns:
         LongTensor [B, R]; None if computing all pairs costs less, since causal attention needs no mask. R is read from the
@@ -156,39 +180,47 @@ def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
     up_to_BP = torch.cat((before_BP[:, steps:], before_BP[:, -1:].expand(-1, steps - 1)), 1)[:, : mask_BP.shape[1]]
     is_root_BP = up_to_BP > before_BP[:, :-1]
     num_roots = int(is_root_BP.sum(1).max())
-    if num_roots > MAX_ROOTS * mask_BP.shape[1]:
+    if num_roots > max_share * mask_BP.shape[1]:
         return None
     return (~is_root_BP).to(torch.uint8).argsort(stable=True)[:, :num_roots].sort(1).values
 
 
+def supervised_features(pairs: Pairs, output: DraftOutput) -> Tensor:
+    """Returns the target's features at the supervised positions of a draft's output, [S, D]."""
+    return pairs.features_next.flatten(0, 1).index_select(0, indices_of(pairs.mask, len(output.rows.counts)))
+
+
 def gather_supervised(
     steps_BPD: list[Tensor], mask_BP: Tensor, history_BP: Tensor | None = None, roots_BR: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Gathers the supervised positions of an unrolled pass.
+) -> tuple[Tensor, Rows]:
+    """Gathers the predictions of the supervised positions from an unrolled pass.
 
     Args:
-        steps_BPD: K tensors [B, P - i, D]; row s of the i-th belongs to pair s + i. With `roots_BR`, K tensors [B, R, D] that
-            have these rows only.
+        steps_BPD: K tensors [B, P - i, D]; row s of the i-th belongs to pair s + i. With `roots_BR`, K tensors [B, R', D] that
+            have the rows of R' roots only.
         mask_BP: supervised pairs.
         history_BP: LongTensor, number of preceding pairs at which a chain to this pair may start; None = all of them.
         roots_BR: LongTensor, the roots in increasing order; None = all pairs.
 
     Returns:
-        [K, S, D], and BoolTensor [K, S], False where no chain can start i pairs earlier.
+        [R, D], and their rows: those of every step for which a chain can start so many pairs earlier.
     """
     batch_S, pair_S = mask_BP.nonzero(as_tuple=True)
-    history_S = pair_S if history_BP is None else history_BP[batch_S, pair_S]
-    places_BP = (
-        None
-        if roots_BR is None
-        else torch.zeros_like(mask_BP, dtype=torch.long).scatter_(
-            1, roots_BR, torch.arange(roots_BR.shape[1], device=roots_BR.device).expand_as(roots_BR)
-        )
-    )
-    rows, is_valid = [], []
+    if len(steps_BPD) == 1:
+        rows = Rows.one_per_position(len(pair_S), mask_BP.device)
+    else:
+        history_S = pair_S if history_BP is None else history_BP[batch_S, pair_S]
+        rows = Rows.of(torch.stack([history_S >= step for step in range(len(steps_BPD))]))
+    places_BP = None
+    if roots_BR is not None:
+        roots = torch.arange(roots_BR.shape[1], device=roots_BR.device).expand_as(roots_BR)
+        places_BP = torch.zeros_like(mask_BP, dtype=torch.long).scatter_(1, roots_BR, roots)
+    sources, first = [], 0
     for step, states in enumerate(steps_BPD):
         root_S = (pair_S - step).clamp(min=0)
         place_S = root_S.clamp(max=states.shape[1] - 1) if places_BP is None else places_BP[batch_S, root_S]
-        rows.append(states[batch_S, place_S])
-        is_valid.append(history_S >= step)
-    return torch.stack(rows), torch.stack(is_valid)
+        sources.append(first + batch_S * states.shape[1] + place_S)
+        first += states.shape[0] * states.shape[1]
+    flat = [states.flatten(0, 1) for states in steps_BPD]
+    states_XD = torch.cat(flat) if len(flat) > 1 else flat[0]
+    return states_XD.index_select(0, torch.stack(sources)[rows.step, rows.position]), rows

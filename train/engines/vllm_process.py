@@ -69,6 +69,7 @@ class EngineSetting:
             "max_num_seqs": 1,
             "enforce_eager": not self.is_compiled,
             "enable_prefix_caching": False,
+            "mm_processor_cache_gb": 0,  # and so no reuse of an image's embeddings: each timed answer begins with a new image
             "disable_log_stats": False,  # otherwise there are no times of the first and last token
         }
         if self.draft is not None:

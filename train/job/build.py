@@ -36,6 +36,7 @@ from train.config.run_length import repetition_line, total_steps
 from train.config.schema import Config
 from train.config.sharding import validation_line
 from train.distill.build import build_student
+from train.distill.compiled_layers import target_layers
 from train.distill.own_answers import OwnAnswers
 from train.distill.staging import Staging
 from train.distill.student import Student
@@ -85,7 +86,10 @@ def building(
     target, loader, stop = inputs.target, inputs.loader, stop or StopFlag()
     steps = total_steps(config, loader.steps_per_epoch)
     store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
+    teacher = build_teacher(config, target, inputs.student)
     _log_run(config, ranks, inputs, steps)
+    if compiled := ", ".join(filter(None, (str(teacher.layers), str(inputs.student.layers)))):
+        logger.info("compiled at their first pass: %s", compiled)
     with ExitStack() as stack:
         if ranks.is_main:
             stack.enter_context(claimed_folder(config, steps, inputs.student))
@@ -100,7 +104,7 @@ def building(
             config=config,
             ranks=ranks,
             engine=engine,
-            teacher=build_teacher(config, target, inputs.student),
+            teacher=teacher,
             loader=loader,
             store=store,
             tracker=tracker,
@@ -247,7 +251,7 @@ def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, ShardedTarg
 def build_teacher(config: Config, target: sage.Target, student: Student) -> Teacher:
     """Builds the teacher with the features, embeddings and draft vocabulary that the student reads."""
     image_inputs = str(getattr(config.draft, "image_inputs", ImageInputs.embed))
-    return Teacher(target, image_inputs, student.levels, student.token_map)
+    return Teacher(target, image_inputs, student.levels, student.token_map, target_layers(config, target))
 
 
 def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Ranks) -> DecodeShard:

@@ -20,6 +20,7 @@ from train.config.overrides import own_answers_command
 from train.config.schema import Config
 from train.distill.own_answers import OwnAnswers
 from train.distill.pairs import count_supervised
+from train.distill.staging import DeviceCopies
 from train.distill.teacher import Teacher
 from train.engine.engine import Engine
 from train.job.callbacks import Callback
@@ -59,6 +60,7 @@ class TrainingRun:
         stop: set by a signal on this rank; `is_stopping` is the same on every rank.
         own_answers: measures the answers of the data in the first steps; None: not measured.
         callbacks: on rank 0; empty on the others.
+        copies: of micro-batches to the device.
         figures: learning rate and gradient norm of the last step, and what is measured once, until it is logged.
         saved: the state when it was last saved, or at the start.
         validated_at: step of the last complete validation by this process.
@@ -83,12 +85,14 @@ class TrainingRun:
     is_finished: bool = False
     callbacks: Sequence[Callback] = ()
     is_stopping: bool = field(default=False, init=False)
+    copies: DeviceCopies = field(init=False)
     figures: dict[str, float] = field(default_factory=dict, init=False)
     saved: TrainState = field(init=False)
     validated_at: int | None = field(default=None, init=False)
     report: dict[str, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.copies = DeviceCopies(self.ranks.device)
         self.saved = replace(self.state)
 
 
@@ -175,7 +179,7 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> floa
     count = _reduce_counts(run, micro_batches)
     device = run.ranks.device
     flags: list[Tensor] = []
-    for number, batch in enumerate(micro_batches, start=1):
+    for number, batch in enumerate(run.copies.ahead(micro_batches), start=1):
         pairs = run.teacher(batch)
         if run.own_answers is not None:
             run.own_answers.add(batch, pairs)

@@ -13,6 +13,7 @@ from sage.drafts.compressor.operators import Conv, Resampler
 from train.config.checks import MAX_STAGE, zero_stage
 from train.config.schema import Config, Offload, Precision
 from train.config.sharding import sharding_ranks
+from train.distill.chunked_loss import BLOCK_LOGITS
 from train.plan.meta import MetaModels
 
 BYTES = {Precision.fp32: 4, Precision.bf16: 2}
@@ -21,7 +22,7 @@ VISUAL_SHARE = 0.5
 DEFAULT_LENGTH = 4096  # if `data.max_length` sets no limit
 RESERVED_BYTES = 1.5e9  # CUDA context, NCCL buffers, cuBLAS workspaces
 FRAGMENTATION = 0.1  # share of the memory allocated and freed in every step that is lost between blocks
-CHUNK_BYTES = 14  # per logit of a chunk: both sides in float32, one of them being computed
+BLOCK_BYTES = 6 * 4  # per logit of a block of the objective: arrays in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,22 @@ class Workload:
     @property
     def draft_vocab_size(self) -> int:
         return getattr(self.config.draft, "draft_vocab_size", None) or self.models.target.vocab_size
+
+    @property
+    def flops_per_s(self) -> float:
+        """Operations per second of one GPU in matrix products."""
+        return self.config.launch.gpu_tflops * 1e12
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second of one GPU that operators between matrix products read and write."""
+        return self.config.launch.gpu_gb_per_s * 1e9
+
+    @property
+    def vision_layers(self) -> int:
+        """Layers of the vision tower; 0 without one."""
+        vision = getattr(self.models.target.model.config, "vision_config", None)
+        return int(getattr(vision, "depth", getattr(vision, "num_hidden_layers", 0)))
 
     @property
     def patches_per_token(self) -> int:
@@ -153,15 +170,20 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
     its learned operators keep their inputs, embedding and feature side by side.
     """
     size = BYTES[config.train.precision]
-    sizes = getattr(draft.config, "text_config", draft.config)
-    layers = getattr(sizes, "num_hidden_layers", 1) if sizes is not draft.config else 1
-    heads = sizes.num_attention_heads + sizes.num_key_value_heads
-    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-    per_layer = 7 * sizes.hidden_size + 4 * sizes.intermediate_size + 3 * heads * head_dim
+    sizes, layers, heads = draft_layers(draft)
+    per_layer = 7 * sizes.hidden_size + 4 * sizes.intermediate_size + 3 * heads
     levels, rows = len(getattr(draft, "levels", ())), draft_rows(draft, length, num_visual)
     learned = sum(isinstance(part, (Conv, Resampler)) for part in draft.modules())
     inputs = (length * levels if levels else rows * 2) + num_visual * 2 * learned
     return batch * size * (inputs * sizes.hidden_size + rows * config.objective.steps * layers * per_layer)
+
+
+def draft_layers(draft: Any) -> tuple[Any, int, int]:
+    """Returns the configuration of a draft's layers, their number, and the width of all heads of queries and keys."""
+    sizes = getattr(draft.config, "text_config", draft.config)
+    layers = getattr(sizes, "num_hidden_layers", 1) if sizes is not draft.config else 1
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    return sizes, layers, (sizes.num_attention_heads + sizes.num_key_value_heads) * head_dim
 
 
 def draft_rows(draft: Any, length: int, num_visual: int) -> int:
@@ -174,8 +196,10 @@ def _objective(work: Workload) -> float:
     """Logits of one chunk on both sides; hidden states of every step with their gradients; the gradient of an own lm_head."""
     config, models = work.config, work.models
     size, hidden = BYTES[config.train.precision], models.target.hidden_size
+    steps, vocabulary = config.objective.steps, work.draft_vocab_size
     supervised = work.micro_batch_tokens * (1 - work.visual_share)
-    chunk = min(config.objective.chunk_tokens, supervised) * work.draft_vocab_size * CHUNK_BYTES
-    states = (1 + 2 * config.objective.steps) * supervised * hidden * size
-    own_head = work.draft_vocab_size * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
+    rows = min(config.objective.chunk_tokens, steps * supervised)
+    chunk = vocabulary * rows * (1 + 1 / steps) * size + min(BLOCK_LOGITS["cuda"], vocabulary * rows) * BLOCK_BYTES
+    states = (1 + 2 * steps) * supervised * hidden * size
+    own_head = vocabulary * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
     return chunk + states + models.draft.has_own_lm_head * own_head

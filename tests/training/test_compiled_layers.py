@@ -1,0 +1,168 @@
+"""Layers compiled for training: equal to eager ones, one function for all layers and lengths, eager where nothing compiles.
+
+Most tests trace and differentiate as a compiled run does, and leave out Inductor's code, which takes a C++ compiler seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.messages import refused
+from support.models import MAKERS, make_qwen, padded_batch
+from support.plans import configure
+from support.train_helpers import configured, draft_weights, metrics, train_quickly
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import sage
+from sage.drafts.model import shallow_model
+from sage.runtime import attention
+from sage.runtime.vision_attention import VisionAttention
+from sage.targets.loading import set_attention
+from train.config.checks import check
+from train.config.schema import ObjectiveConfig
+from train.distill import compiled_layers
+from train.distill.compiled_layers import CompiledLayers, draft_layers, is_compiling, target_layers, target_methods
+from train.distill.objective import Objective
+from train.distill.student import HeadStudent, ModelStudent, Student
+from train.distill.teacher import Teacher
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch reads it, and hides the warning
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    """Counts the functions that are compiled."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(compiled_layers, "BACKEND", counter)
+    return counter
+
+
+def packed(query: Any, key: Any, value: Any, ends: Any, *_: Any) -> torch.Tensor:
+    """Attention within the parts of a packed sequence, as `varlen_attn`."""
+    part = torch.bucketize(torch.arange(len(query)), ends, right=True, out_int32=True)
+    heads = [states.transpose(0, 1) for states in (query, key, value)]
+    return torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=part[:, None] == part).transpose(0, 1)
+
+
+def longer(batch: dict[str, Any], count: int) -> dict[str, Any]:
+    """Returns a batch with `count` more tokens of text in each sequence."""
+    more = {key: value[:, -1:].expand(-1, count) for key, value in batch.items() if key in TOKENS}
+    return batch | {key: torch.cat((batch[key], value), 1) for key, value in more.items()}
+
+
+TOKENS = ("input_ids", "attention_mask", "loss_mask", "mm_token_type_ids")
+
+
+def make_student(target: sage.Target, kind: str) -> Student:
+    config = ObjectiveConfig(ce_weight=1.0, feature_weight=float(kind == "eagle"), steps=3 if kind == "eagle3" else 1)
+    levels = {"feature_levels": [0, 1, 2], "vocabulary": torch.arange(50)} if kind == "eagle3" else {}
+    return HeadStudent(sage.new_draft(target, kind, seed=0, **levels).requires_grad_(True), Objective(config))
+
+
+def gradients(teacher: Teacher, student: Student, batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Returns the loss of a batch and its gradients."""
+    loss = student(teacher(batch), teacher.lm_head)[0]
+    return (loss, *torch.autograd.grad(loss, list(student.draft.parameters())))
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_one_function_for_all_layers_and_lengths(
+    family: str, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vision blocks, text layers, and two methods of an EAGLE-3 layer, each compiled once; losses and gradients are equal."""
+    monkeypatch.setattr(attention, "varlen_attn", packed)
+    target = MAKERS[family]()
+    if target.family.is_packed:
+        set_attention(target.model, VisionAttention.varlen)
+    eager, student = (make_student(target, "eagle3") for _ in range(2))
+    teacher = Teacher(target, "embed", student.levels, student.token_map, CompiledLayers(target_methods(target)))
+    plain = Teacher(target, "embed", student.levels, student.token_map)
+    student.layers = CompiledLayers(student.compilable())
+    batch = padded_batch(target)
+    for number, one in enumerate((batch, longer(batch, 3), longer(batch, 11))):
+        for found, expected in zip(gradients(teacher, student, one), gradients(plain, eager, one), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        if number == 0:
+            first = counter.frame_count
+    assert counter.frame_count == first == 4
+    assert not any("forward" in vars(module) for module in target.model.modules()), "decoding runs layers as they are"
+
+
+def test_a_model_draft_is_compiled_with_the_function_of_its_layers(counter: CompileCounterWithBackend) -> None:
+    target = make_qwen()
+    batch, found = padded_batch(target), []
+    for is_compiled in (False, True):
+        draft = shallow_model(target, 1)
+        draft.model.text_model.requires_grad_(True)
+        student = ModelStudent(draft, Objective(ObjectiveConfig(ce_weight=1.0, feature_weight=0.0)))
+        student.layers = CompiledLayers(student.compilable() if is_compiled else ())
+        teacher = Teacher(target)
+        loss = student(teacher(batch), teacher.lm_head)[0]
+        found.append(torch.autograd.grad(loss, list(draft.model.text_model.layers.parameters())))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("failure", ["no compiler", "no torch.compile"])
+def test_eager_after_one_warning(failure: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Cannot find a working\ncompiler")
+
+    if failure == "no compiler":
+        monkeypatch.setattr(compiled_layers, "BACKEND", broken)
+    else:
+        monkeypatch.setattr(torch, "compile", broken)
+    target = make_qwen()
+    teacher = Teacher(target, layers=CompiledLayers([(layer, "forward") for layer in target.text_model.layers]))
+    batch = padded_batch(target)
+    for _ in range(2):
+        assert torch.equal(teacher(batch).features_next, Teacher(target)(batch).features_next)
+    (record,) = (one for one in caplog.records if one.name == compiled_layers.__name__)
+    assert record.getMessage().startswith("train.compile: Qwen2_5_VLDecoderLayer cannot be compiled, it runs eagerly (")
+    assert "working compiler" in record.getMessage()
+
+
+def test_what_is_compiled_where() -> None:
+    """On GPUs by default; no layer that ZeRO-3 shards; no vision block with a call for each window."""
+    cuda, target, one = torch.device("cuda:0"), make_qwen(), [(torch.nn.Linear(1, 1), "forward")]
+    auto, layers, none, exact = (
+        configure(*words) for words in ((), ("train.compile=layers",), ("train.compile=none",), ("train.deterministic=true",))
+    )
+    assert [is_compiling(config, cuda) for config in (auto, layers, none, exact)] == [True, True, False, False]
+    assert [is_compiling(config, CPU) for config in (auto, layers, none, exact)] == [False, True, False, False]
+    assert not is_compiling(layers, torch.device("meta"))
+    stages = [len(str(draft_layers(configure("train.compile=layers", f"deepspeed=zero{n}"), one, CPU))) > 0 for n in range(4)]
+    assert stages == [True, True, True, False]
+    assert str(target_layers(auto, target)) == "" and str(target_layers(layers, target)) == "3 Qwen2_5_VLDecoderLayer"
+    set_attention(target.model, VisionAttention.varlen)
+    assert str(target_layers(layers, target)) == "1 Qwen2_5_VLVisionBlock, 3 Qwen2_5_VLDecoderLayer"
+    target.is_whole = False
+    assert str(target_layers(layers, target)) == "1 Qwen2_5_VLVisionBlock"
+    with refused("train.compile=layers", "auto or none with train.deterministic=true"):
+        check(configure("data=llava_instruct", "train.compile=layers", "train.deterministic=true"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone", "counter")
+def test_a_run_has_the_losses_of_an_eager_one_and_resumes_exactly(target: Path, tmp_path: Path) -> None:
+    def train(name: str, *overrides: str) -> None:
+        options = ("draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=2", "data.num_examples=12", *overrides)
+        assert train_quickly(configured(target, tmp_path / name, *options)) == 0
+
+    train("eager", "train.max_steps=3")
+    train("compiled", "train.max_steps=3", "train.compile=layers")
+    train("resumed", "train.max_steps=2", "train.compile=layers")
+    torch._dynamo.reset()  # as in another process, which compiles for another batch
+    train("resumed", "train.max_steps=3", "train.compile=layers", "run.resume=true")
+    eager, compiled = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("eager", "compiled"))
+    assert compiled == pytest.approx(eager, rel=1e-5) and len(eager) == 3
+    weights, resumed = (draft_weights(tmp_path / name) for name in ("compiled", "resumed"))
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
