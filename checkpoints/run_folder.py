@@ -275,6 +275,12 @@ def draft_report(draft: Path) -> Report | None:
     return None if report is None else {"step": step, **report}
 
 
+def read_command(run: Path) -> list[str]:
+    """Reads `sys.argv` of the command that started a run; empty if nothing is recorded."""
+    path = run / PROVENANCE
+    return list(json.loads(path.read_text(encoding="utf-8")).get("command", ())) if path.exists() else []
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Reads the lines of a metrics.jsonl; none if there is no file. A last line truncated by a crash is dropped."""
     lines = []

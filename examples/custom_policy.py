@@ -1,4 +1,4 @@
-"""A tree policy of one's own: drafts while the draft is confident. Compares it with `chain` and checks that it is lossless.
+"""Your own tree policy: drafts while the draft is confident. Compares it with `chain` and checks that it is lossless.
 
 python examples/custom_policy.py [DRAFT_FOLDER]
 """

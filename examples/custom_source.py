@@ -1,4 +1,4 @@
-"""A data source of one's own, registered at run time, and a short training run on it.
+"""Your own data source, registered at run time, and a short training run on it.
 
 python examples/custom_source.py [RUN_FOLDER]
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 import sys
 
-import train
+import sage.training as training  # first: it imports the installed packages, whatever this folder contains
 from data_prep.conversation import Conversation
 from data_prep.sources import KINDS, Kind, SourceConfig
 from data_prep.sources.base import Source
@@ -49,9 +49,9 @@ def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) 
 
 def main(folder: str = FOLDER) -> None:
     if folder == FOLDER:
-        shutil.rmtree(folder, ignore_errors=True)  # of the last time; train.run refuses an existing run
+        shutil.rmtree(folder, ignore_errors=True)  # from the last time; training.run refuses an existing run
     KINDS["arithmetic"] = Kind("custom_source", options=())
-    config = train.compose(
+    config = training.compose(
         "target=pocket_qwen2_5_vl",
         "draft=eagle",
         "data=pocket",
@@ -70,7 +70,7 @@ def main(folder: str = FOLDER) -> None:
         "decode.max_new_tokens=16",
         f"run.dir={folder}",
     )
-    report = train.run(config)
+    report = training.run(config)
     print(f"{report['prompts']} prompts, {report['policies']['chain']['match']} texts identical")
 
 

@@ -26,7 +26,7 @@ class PrintProgress(training.Callback):
 
 def main(folder: str = FOLDER, steps: str = "60") -> None:
     if folder == FOLDER:
-        shutil.rmtree(folder, ignore_errors=True)  # of the last time; train.run refuses an existing run
+        shutil.rmtree(folder, ignore_errors=True)  # from the last time; training.run refuses an existing run
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = training.compose(
         "target=pocket_qwen2_5_vl",

@@ -92,7 +92,7 @@ def find_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, engin
 def _format_obstacles(model_type: str, formats: Sequence[str], format_: ExportFormat) -> Iterator[Obstacle]:
     name, flavour, flavours = format_.name, format_.flavour, format_.row.flavours
     if name not in formats:
-        problem = f"the draft is a {model_type}; formats for it: {', '.join(formats) or 'none'}"
+        problem = f"the draft was trained with {_described(model_type)}; its formats: {', '.join(formats) or 'none'}"
         yield Obstacle(key=f"--format {name}", problem=problem, remedy=_format_remedy(name, formats))
     if flavours and flavour not in flavours:
         key, state = ("--flavour", "missing") if flavour is None else (f"--flavour {flavour}", "unknown")
@@ -101,6 +101,12 @@ def _format_obstacles(model_type: str, formats: Sequence[str], format_: ExportFo
     if flavour is not None and not flavours:
         problem = f"only the format {flavoured()} has flavours"
         yield Obstacle(key=f"--flavour {flavour}", problem=problem, remedy=f"remove it; {name} has none")
+
+
+def _described(model_type: str) -> str:
+    """Returns the choice `draft=NAME` that trains a draft; the `model_type` of its configuration if none does."""
+    kind = head_kind(model_type)
+    return f"draft={kind.name}" if kind else model_type
 
 
 def _format_remedy(name: str, formats: Sequence[str]) -> str:
@@ -202,11 +208,10 @@ def serving_line(draft: Any, target: Any) -> str:
     served: list[str] = []
     blocked: dict[str, list[str]] = {}
     for engine in ENGINES:
-        formats = [one for one in variants(kind.export_formats) if engine in one.engines]
-        obstacles = [find_obstacles(config, facts, one, engine) for one in formats]
-        if usable := [one for one, found in zip(formats, obstacles, strict=True) if not found]:
+        usable, obstacles = _usable(config, facts, kind.export_formats, engine)
+        if usable:
             fed = _other_input(engine, config, facts)
-            caveat = f"; it feeds draft.image_inputs={fed}: lower acceptance at image positions" if fed else ""
+            caveat = f"; lower acceptance at image positions than with draft.image_inputs={fed}" if fed else ""
             served.append(f"{engine} (sage-export --format {usable[0].choice}{caveat})")
         else:
             none = f"draft={kind.name} (it loads no format of it)"
@@ -216,17 +221,27 @@ def serving_line(draft: Any, target: Any) -> str:
 
 
 def export_choice(draft: Any, target: Any) -> str:
-    """Returns the first `--format`, with its flavour, in which an engine can serve a draft; empty if there is none.
+    """Returns the `--format` of `sage-export` for the first engine that serves a draft; empty if none does.
 
-    Arguments as for `serving_line`.
+    Args:
+        draft, target: those of `serving_line`; no draft is served by no engine.
     """
     config: Any = getattr(draft, "config", None)
     kind = head_kind(getattr(config, "model_type", None))
-    if kind is None:
+    if kind is None or not kind.export_formats:
         return ""
     facts = TargetFacts.of_config(target, config.target_path)
-    usable = (one.choice for one in variants(kind.export_formats) if not find_obstacles(config, facts, one))
-    return next(usable, "")
+    usable = (_usable(config, facts, kind.export_formats, engine)[0] for engine in ENGINES)
+    return next((formats[0].choice for formats in usable if formats), "")
+
+
+def _usable(
+    config: Any, facts: TargetFacts, names: Sequence[str], engine: str
+) -> tuple[list[ExportFormat], list[list[Obstacle]]]:
+    """Returns the formats that an engine loads and that can express a draft, and the obstacles of all formats it loads."""
+    formats = [one for one in variants(names) if engine in one.engines]
+    obstacles = [find_obstacles(config, facts, one, engine) for one in formats]
+    return [one for one, found in zip(formats, obstacles, strict=True) if not found], obstacles
 
 
 def _line(served: list[str], blocked: list[str]) -> str:

@@ -36,6 +36,7 @@ MEASURES = {
 QUANTILES = {"min": 0.0, "5%": 0.05, "median": 0.5, "95%": 0.95, "max": 1.0}
 HEAD = ("", *QUANTILES, "mean")
 NO_FAMILY = "-"
+REMEDY = "sage-train ... data.answers=target"
 NOT_MEASURED = "own answers: not measured; the first steps of a run do, and own=64 with the weights of the target here"
 JSON_KEYS = ("min", "p05", "median", "p95", "max", "mean")
 THUMBNAIL_SIDE = 224  # pixels
@@ -79,6 +80,11 @@ class Statistics:
     def own_line(self) -> str:
         """The share of own answers, or how it is measured."""
         return self.own.line() if self.own else NOT_MEASURED
+
+    @property
+    def own_warning(self) -> str:
+        """The warning about foreign answers; empty without one."""
+        return self.own.warning(REMEDY) if self.own and self.own.is_foreign else ""
 
     def add(self, conversation: Conversation, example: Example, processor: Processor) -> None:
         """Measures one example."""
@@ -158,6 +164,7 @@ def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversati
     return pages.get_template("report.html").render(
         title=title,
         statistics=statistics,
+        warning=statistics.own_warning,
         head=HEAD,
         constants=same,
         charts=[_histogram(MEASURES[name], statistics.values[name]) for name in varying],

@@ -53,7 +53,9 @@ def margins(report: Mapping[str, Any]) -> str:
     if not found or not found["over"]:
         return ""
     others = sorted(found["over"].items(), key=lambda item: item[1]["ratio"])
-    ratios = (f"{name} {part['ratio']:.2f}x ({interval(part.get('ci'))})" for name, part in others)
+    ratios = (
+        f"{name} {part['ratio']:.2f}x" + (f" ({interval(part['ci'])})" if part.get("ci") else "") for name, part in others
+    )
     return f"{found['policy']} against each of the others, paired by prompt: {', '.join(ratios)}"
 
 

@@ -74,7 +74,7 @@ def check_device(target: Target, draft: Draft | None, policy: str) -> Iterator[t
     yield (
         "target pass",
         f"{1e3 * pass_s:.2f} ms for {NODES} nodes after {CONTEXT} tokens; reads {read / 1e9:.3f} GB, at the copy bandwidth "
-        f"{1e3 * bound_s:.2f} ms: {pass_s / bound_s:.1f} times",
+        f"{1e3 * bound_s:.2f} ms: {pass_s / bound_s:.1f}x",
     )
     policy = policy if draft is not None else AUTOREGRESSIVE
     count = synchronizations_per_round(start(target, draft, inputs, policy, max_new_tokens=NEW_TOKENS), device)

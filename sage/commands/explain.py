@@ -25,8 +25,8 @@ def explanation(rounds: Sequence[Round], stats: Stats, policy: Policy, tokenizer
     if rounds:
         yield f"prefill  : 1 token, {' '.join(map(text_of, rounds[0].tokens))}"
     for number, entry in enumerate(stats.rounds_log, start=1):
-        size = f"{entry['nodes']:2} nodes {entry['depth']:2} deep, {entry['accepted']} accepted"
-        yield f"round {number:3}: {size}  {policy.explain(entry)}".rstrip()
+        size = f"{entry['nodes']:2} {'node ' if entry['nodes'] == 1 else 'nodes'} {entry['depth']:2} deep"
+        yield f"round {number:3}: {size}, {entry['accepted']} accepted  {policy.explain(entry)}".rstrip()
         round_ = rounds[number] if number < len(rounds) else None  # an interrupted answer may lack its last round
         if round_ is not None and round_.tree is not None and len(round_.tree.tokens) > 1:
             accepted = set(round_.path[: round_.num_drafted + 1])

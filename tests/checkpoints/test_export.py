@@ -176,7 +176,7 @@ class TestRefusals:
 
     def test_a_format_for_another_kind_of_head(self, targets: Any, tmp_path: Path) -> None:
         draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"], "eagle")
-        with refused("--format eagle3", "sage_eagle", "formats for it: eagle"):
+        with refused("--format eagle3", "draft=eagle;", "its formats: eagle"):
             export_draft(draft, tmp_path / "out")
         with refused("--format gguf", "eagle3, speculators, eagle"):
             export_draft(draft, tmp_path / "out", "gguf")

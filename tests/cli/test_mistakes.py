@@ -117,6 +117,13 @@ def test_no_name_is_given_if_none_is_near() -> None:
     assert did_you_mean("xyzzy", ["--image", "--prompt"]) == ""
 
 
+def test_the_beginning_of_a_name_stands_for_it() -> None:
+    assert (
+        did_you_mean("pocket", ["llama3_1_8b", "pocket_qwen2_5_vl"], "target=") == " (did you mean target=pocket_qwen2_5_vl?)"
+    )
+    assert did_you_mean("x", ["xyzzy_and_more"]) == ""
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

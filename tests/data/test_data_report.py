@@ -11,6 +11,7 @@ from support.data_helpers import assistant, make_image, make_processor, user
 from data_prep.chat import build_example
 from data_prep.conversation import Conversation
 from data_prep.dataset.mixing import sample
+from data_prep.own_answers import OwnShare
 from data_prep.tools.stats import measure, render_html, without_folders
 
 
@@ -65,7 +66,9 @@ def test_report_marks_supervised_tokens() -> None:
     other = Conversation("b", [user("Hi?"), assistant("Yes."), user("No"), assistant("ab")], "one")
     both = measure([(conversation, example), (other, build_example(other, processor))], 2, processor)
     html = render_html("title", both, [], processor)
-    assert html.count("<svg") == 6 and "highest bar: 1 example<" in html
+    assert html.count("<svg") == 6 and "highest bar: 1 example<" in html and 'class="warning"' not in html
+    both.own = OwnShare({"one": (1, 5)})
+    assert '<p class="warning">the answers are not the target&#39;s own: 20%' in render_html("title", both, [], processor)
 
 
 def test_folders_of_absolute_paths_are_left_out() -> None:

@@ -90,7 +90,7 @@ def test_report_of_the_cpu(
     for part in ("vision", "prefill", "tree"):
         assert rows[f"{part} attention"].startswith("flash_attention_for_cpu x ")
     assert rows["tree attention"].endswith(f" x {target.num_layers}")
-    assert rows["copy bandwidth"].endswith(" GB/s") and rows["target pass"].endswith(" times")
+    assert rows["copy bandwidth"].endswith(" GB/s") and rows["target pass"].endswith("x")
     assert rows["synchronizations"] == "n/a"
 
 

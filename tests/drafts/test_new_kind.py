@@ -239,7 +239,7 @@ def test_it_trains_resumes_and_is_loaded_inspected_and_not_exported(run: tuple[P
     assert isinstance(draft, BigramDraft) and draft.config.scale == 0.5
     assert torch.equal(draft.next_hidden.weight, straight["next_hidden.weight"])
     assert inspect_folder(folder / "straight" / "draft").facts["architecture"] == "sage_bigram"
-    with pytest.raises(ValueError, match="sage_bigram; formats for it: none"):
+    with pytest.raises(ValueError, match="draft=bigram; its formats: none"):
         export(folder / "straight" / "draft", folder / "out", "eagle3")
     assert not (folder / "out").exists()
 

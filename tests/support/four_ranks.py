@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 import sage
 from train.config.hydra_app import compose
@@ -51,11 +52,19 @@ def observed(shards: ShardedTarget, complete: sage.Target, ranks: Ranks) -> dict
     inputs = complete.prepare([{"role": "user", "content": [text]}])
     found, expected = (one.features(one.embed(inputs)).last for one in (shards.target, complete))
     backend.all_gather_into_tensor = gather
-    weights: Any = list(shards.target.text_model.layers.parameters())
+    layers: Any = shards.target.text_model.layers
+    ahead: list[bool] = []
+    hook = layers[0].mlp.register_forward_pre_hook(
+        lambda *_: ahead.append(all(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in layers[1].parameters()))
+    )
+    again = shards.target.features(shards.target.embed(inputs)).last  # DeepSpeed knows the order of layers from the first pass
+    hook.remove()
+    weights: Any = list(layers.parameters())
     parts = [getattr(weight, name) for weight in weights for name in ("ds_tensor", "ds_secondary_tensor")]
     return {
         "per_node": ranks.per_node(),
-        "is_equal": torch.equal(found, expected),
+        "is_equal": torch.equal(found, expected) and torch.equal(again, expected),
+        "ahead": ahead,
         "groups": sorted({tuple(group) for group in gathers}),
         "own": sum(part.numel() for part in parts if part is not None),
         "all": sum(weight.numel() for weight in complete.text_model.layers.parameters()),

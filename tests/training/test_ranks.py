@@ -38,6 +38,7 @@ import sage
 from checkpoints.run_folder import read_metrics
 from train.config.schema import Config
 from train.distill.pairs import count_supervised
+from train.engine.sharded_teacher import gathered_ahead
 from train.job.build import building
 from train.launch.cluster_env import RENDEZVOUS_PORTS
 from train.launch.ranks import process_group
@@ -170,9 +171,15 @@ def test_layers_are_gathered_within_a_node(commands: ForkServer, tmp_path: Path,
     for rank in range(4):
         seen = json.loads((tmp_path / f"seen_{rank}.json").read_text())
         assert all(found["is_equal"] and found["per_node"] == 2 for found in seen.values())
+        assert all(found["ahead"] == [True] for found in seen.values()), "a layer is gathered while the one before it runs"
         assert seen["world"]["groups"] == [[0, 1, 2, 3]] and seen["auto"]["groups"] == [[0, 1] if rank < 2 else [2, 3]]
         assert 0.25 <= seen["world"]["own"] / seen["world"]["all"] < 0.27  # norms and biases are complete
         assert 0.5 <= seen["auto"]["own"] / seen["auto"]["all"] < 0.52
+
+
+def test_a_whole_layer_is_gathered_ahead_and_no_more() -> None:
+    layers = torch.nn.ModuleList([torch.nn.Linear(3, 4), torch.nn.Linear(5, 4, bias=False)])
+    assert gathered_ahead(layers) == {"stage3_prefetch_bucket_size": 20, "stage3_max_live_parameters": 40}
 
 
 def test_rank_0_decodes_with_a_sharded_target(home: Path) -> None:

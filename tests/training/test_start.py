@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -23,6 +24,7 @@ from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.engine.engine import Engine
 from train.job import build, loop
+from train.job.api import check_main_guard
 from train.job.rank import run_rank
 from train.monitor.sinks import check_tracking
 from train.state.space import check_space
@@ -74,6 +76,36 @@ def test_mistakes_are_errors_of_one_line(target: Path, tmp_path: Path) -> None:
         train.run(train.compose(*command(target, tmp_path / "run"), "optim.lr=-1"))
     with refused("launch.plan", error=train.ConfigError):
         train.run(train.compose(*command(target, tmp_path / "run"), "launch.plan=true"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "is_refused"),
+    [
+        ("train.run(config)\n", ["data.num_workers=2"], True),
+        ("if x:\n    train.run(config)\n", ["launch.ranks=2"], True),
+        ("if __name__ == '__main__':\n    train.run(config)\n", ["data.num_workers=2", "launch.ranks=2"], False),
+        ("train.run(config)\n", ["data.num_workers=0"], False),
+        ("%matplotlib inline\n", ["data.num_workers=2"], False),
+    ],
+)
+def test_a_script_without_a_main_guard_starts_no_processes(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    words: list[str],
+    is_refused: bool,
+) -> None:
+    """Each process would import the script and train again."""
+    (tmp_path / "mine.py").write_text(script)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(tmp_path / "mine.py")))
+    config = train.compose(*command(target, tmp_path / "run"), "launch.ranks=null", "data.num_workers=0", *words)
+    if is_refused:
+        with refused(words[0], 'if __name__ == "__main__":', error=train.ConfigError):
+            train.run(config)
+    else:
+        check_main_guard(config)
     assert not (tmp_path / "run").exists()
 
 

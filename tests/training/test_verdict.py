@@ -21,9 +21,18 @@ def policy(tokens: float, speedup: float, ci: tuple[float, float] | None, kept: 
     return figures | {"acceptance_by_depth": depths} | ({"speedup_ci": list(ci)} if ci else {})
 
 
-def facts(chain: dict[str, Any], prompts: int = 16, run: bool = True, own: float = 0.98, **changes: Any) -> Facts:
+def facts(
+    chain: dict[str, Any],
+    prompts: int = 16,
+    run: bool = True,
+    own: float = 0.98,
+    export: str = "eagle3",
+    others: dict[str, dict[str, Any]] | None = None,
+    **changes: Any,
+) -> Facts:
     """Facts of a run of 50 steps with a steady estimate of 2.0 tokens per pass, and own answers."""
-    report = {"policies": {"autoregressive": policy(1.0, 1.0, None), "chain": chain}, "prompts": prompts}
+    policies = {"autoregressive": policy(1.0, 1.0, None), "chain": chain, **(others or {})}
+    report = {"policies": policies, "prompts": prompts}
     if not run:
         return Facts(report=report, draft="exports/d")
     estimates = changes.pop("estimates", (1.2, 1.6, 2.0, 2.0, 2.0))
@@ -36,6 +45,7 @@ def facts(chain: dict[str, Any], prompts: int = 16, run: bool = True, own: float
 
 
 SLOW = policy(1.4, 0.7, (0.6, 0.8))
+QUESTION = '--image photo.jpg --prompt "What is this?"'
 REPEATED = "sage-train target=pocket_qwen2_5_vl 'data.path=my chats.jsonl'"
 CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
     "foreign answers": (
@@ -113,20 +123,27 @@ CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
         Result.faster,
         "",
         (),
-        "sage-generate --draft 'runs/my a' --image photo.jpg --prompt \"What is this?\"",
+        f"sage-generate --draft 'runs/my a' --policy chain {QUESTION}",
     ),
     "a good draft without its run": (
         facts(policy(3.6, 1.84, (1.7, 2.03)), run=False),
         Result.faster,
         "",
         (),
-        'sage-generate --draft exports/d --image photo.jpg --prompt "What is this?"',
+        f"sage-generate --draft exports/d --policy chain {QUESTION}",
+    ),
+    "a draft that is faster with trees only": (
+        facts(policy(1.6, 0.86, (0.8, 0.9)), others={"cost_aware": policy(1.9, 1.16, (1.06, 1.24))}),
+        Result.faster,
+        "",
+        ("1.16x", "cost_aware"),
+        f"sage-generate --draft runs/a --policy cost_aware {QUESTION}",
     ),
     "one prompt": (
         facts(policy(1.4, 1.3, None), prompts=1, run=False),
         Result.unclear,
         "",
-        ("one prompt", "1.30x"),
+        ("not decided by one prompt", "1.30x"),
         "sage-validate checkpoint=exports/d decode.num_prompts=4 decode.repeats=3",
     ),
     "one prompt, which seems faster": (

@@ -131,8 +131,8 @@ def run(config: DataCommand) -> int:
     cli.write_report(out, f"{data_name} for {config.target.name}", statistics, dataset, str(config.split), config.shown)
     print(statistics.as_text())
     print(f"page: {out}")
-    if statistics.own is not None and statistics.own.is_foreign:
-        logger.warning("%s", statistics.own.warning())
+    if warning := statistics.own_warning:
+        logger.warning("%s", warning)
     return EXIT_DONE
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from checkpoints.run_folder import state_folder, step_name
+from checkpoints.run_folder import read_command, state_folder, step_name
 from checkpoints.store import StateStore
 from data_prep.config import Answers
 from sage.commands.cli import EXIT_CRASH
@@ -202,7 +202,7 @@ def _report_own_answers(run: TrainingRun, num_supervised: float) -> None:
     run.figures |= own.metrics()
     logger.info("%s", own.line())
     if own.is_foreign and run.config.data.answers is Answers.given:
-        logger.warning("%s", own.warning(own_answers_command(sys.argv, run.config.run.dir)))
+        logger.warning("%s", own.warning(own_answers_command(read_command(Path(run.config.run.dir)), run.config.run.dir)))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from train.plan.balance import Balance
 from train.plan.memory import Workload, memory_per_gpu
 from train.plan.meta import MetaModels
 from train.plan.step_time import bytes_of_step, exposed_s, flops_of_step, transfer_s, update_s
-from train.plan.validation_time import MAX_SHARE, PassTimes, pass_times, smaller_settings, validation_s
+from train.plan.validation_time import MAX_SHARE, MIN_VALIDATIONS_S, PassTimes, pass_times, smaller_settings, validation_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,11 @@ class LaunchPlan(Workload):
 
     def smaller_validation(self) -> tuple[list[str], float] | None:
         """Returns the mildest overrides with which validations take at most a tenth of the run, and the seconds of one; rarer
-        validations only if all others are not enough. None if the share is not above a tenth, or not known.
+        validations only if all others are not enough. None if the share is not above a tenth or not known, or if all
+        validations together take less than a minute.
         """
-        if (self.validation_share or 0) <= MAX_SHARE:
+        total_s = self.validation_s * (self.num_validations or 0)
+        if (self.validation_share or 0) <= MAX_SHARE or total_s < MIN_VALIDATIONS_S:
             return None
         assert self.times is not None and self.training_s is not None and self.num_steps is not None
         words, each_s = list[str](), self.validation_s

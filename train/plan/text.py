@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from tqdm import tqdm
 
 from checkpoints.export.serving import serving_line
@@ -9,6 +10,7 @@ from sage.io.tables import text_table
 from train.plan.data import DataPlan
 from train.plan.estimate import LaunchPlan
 
+NO_GPU = "this machine has no GPU: the figures are those of GPUs as launch.gpu_* describe them; its CPU takes longer"
 MIN_GB_BYTES = 5e6  # smaller amounts are shown in MB
 
 
@@ -16,6 +18,8 @@ def render(plan: LaunchPlan, data: DataPlan | None = None) -> str:
     """Returns the complete plan as text, with what was found in the data."""
     config, models = plan.config, plan.models
     head = f"plan: {config.draft.kind} draft for {config.target.name} on {plan.ranks} GPU(s), ZeRO {config.deepspeed.stage}"
+    if config.launch.gpus is None and not torch.cuda.is_available():
+        head += f"\n{NO_GPU}"
     vision, text = models.vision_parameters, models.target_parameters - models.vision_parameters
     parts = [f"{billions(vision)} vision, {billions(text)} text"] if vision else []
     if models.active_parameters < models.target_parameters:
@@ -52,7 +56,7 @@ def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
         if amount:
             each_s = plan.part_s(part)
             share = f"{each_s / plan.step_s:.0%}"
-            rows.append((part, f"{amount / 1e12:,.0f} TFLOP, {plan.traffic[part] / 1e9:,.0f} GB: {seconds(each_s)} ({share})"))
+            rows.append((part, f"{operations(amount)}, {plan.traffic[part] / 1e9:,.0f} GB: {seconds(each_s)} ({share})"))
     if plan.gather_s:
         group = f"{plan.sharding_ranks} ranks" + (" of each node" if plan.sharding_ranks < plan.ranks else "")
         rows.append(("gathering", f"{seconds(plan.gather_s)} of waiting for layers of the sharded target, held by {group}"))
@@ -77,11 +81,16 @@ def _run(plan: LaunchPlan) -> list[tuple[str, str]]:
     return [*rows, ("training", _duration(plan)), *_validations(plan)]
 
 
+def _clock(amount_s: float) -> str:
+    """Returns `12:18:13` or `04:13`."""
+    return tqdm.format_interval(amount_s) if amount_s >= 1 else "less than a second"
+
+
 def _duration(plan: LaunchPlan) -> str:
     if plan.num_steps is None or plan.training_s is None:
         return "depends on the size of the data; give train.max_steps or data.num_examples for an estimate"
     limit = "" if plan.balance is not None else "at most "
-    return f"{plan.num_steps:,} steps, {limit}{tqdm.format_interval(plan.training_s)}"
+    return f"{plan.num_steps:,} steps, {limit}{_clock(plan.training_s)}"
 
 
 def _validations(plan: LaunchPlan) -> list[tuple[str, str]]:
@@ -90,13 +99,13 @@ def _validations(plan: LaunchPlan) -> list[tuple[str, str]]:
     decoders = ", ".join(dict.fromkeys(("autoregressive", *map(str, decode.policies), *map(str, decode.baselines))))
     where = "rank 0" if plan.times.ranks == 1 else f"{plan.times.ranks} ranks"
     prompts = f"{decode.num_prompts} prompts of at most {decode.max_new_tokens} tokens on {where}"
-    rows = [("one validation", f"{tqdm.format_interval(plan.validation_s)}, {prompts}"), ("", f"by {decoders}")]
+    rows = [("one validation", f"{_clock(plan.validation_s)}, {prompts}"), ("", f"by {decoders}")]
     if (share := plan.validation_share) is not None and plan.num_validations is not None:
-        total = tqdm.format_interval(plan.validation_s * plan.num_validations)
+        total = _clock(plan.validation_s * plan.num_validations)
         rows.append(("validations", f"{plan.num_validations} of them take {total}, {share:.0%} of the run"))
     if (smaller := plan.smaller_validation()) is not None:
         words, each_s = smaller
-        rows.append(("", f"warning: more than a tenth; {' '.join(words)} takes {tqdm.format_interval(each_s)} each"))
+        rows.append(("", f"warning: more than a tenth; {' '.join(words)} takes {_clock(each_s)} each"))
     return rows
 
 
@@ -118,6 +127,11 @@ def billions(parameters: int) -> str:
 def gigabytes(amount: float) -> str:
     """Returns bytes as `16.58 GB` (10^9)."""
     return f"{amount / 1e9:6.2f} GB" if amount >= MIN_GB_BYTES else f"{amount / 1e6:6.2f} MB"
+
+
+def operations(amount: float) -> str:
+    """Returns floating-point operations as `1,478 TFLOP` or `310 GFLOP`."""
+    return f"{amount / 1e12:,.0f} TFLOP" if amount >= 1e12 else f"{amount / 1e9:,.0f} GFLOP"
 
 
 def seconds(amount: float) -> str:

@@ -16,6 +16,7 @@ TOKENS_PER_PASS = 3.0  # that a policy which drafts is assumed to reach
 DRAFTING = 0.3  # share of the time of a target pass that a round needs beside it
 CALLS_PER_LAYER, CALL_S = 60, 6e-6  # of an eager pass, in which Hugging Face decodes
 MAX_SHARE = 0.1  # of the run
+MIN_VALIDATIONS_S = 60  # of all validations of a run; if they take less, their share does not matter
 MIN_PROMPTS = 4
 
 

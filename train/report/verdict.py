@@ -14,7 +14,6 @@ Does not own: the measurement and its intervals (sage.bench), the estimate (trai
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from checkpoints.run_folder import METRICS, PROVENANCE, dotted_keys, read_metrics, read_run_config
+from checkpoints.run_folder import METRICS, dotted_keys, read_command, read_metrics, read_run_config
 from data_prep.own_answers import MIN_OWN_SHARE, OWN_ANSWERS
 from sage.bench.report_table import decode_shares
 from sage.trees import AUTOREGRESSIVE, CHAIN
@@ -53,8 +52,8 @@ class Facts:
     Attributes:
         report: content of report.json.
         draft: the folder that commands name.
-        export: the `--format` in which an engine can serve it (`checkpoints.export.serving`); "" if there is none.
         run: the run that trained it; "" without one.
+        export: the `--format` in which an engine serves it; "" if none does.
         lines: of metrics.jsonl, up to the step of the draft.
         config: configuration of the run by dotted key.
         command: `sys.argv` of the run.
@@ -62,8 +61,8 @@ class Facts:
 
     report: Mapping[str, Any]
     draft: str
-    export: str = ""
     run: str = ""
+    export: str = ""
     lines: Sequence[Mapping[str, Any]] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     command: Sequence[str] = ()
@@ -112,19 +111,21 @@ def judge(facts: Facts) -> Verdict | None:
 
 
 def add_verdict(report: dict[str, Any], draft: str, run: Path | None, step: int | None, export: str = "") -> None:
-    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known."""
+    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known.
+
+    Args:
+        export: the `--format` in which an engine serves the draft; empty if none does.
+    """
     facts = Facts(report=report, draft=draft, export=export)
     if run is not None and step is not None:
-        path = run / PROVENANCE
-        recorded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         facts = Facts(
             report=report,
             draft=draft,
-            export=export,
             run=str(run),
+            export=export,
             lines=[line for line in read_metrics(run / METRICS) if line["step"] <= step],
             config=dotted_keys(read_run_config(run)),
-            command=recorded.get("command", ()),
+            command=read_command(run),
         )
     if (verdict := judge(facts)) is not None:
         report["verdict"] = asdict(verdict)
@@ -169,7 +170,9 @@ def _sentence(report: Mapping[str, Any], name: str, result: Result) -> str:
         Result.unclear: "no clear difference from decoding without a draft",
     }
     bounds, count = part.get("speedup_ci"), report["prompts"]
-    sure = f"95% interval {bounds[0]:.2f} to {bounds[1]:.2f} over {count} prompts" if bounds else "one prompt gives no interval"
+    if not bounds:
+        heads[Result.unclear] = "not decided by one prompt"
+    sure = f"95% interval {bounds[0]:.2f} to {bounds[1]:.2f} over {count} prompts" if bounds else "no interval"
     tokens = f"{part['tokens_per_target_pass']:.2f} tokens per target pass"
     return f"{heads[result]}: {part['speedup']:.2f}x with {name} ({sure}), {tokens}"
 
@@ -275,10 +278,12 @@ def _next_command(facts: Facts, result: Result) -> str:
     """Returns the command where no cause is known: use the draft, or measure it on more prompts."""
     if result is not Result.faster:
         return f"sage-validate {_checkpoint(facts)} decode.num_prompts={4 * facts.report['prompts']} decode.repeats=3"
-    if facts.run and facts.export:
+    chain = facts.report["policies"].get(CHAIN)
+    if facts.run and facts.export and (chain is None or _result(chain) is not Result.slower):  # vLLM verifies chains
         out = shlex.quote(f"exports/{Path(facts.run).name}")
         return f"sage-export {shlex.quote(facts.run)} --format {facts.export} --out {out}"
-    return f'sage-generate --draft {shlex.quote(facts.run or facts.draft)} --image photo.jpg --prompt "What is this?"'
+    draft, policy = shlex.quote(facts.run or facts.draft), best_policy(facts.report)
+    return f'sage-generate --draft {draft} --policy {policy} --image photo.jpg --prompt "What is this?"'
 
 
 def _checkpoint(facts: Facts) -> str:

@@ -143,7 +143,7 @@ class CostAware(Policy):
             self._prices = None
 
     def explain(self, entry: dict[str, float]) -> str:
-        price = f"at {entry['price']:.0f} tokens/s"
+        price = f"at {entry['price']:.0f} tokens/s:"
         if entry["expanded"] == 0:
             return f"{price} no draft pass: drafting has not paid recently"
         if entry["levels"] == 0:
