@@ -41,9 +41,9 @@ from train.distill.staging import Staging
 from train.distill.student import Student, supervised_features
 from train.distill.teacher import Teacher
 from train.job.build import build_teacher
-from train.plan.estimate import flops_of_step
 from train.plan.memory import Workload
 from train.plan.meta import MetaModels, target_architecture
+from train.plan.step_time import flops_of_step
 
 META = torch.device("meta")
 PARTS = {

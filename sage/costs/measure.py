@@ -21,13 +21,14 @@ from sage.drafts.session import DraftSession
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s
-from sage.targets import Target
+from sage.targets import Features, Target
 from sage.targets.tree_passes import TreePasses
 
 VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 LONGER_NODES = 16
 NUM_CANDIDATES = 10
+COMMITTED = 3  # accepted tokens of a usual round
 REPEATS = 16
 MIN_CONTEXT_SPAN = 1024  # tokens between the two contexts
 
@@ -47,17 +48,24 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     session = new_session(draft, target, context + room)
     passes = TreePasses(target, session.levels)
     cache = empty_cache(passes, longer + room)
-    levels = _lower_quartiles([draft_level(session, target, width, context) for width in DRAFT_WIDTHS], target.device)
+    before = verify_pass(passes, target, cache, LONGER_NODES, context)
+    drafting = [draft_commit(session, target, before, context)]
+    drafting += [draft_level(session, target, width, context) for width in DRAFT_WIDTHS]
+    commit_s, *levels = _lower_quartiles(drafting, target.device)
     calls = [verify_pass(passes, target, cache, nodes, context) for nodes in VERIFY_NODES]
-    calls.append(verify_pass(passes, target, cache, LONGER_NODES, longer))
-    *at_context, at_longer = _lower_quartiles(calls, target.device)
+    calls += [verify_pass(passes, target, cache, nodes, longer) for nodes in (1, LONGER_NODES)]
+    *at_context, one_s, several_s = _lower_quartiles(calls, target.device)
     is_stepped = target.passes is PassMode.captured
-    growth_s = max(at_longer - at_context[VERIFY_NODES.index(LONGER_NODES)], 0.0)
+    tokens = max(longer - context, 1)
+    per_token = max(one_s - at_context[0], 0.0) / tokens
+    growth = max(several_s - at_context[VERIFY_NODES.index(LONGER_NODES)], 0.0) / tokens
     return Costs(
         verify=Curve(list(VERIFY_NODES), at_context, is_stepped=is_stepped),
         draft=Curve(list(DRAFT_WIDTHS), levels, is_stepped=is_stepped),
         context=context,
-        verify_per_token=growth_s / max(longer - context, 1),
+        verify_per_token=min(per_token, growth),
+        verify_per_pair=max(growth - per_token, 0.0) / (LONGER_NODES - 1),
+        commit_s=commit_s,
         has_key_buckets=is_stepped and not passes.is_split,
     )
 
@@ -95,6 +103,25 @@ def draft_level(session: DraftSession, target: Target, width: int, context: int)
         return session.propose(session.expand(rows, tokens), NUM_CANDIDATES)[0]
 
     return TimedCall(run, reset=partial(session.set_synthetic_state, context, width))
+
+
+def draft_commit(session: DraftSession, target: Target, before: TimedCall, context: int) -> TimedCall:
+    """Returns a call that reads `COMMITTED` accepted tokens on top of S tokens and returns the probabilities [1, K] of the best
+    candidates below them. A target pass, `before`, precedes every call: as in decoding, it evicts the draft from the caches.
+    """
+    tokens = (torch.arange(COMMITTED) % target.vocab_size).tolist()
+    zeros = torch.zeros(1, COMMITTED, target.hidden_size, dtype=target.dtype, device=target.device)
+    features = Features(zeros, (zeros,) * len(session.levels))
+
+    def reset() -> None:
+        before.reset()
+        before.run()
+        session.set_synthetic_state(context, 1)
+
+    def run() -> Tensor:
+        return session.propose(session.commit(features, tokens), NUM_CANDIDATES)[0]
+
+    return TimedCall(run, reset)
 
 
 def _lower_quartiles(calls: Sequence[TimedCall], device: torch.device) -> list[float]:

@@ -55,13 +55,17 @@ class Curve:
         return [self(one) for one in range(1, count + 1)]
 
     def correct(self, expected: float, seconds: float, rate: float) -> None:
-        """Moves the correction towards a timing of `seconds`, predicted as `expected`, by a learning rate in [0, 1].
+        """Moves the correction towards a timing of `seconds`, predicted as `expected`, by a learning rate in [0, 1]."""
+        self.scale *= correction(expected, seconds, rate)
 
-        Timings off by a factor above three, which are interruptions, are ignored.
-        """
-        ratio = seconds / expected
-        if 1 / 3 < ratio < 3:
-            self.scale *= ratio**rate
+
+def correction(expected: float, seconds: float, rate: float) -> float:
+    """Returns the factor that moves a prediction towards a timing, by a learning rate in [0, 1].
+
+    Timings off by a factor above three, which are interruptions, are ignored.
+    """
+    ratio = seconds / expected
+    return float(ratio**rate) if 1 / 3 < ratio < 3 else 1.0
 
 
 @dataclass
@@ -72,7 +76,9 @@ class Costs:
         verify: seconds of a target pass by number of nodes, at `context` tokens.
         draft: seconds of a draft level by its width.
         context: S the verify curve was measured at.
-        verify_per_token: additional seconds of a target pass per context token beyond `context`.
+        verify_per_token: additional seconds of a target pass over one node per context token beyond `context`.
+        verify_per_pair: the same for every further node.
+        commit_s: seconds of the draft pass that starts a round, over the accepted tokens; None: as a level of one node.
         overhead: seconds per round beyond passes and levels.
         has_key_buckets: whether a target pass costs as much as the bucket of its keys.
     """
@@ -81,6 +87,8 @@ class Costs:
     draft: Curve
     context: int
     verify_per_token: float = 0.0
+    verify_per_pair: float = 0.0
+    commit_s: float | None = None
     overhead: float = 0.0
     has_key_buckets: bool = False
 
@@ -90,7 +98,17 @@ class Costs:
         longer = context - self.context
         if self.has_key_buckets:
             longer = key_bucket(context + nodes + 1) - key_bucket(self.context + nodes + 1)
-        return max(at_context + self.verify.scale * self.verify_per_token * longer, at_context / 2)
+        per_token = self.verify_per_token + self.verify_per_pair * (nodes - 1)
+        return max(at_context + self.verify.scale * per_token * longer, at_context / 2)
+
+    @property
+    def first_level_s(self) -> float:
+        """Seconds of the draft pass that starts a round; its candidates are the first level."""
+        return self.draft(1) if self.commit_s is None else self.commit_s
+
+    def correct_commit(self, seconds: float, rate: float) -> None:
+        """Moves `commit_s` towards a timing, as `Curve.correct`."""
+        self.commit_s = self.first_level_s * correction(self.first_level_s, seconds, rate)
 
     def state(self) -> dict[str, Any]:
         """Returns the tables as JSON-serializable numbers."""

@@ -148,7 +148,7 @@ def draft_tree(request: Request) -> Tree:
     for level in range(1, last_level + 1):
         scores = request.verifier.sampler.coupled(logits, level, session.token_map)
         probs, tokens = session.propose(scores, policy.num_candidates_at(level))
-        clock.lap("draft_steps", len(probs))
+        clock.lap("draft_steps", len(probs) if level > 1 else 0)
         frontier = builder.open_level(probs, tokens)
         check_probabilities(frontier.rows, level, request.stats.new_tokens)
         next_level = policy.next_level(frontier)

@@ -172,7 +172,7 @@ class HeadSession(DraftSession):
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.zero_to(context)
-        self.committed, self.depth, self.visible = context, 0, None
+        self.committed, self.depth, self.offset, self.visible = context, 0, 0, None
         self.hidden = self.hidden.new_zeros(width, self.draft.config.hidden_size)
 
     def _start_tree(self, hidden: Tensor) -> None:

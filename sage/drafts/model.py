@@ -176,6 +176,7 @@ class ModelSession(DraftSession):
         self.cache.zero_to(context)
         self.committed = context
         self.position = torch.full((1,), context, device=self.model.device)
+        self._root_position = self.position - 1
         self.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=self.model.device)
 
     def _read(self, tokens: Tensor) -> Tensor:

@@ -73,7 +73,9 @@ class DraftSession(ABC):
         return probs, tokens if self.token_map is None else self.token_map[tokens]
 
     def set_synthetic_state(self, context: int, width: int) -> None:
-        """Sets a context of `context` rows and a frontier of `width` nodes, both of zeros, so that `expand` can be timed."""
+        """Sets a context of `context` rows and a frontier of `width` nodes, both of zeros, so that `expand` and
+        `commit` can be timed.
+        """
         raise NotImplementedError
 
 

@@ -70,7 +70,8 @@ class Tree:
         return cls.of(Columns([token], [-1], [0]), device, lambda: (None,))
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        columns = self.__dict__.get("columns")  # known without a tensor, for which `len` takes microseconds
+        return len(self.tokens) if columns is None else len(columns.tokens)
 
     @property
     def depth(self) -> int:

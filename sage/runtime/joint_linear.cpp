@@ -1,9 +1,13 @@
 // Matrix products of few rows with weights in place, at the speed at which the weights are read.
 //
 // y[m, n] = sum over k of x[m, k] * w[n, k], for one or several weights [N, K] of the same input, whose results are adjacent.
-// Weights are as nn.Linear stores them, so no copy exists. A block of up to 8 rows of x and NB rows of w is multiplied along k,
-// with one vector of partial sums per pair; the block of w stays in the first-level cache while the rows of x pass. Every thread
-// has a contiguous part of the rows of w. Sums are in float32.
+// Weights are as nn.Linear stores them, so no copy exists, and every thread has a contiguous part of their rows. Sums are in
+// float32.
+//
+// One row of x is multiplied along k, with a vector of partial sums per row of w. Of several rows, the lanes of a vector are rows
+// of x: G consecutive words of w are loaded into all lanes at once and multiplied with the same words of LANES / G rows of x,
+// which are laid out for that once per call. So every lane works, and few sums are left to add. A word is one float32 or two
+// bfloat16. A tile of TILE rows of w, which stays in a cache, is multiplied with all rows of x.
 //
 // Built by sage/runtime/joint_linear.py for the processor at hand. Compiled passes call `aoti_torch_cpu_joint_linear`.
 
@@ -11,123 +15,20 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "joint_linear.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int VECTOR_BYTES = 64;
-#elif defined(__AVX__)
-constexpr int VECTOR_BYTES = 32;
-#else
-constexpr int VECTOR_BYTES = 16;
-#endif
-constexpr int LANES = VECTOR_BYTES / 4;
-constexpr int64_t STRIP = 24;              // rows of w that all rows of x pass before the next ones are read
-constexpr int64_t AHEAD_BYTES = 8192;      // of w between what is multiplied and what is prefetched
-constexpr int64_t UNIT = 24;               // a thread's part is a multiple; divisible by most block sizes
-constexpr int64_t MIN_PARALLEL = 1 << 14;  // products; starting threads takes about a microsecond
+constexpr int TILE = LANES < 8 ? 8 : LANES;  // rows of w
+constexpr int ONE_ROW = 8;                   // rows of w that one row of x is multiplied with
+constexpr int LINE = 16;                     // words of a cache line
+constexpr int64_t AHEAD_BYTES = 8192;        // of w between what is multiplied and what is prefetched
+constexpr int64_t MAX_ROWS = 64;             // of x that are laid out at once
+constexpr int64_t MIN_PARALLEL = 1 << 14;    // products; starting threads takes about a microsecond
 constexpr int MAX_WEIGHTS = 16;
-
-typedef float Vec __attribute__((vector_size(VECTOR_BYTES)));
-typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
-typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float to_float(float value) { return value; }
-
-inline float to_float(BFloat16 value) {
-    const uint32_t word = static_cast<uint32_t>(value.bits) << 16;
-    float out;
-    std::memcpy(&out, &word, sizeof out);
-    return out;
-}
-
-inline void store(float* place, float value) { *place = value; }
-
-inline void store(BFloat16* place, float value) {  // rounds to nearest, ties to even
-    uint32_t word;
-    std::memcpy(&word, &value, sizeof word);
-    const bool is_nan = (word & 0x7fffffff) > 0x7f800000;
-    place->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
-}
-
-// Returns the sums of the lanes of up to four vectors.
-struct Sums {
-    float values[4];
-};
-
-#if defined(__AVX512F__)
-inline Sums sums_of(Vec a, Vec b, Vec c, Vec d) {
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
-    const __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xee);
-    const __m512 four = _mm512_add_ps(low, high);  // in every quarter, a part of the sums of a, b, c, d
-    const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(four), _mm512_castps512_ps256(_mm512_shuffle_f32x4(four, four, 0x0e)));
-    Sums out;
-    _mm_storeu_ps(out.values, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
-    return out;
-}
-#else
-inline Sums sums_of(Vec a, Vec b, Vec c, Vec d) {
-    Sums out = {};
-    for (int lane = 0; lane < LANES; ++lane) {
-        out.values[0] += a[lane];
-        out.values[1] += b[lane];
-        out.values[2] += c[lane];
-        out.values[3] += d[lane];
-    }
-    return out;
-}
-#endif
-
-// A step along k: what is loaded at once, and its product added to partial sums.
-struct FloatStep {
-    typedef Vec Loaded;
-    static constexpr int SIZE = LANES;
-    static Loaded load(const float* place) {
-        Loaded out;
-        std::memcpy(&out, place, sizeof out);
-        return out;
-    }
-    static Vec add(Vec sums, Loaded x, Loaded w) { return sums + x * w; }
-};
-
-#if defined(__AVX512BF16__)
-struct HalfStep {
-    typedef __m512bh Loaded;
-    static constexpr int SIZE = 2 * LANES;
-    static Loaded load(const BFloat16* place) { return (__m512bh)_mm512_loadu_si512(place); }
-    static Vec add(Vec sums, Loaded x, Loaded w) { return (Vec)_mm512_dpbf16_ps((__m512)sums, x, w); }
-};
-#else
-struct HalfStep {
-    typedef Vec Loaded;
-    static constexpr int SIZE = LANES;
-    static Loaded load(const BFloat16* place) {
-        Halves bits;
-        std::memcpy(&bits, place, sizeof bits);
-        return (Vec)(__builtin_convertvector(bits, Words) << 16);
-    }
-    static Vec add(Vec sums, Loaded x, Loaded w) { return sums + x * w; }
-};
-#endif
-
-template <typename T>
-struct StepOf {
-    typedef FloatStep Type;
-};
-template <>
-struct StepOf<BFloat16> {
-    typedef HalfStep Type;
-};
 
 template <typename T>
 struct Job {
@@ -136,109 +37,304 @@ struct Job {
     int64_t rows, depth, width;  // depth: K; width: of a row of y
 };
 
-// Multiplies MB rows of x, from `row` on, with NB rows of w.
-template <typename T, int MB, int NB>
-inline void block(const Job<T>& job, int64_t row, const T* w, T* y) {
+// Prefetches, for a block of NB rows of w, what follows AHEAD_BYTES later: in the present block or in one of the next ones.
+template <typename T, int NB>
+struct Ahead {
+    static constexpr int64_t distance = AHEAD_BYTES / (NB * sizeof(T));  // along k
+    const int64_t depth, near, far, wraps;                               // from k = wraps on, it is in the block after
+
+    explicit Ahead(int64_t of_depth)
+        : depth(of_depth),
+          near(distance / depth * NB * depth + distance % depth),
+          far(near + (NB - 1) * depth),
+          wraps(depth - distance % depth) {}
+
+    inline void operator()(const T* w, int64_t k) const {
+        const T* ahead = w + k + (k < wraps ? near : far);
+#pragma GCC unroll 16
+        for (int n = 0; n < NB; ++n) __builtin_prefetch(ahead + n * depth);
+    }
+};
+
+// Multiplies one row of x with NB rows of w.
+template <typename T, int NB>
+inline void one_row(const Job<T>& job, const T* w, T* y) {
     using Step = typename StepOf<T>::Type;
-    const T* x = job.x + row * job.depth;
-    Vec sums[MB][NB];
+    const Ahead<T, NB> prefetch(job.depth);
+    Vec sums[NB];
 #pragma GCC unroll 8
-    for (int m = 0; m < MB; ++m)
-#pragma GCC unroll 8
-        for (int n = 0; n < NB; ++n) sums[m][n] = Vec{};
-    // Prefetched is what follows `distance` steps along k later, in the present block of NB rows or in one of the next blocks.
-    constexpr int64_t distance = AHEAD_BYTES / (NB * sizeof(T));
-    const int64_t near = distance / job.depth * NB * job.depth + distance % job.depth;
-    const int64_t far = near + (NB - 1) * job.depth;         // in the block after
-    const int64_t wraps = job.depth - distance % job.depth;  // from this k on
+    for (int n = 0; n < NB; ++n) sums[n] = Vec{};
     int64_t k = 0;
     for (; k + Step::SIZE <= job.depth; k += Step::SIZE) {
-        const T* ahead = w + k + (k < wraps ? near : far);
-        typename Step::Loaded of_w[NB];
+        prefetch(w, k);
+        const typename Step::Loaded of_x = Step::load(job.x + k);
 #pragma GCC unroll 8
-        for (int n = 0; n < NB; ++n) {
-            of_w[n] = Step::load(w + n * job.depth + k);
-            __builtin_prefetch(ahead + n * job.depth);
-        }
-#pragma GCC unroll 8
-        for (int m = 0; m < MB; ++m) {
-            const typename Step::Loaded of_x = Step::load(x + m * job.depth + k);
-#pragma GCC unroll 8
-            for (int n = 0; n < NB; ++n) sums[m][n] = Step::add(sums[m][n], of_x, of_w[n]);
-        }
+        for (int n = 0; n < NB; ++n) sums[n] = Step::add(sums[n], of_x, Step::load(w + n * job.depth + k));
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < MB; ++m) {
-        T* out = y + m * job.width;
-#pragma GCC unroll 8
-        for (int n = 0; n < NB; n += 4) {
-            const Vec none = {};
-            Sums totals = sums_of(sums[m][n], n + 1 < NB ? sums[m][n + 1] : none, n + 2 < NB ? sums[m][n + 2] : none,
-                                  n + 3 < NB ? sums[m][n + 3] : none);
+    for (int n = 0; n < NB; n += 4) {
+        const Vec none = {};
+        const Sums totals = sums_of(sums[n], n + 1 < NB ? sums[n + 1] : none, n + 2 < NB ? sums[n + 2] : none,
+                                    n + 3 < NB ? sums[n + 3] : none);
 #pragma GCC unroll 4
-            for (int i = n; i < n + 4 && i < NB; ++i) {
-                float total = totals.values[i - n];
-                for (int64_t rest = k; rest < job.depth; ++rest)
-                    total += to_float(x[m * job.depth + rest]) * to_float(w[i * job.depth + rest]);
-                store(out + i, total);
+        for (int i = n; i < n + 4 && i < NB; ++i) {
+            float total = totals.values[i - n];
+            for (int64_t rest = k; rest < job.depth; ++rest) total += to_float(job.x[rest]) * to_float(w[i * job.depth + rest]);
+            store(y + i, total);
+        }
+    }
+}
+
+// Multiplies the rows of x, one after the other, with rows begin .. end of w.
+template <typename T>
+void row_by_row(Job<T> job, const T* w, T* y, int64_t begin, int64_t end) {
+    for (int64_t row = 0; row < job.rows; ++row, job.x += job.depth, y += job.width) {
+        int64_t n = begin;
+        for (; n + ONE_ROW <= end; n += ONE_ROW) one_row<T, ONE_ROW>(job, w + n * job.depth, y + n);
+        for (; n < end; ++n) one_row<T, 1>(job, w + n * job.depth, y + n);
+    }
+}
+
+// Rows of x whose words fill VX vectors, G words of each row: how they are laid out and multiplied.
+template <typename T, int G, int VX>
+struct Group {
+    using Word = typename WordOf<T>::Type;
+    static constexpr int PARTS = Word::PARTS;
+    static constexpr int ROWS = LANES / G;                    // of a vector
+    static constexpr int DEPTH = LINE * 4 / sizeof(T);        // elements of a line of w
+    static constexpr int VECTORS = LINE / G * VX * PARTS;     // of a line
+    static constexpr int NB = VX == 1 ? TILE : TILE / VX;     // rows of w in a block, whose sums are in registers
+
+    // Lays out lines first .. last of `count` rows of x; what is missing is zero. Vector (s, v, part) of a line has word s * G + g
+    // of row v * ROWS + m in lane m * G + g.
+    static void lay_out(const Job<T>& job, int64_t row, int64_t count, Vec* out, int64_t first, int64_t last) {
+        for (int64_t line = first; line < last; ++line) {
+            const int64_t rest = std::min<int64_t>(job.depth - line * DEPTH, DEPTH);
+            for (int v = 0; v < VX; ++v) {
+                alignas(VECTOR_BYTES) uint32_t words[ROWS][LINE] = {};
+                const int64_t used = std::min<int64_t>(count - v * ROWS, ROWS);
+                for (int64_t m = 0; m < used; ++m)
+                    std::memcpy(words[m], job.x + (row + v * ROWS + m) * job.depth + line * DEPTH, rest * sizeof(T));
+                lay_out_line(words, out + line * VECTORS + v * PARTS);
             }
         }
     }
-}
 
-template <typename T, int MB, int NB>
-void blocks(const Job<T>& job, int64_t row, const T* w, T* y, int64_t begin, int64_t end) {
-    int64_t n = begin;
-    for (; n + NB <= end; n += NB) block<T, MB, NB>(job, row, w + n * job.depth, y + n);
-    for (; n < end; ++n) block<T, MB, 1>(job, row, w + n * job.depth, y + n);
-}
+    static void lay_out_line(const uint32_t (&words)[ROWS][LINE], Vec* out) {
+#if defined(__AVX512F__)
+        if (G == 1 && PARTS == 1) {
+            Vec rows[16];
+            std::memcpy(rows, words, sizeof rows);
+            transpose(rows);
+#pragma GCC unroll 16
+            for (int s = 0; s < 16; ++s) out[s * VX] = rows[s];
+            return;
+        }
+#endif
+        for (int s = 0; s < LINE / G; ++s) {
+            uint32_t* place = (uint32_t*)(out + s * VX * PARTS);
+            for (int m = 0; m < ROWS; ++m) {
+                if (PARTS == 1) {
+                    std::memcpy(place + m * G, words[m] + s * G, 4 * G);
+                } else {
+                    for (int g = 0; g < G; ++g) {
+                        place[m * G + g] = words[m][s * G + g] << 16;
+                        place[LANES + m * G + g] = words[m][s * G + g] & 0xffff0000u;
+                    }
+                }
+            }
+        }
+    }
 
-// Multiplies `count` rows of x, from `row` on, with rows begin .. end of w. Block sizes fill 32 vector registers.
+    // Adds the products of a line of NB rows of w, `stride` bytes apart.
+    static inline void add_line(Vec (&sums)[NB][VX], const Vec* x, const char* w, int64_t stride) {
+        const char* rows[(NB + 3) / 4];
+#pragma GCC unroll 4
+        for (int n = 0; n < NB; n += 4) rows[n / 4] = w + n * stride;
+#pragma GCC unroll 4
+        for (int s = 0; s < LINE / G; ++s) {
+#pragma GCC unroll 16
+            for (int n = 0; n < NB; ++n) {
+                const Vec words = spread<G>(rows[n / 4] + n % 4 * stride + s * G * 4);
+#pragma GCC unroll 2
+                for (int v = 0; v < VX; ++v) sums[n][v] = Word::add(sums[n][v], x + (s * VX + v) * PARTS, words);
+            }
+        }
+    }
+
+    // Multiplies all of x with a tile of w; vector (n, v) of the result has the partial sums of row n of w.
+    static void multiply(const Job<T>& job, const Vec* x, const T* w, Vec* out) {
+        const Ahead<T, NB> prefetch(job.depth);
+        for (int first = 0; first < TILE; first += NB, w += NB * job.depth, out += NB * VX) {
+            Vec sums[NB][VX];
+#pragma GCC unroll 16
+            for (int n = 0; n < NB; ++n)
+#pragma GCC unroll 2
+                for (int v = 0; v < VX; ++v) sums[n][v] = Vec{};
+            const Vec* of_x = x;
+            int64_t k = 0;
+            for (; k + DEPTH <= job.depth; k += DEPTH, of_x += VECTORS) {
+                prefetch(w, k);
+                add_line(sums, of_x, (const char*)(w + k), job.depth * sizeof(T));
+            }
+            if (k < job.depth) {
+                T rest[NB][DEPTH] = {};
+                for (int n = 0; n < NB; ++n) std::memcpy(rest[n], w + n * job.depth + k, (job.depth - k) * sizeof(T));
+                add_line(sums, of_x, (const char*)rest, sizeof rest[0]);
+            }
+#pragma GCC unroll 16
+            for (int n = 0; n < NB; ++n)
+#pragma GCC unroll 2
+                for (int v = 0; v < VX; ++v) out[n * VX + v] = sums[n][v];
+        }
+    }
+
+    // Stores columns first .. first + columns of a tile's result [TILE][VX] in `count` rows of y.
+    static void finish(const Vec* sums, T* y, int64_t width, int64_t count, int64_t first, int64_t columns) {
+        for (int v = 0; v < VX; ++v) {
+            alignas(VECTOR_BYTES) float totals[ROWS][TILE];
+#if defined(__AVX512F__)
+            Vec lanes[16];
+#pragma GCC unroll 16
+            for (int n = 0; n < 16; ++n) lanes[n] = sums[n * VX + v];
+            transpose(lanes);
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; ++m) {
+                Vec total = lanes[m * G];
+                for (int g = 1; g < G; ++g) total += lanes[m * G + g];
+                std::memcpy(totals[m], &total, sizeof total);
+            }
+#else
+            for (int m = 0; m < ROWS; ++m)
+                for (int n = 0; n < TILE; ++n) {
+                    totals[m][n] = sums[n * VX + v][m * G];
+                    for (int g = 1; g < G; ++g) totals[m][n] += sums[n * VX + v][m * G + g];
+                }
+#endif
+            for (int m = 0; m < std::min<int64_t>(count - v * ROWS, ROWS); ++m, y += width) {
+                if (columns == TILE)
+                    for (int n = 0; n < TILE; ++n) store(y + n, totals[m][n]);
+                else
+                    for (int64_t n = 0; n < columns; ++n) store(y + n, totals[m][first + n]);
+            }
+        }
+    }
+};
+
 template <typename T>
-void some_rows(const Job<T>& job, int64_t row, int64_t count, const T* w, T* y, int64_t begin, int64_t end) {
-    y += row * job.width;
-    switch (count) {
-        case 1: return blocks<T, 1, 8>(job, row, w, y, begin, end);
-        case 2: return blocks<T, 2, 8>(job, row, w, y, begin, end);
-        case 3: return blocks<T, 3, 6>(job, row, w, y, begin, end);
-        case 4: return blocks<T, 4, 6>(job, row, w, y, begin, end);
-        case 5: return blocks<T, 5, 4>(job, row, w, y, begin, end);
-        case 6: return blocks<T, 6, 4>(job, row, w, y, begin, end);
-        case 7: return blocks<T, 7, 3>(job, row, w, y, begin, end);
-        default: return blocks<T, 8, 3>(job, row, w, y, begin, end);
+struct AnyGroup {
+    int rows, vectors;
+    decltype(&Group<T, 1, 1>::lay_out) lay_out;
+    decltype(&Group<T, 1, 1>::multiply) multiply;
+    decltype(&Group<T, 1, 1>::finish) finish;
+};
+
+template <typename T, int G, int VX>
+constexpr AnyGroup<T> group_of() {
+    using Kind = Group<T, G, VX>;
+    return {Kind::ROWS * VX, Kind::VECTORS, Kind::lay_out, Kind::multiply, Kind::finish};
+}
+
+// Returns how to multiply the next rows of x when so many are left.
+template <typename T>
+const AnyGroup<T>& next_group(int64_t left) {
+    static constexpr AnyGroup<T> KINDS[] = {
+#if defined(__AVX512F__)
+        group_of<T, 8, 1>(), group_of<T, 8, 2>(), group_of<T, 4, 2>(),
+#elif defined(__AVX__)
+        group_of<T, 4, 1>(), group_of<T, 4, 2>(),
+#endif
+        group_of<T, 2, 2>(), group_of<T, 1, 2>()};
+    constexpr int LAST = sizeof KINDS / sizeof KINDS[0] - 1;
+    if (left > LANES) return KINDS[left > LANES + LANES / 2 ? LAST : LAST - 1];
+    int kind = 0;
+    while (KINDS[kind].rows < left) ++kind;
+    return KINDS[kind];
+}
+
+// Memory for x as it is laid out, kept for the next call.
+struct Scratch {
+    Vec* vectors = nullptr;
+    size_t bytes = 0;
+    Vec* of(size_t needed) {
+        if (needed > bytes) {
+            std::free(vectors);
+            bytes = (needed + 4095) / 4096 * 4096;
+            vectors = static_cast<Vec*>(std::aligned_alloc(4096, bytes));
+        }
+        return vectors;
+    }
+    ~Scratch() { std::free(vectors); }
+};
+
+// Calls `run` with every group of rows: its kind, first row, number of rows and place in the memory for x.
+template <typename T, typename F>
+void for_groups(const Job<T>& job, int64_t lines, Vec* x, F run) {
+    for (int64_t row = 0; row < job.rows;) {
+        const AnyGroup<T>& kind = next_group<T>(job.rows - row);
+        const int64_t count = std::min<int64_t>(kind.rows, job.rows - row);
+        run(kind, row, count, x);
+        row += count;
+        x += lines * kind.vectors;
     }
 }
 
-// Multiplies all rows of x with rows begin .. end of w: at most 8 rows of x at a time with a strip of w, which stays in a cache.
+// Multiplies all rows of x with rows begin .. end of a weight of `size` rows, not fewer than TILE.
 template <typename T>
-void all_rows(const Job<T>& job, const T* w, T* y, int64_t begin, int64_t end) {
-    if (job.rows <= 8) return some_rows(job, 0, job.rows, w, y, begin, end);
-    for (int64_t first = begin; first < end; first += STRIP) {
-        const int64_t last = std::min(first + STRIP, end);
-        for (int64_t row = 0; row < job.rows;) {
-            const int64_t left = job.rows - row;
-            const int64_t count = left >= 16 || left == 8 ? 8 : left > 8 ? (left + 1) / 2 : left;
-            some_rows(job, row, count, w, y, first, last);
-            row += count;
-        }
+void tiles(const Job<T>& job, int64_t lines, Vec* x, const T* w, T* y, int64_t size, int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n += TILE) {
+        const int64_t start = std::min(n, size - TILE);  // the last tile begins earlier
+        for_groups(job, lines, x, [&](const AnyGroup<T>& kind, int64_t row, int64_t count, const Vec* of_x) {
+            Vec sums[TILE * 2];
+            kind.multiply(job, of_x, w + start * job.depth, sums);
+            kind.finish(sums, y + row * job.width + n, job.width, count, n - start, std::min<int64_t>(TILE, end - n));
+        });
     }
 }
 
 template <typename T>
 void multiply(const Job<T>& job, int64_t num_weights, const void* const* weights, const int64_t* sizes, int threads) {
-    const int64_t units = (job.width + UNIT - 1) / UNIT;
+    thread_local Scratch scratch;
+    const int64_t lines = (job.depth * sizeof(T) + LINE * 4 - 1) / (LINE * 4), unit = job.rows == 1 ? ONE_ROW : TILE;
+    Vec* x = nullptr;
+    if (job.rows > 1) {
+        int64_t vectors = 0;
+        for_groups<T>(job, lines, nullptr, [&](const AnyGroup<T>& kind, auto...) { vectors += lines * kind.vectors; });
+        x = scratch.of(vectors * sizeof(Vec));
+    }
+    const int64_t units = (job.width + unit - 1) / unit;
     const int wanted = job.rows * job.width * job.depth < MIN_PARALLEL ? 1 : threads;
 #pragma omp parallel num_threads(wanted) if (wanted > 1)
     {
         const int64_t parts = omp_get_num_threads(), part = omp_get_thread_num();
-        const int64_t begin = std::min(job.width, units * part / parts * UNIT);
-        const int64_t end = std::min(job.width, units * (part + 1) / parts * UNIT);
+        if (job.rows > 1) {
+            for_groups(job, lines, x, [&](const AnyGroup<T>& kind, int64_t row, int64_t count, Vec* of_x) {
+                kind.lay_out(job, row, count, of_x, lines * part / parts, lines * (part + 1) / parts);
+            });
+#pragma omp barrier
+        }
+        const int64_t begin = std::min(job.width, units * part / parts * unit);
+        const int64_t end = std::min(job.width, units * (part + 1) / parts * unit);
         int64_t start = 0;  // of the weight's results in a row of y
         for (int64_t place = 0; place < num_weights; start += sizes[place++]) {
             const int64_t first = std::max<int64_t>(begin - start, 0), last = std::min(end - start, sizes[place]);
-            if (first < last) all_rows(job, static_cast<const T*>(weights[place]), job.y + start, first, last);
+            const T* w = static_cast<const T*>(weights[place]);
+            if (first >= last) continue;
+            if (job.rows == 1 || sizes[place] < TILE)
+                row_by_row(job, w, job.y + start, first, last);
+            else
+                tiles(job, lines, x, w, job.y + start, sizes[place], first, last);
         }
     }
+}
+
+// Multiplies at most MAX_ROWS rows at a time.
+template <typename T>
+void multiply_all(const void* x, void* y, int64_t rows, int64_t depth, int64_t width, int64_t num_weights,
+                  const void* const* weights, const int64_t* sizes, int threads) {
+    for (int64_t row = 0; row < rows; row += MAX_ROWS)
+        multiply<T>({(const T*)x + row * depth, (T*)y + row * width, std::min(MAX_ROWS, rows - row), depth, width}, num_weights,
+                    weights, sizes, threads);
 }
 
 }  // namespace
@@ -250,10 +346,7 @@ void sage_joint_linear(const void* x, int64_t rows, int64_t depth, int64_t num_w
                        const int64_t* sizes, void* y, int32_t is_half, int64_t threads) {
     int64_t width = 0;
     for (int64_t place = 0; place < num_weights; ++place) width += sizes[place];
-    if (is_half)
-        multiply<BFloat16>({(const BFloat16*)x, (BFloat16*)y, rows, depth, width}, num_weights, weights, sizes, threads);
-    else
-        multiply<float>({(const float*)x, (float*)y, rows, depth, width}, num_weights, weights, sizes, threads);
+    (is_half ? multiply_all<BFloat16> : multiply_all<float>)(x, y, rows, depth, width, num_weights, weights, sizes, threads);
 }
 
 // The stable C interface of torch (torch/csrc/inductor/aoti_torch/c/shim.h), as far as it is used here.

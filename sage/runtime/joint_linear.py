@@ -28,6 +28,7 @@ from sage.runtime.package_folder import mark_used, only_process, passes_folder, 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_WEIGHTS = 16  # of a call
 SOURCE = Path(__file__).with_suffix(".cpp")
+HEADER = SOURCE.with_suffix(".h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-w")
 C_FUNCTION = (
     "int32_t aoti_torch_cpu_joint_linear(AtenTensorHandle input, const AtenTensorHandle* weights, int64_t num_weights, "
@@ -43,7 +44,7 @@ JOINT_LINEAR = torch.ops.sage_draft.joint_linear.default
 
 def kernel_digest() -> str:
     """Returns a digest of what the kernel depends on: its source, the options of the compiler, torch and the processor."""
-    source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
+    source = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes()).hexdigest()
     return json_digest([source, FLAGS, torch.__version__, instructions(torch.device("cpu"))])
 
 

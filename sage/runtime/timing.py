@@ -74,7 +74,8 @@ def interleaved_s(calls: Sequence[TimedCall], repeats: int, device: torch.device
 class RoundTimes:
     """Timings of one round; `total_s` includes the synchronization of the draft.
 
-    `draft`: (width, seconds) of each draft pass, including the policy's time before it.
+    `draft`: (width, seconds) of each draft pass, including the policy's time before it; the first, over the accepted tokens,
+    has width 0.
     """
 
     verify_s: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import re
 import runpy
@@ -20,6 +21,7 @@ from sage.commands import cli, generate
 from sage.commands.explain import tree_lines
 from sage.decoding import generation as answers
 from sage.decoding.chat import Chat
+from sage.drafts.model import ModelDraft
 from sage.io.files import config_dir
 from sage.io.target_paths import path_of_target
 from sage.targets.loading import load_processor
@@ -122,6 +124,12 @@ def test_the_tree_of_a_round_is_drawn() -> None:
     ]
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_needs_no_argument(path: Path) -> None:
+    """tests/docs/test_commands.py runs them."""
+    inspect.signature(runpy.run_path(str(path))["main"]).bind()
+
+
 @pytest.mark.parametrize(
     ("name", "folder"), [("train_from_python", "runs/from_python"), ("custom_source", "runs/custom_source")]
 )
@@ -165,6 +173,20 @@ def test_colors_are_for_terminals(
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
     assert cli.has_colors(stream) is expected
+
+
+@pytest.mark.parametrize("forced", ["", "1"])
+def test_drafted_text_is_colored_where_the_stream_has_colors(
+    forced: str, target: sage.Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And --explain draws its trees. The draft is the target itself, so all of its tokens are accepted."""
+    monkeypatch.setenv("FORCE_COLOR", forced)
+    monkeypatch.setattr(generate, "_load", lambda args: (target, ModelDraft(target, target)))
+    words = ["--prompt", "a b", "--policy", "chain", "--show-drafted", "--explain", "--max-new-tokens", "8"]
+    generate._generate(generate.parse_args(words))
+    shown = capsys.readouterr()
+    assert (generate.GREEN in shown.out) == bool(forced)
+    assert shown.err.count("└─ * ") >= 5
 
 
 def test_ctrl_c_ends_the_line_and_reports_what_was_decoded(

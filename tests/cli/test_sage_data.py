@@ -80,21 +80,26 @@ def test_check_counts_skipped_items(tmp_path: Path) -> None:
 def test_check_names_all_invalid_rows_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With their lines, whatever is invalid: JSON, an empty answer, a missing or a corrupt image, also a held-out one."""
     save_images(tmp_path, *(f"{i}.png" for i in range(8)))
-    for i in (5, 6):
-        (tmp_path / f"{i}.png").write_bytes((tmp_path / f"{i}.png").read_bytes()[:40])
 
     def row(i: int, answer: str = "Red.") -> str:
         question = {"role": "user", "content": [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": "What?"}]}
         return json.dumps({"messages": [question, {"role": "assistant", "content": answer}]})
 
-    lines = [row(0), "{", row(1), "", row(2, " "), row(99), *(row(i) for i in range(3, 8))]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     source = SourceConfig(kind="messages", path=str(tmp_path / "rows.jsonl"))
     config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache"), holdout=0.5)
-    with refused("rows.jsonl: item 1, line 2:", "5 of 10 items are invalid", error=InvalidItems) as caught:
+    lines = [*(row(i) for i in range(8)), "{", row(0, " "), "", row(99)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines[:8]))
+    corrupt = []
+    for split in Split.train, Split.validation:
+        dataset = build_dataset(replace(config, cache_dir=str(tmp_path / "splits")), make_processor("qwen2_5_vl"), split)
+        corrupt.append(int(dataset.conversation(0).id))
+        path = tmp_path / f"{corrupt[-1]}.png"
+        path.write_bytes(path.read_bytes()[:40])
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    with refused("rows.jsonl: item 8, line 9:", "5 of 11 items are invalid", error=InvalidItems) as caught:
         cli.check_data(config, make_processor("qwen2_5_vl"), "train", 0)
     named = sorted(int(text.split("line ")[1].split(":")[0]) for text in caught.value.details.splitlines())
-    assert named == [2, 5, 6, 9, 10]
+    assert named == sorted([*(place + 1 for place in corrupt), 9, 10, 12])
     assert "message 1: an empty answer" in caught.value.details
     assert report_error(caught.value) == 2
     assert capsys.readouterr().err.count("\n") == 6
@@ -172,13 +177,27 @@ def regeneration(target_folder: Path, tmp_path: Path) -> list[str]:
     return [*words, f"out={tmp_path / 'own.jsonl'}", "regenerate.max_new_tokens=4", "launch.device=cpu"]
 
 
+def test_the_page_is_named_and_titled_after_its_data(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my chats.v2.jsonl").write_text("{}\n")
+    made: list[tuple[str, str]] = []
+    monkeypatch.setattr(cli, "check_data", lambda *_: (SimpleNamespace(own=None, as_text=str), None))
+    monkeypatch.setattr(cli, "write_report", lambda out, title, *_: made.append((str(out), title)))
+    assert command(f"target.path={target_folder}", "data=messages", "data.path='my chats.v2.jsonl'", "own=0") == 0
+    name = target_folder.name
+    assert made == [(f"runs/data/my_chats-{name}.html", f"my chats.v2.jsonl for {name}")]
+
+
 @pytest.mark.slow
 def test_check_from_the_command_line(target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"target.path={target_folder}", "data.num_examples=6", f"data.cache_dir={tmp_path}"]
     page_path = tmp_path / "page.html"
     assert command(*words, f"out={page_path}", "data.max_length=null") == 0
-    printed = capsys.readouterr().out
+    printed, logged = capsys.readouterr()
     assert "6 examples, 6 measured" in printed
+    assert "the answers are not the target's own" in logged and "sage-train ... data.answers=target" in logged
     assert f"page: {page_path}" in printed
     assert "own answers: " in printed and "are the target's own choice" in html.unescape(page_path.read_text())
     assert page_path.read_text().startswith("<!doctype html>")

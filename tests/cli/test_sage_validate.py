@@ -16,11 +16,13 @@ from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import list_checks
 from sage.bench.runners import PolicyRunner
 from sage.commands.cli import EXIT_STOPPED
+from sage.io.manifest import write_manifest
 from train.cli import validate as validate_cli
 from train.cli.validate import _alias, run_validation
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, DecodeConfig, ValidateConfig
 from train.report.__main__ import main as draw
+from train.report.verdict import add_verdict
 from train.validation.selection import Checkpoint, find_checkpoint, overlay, settle
 
 
@@ -43,8 +45,16 @@ def measured(*arguments):
 
 
 @pytest.mark.slow
-def test_a_run_folder_is_measured_with_its_own_settings(run, capsys):
+def test_a_run_folder_is_measured_with_its_own_settings(run, capsys, monkeypatch):
+    exports = []
+    monkeypatch.setattr(
+        "train.validation.validate.export_choice", lambda draft, config: f"{draft.config.model_type} for {config.model_type}"
+    )
+    monkeypatch.setattr(
+        "train.validation.validate.add_verdict", lambda *facts: exports.append(facts[-1]) or add_verdict(*facts)
+    )
     assert measured(f"checkpoint={run}") == 0
+    assert exports == ["sage_eagle for qwen2_5_vl"]
     report = json.loads((run / "checks" / "draft_step_00000012" / "report.json").read_text())
     assert list(report["policies"]) == ["autoregressive", "static"]
     assert (report["prompts"], report["max_new_tokens"], report["target"]) == (2, 6, "target")
@@ -131,6 +141,7 @@ def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run
     monkeypatch.chdir(tmp_path)
     target_folder = OmegaConf.load(run / "config.yaml").target.path
     draft = save_draft(tmp_path / "mine", sage.load_target(target_folder))
+    write_manifest(draft, step=0)  # as of an imported draft
     overrides = [f"target.path={target_folder}", "decode.policies=[chain]", "decode.num_prompts=1", "decode.max_new_tokens=4"]
     assert measured(f"draft={draft}", *overrides) == 0
     assert not (draft / "checks").exists()

@@ -23,7 +23,7 @@ from sage.drafts.draft import new_session
 from sage.drafts.model import ModelDraft
 from sage.planning.tree import Frontier, RoundOutcome, Tree
 from sage.runtime.timing import RoundTimes
-from sage.targets.tree_passes import TreePass
+from sage.targets.tree_passes import TreePass, TreePasses
 from sage.trees.cost_aware import learner as learning
 from sage.trees.cost_aware.learner import LEARN_ALL_ROUNDS, LEARN_EVERY, Learner, labelled_candidates
 from sage.trees.cost_aware.pricing import ChildMass
@@ -128,6 +128,11 @@ class TestCurve:
         assert costs.verify_s(3, 1100) == pytest.approx(1.5 * (2.0 + 1.0))
         assert costs.verify_s(3, 0) == pytest.approx(1.5 * 2.0 / 2)
 
+    def test_every_node_attends_to_a_longer_context(self) -> None:
+        """100 more tokens take 100 * (0.01 + 2 * 0.002) for three nodes."""
+        costs = Costs(Curve([1, 3], [1.0, 2.0]), Curve([1], [0.1]), context=1000, verify_per_token=0.01, verify_per_pair=0.002)
+        assert costs.verify_s(1, 1100) == pytest.approx(2.0) and costs.verify_s(3, 1100) == pytest.approx(3.4)
+
     def test_a_captured_pass_costs_as_much_as_the_edge_of_its_bucket(self) -> None:
         """5 nodes are padded to 8, 65 to 128; 1 + 300 + 1 keys to 512, as 1 + 400 + 1, and 1 + 600 + 1 to 1024, unless the pass
         reads the number of keys from the device.
@@ -158,6 +163,22 @@ class TestCurve:
             seen.clear()
             probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), context, longer)
             assert seen == {context, expected}
+
+    @pytest.mark.parametrize("kind", ["eagle", "eagle3", "model"])
+    def test_a_timed_commit_reads_accepted_tokens(self, kind: str, tiny_qwen: sage.Target) -> None:
+        drafting = make_qwen(seed=1) if kind == "model" else tiny_qwen
+        levels = {"feature_levels": [0, 1, 2]} if kind == "eagle3" else {}
+        draft = ModelDraft(drafting, tiny_qwen) if kind == "model" else sage.new_draft(tiny_qwen, kind, **levels)
+        session = new_session(draft, tiny_qwen, 40)
+        passes = TreePasses(tiny_qwen, session.levels)
+        before = probe.verify_pass(passes, tiny_qwen, probe.empty_cache(passes, 40), 2, 20)
+        call = probe.draft_commit(session, tiny_qwen, before, context=20)
+        results = []
+        for _ in range(2):
+            call.reset()
+            results.append(call.run())
+            assert session.context == 20 + probe.COMMITTED
+        assert torch.equal(*results) and len(results[0]) == 1
 
     @pytest.mark.parametrize("kind", ["eagle", "model"])
     def test_a_timed_level_is_that_of_decoding(self, kind: str, tiny_qwen: sage.Target) -> None:
@@ -339,6 +360,22 @@ class TestLearning:
             policy.learner.rounds = 0
         assert together.state() == one_by_one.state()
         assert together.prices == one_by_one.prices
+
+    def test_the_pass_that_starts_a_round_does_not_price_deeper_levels(self) -> None:
+        """It reads the accepted tokens and costs four times a level; no level becomes dearer, and every round costs it."""
+        policy = self.after(1)
+        costs = policy.costs
+        assert costs.commit_s is None and costs.first_level_s == costs.draft(1)
+        costs.commit_s = 4 * costs.draft(1)
+        tree, level_s, first_s = toy_tree(policy, root=(1,))[0], costs.draft(1), costs.commit_s
+        for _ in range(200):
+            times = RoundTimes(1.1, [(0, 1.2 * first_s), (1, level_s)], 1.2)
+            learning.correct_costs(costs, RoundOutcome(1, tree, [0, 1], times=lambda times=times: times))
+        assert (costs.draft(1), costs.commit_s) == (pytest.approx(level_s), pytest.approx(1.2 * first_s, rel=1e-3))
+        policy._prices = None
+        policy.begin()
+        policy.next_level(Frontier(1, [[0.9, 0.06, 0.04]]))
+        assert policy.plan.drafting_s == costs.commit_s
 
     @pytest.mark.parametrize("context", [0, 400, 4000])
     def test_timings_equal_to_the_tables_correct_nothing(self, context: int) -> None:

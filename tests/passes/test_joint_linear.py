@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,32 @@ from sage.runtime.joint_linear import DTYPES, JOINT_LINEAR, joint_linear
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a sum, relative to the sum of the magnitudes of its terms
 
 
+@pytest.fixture(scope="module", params=["this processor", "AVX2", "no vectors"])
+def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The kernel as it is built here, on a processor with AVX2 only, and on an unknown one."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param != "this processor":
+            if platform.machine() not in ("x86_64", "AMD64"):
+                pytest.skip("the options are for x86")
+            replaced = (
+                {"-march=native": "-mno-avx", "-O3": "-O1"} if request.param == "no vectors" else {"-march=native": "-mavx2"}
+            )
+            flags = [replaced.get(flag, flag) for flag in kernels.FLAGS]
+            monkeypatch.setattr(kernels, "FLAGS", (*flags, "-mfma") if request.param == "AVX2" else tuple(flags))
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+            monkeypatch.setattr(kernels, "kernel", cache(kernels.kernel.__wrapped__))
+        yield
+
+
+@pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("depth", [5, 64, 83])
 def test_against_float64(dtype: torch.dtype, depth: int) -> None:
-    """Every block size, remainders of rows, columns and depth, several weights, one and two threads; NaN and infinity stay."""
+    """Every group of rows, remainders of rows, columns and depth, several weights, two threads; NaN and infinity stay."""
     torch.manual_seed(0)
     weights = [torch.randn(size, depth).to(dtype) for size in (50, 1, 29)]
     joined = torch.cat(weights).double()
-    for rows in (*range(1, 10), 17, 40):
+    for rows in (*range(1, 10), 16, 17, 30, 40, 70):
         x = torch.randn(2, rows, depth)[:1].to(dtype)
         expected, scale = x.double() @ joined.T, x.double().abs() @ joined.abs().T
         for threads in (1, 2):

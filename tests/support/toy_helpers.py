@@ -27,6 +27,7 @@ from sage.drafts.session import DraftSession
 from sage.planning.base import Policy
 from sage.planning.tree import Tree
 from sage.runtime.host_tensors import Tokens
+from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import RoundTimes
 from sage.targets import Features, Prompt
 from sage.targets.tree_passes import TreeOutput
@@ -104,6 +105,8 @@ class TableCache:
 
 class TableTarget:
     """A target that reads a table. Features are indices of contexts; `evaluated` holds the contexts of the last `lm_head`."""
+
+    passes = PassMode.eager
 
     def __init__(self) -> None:
         self.contexts: list[Context] = []

@@ -161,7 +161,7 @@ def test_prompts_are_prepared_once_for_all_validations(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A signal after the first of two prompts; the resumed run replaces the partial report by a complete one."""
     is_signalled = [True]
@@ -195,7 +195,9 @@ def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothin
     resumed = [*overrides, "run.resume=true"]
     assert run_rank(configured(Path(config.target.path), run, *resumed), decode) == 0
     assert not partial.exists() and read_reports(run)[0][1]["prompts"] == 2
+    capsys.readouterr()
     assert not run_rank(configured(Path(config.target.path), run, *resumed), Scores()), "decoded again"
+    assert capsys.readouterr().out.startswith(f"{run}: already finished at step 1; train.max_steps=N")
 
 
 class CountingTarget:

@@ -152,6 +152,13 @@ def test_replayed_policies_have_a_table():
     assert "## Replay" not in render_page(example_report())
 
 
+def test_one_is_singular():
+    report = example_report()
+    report |= {"repeats": 1, "prompts": 1, "machine": report["machine"] | {"cores": 1, "torch_threads": 1}}
+    page = render_page(report)
+    assert "- 1 prompt, one run each, " in page and ", 1 core, 1 thread, load" in page
+
+
 def test_curves_are_pooled_by_bin():
     """Two labels at .12 without acceptance and two at .18 with acceptance: four at .15, half of them accepted."""
     assert pooled([[[0.12, 0.0, 2]], [[0.18, 1.0, 2]], [[1.0, 1.0, 1]]]) == [

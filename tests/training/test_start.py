@@ -25,6 +25,7 @@ from train.engine.engine import Engine
 from train.job import build, loop
 from train.job.rank import run_rank
 from train.monitor.sinks import check_tracking
+from train.state.space import check_space
 from train.validation.prompts import PromptSet
 from train.validation.validate import validate
 
@@ -76,7 +77,7 @@ def test_mistakes_are_errors_of_one_line(target: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-ONCE = (check, check_batch, check_tracking, StepLoader, Engine, PromptSet, build.build_target, build.build_student)
+ONCE = (check, check_batch, check_tracking, check_space, StepLoader, Engine, PromptSet, build.build_target, build.build_student)
 
 
 @pytest.fixture

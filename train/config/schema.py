@@ -71,7 +71,7 @@ class LaunchConfig:
         plan: print memory and time of the run instead of training.
         gpus_per_node: GPUs of one machine for the plan.
         gpu_memory_gb: memory of one GPU for the plan and for `deepspeed.shard_over=auto`, in 10^9 bytes.
-        gpu_tflops: sustained speed of one GPU for the plan, in 10^12 floating-point operations per second.
+        gpu_tflops: speed of one GPU in large matrix products for the plan, in 10^12 floating-point operations per second.
         gpu_peak_tflops: speed on its data sheet, of which the plan states the share.
         gpu_gb_per_s: sustained memory bandwidth of one GPU for the plan, in 10^9 bytes per second.
     """
@@ -84,7 +84,7 @@ class LaunchConfig:
     plan: bool = False
     gpus_per_node: PositiveInt = 8
     gpu_memory_gb: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 80.0
-    gpu_tflops: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 400.0
+    gpu_tflops: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 700.0
     gpu_peak_tflops: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 989.0
     gpu_gb_per_s: Annotated[float, Range(gt=0, remedy="the figure of one GPU")] = 2700.0
 

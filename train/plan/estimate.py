@@ -12,13 +12,10 @@ from train.config.checks import split_of_length
 from train.config.run_length import total_steps
 from train.config.schema import Config
 from train.plan.balance import Balance
-from train.plan.memory import Workload, draft_rows, memory_per_gpu
+from train.plan.memory import Workload, memory_per_gpu
 from train.plan.meta import MetaModels
+from train.plan.step_time import bytes_of_step, exposed_s, flops_of_step, transfer_s, update_s
 from train.plan.validation_time import MAX_SHARE, PassTimes, pass_times, smaller_settings, validation_s
-
-NVLINK_BYTES_PER_S = 100e9  # received by a rank when it gathers a sharded target
-NETWORK_BYTES_PER_S = 50e9  # received by a node: one adapter of 400 Gbit/s
-BACKWARD = 2  # forward passes that a backward pass costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +25,10 @@ class LaunchPlan(Workload):
     Attributes:
         accumulation: micro-batches per rank and optimizer step.
         memory: bytes per GPU by component.
-        flops: floating-point operations of an optimizer step over all ranks, by component, for the longest examples.
-        gather_s: seconds per optimizer step to gather a sharded target.
+        flops: floating-point operations of an optimizer step over all ranks, by part, for the longest examples.
+        traffic: bytes that operators between matrix products read and write, likewise.
+        gather_s: seconds per optimizer step that wait for the layers of a sharded target.
+        update_s: seconds per optimizer step to reduce gradients, send weights and run the optimizer.
         times: of the parts of a validation.
         num_examples: of an epoch; None if the data were not opened.
         balance: padding and balance of the data; None if the data were not opened.
@@ -39,7 +38,9 @@ class LaunchPlan(Workload):
     accumulation: int
     memory: dict[str, float] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
+    traffic: dict[str, float] = field(default_factory=dict)
     gather_s: float = 0.0
+    update_s: float = 0.0
     times: PassTimes | None = None
     num_examples: int | None = None
     balance: Balance | None = None
@@ -57,14 +58,24 @@ class LaunchPlan(Workload):
     def fits(self) -> bool:
         return self.total_bytes <= self.limit_bytes
 
-    def seconds(self, flops: float) -> float:
-        """Returns the seconds of operations that are divided over all ranks."""
-        return flops / (self.ranks * self.config.launch.gpu_tflops * 1e12)
+    def part_s(self, part: str) -> float:
+        """Returns the seconds of a part of the step: its operations and its traffic, divided over all ranks."""
+        return (self.flops[part] / self.flops_per_s + self.traffic[part] / self.bytes_per_s) / self.ranks
+
+    @property
+    def parts_s(self) -> float:
+        """Seconds of all parts."""
+        return sum(map(self.part_s, self.flops))
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds per optimizer step of the operations alone, its lower bound."""
+        return sum(self.flops.values()) / self.flops_per_s / self.ranks
 
     @property
     def step_s(self) -> float:
         """Seconds per optimizer step of the longest examples."""
-        return self.seconds(sum(self.flops.values())) + self.gather_s
+        return self.parts_s + self.gather_s + self.update_s
 
     @property
     def data_step_s(self) -> float | None:
@@ -72,7 +83,7 @@ class LaunchPlan(Workload):
         if self.balance is None:
             return None
         share = self.balance.mean_tokens / self.length / self.balance.efficiency
-        return self.seconds(sum(self.flops.values())) * share + self.gather_s
+        return self.parts_s * share + self.gather_s + self.update_s
 
     @property
     def training_s(self) -> float | None:
@@ -132,33 +143,9 @@ def estimate(config: Config, models: MetaModels, ranks: int) -> LaunchPlan:
     length = Workload(config=config, models=models, ranks=ranks).length
     _, accumulation = split_of_length(config, ranks, length)
     plan = LaunchPlan(config=config, models=models, ranks=ranks, accumulation=accumulation)
-    gather_s = gather_s_per_pass(plan) if config.deepspeed.shard_target else 0.0
-    flops = flops_of_step(plan)
-    forward = (flops["vision"] + flops["text"]) / config.train.global_batch_size
-    times = pass_times(plan, forward / (config.launch.gpu_tflops * 1e12), gather_s)
-    return replace(plan, memory=memory_per_gpu(plan), flops=flops, gather_s=plan.accumulation * gather_s, times=times)
-
-
-def gather_s_per_pass(work: Workload) -> float:
-    """Returns the seconds in which a rank receives the layers that it does not hold, the slower of NVLink and network."""
-    group, nodes = work.sharding_ranks, math.ceil(work.sharding_ranks / work.ranks_per_node)
-    within, between = (work.layers_bytes * (parts - 1) / parts for parts in (group, nodes))
-    return max(within / NVLINK_BYTES_PER_S, between / NETWORK_BYTES_PER_S)
-
-
-def flops_of_step(work: Workload) -> dict[str, float]:
-    """Returns floating-point operations of one optimizer step over all ranks: of vision, text, draft, objective."""
-    config, models, target = work.config, work.models, work.models.target
-    tokens, steps = config.train.global_batch_size * work.length, config.objective.steps
-    own_head = models.draft.has_own_lm_head * work.draft_vocab_size * target.hidden_size  # read at supervised positions only
-    attention = 2 * work.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
-    logits = 2 * work.draft_vocab_size * target.hidden_size * tokens * (1 - work.visual_share)
-    rows = draft_rows(models.draft.network, work.length, work.num_visual) / work.length
-    rows += (steps - 1) * min(rows, 1 - work.visual_share)  # later steps draft from text alone
-    return {
-        "vision": 2 * models.vision_parameters * tokens * work.visual_share * work.patches_per_token,
-        "text": (2 * models.text_parameters + attention) * tokens,
-        "draft": 2 * (models.draft_parameters - own_head) * tokens * rows * (1 + BACKWARD),
-        # the target's logits once; at each step those of the draft, the gradient back through its lm_head and of an own lm_head
-        "objective": logits * (1 + (2 + models.draft.has_own_lm_head) * steps),
-    }
+    plan = replace(plan, flops=flops_of_step(plan), traffic=bytes_of_step(plan), memory=memory_per_gpu(plan))
+    gather_s = transfer_s(plan, plan.layers_bytes, plan.sharding_ranks) if config.deepspeed.shard_target else 0.0
+    exposed = exposed_s(gather_s, plan.part_s("text") / accumulation, models.target.num_layers)
+    forward_s = (plan.part_s("vision") + plan.part_s("text")) * ranks / config.train.global_batch_size
+    times = pass_times(plan, forward_s, gather_s)
+    return replace(plan, gather_s=accumulation * exposed, update_s=update_s(plan, accumulation), times=times)

@@ -79,6 +79,22 @@ class Workload:
         return getattr(self.config.draft, "draft_vocab_size", None) or self.models.target.vocab_size
 
     @property
+    def flops_per_s(self) -> float:
+        """Operations per second of one GPU in matrix products."""
+        return self.config.launch.gpu_tflops * 1e12
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second of one GPU that operators between matrix products read and write."""
+        return self.config.launch.gpu_gb_per_s * 1e9
+
+    @property
+    def vision_layers(self) -> int:
+        """Layers of the vision tower; 0 without one."""
+        vision = getattr(self.models.target.model.config, "vision_config", None)
+        return int(getattr(vision, "depth", getattr(vision, "num_hidden_layers", 0)))
+
+    @property
     def patches_per_token(self) -> int:
         """Patches of the vision tower that are merged into one visual token."""
         vision = getattr(self.models.target.model.config, "vision_config", None)
@@ -154,15 +170,20 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
     its learned operators keep their inputs, embedding and feature side by side.
     """
     size = BYTES[config.train.precision]
-    sizes = getattr(draft.config, "text_config", draft.config)
-    layers = getattr(sizes, "num_hidden_layers", 1) if sizes is not draft.config else 1
-    heads = sizes.num_attention_heads + sizes.num_key_value_heads
-    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-    per_layer = 7 * sizes.hidden_size + 4 * sizes.intermediate_size + 3 * heads * head_dim
+    sizes, layers, heads = draft_layers(draft)
+    per_layer = 7 * sizes.hidden_size + 4 * sizes.intermediate_size + 3 * heads
     levels, rows = len(getattr(draft, "levels", ())), draft_rows(draft, length, num_visual)
     learned = sum(isinstance(part, (Conv, Resampler)) for part in draft.modules())
     inputs = (length * levels if levels else rows * 2) + num_visual * 2 * learned
     return batch * size * (inputs * sizes.hidden_size + rows * config.objective.steps * layers * per_layer)
+
+
+def draft_layers(draft: Any) -> tuple[Any, int, int]:
+    """Returns the configuration of a draft's layers, their number, and the width of all heads of queries and keys."""
+    sizes = getattr(draft.config, "text_config", draft.config)
+    layers = getattr(sizes, "num_hidden_layers", 1) if sizes is not draft.config else 1
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    return sizes, layers, (sizes.num_attention_heads + sizes.num_key_value_heads) * head_dim
 
 
 def draft_rows(draft: Any, length: int, num_visual: int) -> int:

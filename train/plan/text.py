@@ -40,7 +40,7 @@ def _memory(plan: LaunchPlan) -> list[tuple[str, str]]:
 
 
 def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
-    config, launch, total = plan.config, plan.config.launch, sum(plan.flops.values())
+    config, launch = plan.config, plan.config.launch
     split = f"{plan.ranks} rank(s) x {plan.micro_batch_size} x {plan.accumulation} accumulated"
     tokens = config.train.global_batch_size * plan.length
     visual = f", {plan.visual_share:.0%} of them assumed to be visual" if plan.visual_share else ""
@@ -50,12 +50,16 @@ def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
     ]
     for part, amount in plan.flops.items():
         if amount:
-            rows.append((part, f"{amount / 1e12:,.0f} TFLOP ({amount / total:.0%}), {seconds(plan.seconds(amount))}"))
+            each_s = plan.part_s(part)
+            share = f"{each_s / plan.step_s:.0%}"
+            rows.append((part, f"{amount / 1e12:,.0f} TFLOP, {plan.traffic[part] / 1e9:,.0f} GB: {seconds(each_s)} ({share})"))
     if plan.gather_s:
         group = f"{plan.sharding_ranks} ranks" + (" of each node" if plan.sharding_ranks < plan.ranks else "")
-        rows.append(("gathering", f"{seconds(plan.gather_s)} for gathering the sharded target over the {group}"))
+        rows.append(("gathering", f"{seconds(plan.gather_s)} of waiting for layers of the sharded target, held by {group}"))
+    rows.append(("update", f"{seconds(plan.update_s)} for gradients, weights and AdamW"))
     speed = f"{launch.gpu_tflops:g} TFLOP/s, {launch.gpu_tflops / launch.gpu_peak_tflops:.0%} of {launch.gpu_peak_tflops:g}"
-    rows.append(("time", f"at most {seconds(plan.step_s)} at {speed} (launch.gpu_tflops, launch.gpu_peak_tflops)"))
+    rows.append(("time", f"at most {seconds(plan.step_s)}, {plan.step_s / plan.floor_s:.2f} times the floor"))
+    rows.append(("floor", f"{seconds(plan.floor_s)} at {speed} (launch.gpu_tflops, launch.gpu_peak_tflops)"))
     rows.append(("speed", f"{tokens / plan.step_s / plan.ranks:,.0f} tokens/s per GPU"))
     return rows
 

@@ -45,9 +45,9 @@ def pass_times(work: Workload, forward_s: float, gather_s: float) -> PassTimes:
         forward_s: of vision tower and text layers over the longest example.
         gather_s: of one pass of a sharded target.
     """
-    target, models, launch = work.models.target, work.models, work.config.launch
+    target, models = work.models.target, work.models
     return PassTimes(
-        weights_s=models.read_parameters * BYTES[work.config.target.dtype] / (launch.gpu_gb_per_s * 1e9),
+        weights_s=models.read_parameters * BYTES[work.config.target.dtype] / work.bytes_per_s,
         calls_s=target.num_layers * CALLS_PER_LAYER * CALL_S,
         gather_s=gather_s,
         prefill_s=forward_s,

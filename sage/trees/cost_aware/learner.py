@@ -134,7 +134,10 @@ def correct_costs(costs: Costs, outcome: RoundOutcome) -> None:
     expected_s = costs.verify_s(len(outcome.tree), outcome.context)
     costs.verify.correct(expected_s, times.verify_s, LIVE_RATE)
     for width, seconds in times.draft:
-        costs.draft.correct(costs.draft(width), seconds, LIVE_RATE)
+        if width == 0:
+            costs.correct_commit(seconds, LIVE_RATE)
+        else:
+            costs.draft.correct(costs.draft(width), seconds, LIVE_RATE)
     explained = times.verify_s + sum(seconds for _, seconds in times.draft)
     costs.overhead += LIVE_RATE * (max(times.total_s - explained, 0.0) - costs.overhead)
 

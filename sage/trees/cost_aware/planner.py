@@ -72,7 +72,7 @@ class CostPlan:
 def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, frontier: Frontier) -> NextLevel | None:
     """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
     level = plan.expanded = frontier.level
-    plan.drafting_s += plan.prices.level_s[len(frontier.rows) - 1]
+    plan.drafting_s += plan.prices.first_s if level == 1 else plan.prices.level_s[len(frontier.rows) - 1]
     children = paths, acceptances, picks = _children(options, acceptance, plan, frontier)
     if not paths:
         return None

@@ -43,6 +43,7 @@ class Prices(NamedTuple):
         node: price of verifying one more node of a tree of usual size, in tokens.
         levels: price of a level of 1, 2, .. expanded nodes, verification of as many nodes included, in tokens.
         level_s: seconds of drafting such a level.
+        first_s: seconds of the draft pass over the accepted tokens, whose candidates are the first level.
         verify_s: seconds of verifying 1, 2, .. nodes.
         masses: acceptance mass of children, by depth and confidence (`ChildMass.table`).
     """
@@ -51,6 +52,7 @@ class Prices(NamedTuple):
     node: float
     levels: list[float]
     level_s: list[float]
+    first_s: float
     verify_s: list[float]
     masses: list[list[float]]
 
@@ -68,4 +70,4 @@ class Prices(NamedTuple):
         node = time * (costs.verify(high) - costs.verify(low)) / (high - low)
         level_s = costs.draft.up_to(width)
         levels = [time * seconds + count * node for count, seconds in enumerate(level_s, start=1)]
-        return cls(time, node, levels, level_s, costs.verify.up_to(nodes + 1), masses)
+        return cls(time, node, levels, level_s, costs.first_level_s, costs.verify.up_to(nodes + 1), masses)
