@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -29,8 +30,8 @@ def path_of_target(name: str) -> str:
 
 
 def find_target(name: str, key: str = "target") -> str:
-    """Returns `path_of_target`; ValueError, with the `key` of the setting, if it is a local path without a model."""
-    path = path_of_target(name)
+    """Returns `path_of_target`, `~` expanded; ValueError, with the `key` of the setting, for a local path without a model."""
+    path = os.path.expanduser(path_of_target(name))
     if looks_local(path) and not Path(path).is_dir():
         hint = did_you_mean(path, target_names())
         raise ValueError(

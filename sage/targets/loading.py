@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def load_processor(path: str) -> Processor:
         ValueError: no target of a known family, or files that are missing, corrupt, or those of another model,
             or a hub that cannot be reached.
     """
-    path = path_of_target(path)
+    path = os.path.expanduser(path_of_target(path))
     refuse_without_config(path)
     require_hub(path, "target")
     try:

@@ -49,9 +49,11 @@ def test_a_name_of_the_configuration_is_a_target(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pocket_qwen3_vl").mkdir()
     assert path_of_target("pocket_qwen3_vl") == "pocket_qwen3_vl"
+    monkeypatch.setenv("HOME", str(tmp_path))
     for load in (sage.load_target, load_processor):
-        with refused("target: pocket_qwen3_vl: no config.json there"):
-            load("pocket_qwen3_vl")
+        for name, found in (("pocket_qwen3_vl", "pocket_qwen3_vl"), ("~/pocket_qwen3_vl", f"{tmp_path}/pocket_qwen3_vl")):
+            with refused(f"target: {found}: no config.json there"):
+                load(name)
 
 
 def test_a_name_is_a_target_of_every_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,9 +130,12 @@ def test_the_readme_leads_from_checked_rows_to_an_export_for_vllm() -> None:
     assert {"--target-name", "--license", "eagle3"} <= set(lines[-1].split())
     assert f"{shlex.split(lines[-1])[-1].split('/')[0]}/" in (ROOT / ".gitignore").read_text().splitlines()
     assert "with at least two images" in SECTION.group(1)
+    assert all((ROOT / image).is_file() for image in re.findall(r"--image (\S+)", readme))
     assert "Pocket targets know drawings of their own world only" in readme
     assert re.search(r"make demo +# .*trains runs/demo_pocket_qwen2_5_vl \(replacing it\)", readme)
     assert "RUN ?= runs/demo_$(TARGET)" in (ROOT / "Makefile").read_text()
+    troubles = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"warning: (\w+ \w+ \w+)", troubles)) == {"At image positions"}, "the prefix is that of sage-export"
     assert stopped_line(3, 1) in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 
 

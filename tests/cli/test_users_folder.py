@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -115,6 +116,18 @@ def test_the_reader_of_exports_is_the_installed_one(tmp_path: Path, monkeypatch:
     monkeypatch.delitem(sys.modules, "checkpoints")
     monkeypatch.setattr(registry, "import_module", lambda name: sys.modules[name.partition(".")[0]].__file__)
     assert registry.importer() == str(ROOT / "checkpoints" / "__init__.py")
+
+
+def test_import_train_finds_the_packages_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the user has no `train.py`, but one of the other files."""
+    for name in PACKAGES[:2]:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sage.training", sys.modules["sage.training"])  # restored after it is imported again
+    for name in ("sage.training", *PACKAGES):
+        monkeypatch.delitem(sys.modules, name)
+    import_module("train")
+    assert [sys.modules[name].__file__ for name in PACKAGES] == [str(ROOT / name / "__init__.py") for name in PACKAGES]
 
 
 def test_a_module_that_is_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,14 @@ def test_measured_lengths_of_made_rows_are_exact(monkeypatch: pytest.MonkeyPatch
 COUNTED = ["step", "--images", "160x160", "--device", "cpu", "--supervised", "1", "target=pocket_qwen2_5_vl", "draft=eagle"]
 
 
+@pytest.fixture
+def torch_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of the process may have run DeepSpeed under ZeRO-3, which replaces it."""
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
+
+
 def test_counted_operations_are_those_of_the_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], torch_linear: None
 ) -> None:
     """Within 4%; of the vision tower within a fifth: the plan reads its merger for every patch and leaves out attention."""
     text = printed([*COUNTED, "--lengths", "128,96", "--out", str(tmp_path / "out.json")], monkeypatch, capsys)
@@ -153,7 +159,7 @@ def test_counts_without_weights_are_those_of_real_tensors(target_name: str) -> N
     assert all(0 < meta[name].operators <= 1.25 * one.operators for name, one in real.items())
 
 
-def test_compiled_blocks_of_a_vision_tower_make_a_tenth_of_the_calls() -> None:
+def test_compiled_blocks_of_a_vision_tower_make_a_tenth_of_the_calls(torch_linear: None) -> None:
     """Of those with a call for each window, for an image of 640 x 480; without compiler, GPU, and the weights of the 7B."""
     found = {}
     for choice in ("sdpa", "varlen"):

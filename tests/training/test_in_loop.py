@@ -197,7 +197,9 @@ def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothin
     assert not partial.exists() and read_reports(run)[0][1]["prompts"] == 2
     capsys.readouterr()
     assert not run_rank(configured(Path(config.target.path), run, *resumed), Scores()), "decoded again"
-    assert capsys.readouterr().out.startswith(f"{run}: already finished at step 1; train.max_steps=N")
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{run}: already finished at step 1; train.max_steps=N")
+    assert "\nverdict: " in shown and "\n* **verdict:** " in (run / "report.md").read_text()
 
 
 class CountingTarget:

@@ -72,6 +72,7 @@ def test_line_warning_and_metrics() -> None:
     share = OwnShare({"chats": (10, 100), "docs": (100, 100)})
     assert share.line() == "own answers: 55% of 200 supervised tokens are the target's own choice (chats 10%, docs 100%)"
     assert share.metrics() == {"own_answers": 0.55, "own_answers/chats": 0.1, "own_answers/docs": 1.0}
+    assert share.as_json()["sources"] == {"chats": 0.1, "docs": 1.0}
     assert share.is_foreign and not OwnShare({"docs": (100, 100)}).is_foreign
     assert OwnShare({"docs": (3, 4)}).metrics() == {"own_answers": 0.75}
     check_message(share.warning("sage-train x data.answers=target"), "55%", "70%", "sage-train x data.answers=target")

@@ -220,7 +220,7 @@ def test_a_plan_of_seconds_on_a_machine_without_a_gpu() -> None:
     found = big("pocket_qwen2_5_vl", "data=pocket", "train.max_steps=20", "decode.num_prompts=4")
     text = render(found)
     assert found.validation_share is not None and found.validation_share > 0.1 and "warning" not in text
-    assert "GFLOP (" in text and " 0 TFLOP" not in text
+    assert "GFLOP, " in text and " 0 TFLOP" not in text
     assert text.splitlines()[1].startswith("this machine has no GPU") == (not torch.cuda.is_available())
 
 

@@ -38,7 +38,7 @@ def facts(
     estimates = changes.pop("estimates", (1.2, 1.6, 2.0, 2.0, 2.0))
     lines = [{"step": 10 * i, "estimated_tokens_per_pass": estimate} for i, estimate in enumerate(estimates, 1)]
     lines[0]["own_answers"] = own
-    export, folder = changes.pop("export", "eagle3"), changes.pop("folder", "runs/a")
+    folder = changes.pop("folder", "runs/a")
     config = {"objective.steps": 7, "draft.kind": "eagle3", "data.answers": "given", "train.epochs": None} | changes
     where = {"draft": f"{folder}/draft", "run": folder, "export": export}
     return Facts(report=report, lines=lines, config=config, command=COMMAND, **where)

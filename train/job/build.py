@@ -86,9 +86,8 @@ def building(
     target, loader, stop = inputs.target, inputs.loader, stop or StopFlag()
     steps = total_steps(config, loader.steps_per_epoch)
     store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
-    teacher = build_teacher(config, target, inputs.student)
     _log_run(config, ranks, inputs, steps)
-    if compiled := ", ".join(filter(None, (str(teacher.layers), str(inputs.student.layers)))):
+    if compiled := ", ".join(filter(None, (str(target_layers(config, target)), str(inputs.student.layers)))):
         logger.info("compiled at their first pass: %s", compiled)
     with ExitStack() as stack:
         if ranks.is_main:
@@ -104,7 +103,7 @@ def building(
             config=config,
             ranks=ranks,
             engine=engine,
-            teacher=teacher,
+            teacher=build_teacher(config, target, inputs.student),
             loader=loader,
             store=store,
             tracker=tracker,

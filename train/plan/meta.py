@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 import sage
 from sage.drafts.draft import Draft
+from sage.drafts.head import DraftHead
 from sage.drafts.loading import open_draft
 from sage.drafts.location import find_draft
 from sage.io.files import config_dir
@@ -73,8 +74,10 @@ class MetaModels:
 
     @cached_property
     def context_parameters(self) -> int:
-        """Parameters of a draft head that every pair is read with, also one from which nothing is drafted."""
+        """Parameters of a draft head that every pair is read with, also one from which nothing is drafted; 0 without a head."""
         head = self.draft.network
+        if not isinstance(head, DraftHead):
+            return 0
         return sum(value.numel() for name, value in head.named_parameters() if head.is_of_context(name))
 
     @cached_property
