@@ -55,7 +55,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._detokenizer = Detokenizer(self.service.target.processor.tokenizer)
+        self._detokenizer = Detokenizer(self.service.tokenizer)
         self._stops = StopStrings(self.prepared.request.stop)
 
     def add(self, tokens: Sequence[int], is_last: bool = False) -> str:

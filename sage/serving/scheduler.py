@@ -16,8 +16,10 @@ from http import HTTPStatus
 from typing import Any
 
 from sage.decoding.answer import Stats
+from sage.decoding.batch import BatchRequest
+from sage.decoding.decoder import Round
 from sage.decoding.settings import Sampling
-from sage.serving.decoders import Answer, Emitted, RequestDecoder
+from sage.serving.decoders import ServedDecoder
 from sage.serving.errors import ApiError, internal, invalid
 from sage.serving.metrics import Metrics
 
@@ -57,12 +59,12 @@ class Scheduler:
         queue: requests that may wait besides those that are decoded.
     """
 
-    def __init__(self, new_decoder: Callable[[], RequestDecoder], max_requests: int, queue: int, metrics: Metrics) -> None:
+    def __init__(self, new_decoder: Callable[[], ServedDecoder], max_requests: int, queue: int, metrics: Metrics) -> None:
         self._new_decoder, self._metrics = new_decoder, metrics
         self._max_requests, self._limit = max_requests, max_requests + queue
         self._condition = threading.Condition()
         self._waiting: deque[Job] = deque()
-        self._running: dict[Answer, Job] = {}
+        self._running: dict[BatchRequest, Job] = {}
         self._num_reserved = 0
         self._mean_s = 1.0  # duration of an answer
         self._is_draining = self._is_closed = False
@@ -137,8 +139,8 @@ class Scheduler:
         while self._wait_for_work():
             try:
                 self._join(decoder)
-                for answer, emitted in decoder.step() if self._running else ():
-                    self._handle(decoder, answer, emitted)
+                for request, round_ in decoder.step() if self._running else ():
+                    self._handle(decoder, request, round_)
                 self._leave(decoder)
             except Exception:
                 logger.exception("the decoder failed; its requests end and it starts anew")
@@ -154,7 +156,7 @@ class Scheduler:
                 self._condition.wait()
             return not self._is_closed
 
-    def _join(self, decoder: RequestDecoder) -> None:
+    def _join(self, decoder: ServedDecoder) -> None:
         """Starts the next request, one per round: others wait for one prefill at most."""
         self._leave(decoder)
         with self._condition:
@@ -176,40 +178,37 @@ class Scheduler:
             job.emit(internal())
         job.inputs = None
 
-    def _leave(self, decoder: RequestDecoder) -> None:
+    def _leave(self, decoder: ServedDecoder) -> None:
         """Ends the requests whose clients have left."""
-        for answer in [answer for answer, job in self._running.items() if job.is_cancelled]:
-            self._end(decoder, answer)
+        for request in [request for request, job in self._running.items() if job.is_cancelled]:
+            self._end(decoder, request)
             self._metrics.ended("cancelled")
 
-    def _handle(self, decoder: RequestDecoder, answer: Answer, emitted: Emitted) -> None:
-        job = self._running.get(answer)
-        if job is None:
-            return
-        if isinstance(emitted, Exception):
-            logger.error("a request failed", exc_info=emitted)
-            self._end(decoder, answer)
+    def _handle(self, decoder: ServedDecoder, request: BatchRequest, round_: Round) -> None:
+        """Passes on what a request has emitted, and its end."""
+        job, now = self._running[request], time.monotonic()
+        if request.error is not None:
+            logger.error("a request failed", exc_info=request.error)
+            self._end(decoder, request)
             self._metrics.ended("failed")
             job.emit(internal())
             return
-        now = time.monotonic()
         if not job.first_token:
             job.first_token = now
             self._metrics.first_token_s.observe(now - job.submitted)
-        if emitted.tokens and not job.is_cancelled:
-            job.emit(list(emitted.tokens))
-        if answer.is_over:
-            self._end(decoder, answer)
-            seconds = now - job.submitted
-            self._mean_s += SMOOTHING * (seconds - self._mean_s)
-            self._metrics.answered(answer.stats, seconds)
-            job.emit(answer.stats)
+        if round_.tokens:
+            job.emit(list(round_.tokens))
+        if request.is_over:
+            self._end(decoder, request)
+            self._mean_s += SMOOTHING * (now - job.submitted - self._mean_s)
+            self._metrics.answered(request.generation.stats, now - job.submitted)
+            job.emit(request.generation.stats)
 
-    def _end(self, decoder: RequestDecoder, answer: Answer) -> None:
-        del self._running[answer]
-        decoder.remove(answer)
+    def _end(self, decoder: ServedDecoder, request: BatchRequest) -> None:
+        del self._running[request]
+        decoder.remove(request)
 
-    def _restart(self) -> RequestDecoder:
+    def _restart(self) -> ServedDecoder:
         for job in self._running.values():
             job.emit(internal())
             self._metrics.ended("failed")

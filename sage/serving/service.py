@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 
 from sage.decoding.settings import Sampling
 from sage.serving.chat_request import ChatRequest, parse_json, read_request
+from sage.serving.decoders import ServedDecoder
 from sage.serving.errors import invalid
 from sage.serving.media import MediaReader, texts_of
 from sage.serving.metrics import Metrics
@@ -23,6 +24,7 @@ from sage.serving.settings import ServerLimits
 from sage.targets import Target
 
 NUM_THREADS = 2
+WARM_UP_TOKENS = 8
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
 
 
@@ -53,6 +55,7 @@ class Service:
         max_context: tokens of a prompt and its answer.
         api_key: that clients must send; empty: none.
         is_local: whether the server listens on this machine only.
+        tokenizer: of the target.
     """
 
     target: Target
@@ -67,10 +70,12 @@ class Service:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "prepare"))
 
     def __post_init__(self) -> None:
-        family, tokenizer = self.target.family, self.target.processor.tokenizer
+        if self.target.processor is None:
+            raise ValueError("target: has no processor, so it takes no messages; use sage.load_target(path)")
+        family, self.tokenizer = self.target.family, self.target.processor.tokenizer
         reserved = {*family.placeholders.values(), *family.slot_texts.values()}
         self._reserved = re.compile("|".join(map(re.escape, sorted(reserved)))) if reserved else None
-        self._max_characters = self.max_context * max(map(len, tokenizer.get_vocab()))  # more have more tokens than fit
+        self._max_characters = self.max_context * max(map(len, self.tokenizer.get_vocab()))  # more have more tokens than fit
 
     def prepare(self, body: bytes) -> Prepared:
         """Returns a request that can be decoded; ApiError for one that cannot."""
@@ -94,7 +99,9 @@ class Service:
         for text, number in texts:
             if self._reserved is not None and (found := self._reserved.search(text)):
                 where = f"messages[{number}].content"
-                raise invalid(f"{where}: the text contains {found[0]!r}, the placeholder of an image or video; remove it", where)
+                raise invalid(
+                    f"{where}: the text contains {found[0]!r}, the placeholder of an image or video; remove it", where
+                )
 
     def _max_new_tokens(self, request: ChatRequest, length: int) -> int:
         left = self.max_context - length
@@ -107,6 +114,19 @@ class Service:
             raise invalid(message, "max_tokens", TOO_LONG)
         return wanted
 
+    def warm_up(self, decoder: ServedDecoder) -> None:
+        """Decodes a few tokens, so that no request waits for what is done once; ValueError if the target cannot chat."""
+        inputs = self.target.prepare([{"role": "user", "content": "Hello"}])
+        request = decoder.add(
+            inputs, Sampling(max_new_tokens=min(WARM_UP_TOKENS, self.max_context - inputs["input_ids"].shape[1]))
+        )
+        while not request.is_over:
+            decoder.step()
+        decoder.remove(request)
+        if request.error is not None:
+            raise request.error
+
     def close(self) -> None:
-        """Ends the threads of the preparation."""
+        """Ends the decoding thread and those of the preparation."""
+        self.scheduler.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
