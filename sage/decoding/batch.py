@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from sage.decoding.decoder import Round
+from sage.decoding.decoder import Round, prefill, read_chunk, round_steps
 from sage.decoding.generation import Generation, Output, start
 from sage.drafts.draft import Draft
+from sage.drafts.session import JointSession
 from sage.planning.base import Policy
+from sage.runtime.cache import TreeCache
+from sage.runtime.executors import Executor
+from sage.runtime.joint import Joined, Steps, together
+from sage.runtime.shared_cache import CacheRow, SharedCache
 from sage.targets import Target
-from sage.trees import DEFAULT_POLICY
+from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY
 
 
 @dataclass(eq=False)
@@ -27,11 +32,14 @@ class BatchRequest:
 
     Attributes:
         error: what ended it early; its other figures are those until then.
+        has_started: whether its prompt is read.
+        rows: of the shared caches, which it occupies.
     """
 
     generation: Generation
     error: Exception | None = None
-    _rounds: Iterator[Round] | None = field(default=None, repr=False)
+    has_started: bool = False
+    rows: list[CacheRow] = field(default_factory=list, repr=False)
 
     @property
     def tokens(self) -> list[int]:
@@ -53,18 +61,25 @@ class BatchRequest:
 class BatchDecoder:
     """Decodes up to `max_requests` requests together; others wait in the order in which they were added.
 
+    A round makes one target pass over the trees of all requests. With an EAGLE or EAGLE-3 head, requests also share one draft
+    pass per level; drafts of other kinds run one pass per request. Prompts are read one by one.
+
     Args:
         target: the vision-language model.
         draft: the draft of all requests; None if no request drafts.
         max_requests: requests that are decoded together.
+        prefill_tokens: tokens of a prompt that the target reads between two rounds of other requests; None for all.
     """
 
-    def __init__(self, target: Target, draft: Draft | None, max_requests: int = 8) -> None:
-        if max_requests < 1:
-            raise ValueError(f"max_requests: {max_requests}; allowed: at least 1")
+    def __init__(self, target: Target, draft: Draft | None, max_requests: int = 8, prefill_tokens: int | None = None) -> None:
+        for name, value in (("max_requests", max_requests), ("prefill_tokens", prefill_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value}; allowed: at least 1")
         self.target, self.draft, self.max_requests = target, draft, max_requests
+        self.prefill_tokens = prefill_tokens
         self._waiting: deque[BatchRequest] = deque()
         self._active: list[BatchRequest] = []
+        self._caches: dict[str, SharedCache] = {}
 
     def __len__(self) -> int:
         """Requests that are decoded or wait."""
@@ -82,35 +97,71 @@ class BatchDecoder:
             policy: a name, or a policy that the request decodes with a copy of.
         """
         policy = copy.deepcopy(policy)
-        drafts = policy != "autoregressive" if isinstance(policy, str) else policy.num_candidates > 0
-        with torch.inference_mode():
-            generation = start(self.target, self.draft if drafts else None, inputs, policy, **options)
+        drafts = policy != AUTOREGRESSIVE if isinstance(policy, str) else policy.num_candidates > 0
+        generation = start(self.target, self.draft if drafts else None, inputs, policy, **options)
+        generation.request.clock.pause()
         request = BatchRequest(generation)
         self._waiting.append(request)
         return request
 
+    @torch.inference_mode()
     def step(self) -> list[tuple[BatchRequest, Round]]:
         """Runs one round of every request; returns what each has emitted, the first time the token of its prefill.
 
         A request whose answer is over has left. One that has failed is returned with a round of no tokens.
         """
         while self._waiting and len(self._active) < self.max_requests:
-            request = self._waiting.popleft()
-            request._rounds = request.generation.rounds()
-            self._active.append(request)
-        done = [(request, self._round_of(request)) for request in self._active]
+            self._active.append(self._waiting.popleft())
+            self._take_rows(self._active[-1])
+        done = self._run_rounds([request for request in self._active if request.has_started])
+        done += self._read_prompts([request for request in self._active if not request.has_started])
         for request, _ in done:
             if request.is_over:
                 self.remove(request)
         return done
 
-    def _round_of(self, request: BatchRequest) -> Round:
-        assert request._rounds is not None
-        try:
-            return next(request._rounds)
-        except Exception as error:
-            request.error = error
-            return Round([], 0)
+    def _take_rows(self, request: BatchRequest) -> None:
+        """Moves the empty caches of a request into rows of shared ones."""
+        own = request.generation.request
+        own.cache = self._row("target", own.cache, own.passes.executor, request)
+        if isinstance(own.session, JointSession):
+            own.session.cache = self._row("draft", own.session.cache, own.passes.executor, request)
+
+    def _row(self, owner: str, cache: TreeCache, executor: Executor, request: BatchRequest) -> CacheRow:
+        if owner not in self._caches:
+            self._caches[owner] = SharedCache(cache, self.max_requests)
+            executor.share(self._caches[owner])
+        row = self._caches[owner].take(cache.capacity)
+        request.rows.append(row)
+        return row
+
+    def _run_rounds(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
+        computations = [Joined(round_steps(one.generation.request), one.generation.request.clock) for one in requests]
+        together(computations, self.target.device)
+        return [(one, self._outcome(one, done)) for one, done in zip(requests, computations, strict=True)]
+
+    def _read_prompts(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
+        """Reads the prompts of new requests; with `prefill_tokens`, a part of the first one."""
+        done = []
+        for request in requests if self.prefill_tokens is None else requests[:1]:
+            computation = Joined(self._read_prompt(request), request.generation.request.clock)
+            together([computation], self.target.device)
+            if request.has_started or computation.error is not None:
+                done.append((request, self._outcome(request, computation)))
+        return done
+
+    def _read_prompt(self, request: BatchRequest) -> Steps[Round | None]:
+        yield from ()
+        own = request.generation.request
+        if self.prefill_tokens is not None and read_chunk(own, self.prefill_tokens):
+            return None
+        first = prefill(own)
+        request.has_started = True
+        return first
+
+    def _outcome(self, request: BatchRequest, computation: Joined) -> Round:
+        request.error = computation.error
+        return Round([], 0) if request.error is not None else computation.result
 
     def remove(self, request: BatchRequest) -> None:
         """Ends a request, whether it is complete or not; does nothing if it has left."""
@@ -118,8 +169,10 @@ class BatchDecoder:
             self._waiting.remove(request)
         if request in self._active:
             self._active.remove(request)
-            if request._rounds is not None:
-                request._rounds.close()  # type: ignore[attr-defined]
+            for row in request.rows:
+                row.shared.release(row)
+            clock = request.generation.request.clock
+            request.generation.stats.time_s = clock.seconds()
 
 
 def generate_batch(
