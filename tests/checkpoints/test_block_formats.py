@@ -142,7 +142,7 @@ class TestObstacles:
             ("dflash", "native", {"feature_levels": [0, 2]}, ("draft.feature_levels", "embeddings", "--flavour")),
             ("dflash", "native", {"vocabulary": REDUCED}, ("draft.draft_vocab_size: 109", "without --flavour")),
             ("dflash", "vllm", {}, ("--flavour vllm", "unknown", "native")),
-            ("eagle3", None, {}, ("--format eagle3", "formats for it: dflash, dspark")),
+            ("eagle3", None, {}, ("--format eagle3", "draft=block; its formats: dflash, dspark")),
         ],
     )
     def test_what_engines_cannot_compute_is_refused_by_name(

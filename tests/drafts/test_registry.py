@@ -120,8 +120,8 @@ def test_a_row_is_listed_in_help(tmp_path: Path) -> None:
     done = python("-c", code, "--help", "draft", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     choices = f"\n{done.stdout}".split("\n  draft=\n")[1].split("\n\n")[0]
-    assert re.findall(r"^[ *]{4}(\w+)", choices, re.MULTILINE) == ["eagle", "eagle3", "model", "scaled"]
-    assert "draft=eagle|eagle3|scaled" in done.stdout
+    assert re.findall(r"^[ *]{4}(\w+)", choices, re.MULTILINE) == ["block", "eagle", "eagle3", "model", "peagle", "scaled"]
+    assert "scaled" in done.stdout
 
 
 def test_without_the_row_the_kind_is_unknown() -> None:

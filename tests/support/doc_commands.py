@@ -52,12 +52,13 @@ LAUNCHERS = {"deepspeed": "deepspeed.launcher.runner", "torch.distributed.run": 
 RECORDED = (*COMMANDS, "deepspeed", "srun", "scontrol", "vllm")
 RECORDERS = "".join(f"{name}() {{ printf '%q ' {name} \"$@\" >&3; echo >&3; }}\n" for name in RECORDED)
 PLACEHOLDERS = ("DIR", "FILE", "RUN", "TARGET")
-WITH_VALUE = ("--draft", "--inspect", "--serve-check")  # options that the text names without their value
+WITH_VALUE = ("--draft", "--inspect", "--serve-check", "--check")  # options that the text names without their value
 SETTING = re.compile(r"\+?[a-z_]+([./@][a-z_0-9]+)*=\S*")
 ADDED_TEST = re.compile(r"vipllava")  # of the family that a reader adds
 CONTEXTS = [  # choices that have keys of their own
     [],
     ["draft=eagle"],
+    ["draft=block"],
     ["draft=model", "draft.num_layers=2"],
     ["draft=eagle", "draft/compressor=select"],
     ["tracking=wandb"],

@@ -130,7 +130,7 @@ def test_counted_operations_are_those_of_the_plan(
 
 
 def test_operations_with_anchors_grow_with_the_anchors(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    torch_linear: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An eighth of the supervised positions: at most a quarter of the operations. The plan leaves out attention."""
     anchors = ["draft=eagle3", "draft.feature_levels=[4,8,12]", "objective.anchors=60", "--length", "512"]

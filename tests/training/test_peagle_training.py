@@ -98,7 +98,9 @@ def test_a_micro_batch_without_anchors_adds_nothing(compressor: Any) -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_resumes_and_is_loaded_inspected_and_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_trains_resumes_and_is_loaded_inspected_and_exported_as_peagle_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six steps are three and three more, bit for bit, with random anchors and dropped levels."""
     path = make_target(tmp_path)
     with single_process(monkeypatch):
@@ -117,7 +119,7 @@ def test_it_trains_resumes_and_is_loaded_inspected_and_not_exported(tmp_path: Pa
     fresh = sage.new_draft(target, "peagle", seed=0, **sizes).state_dict()
     assert all(torch.equal(value, fresh[name]) == (name in ("d2t", "t2d")) for name, value in straight.items())
     assert inspect_folder(tmp_path / "straight" / "draft").facts["architecture"] == "sage_peagle"
-    with refused("sage_peagle; formats for it: none"):
+    with refused("draft=peagle; its formats: peagle"):
         export(tmp_path / "straight" / "draft", tmp_path / "out", "eagle3")
 
 
@@ -127,4 +129,4 @@ def test_it_is_planned() -> None:
     ours, eagle3 = (plan(compose("config", [*arguments, f"draft={kind}"], Config)) for kind in ("peagle", "eagle3"))
     assert ours.models.draft_parameters == eagle3.models.draft_parameters + 4 * 3584
     assert 0 < ours.flops["draft"] < eagle3.flops["draft"] / 2
-    assert "draft=peagle (it has no export" in render(ours)
+    assert "can be served by vLLM (sage-export --format peagle" in render(ours)
