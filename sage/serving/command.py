@@ -172,7 +172,7 @@ def new_service(target: Target, draft: Draft | None, policy: str, limits: Server
     metrics = Metrics()
 
     def new_decoder() -> ServedDecoder:
-        return ServedDecoder(target, drafting, pool, limits.max_requests)
+        return ServedDecoder(target, drafting, pool, limits)
 
     scheduler = Scheduler(new_decoder, limits.max_requests, limits.queue, metrics)
     service = Service(target, model, scheduler, limits, max_context, metrics, **options)

@@ -11,6 +11,7 @@ from sage.decoding.decoder import Round
 from sage.decoding.settings import Sampling
 from sage.drafts.draft import Draft
 from sage.planning.base import Policy
+from sage.serving.settings import ServerLimits
 from sage.targets import Target
 from sage.trees import policy as new_policy
 
@@ -45,11 +46,11 @@ class PolicyPool:
 
 
 class ServedDecoder:
-    """Decodes up to `max_requests` requests; used by one thread."""
+    """Decodes up to `limits.max_requests` requests; used by one thread."""
 
-    def __init__(self, target: Target, draft: Draft | None, policies: PolicyPool, max_requests: int) -> None:
+    def __init__(self, target: Target, draft: Draft | None, policies: PolicyPool, limits: ServerLimits) -> None:
         self._policies = policies
-        self._decoder = BatchDecoder(target, draft, max_requests)
+        self._decoder = BatchDecoder(target, draft, limits.max_requests, limits.prefill_tokens)
 
     def add(self, inputs: Any, sampling: Sampling) -> BatchRequest:
         """Starts a request, which joins in the next step; ValueError for one that the target cannot decode."""
