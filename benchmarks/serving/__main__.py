@@ -75,7 +75,7 @@ def _case(target: sage.Target, number: int) -> Case:
         "type": "text",
         "text": " ".join(random_.choices(["what", "is", "this", "red", "circle"], k=random_.randrange(1, 20))),
     }
-    images = [data_url(png(56)) for _ in range(random_.randrange(3))]
+    images = [data_url(png(56, seed)) for seed in range(number, number + random_.randrange(3))]
     content: list[Any] = [*({"type": "image", "image": url} for url in images), text]
     inputs = target.prepare([{"role": "user", "content": content}])
     expected = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=max_tokens, **options)

@@ -59,10 +59,10 @@ def with_image(url: Any) -> dict[str, Any]:
     return valid(messages=[{"role": "user", "content": content}])
 
 
-def png(side: int = 64) -> bytes:
+def png(side: int = 64, seed: int = 0) -> bytes:
     """A picture of noise."""
     stream = io.BytesIO()
-    Image.effect_noise((side, side), 64).convert("RGB").save(stream, "PNG")
+    Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(3 * side * side)).save(stream, "PNG")
     return stream.getvalue()
 
 
@@ -117,7 +117,8 @@ def _fixed(prompt_bytes: int) -> Iterator[tuple[str, bytes, str]]:
     )
     for url in (*urls, "file:///etc/passwd", "/etc/passwd", "http://127.0.0.1/x.png", "http://169.254.169.254/", "ftp://x/y"):
         yield f"image {url[:40]}", _body(with_image(url)), JSON
-    for value in (None, 1, [], {}, {"url": 1}, {"url": None}):
+    others: tuple[Any, ...] = (None, 1, [], {}, {"url": 1}, {"url": None})
+    for value in others:
         yield f"image {value!r}", _body(with_image(value)), JSON
     yield "PostScript", _body(with_image(data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "eps"))), JSON
     yield "SVG", _body(with_image(data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml"))), JSON
