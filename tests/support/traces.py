@@ -34,7 +34,7 @@ class Words:
 def made_trace(
     num_tokens: int = 40, num_nodes: int = 25, texts: Sequence[str] = ("a ", "red ", "box "), seed: int = 0
 ) -> Trace:
-    """A trace of `num_tokens` tokens; each round verifies `num_nodes` nodes, and drafts five more, below random parents."""
+    """A trace of `num_tokens` tokens; each round verifies `num_nodes` nodes, and drafts six more, below random parents."""
     rng, stats, rounds = random.Random(seed), Stats(prompt_tokens=9, new_tokens=1), []
     tokens = [rng.randrange(5000) for _ in range(num_tokens)]
     while stats.new_tokens < num_tokens:
