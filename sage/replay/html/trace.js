@@ -1,6 +1,6 @@
 // A trace: rounds with their trees, search, and the race. The data are documented in sage/replay/trace_page.py.
 const data = JSON.parse(document.getElementById("data").textContent);
-const SVG = "http://www.w3.org/2000/svg", COLUMN = 148, ROW = 31, LABEL = 14;
+const SVG = "http://www.w3.org/2000/svg", COLUMN = 148, ROW = 34, LABEL = 14;
 const byId = (id) => document.getElementById(id);
 const percent = (value) => (value === null || value === undefined ? "-" : `${(value / 100).toFixed(value < 1000 ? 1 : 0)}%`);
 const shown = (text) => (text === "" ? "\u2205" : text.replace(/\n/g, "\u23ce").replace(/\t/g, "\u21e5").replace(/ /g, "\u00b7"));
@@ -67,8 +67,8 @@ const short = (text) => (text.length > LABEL ? `${text.slice(0, LABEL - 1)}\u202
 function label(place, name, figures) {
   const { x, y } = point(place);
   return [
-    element("text", { class: "name", x: x + 11, y: y - 3 }, short(shown(name))),
-    element("text", { class: "figures", x: x + 11, y: y + 11 }, figures),
+    element("text", { class: "name", x: x + 11, y: y - 5 }, short(shown(name))),
+    element("text", { class: "figures", x: x + 11, y: y + 13 }, figures),
   ];
 }
 
