@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sage.decoding.settings import Sampling
     from sage.drafts.loading import load_draft, new_draft
     from sage.drafts.pruning import Pruning
+    from sage.replay.trace import trace
     from sage.targets import Target, load_target
     from sage.trees import POLICIES, policy
 
@@ -26,6 +27,7 @@ _NAMES = {
     "sage.drafts.pruning": ["Pruning"],
     "sage.decoding.generation": ["Output", "generate", "stream"],
     "sage.decoding.settings": ["Sampling"],
+    "sage.replay.trace": ["trace"],
     "sage.targets": ["Target", "load_target"],
     "sage.trees": ["POLICIES", "policy"],
 }

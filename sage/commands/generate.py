@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from sage.commands import cli
 from sage.decoding.settings import Sampling
 from sage.drafts.pruning import Pruning
 from sage.inputs.media import check_media
+from sage.io.files import check_writable
 from sage.trees import AUTOREGRESSIVE, FIRST_ANSWER_POLICY, POLICIES, check_name
 
 DESCRIPTION = "Answers a prompt about images or videos with speculative decoding; text is printed as it is accepted."
@@ -52,6 +54,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="draw the tree of every round, mark (*) what was accepted, and print the policy's decision",
     )
+    add(
+        "--trace",
+        metavar="FILE.html",
+        help="write a page that shows every round: trees, probabilities, times, and a race without the draft",
+    )
     add("--show-drafted", action="store_true", help="print accepted draft tokens in green")
     return parser.parse_args(argv)
 
@@ -76,6 +83,8 @@ def check(args: argparse.Namespace) -> None:
     check_name(args.policy)
     Sampling.from_attributes(args)
     Pruning(args.prune, args.prune_method, args.seed)
+    if args.trace:
+        _check_trace(args)
     if not args.check_device:
         _content(args)
         for path in (path for path in args.image if not path.startswith(("http://", "https://"))):
@@ -87,6 +96,15 @@ def check(args: argparse.Namespace) -> None:
                 f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
             )
     cli.named_models(args)
+
+
+def _check_trace(args: argparse.Namespace) -> None:
+    """Refuses a page that cannot be written; CannotWrite names the path."""
+    if args.check_device:
+        raise ValueError("--trace: has no effect with --check-device, which decodes no answer; remove one")
+    if Path(args.trace).suffix != ".html" or Path(args.trace).is_dir():
+        raise ValueError(f"--trace {args.trace}: is no name of a page; give FILE.html")
+    check_writable(Path(args.trace))
 
 
 def _check_device(args: argparse.Namespace) -> None:
@@ -101,18 +119,15 @@ def _generate(args: argparse.Namespace) -> None:
     import sage
     from sage.commands.explain import explanation
     from sage.decoding.generation import pieces, start
+    from sage.replay.trace import TraceRecorder, decode_race
 
     messages = [{"role": "user", "content": _content(args)}]
     policy, sampling = sage.policy(args.policy), Sampling.from_attributes(args)
     target, draft = _load(args)
-    generation = start(
-        target,
-        draft,
-        target.prepare(messages),
-        policy=policy,
-        sampling=sampling,
-        pruning=Pruning(args.prune, args.prune_method, args.seed),
-    )
+    inputs = target.prepare(messages)
+    pruning = Pruning(args.prune, args.prune_method, args.seed)
+    generation = start(target, draft, inputs, policy=policy, sampling=sampling, pruning=pruning)
+    recorder = TraceRecorder(generation) if args.trace else None
     is_green = args.show_drafted and cli.has_colors(sys.stdout)
     rounds: list[Any] = []
 
@@ -125,13 +140,23 @@ def _generate(args: argparse.Namespace) -> None:
         if generation.stats.new_tokens:
             _report(generation.stats, is_green and cli.has_colors(sys.stderr))
 
+    def keep(round_: Any) -> None:
+        if args.explain:
+            rounds.append(round_)
+        if recorder is not None:
+            recorder.add(round_)
+
     try:
-        for piece in pieces(generation, rounds.append if args.explain else None):
+        for piece in pieces(generation, keep):
             print(f"{GREEN}{piece.text}{RESET}" if is_green and piece.is_drafted else piece.text, end="", flush=True)
     except KeyboardInterrupt:
         finish()
         raise
     finish()
+    if recorder is not None:
+        race = decode_race(target, inputs, sampling)
+        recorder.trace({"draft": args.draft or "none"}, messages, race).save(args.trace)
+        _print_dim(f"trace: {args.trace}")
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:

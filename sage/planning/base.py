@@ -7,7 +7,7 @@ slow, never wrong.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from sage.costs.tables import Costs
@@ -74,6 +74,13 @@ class Policy(ABC):
     def explain(self, entry: dict[str, float]) -> str:
         """Returns the reason for the shape of a round's tree in a few words; `entry` is its entry of `Stats.rounds_log`."""
         return ""
+
+    def calibration(self) -> Callable[[list[float], int], list[float]] | None:
+        """Returns the function by which this round is planned: from the draft's probabilities below a node, descending, and the
+        depth of the candidates to their acceptance probabilities; None if the draft's own are used. Later learning does not
+        change it.
+        """
+        return None
 
     def needs_feedback(self) -> bool:
         """Returns whether `observe` uses labels and timings of this round, which take time to collect."""

@@ -41,6 +41,19 @@ class Columns(NamedTuple):
     depths: list[int]
 
 
+class Drafted(NamedTuple):
+    """All nodes that a round drafted, as lists: the verified ones in the order of their tree, then the others.
+
+    Attributes:
+        topk: per node the draft's candidates below it, None if it was not expanded.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    topk: list[TopK | None]
+
+
 @dataclass
 class Tree:
     """A draft tree; parents come before children.
@@ -48,12 +61,14 @@ class Tree:
     Attributes:
         tokens, parents, depths: LongTensor [N] each; parent -1 and depth 0 for the root.
         find_topk: returns `draft_topk`, which most rounds do not need.
+        find_drafted: returns all nodes of the round, which only a trace needs; None for a tree without a builder.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     find_topk: Callable[[], Sequence[TopK | None]] = tuple
+    find_drafted: Callable[[], Drafted] | None = None
 
     @classmethod
     def of(cls, columns: Columns, device: torch.device = CPU, find_topk: Callable[[], Sequence[TopK | None]] = tuple) -> Tree:
@@ -219,6 +234,11 @@ class TreeBuilder:
 
     def tree(self, keep: Sequence[int] | None = None) -> Tree:
         """Returns the tree of the nodes `keep` [R], given by `Policy.select`; AssertionError if an ancestor is missing."""
+        tree = self._selected(keep)
+        tree.find_drafted = partial(self._drafted, keep)
+        return tree
+
+    def _selected(self, keep: Sequence[int] | None) -> Tree:
         if keep is None:
             columns = Columns(self._tokens, self._parents, self._depths)
             return Tree.of(columns, self.device, partial(_topk_of, range(len(self._tokens)), self._levels))
@@ -231,6 +251,17 @@ class TreeBuilder:
             parents.append(place[parent])
         columns = Columns([self._tokens[node] for node in keep], parents, [self._depths[node] for node in keep])
         return Tree.of(columns, self.device, partial(_topk_of, keep, self._levels))
+
+    def _drafted(self, keep: Sequence[int] | None) -> Drafted:
+        kept = range(len(self._tokens)) if keep is None else keep
+        order = [*kept, *sorted(set(range(len(self._tokens))) - set(kept))]
+        place = {-1: -1, **{node: index for index, node in enumerate(order)}}
+        return Drafted(
+            [self._tokens[node] for node in order],
+            [place[self._parents[node]] for node in order],
+            [self._depths[node] for node in order],
+            _topk_of(order, self._levels),
+        )
 
 
 def _topk_of(nodes: Sequence[int], levels: Sequence[_Level]) -> list[TopK | None]:

@@ -159,14 +159,22 @@ class Clock:
                 times.verify_s += seconds
         return times
 
+    def round_phases(self) -> Callable[[], dict[str, float]]:
+        """Returns a function that computes the seconds of each phase from `start_round` to here; calling it may synchronize."""
+        return partial(self._phases_between, self._round_start, len(self._laps))
+
+    def _phases_between(self, start: int, end: int) -> dict[str, float]:
+        if end > len(self._seconds):
+            self._resolve(len(self._marks))
+        total: dict[str, float] = {}
+        for (phase, _), seconds in zip(self._laps[start:end], self._seconds[start:end], strict=True):
+            if phase != UNTIMED:
+                total[phase] = total.get(phase, 0.0) + seconds
+        return total
+
     def seconds(self) -> dict[str, float]:
         """Seconds of every phase; synchronizes with the device."""
-        self._resolve(len(self._marks))
-        total = dict.fromkeys(PHASES, 0.0)
-        for (phase, _), seconds in zip(self._laps, self._seconds, strict=True):
-            if phase != UNTIMED:
-                total[phase] += seconds
-        return total
+        return dict.fromkeys(PHASES, 0.0) | self._phases_between(0, len(self._laps))
 
     def _resolve(self, count: int) -> None:
         """Computes the seconds of the laps between the first `count` marks; waits for the last of these."""

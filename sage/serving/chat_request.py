@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from http import HTTPStatus
 from typing import Annotated, Any, NoReturn
 
@@ -96,7 +96,6 @@ class ChatRequest:
     messages: list[Message]
     stop: tuple[str, ...] = ()
     includes_usage: bool = False
-    media: list[Part] = field(default_factory=list)
 
     @property
     def max_tokens(self) -> int | None:
@@ -149,7 +148,6 @@ def read_request(data: Any, model: str) -> ChatRequest:
     names = [one.name for one in fields(ChatOptions)]
     options = _options({name: given.pop(name) for name in names if name in given})
     request = ChatRequest(options, messages, stop, _includes_usage(stream_options))
-    request.media = [part for message in messages for part in message["content"] if part["type"] != "text"]
     _refuse_others(given, [*names, "model", "messages", "stop", "stream_options"])
     return request
 

@@ -145,7 +145,8 @@ def test_keys_of_every_draft_under_every_choice(choice: str) -> None:
     assert shown["draft.num_layers"][0] == ("null" if choice == "model" else "1") and shown["draft.input_norm"][0] == "true"
 
 
-def test_defaults_of_other_choices() -> None:
+def test_defaults_of_other_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "128")  # a narrow terminal breaks a long list of choices
     shown = " ".join(helped("sage-train").split())
     others = "block|distill|eagle|lk|model|peagle"
     assert f"objective.steps=7 unrolled draft steps per training step; 1 with objective={others}" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -136,6 +137,16 @@ class TestSagePolicy:
 
 
 class TestOtherPolicies:
+    @pytest.mark.parametrize("total", [3, 8, 16])
+    def test_eagle2_with_a_beam_of_the_whole_tree_is_the_best_first_tree(self, total: int) -> None:
+        """DDTree (arXiv 2604.12989) verifies the most probable prefixes under the product of a block's marginals."""
+        probs = torch.rand(total - 1, generator=torch.Generator().manual_seed(total), dtype=torch.float64).sort().values.flip(0)
+        probs /= probs.sum()
+        prefixes = [path for depth in (1, 2, 3) for path in itertools.product(range(total - 1), repeat=depth)]
+        best = sorted(prefixes, key=lambda path: -math.prod(probs[rank].item() for rank in path))[: total - 1]
+        tree = grow_fully(sage.policy("eagle2", total=total, depth=3, top_k=total - 1), probs)
+        assert set(paths_of(tree)[1:]) == set(best)
+
     def test_chain_is_one_path(self) -> None:
         assert paths_of(grow_fully(sage.policy("chain", depth=3), GEOMETRIC))[1:] == [(0,), (0, 0), (0, 0, 0)]
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"sage": "sage", "train": "train", "data_prep": "data_prep", "checkpoints": "checkpoints", "conf": "train/_conf"}
-DATA = {".yaml", ".json", ".safetensors", ".jinja", ".html", ".cpp", ".h"}
+DATA = {".yaml", ".json", ".safetensors", ".jinja", ".html", ".css", ".js", ".cpp", ".h"}
 
 
 def test_every_package_is_listed() -> None:

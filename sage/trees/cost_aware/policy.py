@@ -10,7 +10,10 @@ every verified node, the long-run price and the level-by-level stop together are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from sage.costs.tables import Costs
@@ -124,6 +127,9 @@ class CostAware(Policy):
 
     def select(self) -> list[int] | None:
         return select(self, self.plan)
+
+    def calibration(self) -> Callable[[list[float], int], list[float]] | None:
+        return partial(copy(self.learner.calibrator).leading, min_prob=0.0) if self.calibrate else None
 
     def needs_feedback(self) -> bool:
         return self.plan.has_feedback

@@ -1,0 +1,364 @@
+"""The trace of one generation: every round's tree with the probabilities of draft and target, the policy's figures, and times.
+
+A recorder keeps references while the request runs, and computes the target's probabilities between two rounds, outside the
+clock; everything else follows after the answer. A generation without a recorder is not changed in any way.
+
+Does not own: the page that shows a trace (sage.replay.trace_page).
+
+Shapes: N verified nodes, M drafted nodes (M >= N), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage.decoding.decoder import Round
+from sage.decoding.generation import Generation, Output, start
+from sage.decoding.sampling import Sampling
+from sage.decoding.verify import Verdict, Verifier
+from sage.drafts.draft import Draft
+from sage.inputs.thumbnails import Media, media_thumbnails
+from sage.io.dtypes import dtype_name
+from sage.planning.base import Policy
+from sage.planning.tree import Drafted, TopK, Tree
+from sage.targets import Target
+from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY
+from sage.trees import policy as new_policy
+
+Calibration = Callable[[list[float], int], list[float]]  # as `Policy.calibration`
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The target's own token after the accepted ones.
+
+    Attributes:
+        target: the target's probability of it.
+        draft: the draft's probability of it; None if it was not among the candidates there, or nothing was drafted there.
+        rank: its rank among them, 0 for the best.
+    """
+
+    token: int
+    target: float
+    draft: float | None
+    rank: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRound:
+    """One round.
+
+    Attributes:
+        start: answer tokens before the round; the last of them is the root.
+        tokens: emitted tokens: the accepted ones, then `bonus` unless the answer ended before it.
+        num_accepted: accepted drafted tokens.
+        num_verified: N; the first N of the drafted nodes were verified, the root included.
+        nodes, parents, depths: [M] each, token, parent (-1 for the root) and depth of the drafted nodes.
+        draft: [M], the draft's probability of each token below its parent; 1 for the root.
+        calibrated: [M], its acceptance probability in the policy's plan; None for a policy that uses the draft's own.
+        target: [N], the target's probability of each token below its parent, before temperature; 1 for the root.
+        path: accepted nodes, the root first.
+        bonus: the target's own token; None if the answer ended before it.
+        figures: what the policy saw and decided, an entry of `Stats.rounds_log`.
+        reason: the policy's decision in a few words.
+        time_s: seconds by phase.
+    """
+
+    start: int
+    tokens: list[int]
+    num_accepted: int
+    num_verified: int
+    nodes: list[int]
+    parents: list[int]
+    depths: list[int]
+    draft: list[float]
+    calibrated: list[float] | None
+    target: list[float]
+    path: list[int]
+    bonus: Choice | None
+    figures: dict[str, float]
+    reason: str
+    time_s: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the round."""
+        return sum(self.time_s.values())
+
+    @property
+    def rejected(self) -> int | None:
+        """The node of the first rejection, the draft's best proposal where the target chose another token; None without one."""
+        refused = [node for node in range(1, self.num_verified) if self.parents[node] == self.path[-1]]
+        return max(refused, key=self.draft.__getitem__) if refused and self.bonus is not None else None
+
+
+@dataclass(frozen=True)
+class Race:
+    """The same request without a draft: tokens, seconds after the prefill when each was there, seconds of the prefill."""
+
+    tokens: list[int]
+    times_s: list[float]
+    prefill_s: float
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """One generation with everything that a page shows of it.
+
+    Attributes:
+        output: the answer, as of `sage.generate`.
+        rounds: those after the prefill.
+        settings: target, draft, policy and sampling by name.
+        tokenizer: decodes tokens; None for a target without a processor.
+        prompt: (role, text) of the messages, or the decoded prompt.
+        media: images and videos of the messages.
+        race: the request without a draft; None if it was not decoded.
+        is_coupled: whether the draft's numbers are scores with the noise of the target's draws.
+    """
+
+    output: Output
+    rounds: list[TracedRound]
+    settings: dict[str, str]
+    tokenizer: Any = field(default=None, repr=False)
+    prompt: list[tuple[str, str]] = field(default_factory=list)
+    media: list[Media] = field(default_factory=list, repr=False)
+    race: Race | None = field(default=None, repr=False)
+    is_coupled: bool = False
+
+    @property
+    def times_s(self) -> list[float]:
+        """Seconds after the target's prefill when each token was there; the first is that of the prefill."""
+        ends = accumulate((one.seconds for one in self.rounds), initial=self.output.stats.time_s.get("draft_prefill", 0.0))
+        next(ends)
+        return [0.0, *(end for one, end in zip(self.rounds, ends, strict=True) for _ in one.tokens)]
+
+    @property
+    def speedup(self) -> float | None:
+        """Seconds without a draft over seconds with it, both after the target's prefill; None without a race or a round."""
+        own = self.times_s[-1]
+        return self.race.times_s[-1] / own if self.race is not None and own > 0 else None
+
+    def html(self) -> str:
+        """Returns the page: one file that needs no network."""
+        from sage.replay.trace_page import render
+
+        return render(self)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the page. Raises CannotWrite if the disk is full or not writable."""
+        from sage.io.page import write_page
+
+        write_page(Path(path), self.html())
+
+    def _repr_html_(self) -> str:
+        """Returns the page in a frame of its own, for notebooks."""
+        from sage.io.page import framed
+
+        return framed(self.html())
+
+    def __str__(self) -> str:
+        return self.output.text
+
+
+class _Tap(Verifier):
+    """A verifier that keeps what it last saw."""
+
+    def __init__(self, verifier: Verifier, policy: Policy) -> None:
+        super().__init__(verifier.sampler)
+        self.policy = policy
+        self.seen: tuple[Tensor, Tree, Verdict, Calibration | None] | None = None
+
+    def verify(self, logits: Tensor, tree: Tree, needs_labels: bool = False, greedy_N: Tensor | None = None) -> Verdict:
+        verdict = super().verify(logits, tree, needs_labels, greedy_N)
+        self.seen = logits, tree, verdict, self.policy.calibration()
+        return verdict
+
+
+@dataclass
+class _Seen:
+    """References to one round; `log_probs`: [N], the target's, of the tokens of all nodes but the root, then the bonus."""
+
+    emitted: Round
+    tree: Tree
+    verdict: Verdict
+    calibration: Calibration | None
+    log_probs: Tensor
+    phases: Callable[[], dict[str, float]]
+
+
+class TraceRecorder:
+    """Records a request that has not started yet; `add` takes every round of it as soon as it is yielded."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        request = generation.request
+        self._tap = request.verifier = _Tap(request.verifier, request.policy)
+        self._seen: list[_Seen] = []
+
+    @torch.no_grad()
+    def add(self, emitted: Round) -> None:
+        """Records a round; its time counts for no phase."""
+        if emitted.tree is None:  # the prefill
+            return
+        assert self._tap.seen is not None
+        logits, tree, verdict, calibration = self._tap.seen
+        parents = torch.tensor([*emitted.tree.parents[1:], verdict.path[-1]], device=logits.device)
+        tokens = torch.tensor([*emitted.tree.tokens[1:], verdict.tokens[-1]], device=logits.device)
+        rows = logits.float()
+        log_probs = rows[parents, tokens] - rows.logsumexp(-1)[parents]
+        phases = self.generation.request.clock.round_phases()
+        self._seen.append(_Seen(emitted, tree, verdict, calibration, log_probs, phases))
+        self._tap.seen = None
+
+    def trace(
+        self, settings: Mapping[str, str], messages: Sequence[Mapping[str, Any]] | None = None, race: Race | None = None
+    ) -> Trace:
+        """Returns the trace of the finished request.
+
+        Args:
+            settings: shown at the top of the page.
+            messages: those of the prompt, for its text and images; None: the prompt's tokens are decoded.
+        """
+        request, output = self.generation.request, self.generation.output()
+        tokenizer = self.generation.target.processor.tokenizer if self.generation.target.processor else None
+        rounds, start_ = [], 1
+        for seen, figures in zip(self._seen, output.stats.rounds_log, strict=False):
+            rounds.append(_traced(seen, start_, figures, request.policy))
+            start_ += len(seen.emitted.tokens)
+        return Trace(
+            output=output,
+            rounds=rounds,
+            settings={**_described(self.generation), **settings},
+            tokenizer=tokenizer,
+            prompt=_prompt_text(messages, self.generation, tokenizer),
+            media=list(media_thumbnails(messages or ())),
+            race=race,
+            is_coupled=request.verifier.sampler.is_coupled,
+        )
+
+
+def trace(
+    target: Target,
+    draft: Draft | None,
+    inputs: Any,
+    policy: str | Policy = DEFAULT_POLICY,
+    *,
+    race: bool = True,
+    sampling: Sampling | None = None,
+    **options: Any,
+) -> Trace:
+    """Decodes one prompt and returns its trace, which shows itself in a notebook; `save(path)` writes its page.
+
+    Args:
+        inputs: chat messages, which also give the page its images, or the output of the target's processor.
+        race: also decode the request without a draft, to compare the times.
+        sampling, options: as for `sage.generate`.
+
+    Raises:
+        ValueError: as `sage.generate`.
+    """
+    messages = inputs if isinstance(inputs, (list, tuple)) else None
+    ready = inputs if messages is None else target.prepare(list(messages))
+    pruning = {"pruning": options.pop("pruning")} if "pruning" in options else {}
+    generation = start(target, draft, ready, policy, sampling=sampling, **pruning, **options)
+    recorder = TraceRecorder(generation)
+    with torch.inference_mode():
+        for emitted in generation.rounds():
+            recorder.add(emitted)
+    without = decode_race(target, ready, sampling, **options) if race else None
+    return recorder.trace({"draft": draft_name(draft)}, messages, without)
+
+
+def decode_race(target: Target, inputs: Any, sampling: Sampling | None = None, **options: Any) -> Race:
+    """Decodes a request without a draft; returns when each token was there. Options as for `sage.generate`."""
+    generation = start(target, None, inputs, new_policy(AUTOREGRESSIVE), sampling=sampling, **options)
+    clock, phases = generation.request.clock, []
+    with torch.inference_mode():
+        for emitted in generation.rounds():
+            if emitted.tree is not None:
+                phases.append(clock.round_phases())
+    ends = list(accumulate((sum(one().values()) for one in phases), initial=0.0))
+    time_s = generation.stats.time_s
+    return Race(list(generation.tokens), ends, time_s["vision"] + time_s["target_prefill"])
+
+
+def draft_name(draft: Draft | None) -> str:
+    """Returns the folder of a draft; "none" without one."""
+    return "none" if draft is None else str(getattr(getattr(draft, "config", None), "name_or_path", "") or type(draft).__name__)
+
+
+def _described(generation: Generation) -> dict[str, str]:
+    target, request = generation.target, generation.request
+    return {
+        "target": Path(target.name).name if Path(target.name).is_dir() else target.name,
+        "policy": request.policy.name,
+        "device": str(target.device),
+        "dtype": dtype_name(target.dtype),
+        "passes": str(target.passes),
+    }
+
+
+def _prompt_text(messages: Sequence[Mapping[str, Any]] | None, generation: Generation, tokenizer: Any) -> list[tuple[str, str]]:
+    """Returns role and text of every message, or the decoded prompt, with runs of visual tokens as one."""
+    if messages is not None:
+        return [(str(message.get("role", "")), _text(message.get("content", ""))) for message in messages]
+    if tokenizer is None:
+        return []
+    ids: list[int] = generation.request.prompt.input_ids[0].tolist()
+    slots = set(generation.target.family.slots.values())
+    kept = [token for place, token in enumerate(ids) if not (place and token in slots and ids[place - 1] == token)]
+    return [("prompt", tokenizer.decode(kept))]
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content if part.get("type") == "text")
+
+
+def _traced(seen: _Seen, start_: int, figures: dict[str, float], policy: Policy) -> TracedRound:
+    tree, verdict, emitted = seen.tree, seen.verdict, seen.emitted
+    columns = tree.columns
+    find = tree.find_drafted
+    drafted = Drafted(columns.tokens, columns.parents, columns.depths, [None] * len(tree)) if find is None else find()
+    *target, bonus_prob = seen.log_probs.exp().tolist()
+    has_bonus = len(emitted.tokens) > emitted.num_drafted
+    return TracedRound(
+        start=start_,
+        tokens=list(emitted.tokens),
+        num_accepted=emitted.num_drafted,
+        num_verified=len(tree),
+        nodes=drafted.tokens,
+        parents=drafted.parents,
+        depths=drafted.depths,
+        draft=_below(drafted, lambda probs, depth: probs),
+        calibrated=_below(drafted, seen.calibration) if seen.calibration is not None else None,
+        target=[1.0, *target],
+        path=list(verdict.path),
+        bonus=_choice(verdict.tokens[-1], bonus_prob, drafted.topk[verdict.path[-1]]) if has_bonus else None,
+        figures=figures,
+        reason=policy.explain(figures),
+        time_s=seen.phases(),
+    )
+
+
+def _below(drafted: Drafted, value: Calibration) -> list[float]:
+    """Returns, per node, its entry among `value` of its parent's candidates; 1 for the root, 0 where that ends earlier."""
+    known: dict[int, dict[int, float]] = {}
+    for node, topk in enumerate(drafted.topk):
+        if topk is not None:
+            known[node] = dict(zip(topk[1], value(topk[0], drafted.depths[node] + 1), strict=False))
+    pairs = zip(drafted.parents[1:], drafted.tokens[1:], strict=True)
+    return [1.0, *(known[parent].get(token, 0.0) for parent, token in pairs)]
+
+
+def _choice(token: int, target: float, topk: TopK | None) -> Choice:
+    if topk is None or token not in topk[1]:
+        return Choice(token, target, None, None)
+    rank = topk[1].index(token)
+    return Choice(token, target, topk[0][rank], rank)

@@ -1,0 +1,300 @@
+"""The page of a trace: what its template and its script show, as plain values.
+
+The script reads JSON: `texts` of tokens; per round `nodes` (indices of `texts`), `parents`, `draft`, `calibrated` or null, and
+`target` (of the first `verified` nodes) in units of 0.01%, `path`, `bonus` [text, target, draft or null, rank or null] or null,
+`accepted`, `figures`, `reason`, `ms` by phase, and `omitted`, the number of drafted nodes that are not drawn; `race` with times
+in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sage.decoding.detokenizer import Detokenizer
+from sage.io.page import render as render_page
+from sage.io.page import table, visible
+from sage.replay.trace import Trace, TracedRound
+
+HTML = Path(__file__).parent / "html"
+MAX_SKIPPED = 40  # drafted nodes of a round that are drawn although they were not verified, the most probable ones
+MAX_STYLES = 6  # shades of depths
+SHOWN_REJECTIONS = 12
+CONTEXT = 48  # characters before a rejection
+PHASE_NAMES = {
+    "draft_steps": "draft",
+    "verify": "target's pass",
+    "accept": "acceptance",
+    "commit": "cache",
+    "policy": "policy",
+    "draft_prefill": "draft's prefill",
+    "other": "other",
+}
+FIGURE_NAMES = {  # of `Stats.rounds_log`
+    "alpha": "confidence alpha",
+    "planned_depth": "planned depth",
+    "width": "planned width",
+    "price": "price of time, tokens/s",
+    "gain": "expected gain of the last level considered, tokens",
+    "level_cost": "its cost, tokens",
+    "expanded": "levels the draft ran for",
+    "levels": "levels with nodes worth verifying",
+    "drafted": "nodes drafted",
+    "expected": "expected to be accepted",
+}
+COUNTS = ("depth", "nodes", "accepted")  # figures that the tree shows
+
+
+def render(trace: Trace) -> str:
+    """Returns the page."""
+    pieces = Pieces(trace)
+    stats, rounds = trace.output.stats, trace.rounds
+    rejections = list(_rejections(trace, pieces))
+    deepest = max((one.figures.get("depth", 0) for one in rounds), default=0)
+    kind = "score, with the noise of the target's draws" if trace.is_coupled else "probability"
+    calibrated = " (calibrated)" if any(one.calibrated for one in rounds) else ""
+    return render_page(
+        HTML / "trace.html",
+        script=HTML / "trace.js",
+        title=f"What the draft did: {trace.settings.get('policy', '')}",
+        subtitle=_subtitle(trace),
+        figures=_tiles(trace),
+        settings=trace.settings,
+        prompt=trace.prompt,
+        media=trace.media,
+        tokens=list(_answer(trace, pieces)),
+        rounds=len(rounds),
+        deepest=int(min(max(max(stats.accepted, default=1), 1), MAX_STYLES)),
+        strip=[(one.figures.get("depth", 0), one.num_accepted) for one in rounds],
+        highest=max(deepest, 1),
+        line=_line(rounds, max(deepest, 1)),
+        chart_caption=_chart_caption(rounds),
+        numbers_note=f"numbers: the draft's {kind}{calibrated} \u2192 the target's probability",
+        has_calibration=bool(calibrated),
+        rejections=rejections,
+        shown=SHOWN_REJECTIONS,
+        rejections_note=_rejections_note(rejections, rounds),
+        all_rounds=_round_table(rounds),
+        race=_race_texts(trace),
+        data=page_data(trace, pieces),
+    )
+
+
+class Pieces:
+    """Texts of tokens: of a single one, and of those of the answer, whose concatenation is its text."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.tokenizer = trace.tokenizer
+        self._known: dict[int, str] = {}
+        self.answer = self.of_answer(trace.output.tokens.tolist())
+        self.special = set(getattr(self.tokenizer, "all_special_ids", ()))
+
+    def __call__(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = visible(self.tokenizer.decode([token])) if self.tokenizer is not None else f" {token}"
+        return self._known[token]
+
+    def of_answer(self, tokens: list[int]) -> list[str]:
+        """Returns the text that each token adds; that of a character of several tokens comes with the last of them."""
+        if self.tokenizer is None:
+            return [f" {token}" for token in tokens]
+        detokenizer = Detokenizer(self.tokenizer)
+        return [visible(detokenizer.next_piece(tokens, end, end == len(tokens))) for end in range(1, len(tokens) + 1)]
+
+
+def page_data(trace: Trace, pieces: Pieces) -> dict[str, Any]:
+    """Returns the JSON of the page, documented above."""
+    texts: dict[str, int] = {}
+    rounds = [_round_data(one, pieces, texts) for one in trace.rounds]
+    return {
+        "texts": list(texts),
+        "rounds": rounds,
+        "has_calibration": any(one.calibrated for one in trace.rounds),
+        "phases": PHASE_NAMES,
+        "names": FIGURE_NAMES,
+        "race": _race_data(trace, pieces),
+    }
+
+
+def _round_data(one: TracedRound, pieces: Pieces, texts: dict[str, int]) -> dict[str, Any]:
+    def index(token: int) -> int:
+        return texts.setdefault(pieces(token), len(texts))
+
+    kept = _drawn(one)
+    place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
+    bonus = one.bonus
+    return {
+        "nodes": [index(one.nodes[node]) for node in kept],
+        "parents": [place[one.parents[node]] for node in kept],
+        "draft": [_units(one.draft[node]) for node in kept],
+        "calibrated": None if one.calibrated is None else [_units(one.calibrated[node]) for node in kept],
+        "target": [_units(value) for value in one.target],
+        "verified": one.num_verified,
+        "accepted": one.num_accepted,
+        "path": one.path[: one.num_accepted + 1],
+        "bonus": None if bonus is None else [index(bonus.token), _units(bonus.target), _units(bonus.draft), bonus.rank],
+        "omitted": len(one.nodes) - len(kept),
+        "figures": {name: _short(value) for name, value in one.figures.items() if name not in COUNTS},
+        "reason": one.reason,
+        "ms": {phase: round(1e3 * seconds, 3) for phase, seconds in one.time_s.items()},
+    }
+
+
+def _drawn(one: TracedRound) -> list[int]:
+    """Returns the nodes that are drawn: the verified ones, and the most probable others with all of their ancestors."""
+    paths = [1.0] * len(one.nodes)
+    depths = one.depths
+    for node in sorted(range(1, len(one.nodes)), key=depths.__getitem__):
+        paths[node] = paths[one.parents[node]] * one.draft[node]
+    others = sorted(range(one.num_verified, len(one.nodes)), key=lambda node: (-paths[node], depths[node], node))
+    return [*range(one.num_verified), *sorted(others[:MAX_SKIPPED], key=lambda node: (depths[node], node))]
+
+
+def _units(probability: float | None) -> int | None:
+    return None if probability is None else round(1e4 * probability)
+
+
+def _short(value: float) -> float | int:
+    return int(value) if value == int(value) else float(f"{value:.3g}")
+
+
+def _percent(probability: float) -> str:
+    return f"{100 * probability:.{1 if probability < 0.1 else 0}f}%"
+
+
+def _subtitle(trace: Trace) -> str:
+    settings = trace.settings
+    return f"{settings.get('draft', 'the draft')} drafting for {settings.get('target', 'its target')}"
+
+
+def _tiles(trace: Trace) -> list[tuple[str, str, str]]:
+    stats, rounds = trace.output.stats, trace.rounds
+    drafted = sum(stats.accepted)
+    found = [("tokens", f"{stats.new_tokens}", f"prompt: {stats.prompt_tokens}")]
+    found += [("target passes", f"{stats.target_passes}", "after the prefill")]
+    if rounds:
+        share = f"{drafted} of {stats.new_tokens - 1} tokens"
+        found += [("tokens per pass", f"{stats.tokens_per_target_pass:.2f}", ""), ("drafted", share, "and accepted")]
+    if trace.times_s[-1] > 0:
+        found += [("speed", f"{(stats.new_tokens - 1) / trace.times_s[-1]:.0f}/s", "tokens after the prefill")]
+    if trace.speedup is not None:
+        found += [("speedup", f"{trace.speedup:.2f}x", "of this one request")]
+    return found
+
+
+def _answer(trace: Trace, pieces: Pieces) -> Iterator[dict[str, Any]]:
+    """Yields text, style, round and note of every token of the answer."""
+    tokens = trace.output.tokens.tolist()
+    origins: list[tuple[str, int, str]] = [("p", 0, "from the prefill")]
+    for number, one in enumerate(trace.rounds, start=1):
+        for depth in range(1, len(one.tokens) + 1):
+            is_drafted = depth <= one.num_accepted
+            style = f"d{min(depth, MAX_STYLES)}" if is_drafted else "b"
+            what = f"drafted at depth {depth}, accepted" if is_drafted else "the target's own"
+            origins.append((style, number, f"round {number}: {what}"))
+    for token, text, (style, number, note) in zip(tokens, pieces.answer, origins, strict=True):
+        is_special = not text and token in pieces.special
+        label = pieces(token) if is_special else ""
+        yield {
+            "text": text,
+            "style": f"{style} special" if is_special else style,
+            "round": number,
+            "label": label,
+            "note": note,
+        }
+
+
+def _chart_caption(rounds: list[TracedRound]) -> str:
+    line = _line_name(rounds)
+    drawn = f"; line: {FIGURE_NAMES[line]}" if line else ""
+    return f"One bar per round: levels verified, and tokens accepted of them in color{drawn}"
+
+
+def _line_name(rounds: list[TracedRound]) -> str:
+    return next((name for name in ("planned_depth", "expected") if rounds and name in rounds[0].figures), "")
+
+
+def _line(rounds: list[TracedRound], highest: float) -> str:
+    """Returns the points of the policy's plan over the bars: the planned depth, or the expected number of accepted tokens."""
+    name = _line_name(rounds)
+    values = [(place + 0.5, min(one.figures[name], highest)) for place, one in enumerate(rounds)] if name else []
+    return " ".join(f"{x:.1f},{highest - value:.2f}" for x, value in values)
+
+
+def _rejections(trace: Trace, pieces: Pieces) -> Iterator[dict[str, Any]]:
+    """Yields the first rejection of every round that has one, those of which the draft was surest first."""
+    found = [(number, one, node) for number, one in enumerate(trace.rounds, start=1) if (node := one.rejected) is not None]
+    for number, one, node in sorted(found, key=lambda item: (-item[1].draft[item[2]], item[0])):
+        assert one.bonus is not None
+        before = "".join(pieces.answer[: one.start + one.num_accepted])
+        rank = f"the draft's candidate {one.bonus.rank + 1}" if one.bonus.rank is not None else "not among its candidates"
+        yield {
+            "round": number,
+            "depth": one.depths[node],
+            "context": f"\u2026{before[-CONTEXT:]}" if len(before) > CONTEXT else before,
+            "proposed": pieces(one.nodes[node]),
+            "draft": _percent(one.draft[node]),
+            "proposed_target": _percent(one.target[node]),
+            "chosen": pieces(one.bonus.token),
+            "target": _percent(one.bonus.target),
+            "rank": rank,
+        }
+
+
+def _rejections_note(rejections: list[dict[str, Any]], rounds: list[TracedRound]) -> str:
+    return (
+        f"In {len(rejections)} of {len(rounds)} rounds the target refused what the draft proposed next: the draft's best "
+        "proposal there, and the target's own token. Those of which the draft was surest come first."
+    )
+
+
+def _round_table(rounds: list[TracedRound]) -> dict[str, Any]:
+    head = ["round", "verified", "levels", "accepted", "ms", "policy"]
+    rows = [
+        [
+            {"href": f"#round-{number}", "text": str(number)},
+            one.num_verified - 1,
+            one.figures.get("depth", 0),
+            one.num_accepted,
+            f"{1e3 * one.seconds:.2f}",
+            one.reason or "-",
+        ]
+        for number, one in enumerate(rounds, start=1)
+    ]
+    return table(head, rows, caption="All rounds", id="rounds")
+
+
+def _race_texts(trace: Trace) -> dict[str, str] | None:
+    if trace.race is None or trace.speedup is None:
+        return None
+    own, base = trace.times_s[-1], trace.race.times_s[-1]
+    same = trace.race.tokens == trace.output.tokens.tolist()
+    faster = "as fast as without" if trace.speedup >= 1 else "the speed of decoding without"
+    return {
+        "ratio": f"{trace.speedup:.4f}",
+        "result": f"{trace.speedup:.2f}x {faster}: {1e3 * own:.1f} ms instead of {1e3 * base:.1f} ms",
+        "note": "Both texts are identical."
+        if same
+        else f"The texts differ from token {_first_difference(trace)} on, as near-ties can in this dtype.",
+    }
+
+
+def _first_difference(trace: Trace) -> int:
+    assert trace.race is not None
+    own, base = trace.output.tokens.tolist(), trace.race.tokens
+    differing = (place for place, (one, other) in enumerate(zip(own, base, strict=False), start=1) if one != other)
+    return next(differing, min(len(own), len(base)) + 1)
+
+
+def _race_data(trace: Trace, pieces: Pieces) -> Mapping[str, Any] | None:
+    texts = _race_texts(trace)
+    if texts is None or trace.race is None:
+        return None
+    same = trace.race.tokens == trace.output.tokens.tolist()
+    return {
+        "own": [round(seconds, 6) for seconds in trace.times_s],
+        "base": [round(seconds, 6) for seconds in trace.race.times_s],
+        "texts": None if same else pieces.of_answer(trace.race.tokens),
+        "result": texts["result"],
+    }

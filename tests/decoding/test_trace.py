@@ -1,0 +1,181 @@
+"""The trace of a generation holds what the decoder did, and its page shows it, whatever the texts contain."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import OracleSession, followed_by, make_inputs
+from support.traces import HOSTILE, made_trace
+
+import sage
+from sage.decoding import generation
+from sage.inputs.thumbnails import media_thumbnails
+from sage.io.page import visible
+from sage.replay.trace import Trace
+
+LENGTH = 24
+MIB = 2**20
+
+
+class Page(HTMLParser):
+    """Elements of a page: scripts, style sheets, tags with attributes, and the text of the answer by token."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.raw: dict[str, list[str]] = {"script": [], "style": []}
+        self.answer: list[str] = []
+        self._open: list[str] = []
+        self._is_answer = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open.append(tag)
+        if dict(attrs).get("id") == "answer":
+            self._is_answer = True
+        elif self._is_answer and tag == "span":
+            self.answer.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._is_answer and tag == "div":
+            self._is_answer = False
+        self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in self.raw:
+            self.raw[self._open[-1]].append(data)
+        elif self._is_answer:
+            self.answer[-1] += data
+
+    @property
+    def data(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.raw["script"][0])
+        return found
+
+
+@pytest.fixture
+def ready(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> tuple[sage.Target, Any, dict[str, torch.Tensor]]:
+    """A target with a scripted draft that errs on purpose."""
+    inputs = make_inputs(tiny_qwen)
+    alone = sage.generate(tiny_qwen, None, inputs, policy="autoregressive", max_new_tokens=LENGTH).tokens.tolist()
+    monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(alone, tiny_qwen.vocab_size, seed=1))
+    return tiny_qwen, sage.new_draft(tiny_qwen, seed=0), inputs
+
+
+@pytest.mark.parametrize("name", ["chain", "sage", "eagle2"])
+def test_trace_is_what_the_decoder_did(ready: Any, name: str) -> None:
+    target, draft, inputs = ready
+    policy = sage.policy(name, **({"total": 12, "depth": 4, "top_k": 4} if name == "eagle2" else {}))
+    made = sage.trace(target, draft, inputs, policy=policy, max_new_tokens=LENGTH)
+    out = sage.generate(target, draft, inputs, policy=sage.policy(name, **vars_of(policy)), max_new_tokens=LENGTH)
+    assert made.output.tokens.tolist() == out.tokens.tolist()
+    assert [one.num_accepted for one in made.rounds] == out.stats.accepted
+    assert [one.num_verified - 1 for one in made.rounds] == [entry["nodes"] for entry in out.stats.rounds_log]
+    assert sum((one.tokens for one in made.rounds), made.output.tokens[:1].tolist()) == out.tokens.tolist()
+    assert (max(len(one.nodes) - one.num_verified for one in made.rounds) > 0) == (name == "eagle2")
+    for one in made.rounds:
+        assert [one.nodes[node] for node in one.path[1 : one.num_accepted + 1]] == one.tokens[: one.num_accepted]
+        for node in one.path[1:]:  # greedy: the accepted token is the target's most probable one
+            siblings = [other for other in range(1, one.num_verified) if one.parents[other] == one.parents[node]]
+            assert one.target[node] == max(one.target[other] for other in siblings)
+        assert all(0 <= prob <= 1 for prob in (*one.draft, *one.target))
+        assert one.time_s["verify"] > 0
+    assert made.race is not None and made.race.tokens == out.tokens.tolist() and len(made.race.times_s) == len(out.tokens)
+    assert made.speedup == pytest.approx(made.race.times_s[-1] / made.times_s[-1])
+    check_page(made)
+
+
+def vars_of(policy: Any) -> dict[str, Any]:
+    from sage.planning.options import defaults
+
+    return {key: getattr(policy, key) for key in defaults(type(policy))}
+
+
+def check_page(made: Trace) -> Page:
+    """The trees and paths of a page are those of the statistics, and its answer is the text."""
+    page = Page(made.html())
+    rounds = page.data["rounds"]
+    assert [one["verified"] - 1 for one in rounds] == [entry["nodes"] for entry in made.output.stats.rounds_log]
+    assert [len(one["path"]) - 1 for one in rounds] == made.output.stats.accepted
+    assert all(-1 <= parent < node for one in rounds for node, parent in enumerate(one["parents"]))
+    assert len(page.answer) == len(made.output.tokens)
+    if made.tokenizer is not None:
+        assert "".join(page.answer) == visible(made.output.text)
+    return page
+
+
+def test_target_probabilities_are_those_of_a_plain_pass(ready: Any) -> None:
+    target, draft, inputs = ready
+    made = sage.trace(target, draft, inputs, policy="chain", max_new_tokens=8, race=False)
+    one = next(one for one in made.rounds if one.num_accepted)
+    before = sum((other.tokens for other in made.rounds if other.start < one.start), made.output.tokens[:1].tolist())
+    embedded = target.embed(followed_by(target, inputs, torch.tensor(before)))
+    with torch.no_grad():
+        probs = target.lm_head(target.features(embedded).last[:, -1]).softmax(-1)[0]
+    assert one.target[1] == pytest.approx(float(probs[one.nodes[1]]), rel=1e-3)
+    assert made.race is None and made.speedup is None and '"race":null' in made.html()
+
+
+@pytest.mark.parametrize(("policy", "length"), [("autoregressive", 6), ("chain", 1)])
+def test_policy_that_never_drafts_and_answer_of_one_token(ready: Any, policy: str, length: int) -> None:
+    target, draft, inputs = ready
+    made = sage.trace(target, None if policy == "autoregressive" else draft, inputs, policy=policy, max_new_tokens=length)
+    page = check_page(made)
+    assert [one["verified"] for one in page.data["rounds"]] == [1] * (length - 1)
+    assert not any(one["bonus"] is None for one in page.data["rounds"])
+
+
+def test_hostile_texts_are_text() -> None:
+    made = made_trace(60, 12, HOSTILE)
+    text = made.html()
+    page = check_page(made)
+    assert [tag for tag, _ in page.tags].count("script") == 2 and [tag for tag, _ in page.tags].count("img") == 0
+    assert not any(name.startswith("on") or name == "style" for _, attributes in page.tags for name in attributes)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]", text)
+    [policy] = [attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv")]
+    for kind, content in (("script", page.raw["script"][1]), ("style", page.raw["style"][0])):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}';" in str(policy)
+    assert str(policy).startswith("default-src 'none';") and "unsafe" not in str(policy)
+    links = [value for _, attributes in page.tags for name, value in attributes.items() if name in ("src", "href")]
+    assert links and all(str(link).startswith(("#", "data:")) for link in links)
+    framed = made._repr_html_()
+    assert framed.startswith("<iframe srcdoc=") and framed.count('"') == 2 * framed.count('="')
+
+
+def test_large_page_is_small() -> None:
+    assert len(made_trace(512, 65).html().encode()) < 2 * MIB
+
+
+def test_only_the_most_probable_nodes_that_were_not_verified_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sage.replay.trace_page.MAX_SKIPPED", 2)
+    for one in check_page(made_trace(12, 8)).data["rounds"]:
+        assert len(one["nodes"]) == one["verified"] + 2 and one["omitted"] == 4
+
+
+def test_save_writes_a_page_or_names_the_path(tmp_path: Path) -> None:
+    made = made_trace(4, 3)
+    made.save(tmp_path / "new" / "a.html")
+    assert (tmp_path / "new" / "a.html").read_text(encoding="utf-8") == made.html()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="could not be written"):
+        made.save(tmp_path / "file" / "a.html")
+
+
+def test_frames_of_a_video_are_thumbnails() -> None:
+    from PIL import Image
+
+    frames = [Image.new("RGB", (640, 480), (index, 0, 0)) for index in range(130)]
+    content = [{"type": "video", "video": frames}, {"type": "image", "image": frames[0]}, {"type": "text", "text": "?"}]
+    video, image = media_thumbnails([{"role": "user", "content": content}, {"role": "user", "content": "more"}])
+    assert (video.kind, video.num_frames, len(video.frames)) == ("video", 130, 44) and video.frames[0].height == 128
+    assert image.frames[0].url.startswith("data:image/jpeg;base64,") and len(image.frames) == 1
