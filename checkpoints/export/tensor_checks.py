@@ -6,6 +6,7 @@ Shapes: U draft vocabulary, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -112,6 +113,20 @@ def check_vocabulary_maps(d2t: Tensor, t2d: Tensor | None, vocab: int) -> Findin
         found = f"marks {int(t2d.sum())} ids, d2t maps to {len(ids)}, {int(t2d[ids].sum())} of them marked"
         return Finding("t2d", found, "training and verification use other tokens than the draft vocabulary")
     return None
+
+
+def with_vocabulary_maps(tensors: dict[str, Tensor], draft_vocab: int, vocab: int, folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a draft with d2t [U] and t2d [V]; where d2t is missing, draft ids are target ids.
+
+    Raises:
+        ValueError: the maps in `folder` are wrong.
+    """
+    d2t = tensors.get("d2t", torch.zeros(draft_vocab, dtype=torch.int64)).to(torch.int64)
+    if problem := check_vocabulary_maps(d2t, tensors.get("t2d"), vocab):
+        raise ValueError(f"{folder}: {problem.where}: {problem.found}; {problem.effect}")
+    t2d = torch.zeros(vocab, dtype=torch.bool)
+    t2d[torch.arange(len(d2t)) + d2t] = True
+    return {**tensors, "d2t": d2t, "t2d": t2d}
 
 
 def _check_d2t(d2t: Tensor, ids: Tensor, vocab: int, t2d: Tensor | None) -> tuple[str, str] | None:

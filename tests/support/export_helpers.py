@@ -15,6 +15,7 @@ from support.train_helpers import policy_figures
 
 import sage
 from checkpoints.export.exporter import ExportOptions, ExportResult, export
+from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.formats.registry import find_format
 from checkpoints.store import StateStore
 from sage.drafts.head import DraftHead
@@ -166,3 +167,14 @@ train: {max_steps: 300, epochs: null}
 objective: {ce_weight: 0.1}
 data: {sources: {llava: {path: /home/me/data}}, max_length: 2048, cache_dir: /home/me/cache}
 """
+
+
+def assert_outputs_depend_on_every_tensor(format_: ExportFormat, draft: DraftHead) -> None:
+    """A reload check that a tensor does not reach would not see that tensor."""
+    before = format_.outputs(draft)
+    for name, weight in draft.named_parameters():
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+            assert not torch.equal(format_.outputs(draft), before), name
+            weight.copy_(kept)

@@ -50,7 +50,7 @@ from checkpoints.export.formats.block_checks import (
     native_default,
 )
 from checkpoints.export.formats.layout import layout, proposal, proposed_tokens, speculator_config
-from checkpoints.export.tensor_checks import check_vocabulary_maps
+from checkpoints.export.tensor_checks import with_vocabulary_maps
 from sage.drafts.block import BlockConfig, BlockDraft
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
@@ -358,13 +358,7 @@ class BlockFormat(ExportFormat):
     def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
         """Adds d2t and t2d where the folder omits them: our head always has both."""
         tensors = super().draft_tensors(folder, config, facts)
-        draft_vocab = config.size("draft_vocab_size") or facts.vocab_size
-        d2t = tensors.get("d2t", torch.zeros(draft_vocab, dtype=torch.int64)).to(torch.int64)
-        if problem := check_vocabulary_maps(d2t, tensors.get("t2d"), facts.vocab_size):
-            raise ValueError(f"{folder}: {problem.where}: {problem.found}; {problem.effect}")
-        t2d = torch.zeros(facts.vocab_size, dtype=torch.bool)
-        t2d[torch.arange(len(d2t)) + d2t] = True
-        return {**tensors, "d2t": d2t, "t2d": t2d}
+        return with_vocabulary_maps(tensors, config.size("draft_vocab_size") or facts.vocab_size, facts.vocab_size, folder)
 
     # -- the reload check ----------------------------------------------------------------------------------------------
 

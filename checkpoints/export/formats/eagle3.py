@@ -32,7 +32,7 @@ from checkpoints.export.configs import (
 )
 from checkpoints.export.folder import CONFIG, export_info
 from checkpoints.export.formats.base import Checks, ExportFormat, ImportOptions, Obstacle, fixed_batch
-from checkpoints.export.tensor_checks import check_tensors, check_vocabulary_maps, vocabulary_maps
+from checkpoints.export.tensor_checks import check_tensors, vocabulary_maps, with_vocabulary_maps
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead
 from sage.targets.rope import RopeConfig
@@ -196,12 +196,7 @@ class Eagle3Format(ExportFormat):
     def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
         """Adds d2t and t2d where the folder omits them: our head always has both."""
         tensors = super().draft_tensors(folder, config, facts)
-        d2t = tensors.get("d2t", torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)).to(torch.int64)
-        if problem := check_vocabulary_maps(d2t, tensors.get("t2d"), facts.vocab_size):
-            raise ValueError(f"{folder}: {problem.where}: {problem.found}; {problem.effect}")
-        t2d = torch.zeros(facts.vocab_size, dtype=torch.bool)
-        t2d[torch.arange(len(d2t)) + d2t] = True
-        return {**tensors, "d2t": d2t, "t2d": t2d}
+        return with_vocabulary_maps(tensors, len(tensors["lm_head.weight"]), facts.vocab_size, folder)
 
     @torch.no_grad()
     def outputs(self, draft: DraftHead) -> Tensor:
