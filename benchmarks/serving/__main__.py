@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from transformers.utils import logging
 
 import sage
@@ -63,7 +64,7 @@ def _target(folder: Path) -> sage.Target:
     tokenizer = architecture.new_tokenizer(FAMILY, training.world_texts(50))
     model = architecture.new_model(FAMILY, tokenizer, 2, seed=0)
     architecture.save(model, tokenizer, FAMILY, folder)
-    return sage.load_target(folder)
+    return sage.load_target(folder, dtype=torch.float32)  # as sage-serve on a CPU; in bf16, near-ties flip
 
 
 def _case(target: sage.Target, number: int) -> Case:

@@ -119,12 +119,6 @@ def test_draft_after_commits_equals_one_prefill(tiny_target: sage.Target) -> Non
     torch.testing.assert_close(session.hidden[-1], full[0, known - 1], atol=1e-10, rtol=0)
 
 
-def as_steps(result: Any) -> Any:
-    """A computation without passes that returns `result`."""
-    yield from ()
-    return result
-
-
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "model"])
 def test_reused_staging_memory_does_not_change_draft_logits(
     kind: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
@@ -139,18 +133,17 @@ def test_reused_staging_memory_does_not_change_draft_logits(
         staged: list[torch.Tensor] = []
         monkeypatch.setattr(session._staging, "stage", lambda tokens: (staged.append(stage(tokens)), staged[-1])[1])
 
-        def watched(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-            def once(*args: Any) -> torch.Tensor:
-                found.append(call(*args))
+        def watched(steps: Callable[..., Any]) -> Callable[..., Any]:
+            def once(*args: Any) -> Any:
+                found.append((yield from steps(*args)))
                 if is_overwritten:
                     staged[-1].fill_(0)
                 return found[-1]
 
             return once
 
-        for name in ("expand", "commit"):
-            call = watched(getattr(session, name))
-            monkeypatch.setattr(session, f"{name}_steps", lambda *args, call=call: as_steps(call(*args)))
+        for name in ("expand_steps", "commit_steps"):
+            monkeypatch.setattr(session, name, watched(getattr(session, name)))
         list(run.rounds())
         return found
 
