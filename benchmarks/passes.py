@@ -29,7 +29,7 @@ from sage.commands import cli
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
 from sage.io.dtypes import torch_dtype
-from sage.runtime import linear_layers
+from sage.runtime import kernels
 from sage.runtime.package_folder import PACKAGE_SUFFIX, passes_folder
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE", help="also write the table as JSON")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
     parser.add_argument(
-        "--torch-kernels", action="store_true", help="linear layers of compiled passes with torch's kernel only"
+        "--torch-kernels", action="store_true", help="linear layers and attention of compiled passes with torch's kernels only"
     )
     cli.add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
     cli.add_device_option(parser, "auto")
@@ -206,7 +206,7 @@ def main() -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.torch_kernels:
-        linear_layers.MIN_BYTES = sys.maxsize
+        kernels.MIN_BYTES = sys.maxsize
     nodes, widths = counts(args.nodes), counts(args.widths)
     target, draft = _random(args, args.context + max(*nodes, *widths)) if args.shape else _models(args)
     figures = measure(target, draft, nodes, widths, args.context, args.repeats)

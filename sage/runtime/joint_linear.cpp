@@ -1,305 +1,28 @@
-// Matrix products of few rows with weights in place, at the speed at which the weights are read.
+// Linear layers of few rows with weights in place, at the speed at which the weights are read.
 //
-// y[m, n] = sum over k of x[m, k] * w[n, k], for one or several weights [N, K] of the same input, whose results are adjacent.
-// Weights are as nn.Linear stores them, so no copy exists, and every thread has a contiguous part of their rows. Sums are in
-// float32.
+// One or several weights [N, K] of the same input, whose results are adjacent. Weights are as nn.Linear stores them, so no copy
+// exists, and every thread has a contiguous part of their rows.
 //
-// One row of x is multiplied along k, with a vector of partial sums per row of w. Of several rows, the lanes of a vector are
-// rows of x: G consecutive words of w are loaded into all lanes at once and multiplied with the same words of LANES / G rows of
-// x, which are laid out for that once per call. So every lane works, and few sums are left to add. A word is one float32 or two
-// bfloat16. A tile of TILE rows of w, which stays in a cache, is multiplied with all rows of x.
-//
-// Built by sage/runtime/joint_linear.py for the processor at hand. Compiled passes call `aoti_torch_cpu_joint_linear`.
+// Built by sage/runtime/kernels.py for the processor at hand. Compiled passes call `aoti_torch_cpu_joint_linear`.
 
 #include <omp.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
 #include <numeric>
 
-#include "joint_linear.h"
+#include "products.h"
+#include "shim.h"
 
 namespace {
 
-constexpr int TILE = LANES < 8 ? 8 : LANES;  // rows of w
-constexpr int ONE_ROW = 8;                   // rows of w that one row of x is multiplied with
-constexpr int LINE = 16;                     // words of a cache line
-constexpr int64_t AHEAD_BYTES = 8192;        // of w between what is multiplied and what is prefetched
-constexpr int64_t MAX_ROWS = 64;             // of x that are laid out at once
-constexpr size_t OWN_BYTES = 1 << 16;        // of x as it is laid out: up to here, every thread has its own, and none waits
-constexpr int64_t MIN_PARALLEL = 1 << 14;    // products; starting threads takes about a microsecond
+constexpr int64_t MAX_ROWS = 64;       // of x that are laid out at once
+constexpr size_t OWN_BYTES = 1 << 16;  // of x as it is laid out: up to here, every thread has its own, and none waits
 constexpr int MAX_WEIGHTS = 16;
-
-template <typename T>
-struct Job {
-    const T* x;
-    T* y;
-    int64_t rows, depth, width;  // depth: K; width: of a row of y
-};
-
-// Prefetches, for a block of NB rows of w, what follows AHEAD_BYTES later: in the present block or in one of the next ones.
-template <typename T, int NB>
-struct Ahead {
-    static constexpr int64_t distance = AHEAD_BYTES / (NB * sizeof(T));  // along k
-    const int64_t depth, near, far, wraps;                               // from k = wraps on, it is in the block after
-
-    explicit Ahead(int64_t of_depth)
-        : depth(of_depth),
-          near(distance / depth * NB * depth + distance % depth),
-          far(near + (NB - 1) * depth),
-          wraps(depth - distance % depth) {}
-
-    inline void operator()(const T* w, int64_t k) const {
-        const T* ahead = w + k + (k < wraps ? near : far);
-#pragma GCC unroll 16
-        for (int n = 0; n < NB; ++n) __builtin_prefetch(ahead + n * depth);
-    }
-};
-
-// Multiplies one row of x with NB rows of w.
-template <typename T, int NB>
-inline void one_row(const Job<T>& job, const T* w, T* y) {
-    using Step = typename StepOf<T>::Type;
-    const Ahead<T, NB> prefetch(job.depth);
-    Vec sums[NB];
-#pragma GCC unroll 8
-    for (int n = 0; n < NB; ++n) sums[n] = Vec{};
-    int64_t k = 0;
-    for (; k + Step::SIZE <= job.depth; k += Step::SIZE) {
-        prefetch(w, k);
-        const typename Step::Loaded of_x = Step::load(job.x + k);
-#pragma GCC unroll 8
-        for (int n = 0; n < NB; ++n) sums[n] = Step::add(sums[n], of_x, Step::load(w + n * job.depth + k));
-    }
-#pragma GCC unroll 8
-    for (int n = 0; n < NB; n += 4) {
-        const Vec none = {};
-        const Sums totals = sums_of(sums[n], n + 1 < NB ? sums[n + 1] : none, n + 2 < NB ? sums[n + 2] : none,
-                                    n + 3 < NB ? sums[n + 3] : none);
-#pragma GCC unroll 4
-        for (int i = n; i < n + 4 && i < NB; ++i) {
-            float total = totals.values[i - n];
-            for (int64_t rest = k; rest < job.depth; ++rest) total += to_float(job.x[rest]) * to_float(w[i * job.depth + rest]);
-            store(y + i, total);
-        }
-    }
-}
-
-// Multiplies the rows of x, one after the other, with rows begin .. end of w.
-template <typename T>
-void row_by_row(Job<T> job, const T* w, T* y, int64_t begin, int64_t end) {
-    for (int64_t row = 0; row < job.rows; ++row, job.x += job.depth, y += job.width) {
-        int64_t n = begin;
-        for (; n + ONE_ROW <= end; n += ONE_ROW) one_row<T, ONE_ROW>(job, w + n * job.depth, y + n);
-        for (; n < end; ++n) one_row<T, 1>(job, w + n * job.depth, y + n);
-    }
-}
-
-// Rows of x whose words fill VX vectors, G words of each row: how they are laid out and multiplied.
-template <typename T, int G, int VX>
-struct Group {
-    using Word = typename WordOf<T>::Type;
-    static constexpr int PARTS = Word::PARTS;
-    static constexpr int ROWS = LANES / G;                 // of a vector
-    static constexpr int DEPTH = LINE * 4 / sizeof(T);     // elements of a line of w
-    static constexpr int VECTORS = LINE / G * VX * PARTS;  // of a line
-    static constexpr int NB = TILE / VX;                   // rows of w in a block, whose sums are in registers
-
-    // Lays out lines first .. last of `count` rows of x; what is missing is zero. Vector (s, v, part) of a line has word
-    // s * G + g of row v * ROWS + m in lane m * G + g.
-    static void lay_out(const Job<T>& job, int64_t row, int64_t count, Vec* out, int64_t first, int64_t last) {
-        for (int64_t line = first; line < last; ++line) {
-            const int64_t rest = std::min<int64_t>(job.depth - line * DEPTH, DEPTH);
-            for (int v = 0; v < VX; ++v) {
-                alignas(VECTOR_BYTES) uint32_t words[ROWS][LINE] = {};
-                const int64_t used = std::min<int64_t>(count - v * ROWS, ROWS);
-                for (int64_t m = 0; m < used; ++m)
-                    std::memcpy(words[m], job.x + (row + v * ROWS + m) * job.depth + line * DEPTH, rest * sizeof(T));
-                lay_out_line(words, out + line * VECTORS + v * PARTS);
-            }
-        }
-    }
-
-    static void lay_out_line(const uint32_t (&words)[ROWS][LINE], Vec* out) {
-#if defined(__AVX512F__)
-        if (G == 1 && PARTS == 1) {
-            Vec rows[16];
-            std::memcpy(rows, words, sizeof rows);
-            transpose(rows);
-#pragma GCC unroll 16
-            for (int s = 0; s < 16; ++s) out[s * VX] = rows[s];
-            return;
-        }
-#endif
-        for (int s = 0; s < LINE / G; ++s) {
-            uint32_t* place = (uint32_t*)(out + s * VX * PARTS);
-            for (int m = 0; m < ROWS; ++m) {
-                if (PARTS == 1) {
-                    std::memcpy(place + m * G, words[m] + s * G, 4 * G);
-                } else {
-                    for (int g = 0; g < G; ++g) {
-                        place[m * G + g] = words[m][s * G + g] << 16;
-                        place[LANES + m * G + g] = words[m][s * G + g] & 0xffff0000u;
-                    }
-                }
-            }
-        }
-    }
-
-    // Adds the products of a line of NB rows of w, `stride` bytes apart.
-    static inline void add_line(Vec (&sums)[NB][VX], const Vec* x, const char* w, int64_t stride) {
-        const char* rows[(NB + 3) / 4];
-#pragma GCC unroll 4
-        for (int n = 0; n < NB; n += 4) rows[n / 4] = w + n * stride;
-#pragma GCC unroll 4
-        for (int s = 0; s < LINE / G; ++s) {
-#pragma GCC unroll 16
-            for (int n = 0; n < NB; ++n) {
-                const Vec words = spread<G>(rows[n / 4] + n % 4 * stride + s * G * 4);
-#pragma GCC unroll 2
-                for (int v = 0; v < VX; ++v) sums[n][v] = Word::add(sums[n][v], x + (s * VX + v) * PARTS, words);
-            }
-        }
-    }
-
-    // Multiplies all of x with a tile of w; vector (n, v) of the result has the partial sums of row n of w.
-    static void multiply(const Job<T>& job, const Vec* x, const T* w, Vec* out) {
-        const Ahead<T, NB> prefetch(job.depth);
-        for (int first = 0; first < TILE; first += NB, w += NB * job.depth, out += NB * VX) {
-            Vec sums[NB][VX];
-#pragma GCC unroll 16
-            for (int n = 0; n < NB; ++n)
-#pragma GCC unroll 2
-                for (int v = 0; v < VX; ++v) sums[n][v] = Vec{};
-            const Vec* of_x = x;
-            int64_t k = 0;
-            for (; k + DEPTH <= job.depth; k += DEPTH, of_x += VECTORS) {
-                prefetch(w, k);
-                add_line(sums, of_x, (const char*)(w + k), job.depth * sizeof(T));
-            }
-            if (k < job.depth) {
-                T rest[NB][DEPTH] = {};
-                for (int n = 0; n < NB; ++n) std::memcpy(rest[n], w + n * job.depth + k, (job.depth - k) * sizeof(T));
-                add_line(sums, of_x, (const char*)rest, sizeof rest[0]);
-            }
-#pragma GCC unroll 16
-            for (int n = 0; n < NB; ++n)
-#pragma GCC unroll 2
-                for (int v = 0; v < VX; ++v) out[n * VX + v] = sums[n][v];
-        }
-    }
-
-    // Stores columns first .. first + columns of a tile's result [TILE][VX] in `count` rows of y.
-    static void finish(const Vec* sums, T* y, int64_t width, int64_t count, int64_t first, int64_t columns) {
-        for (int v = 0; v < VX; ++v) {
-            alignas(VECTOR_BYTES) float totals[ROWS][TILE];
-#if defined(__AVX512F__)
-            Vec lanes[16];
-#pragma GCC unroll 16
-            for (int n = 0; n < 16; ++n) lanes[n] = sums[n * VX + v];
-            transpose(lanes);
-#pragma GCC unroll 16
-            for (int m = 0; m < ROWS; ++m) {
-                Vec total = lanes[m * G];
-                for (int g = 1; g < G; ++g) total += lanes[m * G + g];
-                std::memcpy(totals[m], &total, sizeof total);
-            }
-#else
-            for (int m = 0; m < ROWS; ++m)
-                for (int n = 0; n < TILE; ++n) {
-                    totals[m][n] = sums[n * VX + v][m * G];
-                    for (int g = 1; g < G; ++g) totals[m][n] += sums[n * VX + v][m * G + g];
-                }
-#endif
-            for (int m = 0; m < std::min<int64_t>(count - v * ROWS, ROWS); ++m, y += width) {
-                if (columns == TILE)
-                    for (int n = 0; n < TILE; ++n) store(y + n, totals[m][n]);
-                else
-                    for (int64_t n = 0; n < columns; ++n) store(y + n, totals[m][first + n]);
-            }
-        }
-    }
-};
-
-template <typename T>
-struct AnyGroup {
-    int rows, vectors;
-    decltype(&Group<T, 1, 1>::lay_out) lay_out;
-    decltype(&Group<T, 1, 1>::multiply) multiply;
-    decltype(&Group<T, 1, 1>::finish) finish;
-};
-
-template <typename T, int G, int VX>
-constexpr AnyGroup<T> group_of() {
-    using Kind = Group<T, G, VX>;
-    return {Kind::ROWS * VX, Kind::VECTORS, Kind::lay_out, Kind::multiply, Kind::finish};
-}
-
-// Returns how to multiply the next rows of x when so many are left.
-template <typename T>
-const AnyGroup<T>& next_group(int64_t left) {
-    static constexpr AnyGroup<T> KINDS[] = {
-#if defined(__AVX512F__)
-        group_of<T, 8, 1>(), group_of<T, 8, 2>(), group_of<T, 4, 2>(),
-#elif defined(__AVX__)
-        group_of<T, 4, 1>(), group_of<T, 4, 2>(),
-#endif
-        group_of<T, 2, 2>(), group_of<T, 1, 2>()};
-    constexpr int LAST = sizeof KINDS / sizeof KINDS[0] - 1;
-    if (left > LANES) return KINDS[left > LANES + LANES / 2 ? LAST : LAST - 1];
-    int kind = 0;
-    while (KINDS[kind].rows < left) ++kind;
-    return KINDS[kind];
-}
-
-// Memory for x as it is laid out, kept for the next call.
-struct Scratch {
-    Vec* vectors = nullptr;
-    size_t bytes = 0;
-    Vec* of(size_t needed) {
-        if (needed > bytes) {
-            std::free(vectors);
-            bytes = (needed + 4095) / 4096 * 4096;
-            vectors = static_cast<Vec*>(std::aligned_alloc(4096, bytes));
-        }
-        return vectors;
-    }
-    ~Scratch() { std::free(vectors); }
-};
-
-// Calls `run` with every group of rows: its kind, first row, number of rows and place in the memory for x.
-template <typename T, typename F>
-void for_groups(const Job<T>& job, int64_t lines, Vec* x, F run) {
-    for (int64_t row = 0; row < job.rows;) {
-        const AnyGroup<T>& kind = next_group<T>(job.rows - row);
-        run(kind, row, std::min<int64_t>(kind.rows, job.rows - row), x);
-        row += kind.rows;
-        x += lines * kind.vectors;
-    }
-}
-
-// Multiplies all rows of x with rows begin .. end of a weight of at least TILE rows, `size`.
-template <typename T>
-void tiles(const Job<T>& job, int64_t lines, Vec* x, const T* w, T* y, int64_t size, int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n += TILE) {
-        const int64_t start = std::min(n, size - TILE);  // the last tile begins earlier
-        for_groups(job, lines, x, [&](const AnyGroup<T>& kind, int64_t row, int64_t count, const Vec* of_x) {
-            Vec sums[TILE * 2];
-            kind.multiply(job, of_x, w + start * job.depth, sums);
-            kind.finish(sums, y + row * job.width + n, job.width, count, n - start, std::min<int64_t>(TILE, end - n));
-        });
-    }
-}
 
 template <typename T>
 void multiply(const Job<T>& job, int64_t num_weights, const void* const* weights, const int64_t* sizes, int threads) {
     thread_local Scratch scratch;
-    const int64_t lines = (job.depth * sizeof(T) + LINE * 4 - 1) / (LINE * 4), unit = job.rows == 1 ? ONE_ROW : TILE;
-    size_t bytes = 0;
-    if (job.rows > 1)
-        for_groups<T>(job, lines, nullptr, [&](auto& kind, auto...) { bytes += lines * kind.vectors * sizeof(Vec); });
+    const int64_t lines = lines_of<T>(job.depth), unit = job.rows == 1 ? ONE_ROW : TILE;
+    const size_t bytes = job.rows > 1 ? vectors_of(job) * sizeof(Vec) : 0;
     Vec* shared = bytes > OWN_BYTES ? scratch.of(bytes) : nullptr;
     const int64_t units = (job.width + unit - 1) / unit;
     const int wanted = job.rows * job.width * job.depth < MIN_PARALLEL ? 1 : threads;
@@ -308,7 +31,7 @@ void multiply(const Job<T>& job, int64_t num_weights, const void* const* weights
         const int64_t parts = omp_get_num_threads(), part = omp_get_thread_num();
         Vec* x = shared ? shared : scratch.of(bytes);
         if (job.rows > 1)
-            for_groups(job, lines, x, [&](const AnyGroup<T>& kind, int64_t row, int64_t count, Vec* of_x) {
+            for_groups(job, lines, x, [&](auto& kind, int64_t row, int64_t count, Vec* of_x) {
                 const int64_t first = shared ? lines * part / parts : 0, last = shared ? lines * (part + 1) / parts : lines;
                 kind.lay_out(job, row, count, of_x, first, last);
             });
@@ -349,18 +72,6 @@ void sage_joint_linear(const void* x, int64_t rows, int64_t depth, int64_t num_w
     const int64_t width = std::accumulate(sizes, sizes + num_weights, int64_t(0));
     (is_half ? multiply_all<BFloat16> : multiply_all<float>)(x, y, rows, depth, width, num_weights, weights, sizes, threads);
 }
-
-// The stable C interface of torch (torch/csrc/inductor/aoti_torch/c/shim.h), as far as it is used here.
-typedef struct AtenTensorOpaque* AtenTensorHandle;
-int32_t aoti_torch_get_data_ptr(AtenTensorHandle, void**);
-int32_t aoti_torch_get_dim(AtenTensorHandle, int64_t*);
-int32_t aoti_torch_get_sizes(AtenTensorHandle, int64_t**);
-int32_t aoti_torch_get_dtype(AtenTensorHandle, int32_t*);
-int32_t aoti_torch_is_contiguous(AtenTensorHandle, bool*);
-int32_t aoti_torch_dtype_bfloat16();
-int32_t aoti_torch_dtype_float32();
-int32_t aoti_torch_device_type_cpu();
-int32_t aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, AtenTensorHandle*);
 
 // sage_draft::joint_linear(Tensor input, Tensor[] weights, int threads) -> Tensor
 int32_t aoti_torch_cpu_joint_linear(AtenTensorHandle input, const AtenTensorHandle* weights, int64_t num_weights,

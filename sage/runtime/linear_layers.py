@@ -11,37 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sage.io.machine import processor_name
-from sage.runtime.joint_linear import DTYPES, JOINT_LINEAR, MAX_WEIGHTS, joint_linear, kernel, kernel_digest
-from sage.runtime.timing import TimedCall, interleaved_s
+from sage.runtime.joint_linear import JOINT_LINEAR, MAX_WEIGHTS, joint_linear
+from sage.runtime.kernels import DTYPES, insert_call
+from sage.runtime.timing import fastest_s
 
-MIN_BYTES = 1_000_000  # of weights; below, calls take longer than products
-REPEATS = 9  # the fastest one counts: other processes delay threads that wait for each other
-CPU = torch.device("cpu")
+REPEATS = 9
 LINEAR, SLICE, ADD, CAT = (
     torch.ops.aten.linear.default,
     torch.ops.aten.slice.Tensor,
     torch.ops.aten.add.Tensor,
     torch.ops.aten.cat.default,
 )
-
-
-def kernel_facts(module: nn.Module) -> str | None:
-    """Returns a description of the kernel that a compiled pass may contain; None if its linear layers are torch's anyway.
-
-    Loads the kernel: a compiled pass that contains it cannot be loaded before.
-    """
-    weights = {weight.data_ptr(): weight for weight in module.parameters() if weight.dim() == 2}.values()
-    if any(weight.device.type != "cpu" or weight.dtype not in DTYPES for weight in weights):
-        return None
-    if sum(weight.nbytes for weight in weights) < MIN_BYTES or kernel() is None:
-        return None
-    return f"{kernel_digest()} {processor_name(CPU)}"
 
 
 @dataclass
@@ -76,25 +62,25 @@ def choose(program: Any, several_rows: Sequence[int]) -> str:
 
 
 def timings(groups: Sequence[Layers], counts: Sequence[int]) -> tuple[float, float]:
-    """Returns the seconds of all layers with `joint_linear` and with torch, summed over numbers of rows (fastest runs)."""
-    total = [0.0, 0.0]
+    """Returns the seconds of all layers with `joint_linear` and with torch, summed over numbers of rows and over layers.
+
+    The fastest run of each layer counts.
+    """
+    threads, total = torch.get_num_threads(), [0.0, 0.0]
     for count in counts:
-        inputs = [torch.zeros(count, group.weights[0].shape[1], dtype=group.weights[0].dtype) for group in groups]
-        pairs = list(zip(inputs, groups, strict=True))
-        threads = torch.get_num_threads()
-
-        def ours(pairs: Any = pairs, threads: int = threads) -> None:
-            for x, group in pairs:
-                joint_linear(x, group.weights, threads)
-
-        def theirs(pairs: Any = pairs) -> None:
-            for x, group in pairs:
-                for weight in group.weights:
-                    nn.functional.linear(x, weight)
-
-        for place, times in enumerate(interleaved_s([TimedCall(ours), TimedCall(theirs)], REPEATS, CPU)):
-            total[place] += min(times)
+        ours, theirs = [], []
+        for group in groups:
+            x = torch.zeros(count, group.weights[0].shape[1], dtype=group.weights[0].dtype)
+            ours.append(partial(joint_linear, x, group.weights, threads))
+            theirs.append(partial(_linear, x, group.weights))
+        for place, seconds in enumerate(fastest_s([ours, theirs], REPEATS)):
+            total[place] += sum(seconds)
     return total[0], total[1]
+
+
+def _linear(x: Tensor, weights: Sequence[Tensor]) -> None:
+    for weight in weights:
+        nn.functional.linear(x, weight)
 
 
 def _groups(program: Any) -> list[Layers]:
@@ -116,24 +102,17 @@ def _groups(program: Any) -> list[Layers]:
 
 def _replace(graph: Any, group: Layers) -> None:
     """Replaces the layers of a group by one call; each result is a part of the call's, plus its bias."""
-
-    def call(target: Any, *args: Any) -> Any:
-        node = graph.call_function(target, args)
-        values = torch.fx.map_arg(args, lambda arg: arg.meta["val"])
-        with values[0].fake_mode:
-            node.meta["val"] = target(*values)
-        return node
-
     with graph.inserting_before(group.nodes[0]):
-        joint = call(JOINT_LINEAR, group.nodes[0].args[0], [node.args[1] for node in group.nodes], torch.get_num_threads())
+        weights = [node.args[1] for node in group.nodes]
+        joint = insert_call(graph, JOINT_LINEAR, group.nodes[0].args[0], weights, torch.get_num_threads())
     parts, start = [], 0
     for node, weight in zip(group.nodes, group.weights, strict=True):
         end = start + weight.shape[0]
         with graph.inserting_before(node):
-            part = joint if len(group.nodes) == 1 else call(SLICE, joint, -1, start, end)
+            part = joint if len(group.nodes) == 1 else insert_call(graph, SLICE, joint, -1, start, end)
             parts.append(part)
             if len(node.args) > 2 and node.args[2] is not None:
-                part = call(ADD, part, node.args[2])
+                part = insert_call(graph, ADD, part, node.args[2])
         node.replace_all_uses_with(part)
         graph.erase_node(node)
         start = end

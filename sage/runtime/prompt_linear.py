@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from sage.io.files import json_digest, read_json, write_json
 from sage.io.machine import environment, processor_name
-from sage.runtime.joint_linear import DTYPES, joint_linear, kernel, kernel_digest
-from sage.runtime.linear_layers import MIN_BYTES
+from sage.runtime.joint_linear import joint_linear
+from sage.runtime.kernels import CPU, DTYPES, MIN_BYTES, kernel_digest, kernels
 from sage.runtime.package_folder import passes_folder, writable_path
 from sage.runtime.timing import TimedCall, interleaved_s, preparation
 
 FEW_ROWS = 64  # up to which the choice for few rows counts
 TIMED_ROWS = (32, 128)  # for few and for many
 REPEATS = 9
-CPU = torch.device("cpu")
 Forward = Callable[[nn.Linear, Tensor], Tensor]
 
 
@@ -122,7 +121,7 @@ def fastest(layers: Sequence[nn.Linear]) -> list[Choice]:
 def _has_kernel() -> bool:
     """Whether `joint_linear` can be built; without a compiler passes are eager, and a warning says so."""
     try:
-        return kernel() is not None
+        return kernels() is not None
     except RuntimeError:
         return False
 

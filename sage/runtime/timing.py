@@ -70,6 +70,22 @@ def interleaved_s(calls: Sequence[TimedCall], repeats: int, device: torch.device
     return [own[1:] for own in times]
 
 
+def fastest_s(sequences: Sequence[Sequence[Callable[[], object]]], repeats: int) -> list[list[float]]:
+    """Times sequences of calls on the CPU in turns; returns, per sequence, the seconds of each call's fastest run.
+
+    Each call is timed alone, after those before it in its sequence, as in a pass. Another process delays threads that wait for
+    each other by milliseconds, which spoils a single call, not all of its runs.
+    """
+    fastest = [[float("inf")] * len(calls) for calls in sequences]
+    for _ in range(repeats + 1):  # the first ones warm up
+        for own, calls in zip(fastest, sequences, strict=True):
+            for place, call in enumerate(calls):
+                start = time.perf_counter()
+                call()
+                own[place] = min(own[place], time.perf_counter() - start)
+    return fastest
+
+
 @dataclass
 class RoundTimes:
     """Timings of one round; `total_s` includes the synchronization of the draft.

@@ -20,8 +20,8 @@ from torch import nn
 from transformers import LlamaConfig, Qwen3VLConfig
 
 import sage
+from sage.runtime import attention_layers, kernels, linear_layers
 from sage.runtime import compiled as package
-from sage.runtime import joint_linear, linear_layers
 from sage.runtime.executors import EAGER
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import PREPARATIONS
@@ -57,9 +57,10 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shared(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the passes that the tests of this file share, whose linear layers run with the kernel for few rows."""
-    monkeypatch.setattr(linear_layers, "MIN_BYTES", 0)
-    monkeypatch.setattr(linear_layers, "timings", lambda *_: (0.0, 1.0))
+    """The folder of the passes that the tests of this file share, which run with the kernels for few rows."""
+    monkeypatch.setattr(kernels, "MIN_BYTES", 0)
+    for layers in (linear_layers, attention_layers):
+        monkeypatch.setattr(layers, "timings", lambda *_: (0.0, 1.0))
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared_folder))
     return shared_folder / "sage-draft" / "passes"
 
@@ -183,8 +184,8 @@ def test_small_weights_are_not_part_of_the_code(
 
 
 def test_no_compiler(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_layers, "MIN_BYTES", 0)
-    monkeypatch.setattr(linear_layers, "kernel", joint_linear.kernel.__wrapped__)
+    monkeypatch.setattr(kernels, "MIN_BYTES", 0)
+    monkeypatch.setattr(kernels, "kernels", kernels.kernels.__wrapped__)
     target = make_qwen(**LAYERS)
     with torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)}), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

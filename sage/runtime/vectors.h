@@ -1,4 +1,4 @@
-// Vectors of the processor that joint_linear.cpp is compiled for: of float32, of bfloat16 and of words of 32 bits.
+// Vectors of the processor that the kernels are compiled for: of float32, of bfloat16 and of words of 32 bits.
 
 #pragma once
 
@@ -214,5 +214,41 @@ inline void transpose(Vec rows[16]) {
     }
 }
 #endif
+
+inline Vec load(const float* place) {
+    Vec out;
+    std::memcpy(&out, place, sizeof out);
+    return out;
+}
+
+inline Vec load(const BFloat16* place) {
+    Halves bits;
+    std::memcpy(&bits, place, sizeof bits);
+    return (Vec)(__builtin_convertvector(bits, Words) << 16);
+}
+
+inline void store(float* place, Vec values) { std::memcpy(place, &values, sizeof values); }
+
+inline void store(BFloat16* place, Vec values) {
+    for (int lane = 0; lane < LANES; ++lane) store(place + lane, values[lane]);
+}
+
+// Returns exp(x) for x <= 0, with a relative error of about 1e-7; 0 below -87, NaN for NaN.
+// The polynomial is that of Cephes (expf), on x - n * log(2) for the nearest integer n.
+inline Vec exp_of(Vec x) {
+    typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
+    const Vec lowest = Vec{} - 87.0f, none = {};
+    const Vec bounded = x < lowest ? lowest : x;
+    const Ints whole = __builtin_convertvector(bounded * 1.44269504f - 0.5f, Ints);  // rounds towards zero
+    const Vec n = __builtin_convertvector(whole, Vec);
+    const Vec r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
+    Vec y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return x < lowest ? none : y * (Vec)((whole + 127) << 23);
+}
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""The kernel of linear layers for few rows, against sums in float64; which layers run with it; layers of prompts."""
+"""The kernels for few rows, against float64; which layers of a pass run with them; linear layers of prompts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sage.runtime import joint_linear as kernels
-from sage.runtime import linear_layers, prompt_linear
-from sage.runtime.joint_linear import DTYPES, JOINT_LINEAR, joint_linear
+from sage.runtime import attention_layers, kernels, linear_layers, prompt_linear
+from sage.runtime import folded_attention as attention_kernel
+from sage.runtime import joint_linear as linear_kernel
+from sage.runtime.attention import tile_mask
+from sage.runtime.folded_attention import FOLDED_ATTENTION, folded_attention
+from sage.runtime.joint_linear import JOINT_LINEAR, joint_linear
+from sage.runtime.kernels import DTYPES
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a sum, relative to the sum of the magnitudes of its terms
 
 
 @pytest.fixture(scope="module", params=["this processor", "AVX2", "no vectors"])
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernel as it is built here, on a processor with AVX2 only, and on an unknown one."""
+    """The kernels as they are built here, on a processor with AVX2 only, and on an unknown one."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if request.param != "this processor":
             if platform.machine() not in ("x86_64", "AMD64"):
@@ -32,14 +36,16 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             flags = [replaced.get(flag, flag) for flag in kernels.FLAGS]
             monkeypatch.setattr(kernels, "FLAGS", (*flags, "-mfma") if request.param == "AVX2" else tuple(flags))
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-            monkeypatch.setattr(kernels, "kernel", cache(kernels.kernel.__wrapped__))
+            own = cache(kernels.kernels.__wrapped__)
+            for module in (linear_kernel, attention_kernel):
+                monkeypatch.setattr(module, "kernels", own)
         yield
 
 
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("depth", [5, 64, 83])
-def test_against_float64(dtype: torch.dtype, depth: int) -> None:
+def test_linear_layers_against_float64(dtype: torch.dtype, depth: int) -> None:
     """Every group of rows, remainders of rows, columns and depth, several weights, two threads; NaN and infinity stay."""
     torch.manual_seed(0)
     weights = [torch.randn(size, depth).to(dtype) for size in (50, 1, 29)]
@@ -54,6 +60,39 @@ def test_against_float64(dtype: torch.dtype, depth: int) -> None:
     x[0, 0, 0], x[0, 1, -1] = torch.nan, torch.inf
     found = joint_linear(x, weights, 1)
     assert found[0, 0].isnan().all() and found[0, 1].isinf().all() and found[0, 2:].isfinite().all()
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("heads", "group", "size"), [(1, 1, 16), (2, 3, 32), (3, 2, 112)])
+def test_attention_against_float64(dtype: torch.dtype, heads: int, group: int, size: int) -> None:
+    """One node and trees, with and without a mask, few and many keys in a buffer, two requests, one to seven threads."""
+    torch.manual_seed(0)
+    for nodes, keys, batch in ((1, 1, 1), (1, 7, 2), (1, 90, 1), (5, 16, 1), (8, 45, 2), (40, 133, 1)):
+        query = torch.randn(batch, heads, group * nodes, size).to(dtype)
+        buffers = torch.randn(2, batch, heads, keys + 3, size).to(dtype)
+        buffers[..., keys:, :] = torch.nan  # rows behind the keys
+        key, value = buffers[0][:, :, :keys], buffers[1][:, :, :keys]
+        visible = torch.rand(batch, nodes, keys) < 0.7
+        visible[..., 0] = True
+        for mask in (None, tile_mask(visible, group, dtype), tile_mask(visible[0], group, dtype)):
+            scores = 0.3 * query.double() @ key.double().transpose(2, 3) + (0 if mask is None else mask.double())
+            expected = scores.softmax(-1) @ value.double()
+            for threads in (1, 2, 7):
+                found = folded_attention(query, key, value, mask, 0.3, threads)
+                assert found.dtype == dtype and found.shape == query.shape
+                assert ((found.double() - expected).abs() <= 8 * ROUNDING[dtype] * (1 + expected.abs())).all()
+
+
+@pytest.mark.usefixtures("build")
+def test_attention_with_nan_and_large_scores() -> None:
+    query, key, value = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    query[0, 0, 1] = torch.nan
+    query[0, 1, 2] *= 1e4
+    found = folded_attention(query, key, value, None, 1.0, 1)
+    assert found[0, 0, 1].isnan().all() and found.isnan().sum() == 16
+    best = (query[0, 1, 2] @ key[0, 1].T).argmax()
+    torch.testing.assert_close(found[0, 1, 2], value[0, 1, best])
 
 
 class Block(nn.Module):
@@ -86,21 +125,59 @@ def test_the_faster_kernel_is_chosen(seconds: tuple[float, float], num_calls: in
             torch.testing.assert_close(program.module()(x), block(x))
 
 
+class Attention(nn.Module):
+    """Attention of a tree to a buffer: folded heads with and without a mask, and one that the kernel does not compute."""
+
+    def forward(self, query: Tensor, buffer: Tensor, mask: Tensor) -> list[Tensor]:
+        attend, keys = nn.functional.scaled_dot_product_attention, buffer.narrow(2, 0, mask.shape[3])
+        folded = query.reshape(1, 2, -1, 16)
+        calls = [attend(folded, keys, keys, attn_mask=given, scale=0.5) for given in (mask, None, mask > 0)]
+        return [*calls, attend(query, buffer, buffer, enable_gqa=True)]
+
+
+@pytest.mark.parametrize(("seconds", "num_calls"), [((1.0, 2.0), 2), ((2.0, 1.0), 0)])
+def test_the_faster_attention_is_chosen(seconds: tuple[float, float], num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_layers, "timings", lambda *_: seconds)
+    module = Attention()
+    nodes, keys, capacity = (torch.export.Dim(name, min=2, max=64) for name in ("nodes", "keys", "capacity"))
+
+    def given(nodes: int, keys: int) -> tuple[Tensor, ...]:
+        return torch.randn(1, 4, nodes, 16), torch.randn(1, 2, 64, 16), torch.randn(1, 1, 2 * nodes, keys)
+
+    with torch.no_grad():
+        dims = ({2: nodes}, {2: capacity}, {2: 2 * nodes, 3: keys})
+        program = torch.export.export(module, given(3, 6), dynamic_shapes=dims)
+        text = attention_layers.choose(program, (2, 5))
+        assert [node.target for node in program.graph_module.graph.nodes].count(FOLDED_ATTENTION) == num_calls
+        assert f"attention of 2 layer(s) runs by {'folded_attention' if num_calls else 'torch'}" in text
+        x = given(4, 8)
+        torch.testing.assert_close(program.module()(*x), module(*x))
+
+
+def test_timing_of_attention() -> None:
+    query, keys = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 5, 16)
+    graph = torch.fx.Graph()
+    node = graph.placeholder("query")
+    node.meta["val"] = query
+    for mask in (None, keys):
+        assert min(attention_layers.timings(attention_layers.Call(node, node, node, node, mask, 0.5), 3)) > 0
+
+
 def test_only_large_weights_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_layers, "MIN_BYTES", 4 * 64)
-    assert linear_layers.kernel_facts(nn.Linear(8, 8)) and not linear_layers.kernel_facts(nn.Linear(8, 7))
-    assert not linear_layers.kernel_facts(nn.Linear(64, 64).double())
-    assert not linear_layers.kernel_facts(nn.Linear(64, 64, device="meta"))
+    monkeypatch.setattr(kernels, "MIN_BYTES", 4 * 64)
+    assert kernels.kernel_facts(nn.Linear(8, 8)) and not kernels.kernel_facts(nn.Linear(8, 7))
+    assert not kernels.kernel_facts(nn.Linear(64, 64).double())
+    assert not kernels.kernel_facts(nn.Linear(64, 64, device="meta"))
 
 
 def test_a_kernel_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One line; the linear layers are torch's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernels, "FLAGS", ("--no-such-option",))
-    monkeypatch.setattr(linear_layers, "kernel", kernels.kernel.__wrapped__)
-    with pytest.warns(UserWarning, match="passes: the kernel of linear layers cannot be built .*torch's is used") as caught:
+    monkeypatch.setattr(kernels, "kernels", kernels.kernels.__wrapped__)
+    with pytest.warns(UserWarning, match="passes: the kernels for few rows cannot be built .*torch's are used") as caught:
         for _ in range(2):
-            assert linear_layers.kernel_facts(nn.Linear(1000, 1000)) is None
+            assert kernels.kernel_facts(nn.Linear(1000, 1000)) is None
     assert len(caught) == 1
 
 
