@@ -105,7 +105,7 @@ def test_mistakes_are_found_without_torch(tmp_path: Path) -> None:
         (lambda: options.compare_parser().parse_args(), ["--polcy", "chain"], ["--polcy:", "did you mean --policy?"]),
         (lambda: sys.exit(run(report)), ["--ouut", "x", "y"], ["--ouut:", "did you mean --out?"]),
         (sage_validate, ["--compare", "--ouut", "x", "y"], ["--ouut:", "did you mean --out?"]),
-        (sage_serve, ["--max-request=2"], ["--max-request:", "did you mean --max-requests?"]),
+        (sage_serve, ["--max-reqests=2"], ["--max-reqests:", "did you mean --max-requests?"]),
     ],
 )
 def test_the_nearest_name_is_given(main: Any, words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
