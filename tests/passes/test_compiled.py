@@ -95,7 +95,7 @@ def test_once_per_pass_and_from_disk(shared: Path, capsys: pytest.CaptureFixture
 
 def test_several_requests(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One compilation for several requests, whatever their number, with the kernels for few rows."""
-    target = make_qwen(**LAYERS)
+    target = make_qwen(kv_heads=1, num_attention_heads=2, rope_parameters=MROPE, **LAYERS)  # heads of the kernel's size
     inputs = [make_inputs(target, seed, 14 + seed) for seed in range(4)]
     expected = [sage.generate(target, None, one, "autoregressive", max_new_tokens=6).tokens.tolist() for one in inputs]
     target.passes = PassMode.compiled
