@@ -33,6 +33,7 @@ from sage.commands.cli import resolve_device
 from sage.decoding.answer import PREFILL_PHASES
 from sage.decoding.sampling import Sampling
 from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
+from sage.runtime.timing import frozen_heap
 from sage.targets import Target
 from train.engines.prompts import prompt_data, validation_prompts, write_prompts
 from train.engines.vllm_process import EngineSetting, VllmProcess
@@ -120,6 +121,7 @@ def _measure_server(comparison: Comparison, client: ServerClient, scratch: Path)
     return {"server": {"model": model, "rounds": int(counted.rounds), "accepted": counted.shares}, **found}
 
 
+@frozen_heap()
 def _take_turns(
     comparison: Comparison, target: Target, prompts: Sequence[BenchPrompt], theirs: Sequence[Decoder]
 ) -> dict[str, Any]:

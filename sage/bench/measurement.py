@@ -24,6 +24,7 @@ from sage.bench.runners import PolicyRunner, Runner, TimedRun
 from sage.bench.settings import MeasurementSettings
 from sage.decoding.settings import Sampling
 from sage.io.ranges import check_fields
+from sage.runtime.timing import frozen_heap
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Measurement:
     batch_size: int = 1
 
 
+@frozen_heap()
 def measure(
     runners: Sequence[Runner],
     prompts: Sequence[BenchPrompt],

@@ -1,6 +1,6 @@
 """Timed passes: what a target pass and a draft level cost on this machine.
 
-`measure_costs` takes a second or two; `sage.costs.store` keeps its result on disk. `sage.bench.costs` times the same passes on
+`measure_costs` takes a few seconds; `sage.costs.store` keeps its result on disk. `sage.bench.costs` times the same passes on
 a grid.
 
 Shapes: N verified nodes (the root included), W nodes of one draft level, S context tokens, V vocabulary, U draft vocabulary.
@@ -18,24 +18,27 @@ from torch import Tensor
 from sage.costs.tables import Costs, Curve
 from sage.drafts.draft import Draft, new_session
 from sage.drafts.session import DraftSession
+from sage.runtime.buckets import node_bucket
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_modes import PassMode
-from sage.runtime.timing import TimedCall, interleaved_s
+from sage.runtime.timing import TimedCall, interleaved_s, now_s
 from sage.targets import Features, Target
 from sage.targets.tree_passes import TreePasses
 
-VERIFY_NODES = (1, 2, 4, 8, 16, 32, 64)
+VERIFY_NODES = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64)  # kernels for few rows begin another tile beyond 4, 8, 16 and 32 rows
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 LONGER_NODES = 16
 NUM_CANDIDATES = 10
 COMMITTED = 3  # accepted tokens of a usual round
 REPEATS = 16
+MIN_REPEATS = 4
+BUDGET_S = 4.0  # of timing, beyond which there are fewer than `REPEATS` runs
 MIN_CONTEXT_SPAN = 1024  # tokens between the two contexts
 
 
 @torch.inference_mode()
 def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Costs:
-    """Times target passes and draft levels on a synthetic context; takes the lower quartile of `REPEATS` runs.
+    """Times target passes and draft levels on a synthetic context, in the order of a round; takes lower quartiles.
 
     Args:
         context: S of the cost tables.
@@ -52,15 +55,17 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     drafting = [draft_commit(session, target, before, context)]
     drafting += [draft_level(session, target, width, context) for width in DRAFT_WIDTHS]
     commit_s, *levels = _lower_quartiles(drafting, target.device)
-    calls = [verify_pass(passes, target, cache, nodes, context) for nodes in VERIFY_NODES]
-    calls += [verify_pass(passes, target, cache, nodes, longer) for nodes in (1, LONGER_NODES)]
-    *at_context, one_s, several_s = _lower_quartiles(calls, target.device)
     is_stepped = target.passes is PassMode.captured
+    counts = list(dict.fromkeys(map(node_bucket, VERIFY_NODES))) if is_stepped else list(VERIFY_NODES)
+    level = draft_level(session, target, 1, context)
+    calls = [_in_rounds(verify_pass(passes, target, cache, nodes, context), level) for nodes in counts]
+    calls += [_in_rounds(verify_pass(passes, target, cache, nodes, longer), level) for nodes in (1, LONGER_NODES)]
+    *at_context, one_s, several_s = _lower_quartiles(calls, target.device)
     tokens = max(longer - context, 1)
     per_token = max(one_s - at_context[0], 0.0) / tokens
-    growth = max(several_s - at_context[VERIFY_NODES.index(LONGER_NODES)], 0.0) / tokens
+    growth = max(several_s - at_context[counts.index(LONGER_NODES)], 0.0) / tokens
     return Costs(
-        verify=Curve(list(VERIFY_NODES), at_context, is_stepped=is_stepped),
+        verify=Curve(counts, at_context, is_stepped=is_stepped),
         draft=Curve(list(DRAFT_WIDTHS), levels, is_stepped=is_stepped),
         context=context,
         verify_per_token=min(per_token, growth),
@@ -124,5 +129,25 @@ def draft_commit(session: DraftSession, target: Target, before: TimedCall, conte
     return TimedCall(run, reset)
 
 
+def _in_rounds(call: TimedCall, level: TimedCall) -> TimedCall:
+    """Returns a call that runs as in decoding: after one like itself and a draft level, not after one of another size, which
+    leaves other data in the processor's caches.
+    """
+
+    def reset() -> None:
+        for before in (call, level):
+            before.reset()
+            before.run()
+        call.reset()
+
+    return TimedCall(call.run, reset)
+
+
 def _lower_quartiles(calls: Sequence[TimedCall], device: torch.device) -> list[float]:
-    return [statistics.quantiles(seconds, n=4)[0] for seconds in interleaved_s(calls, REPEATS, device)]
+    """Returns the lower quartile of each call's seconds over `REPEATS` runs, or over as many as fit into `BUDGET_S`."""
+    interleaved_s(calls, 0, device)  # compiles and captures
+    start = now_s(device)
+    times = interleaved_s(calls, 1, device)
+    repeats = int(BUDGET_S / (now_s(device) - start) * 2)
+    more = interleaved_s(calls, min(max(repeats, MIN_REPEATS), REPEATS) - 1, device)
+    return [statistics.quantiles(first + others, n=4)[0] for first, others in zip(times, more, strict=True)]

@@ -26,8 +26,8 @@ from sage.runtime.buckets import key_bucket, node_bucket
 class Curve:
     """Seconds as a piecewise linear function of a count, with a live correction factor.
 
-    `counts` increase; `seconds` are made non-decreasing; `scale` is the correction factor from live timings; `is_stepped`:
-    whether a count costs as much as the edge of its bucket.
+    `counts` increase; `seconds` are made non-decreasing (isotonic regression); `scale` is the correction factor from live
+    timings; `is_stepped`: whether a count costs as much as the edge of its bucket.
     """
 
     counts: list[int]
@@ -38,8 +38,7 @@ class Curve:
     def __post_init__(self) -> None:
         if not self.counts or len(self.counts) != len(self.seconds) or not all(0 < one < math.inf for one in self.seconds):
             raise ValueError(f"costs: {self.seconds} is not one positive number of seconds for each of {self.counts}")
-        for i in range(1, len(self.seconds)):
-            self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
+        self.seconds = _non_decreasing(self.seconds)
 
     def __call__(self, count: float) -> float:
         """Returns the seconds at `count`; extrapolates linearly beyond the table."""
@@ -58,6 +57,19 @@ class Curve:
     def correct(self, expected: float, seconds: float, rate: float) -> None:
         """Moves the correction towards a timing of `seconds`, predicted as `expected`, by a learning rate in [0, 1]."""
         self.scale *= correction(expected, seconds, rate)
+
+
+def _non_decreasing(values: Sequence[float]) -> list[float]:
+    """Returns the non-decreasing sequence of least squared distance, by pooling of adjacent violators."""
+    pools: list[tuple[float, int]] = []  # mean and number of values
+    for value in values:
+        count = 1
+        while pools and pools[-1][0] > value:
+            mean, number = pools.pop()
+            value = (mean * number + value * count) / (number + count)
+            count += number
+        pools.append((value, count))
+    return [mean for mean, number in pools for _ in range(number)]
 
 
 def correction(expected: float, seconds: float, rate: float) -> float:

@@ -113,6 +113,7 @@ def allowed_hosts(args: argparse.Namespace) -> list[str]:
 
 
 def _serve(args: argparse.Namespace, limits: ServerLimits) -> None:
+    from sage.runtime.timing import frozen_heap
     from sage.serving.server import Server, address_of, bind
 
     with bind(args.host, args.port) as bound:
@@ -122,7 +123,8 @@ def _serve(args: argparse.Namespace, limits: ServerLimits) -> None:
             print(f"warning: --host {args.host}: {note}", file=sys.stderr)
         line = f"sage-serve: {address_of(bound)}/v1 serves {service.model}: up to {limits.max_requests} requests"
         line += f" of {service.max_context} tokens each, policy {policy_of(args)}"
-        Server(service, lambda: print(line, flush=True)).run(sockets=[bound])
+        with frozen_heap():
+            Server(service, lambda: print(line, flush=True)).run(sockets=[bound])
         service.close()
 
 

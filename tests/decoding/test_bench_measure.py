@@ -1,5 +1,6 @@
 """Order of runs, times, counts, losslessness and intervals of the bench, with fake runners and tiny random targets."""
 
+import gc
 import itertools
 import math
 from types import SimpleNamespace
@@ -349,3 +350,11 @@ def test_prompts_decoded_together_have_their_own_texts_and_shares_of_the_time(ba
     assert "batch_size" not in build_report(apart, tiny_target, "draft", ["chain"])
     with refused("batch_size: 0 is not allowed", "at least 1"):
         measure(runners, prompts, sampling, batch_size=0)
+
+
+def test_objects_that_exist_are_left_out_of_garbage_collection_while_runs_are_timed():
+    counts = []
+    runner = PolicyRunner(target := make_qwen(), None, AUTOREGRESSIVE, sage.policy("autoregressive"))
+    prompts = [BenchPrompt(name="p", inputs=make_inputs(target))]
+    measure([runner], prompts, SAMPLING, repeats=1, warmup=0, observe=lambda runs: counts.append(gc.get_freeze_count()))
+    assert counts[0] > 10_000 and gc.get_freeze_count() == 0

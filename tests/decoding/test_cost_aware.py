@@ -117,6 +117,11 @@ class TestCurve:
         assert curve(count) == pytest.approx(seconds)
         assert curve(count) == pytest.approx(seconds), "and the second time, when it is known"
 
+    def test_a_noisy_count_is_pooled_with_its_neighbours(self) -> None:
+        """The least squares among non-decreasing curves: no price is raised to that of one slow run before it."""
+        assert Curve([1, 2, 4, 8, 16], [4.0, 1.0, 2.5, 2.5, 3.0]).seconds == [2.5, 2.5, 2.5, 2.5, 3.0]
+        assert Curve([1, 2, 4, 8], [1.0, 4.0, 2.0, 5.0]).seconds == [1.0, 3.0, 3.0, 5.0]
+
     def test_live_timings_move_it_and_interruptions_do_not(self) -> None:
         curve = Curve([1, 3], [1.0, 2.0])
         for seconds in (1.5 * 1.2, 100.0):
