@@ -1,7 +1,7 @@
 """The README's section on one's own data, followed literally: 24 rows, every line, nothing but the paths.
 
-The lines of the first layout are run for all steps and with all policies, but with smaller batches; those of the second layout,
-which is only read differently, with the batches that users get, but with fewer steps and policies.
+The lines of the first layout are run for all steps and with all policies, but with smaller batches and without loader workers;
+those of the second one, which is only read differently, with a user's batches and workers, but with fewer steps and policies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODULES = {
 }
 DECODING = ("decode.policies=[autoregressive,sage]", "decode.baselines=[]", "decode.repeats=1", "decode.max_new_tokens=16")
 SHORTER = {"sage-train": ("train.max_steps=4", *DECODING), "sage-validate": DECODING}
-SMALLER = {"sage-train": ("train.global_batch_size=4", "train.micro_batch_size=4")}
+SMALLER = {"sage-train": ("train.global_batch_size=4", "train.micro_batch_size=4", "data.num_workers=0")}
 NUM_ROWS = 24
 COLOURS, SHAPES = ("red", "green", "blue", "yellow", "purple", "orange"), ("square", "circle", "bar", "frame")
 
