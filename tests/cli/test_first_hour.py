@@ -205,7 +205,7 @@ def test_ctrl_c_ends_the_line_and_reports_what_was_decoded(
     monkeypatch.setattr(answers, "decode", interrupted)
     monkeypatch.setattr(generate, "_load", lambda args: (target, None))
     words = ["--prompt", "a b", "--policy", "autoregressive", "--show-drafted", "--explain"]
-    assert cli.run(lambda: generate._generate(generate.parse_args(words))) == cli.EXIT_CRASH
+    assert cli.run(lambda: generate._generate(generate.parse_args(words))) == cli.EXIT_INTERRUPTED
     shown = capsys.readouterr()
     assert shown.out.endswith("\n") and "\x1b" not in shown.out
     lines = shown.err.splitlines()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.run_folder import list_steps, state_folder
-from sage.commands.cli import EXIT_CRASH, EXIT_STOPPED, EXIT_USER
+from sage.commands.cli import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USER
 from train.console.errors import NOTHING_SAVED, is_crash
 from train.launch.signals import STOP_SIGNALS
 
@@ -44,9 +44,9 @@ class RankFailed(RuntimeError):
 
 
 def interrupted(run_dir: str | Path) -> RankFailed:
-    """Returns the error of a run that was stopped without saving: exit code 3 only if an earlier state of it is saved."""
+    """Returns the error of a run that was stopped without saving: exit code 3 if an earlier state of it is saved, else 130."""
     is_saved = bool(list_steps(state_folder(run_dir)))
-    return RankFailed(INTERRUPTED, EXIT_STOPPED) if is_saved else RankFailed(NOTHING_SAVED, EXIT_CRASH)
+    return RankFailed(INTERRUPTED, EXIT_STOPPED) if is_saved else RankFailed(NOTHING_SAVED, EXIT_INTERRUPTED)
 
 
 @dataclass(frozen=True, kw_only=True)
