@@ -300,12 +300,17 @@ class Child:
         return False
 
 
-def test_a_rank_that_exits_during_a_poll_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_exits_during_or_after_a_poll_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.launch.supervisor.GRACE_S", 0.0)
     supervisor = Supervisor(tmp_path)
-    supervisor._children = {100: Child(None, -9), 101: Child(1)}  # 100 exits between the two polls
+    supervisor._children = {100: Child(None, -9), 101: Child(1), 102: Child(None, None, -9)}  # 102 is killed with the others
     supervisor.poll(threading.Event())
     assert supervisor.failed == {100: -9, 101: 1}
+    check_message(str(supervisor.root_cause()), "SIGKILL")
+    assert supervisor.failed == {100: -9, 101: 1}
+    supervisor = Supervisor(tmp_path)
+    supervisor._children = {100: Child(-9)}  # torch finds it before the first poll
+    check_message(str(supervisor.root_cause()), "SIGKILL")
 
 
 def test_a_terminated_rank_is_reported_before_a_secondary_failure(tmp_path: Path) -> None:
