@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 EXIT_DONE = 0
-EXIT_CRASH = 1  # anything unforeseen, and an interrupt before anything was saved
+EXIT_CRASH = 1  # anything unforeseen
 EXIT_STOPPED = 3  # stopped by a signal after saving
+EXIT_INTERRUPTED = 130  # by Ctrl-C or SIGTERM, with nothing saved; that of a shell's own commands after Ctrl-C (128 + SIGINT)
 
 
 def version_text() -> str:
@@ -197,6 +198,12 @@ def has_colors(stream: Any) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and not os.environ.get("NO_COLOR"))
 
 
+def report_interrupt() -> int:
+    """Prints that a command was interrupted; returns its exit code."""
+    print("stopped", file=sys.stderr)
+    return EXIT_INTERRUPTED
+
+
 def run(main: Callable[[], int | None]) -> int:
     """Runs a command and reports the user's mistakes as one line on stderr.
 
@@ -214,8 +221,7 @@ def run(main: Callable[[], int | None]) -> int:
     try:
         return main() or EXIT_DONE
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return EXIT_CRASH
+        return report_interrupt()
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_DONE

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
 PACKAGES_DIR = Path(__file__).resolve().parents[2]  # contains `sage` and the packages beside it
 
 
@@ -115,17 +117,26 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, instead: str = "another path") -> Iterator[None]:
+def locked(path: Path, instead: str = "another path", waiting: str = "") -> Iterator[None]:
     """Holds a lock on `path` among all processes of this machine (and of a shared file system that supports locks).
 
-    Raises CannotWrite if the lock file cannot be created.
+    Args:
+        waiting: logged once, with the name of the lock in place of `{lock}`, if another process holds it.
+
+    Raises:
+        CannotWrite: the lock file cannot be created.
     """
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     lock = FileLock(path.parent / f".{path.name}.lock")
     with naming_write_errors(path, instead):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+        if not lock.is_locked:
+            if waiting:
+                logger.warning("%s", waiting.format(lock=lock.lock_file))
+            lock.acquire()
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from types import FrameType
 
 import uvicorn
 
-from sage.commands.cli import EXIT_CRASH
+from sage.commands.cli import EXIT_INTERRUPTED
 from sage.serving.app import new_app
 from sage.serving.service import Service
 
@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
             self._service.scheduler.drain(self.stop)
         else:
             print("stopped; answers in progress are lost", file=sys.stderr, flush=True)
-            os._exit(EXIT_CRASH)
+            os._exit(EXIT_INTERRUPTED)
 
     def stop(self) -> None:
         """Ends `run` once the responses in progress are sent."""

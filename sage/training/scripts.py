@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from importlib import import_module
 
-from sage.commands.cli import EXIT_USER
+from sage.commands.cli import EXIT_USER, report_interrupt
 
 FUNCTIONS = {
     "sage-train": "train.cli.train:main",
@@ -24,7 +24,10 @@ PREFIX = "sage-"
 def run_script(name: str) -> None:
     """Runs a command with the arguments of this process; the command exits."""
     module, _, function = FUNCTIONS[name].partition(":")
-    getattr(import_module(module), function)()
+    try:
+        getattr(import_module(module), function)()
+    except KeyboardInterrupt:  # during the imports; the command handles it from then on
+        sys.exit(report_interrupt())
 
 
 train = partial(run_script, "sage-train")

@@ -6,6 +6,7 @@ import inspect
 import io
 import re
 import runpy
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from sage.drafts.model import ModelDraft
 from sage.io.files import config_dir
 from sage.io.target_paths import path_of_target
 from sage.targets.loading import load_processor
+from sage.training import scripts
 from train.cli import export
 from train.config.checks import check_path, check_run_folder
 from train.config.hydra_app import compose
@@ -205,7 +207,7 @@ def test_ctrl_c_ends_the_line_and_reports_what_was_decoded(
     monkeypatch.setattr(answers, "decode", interrupted)
     monkeypatch.setattr(generate, "_load", lambda args: (target, None))
     words = ["--prompt", "a b", "--policy", "autoregressive", "--show-drafted", "--explain"]
-    assert cli.run(lambda: generate._generate(generate.parse_args(words))) == cli.EXIT_CRASH
+    assert cli.run(lambda: generate._generate(generate.parse_args(words))) == 130
     shown = capsys.readouterr()
     assert shown.out.endswith("\n") and "\x1b" not in shown.out
     lines = shown.err.splitlines()
@@ -214,3 +216,12 @@ def test_ctrl_c_ends_the_line_and_reports_what_was_decoded(
         and "4 tokens: 1 from the prefill, 3 from 3 target passes (1.00 per pass)" in lines[-2]
         and sum("round" in line for line in lines) == 3
     )
+
+
+def test_ctrl_c_while_a_command_imports_its_modules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scripts, "import_module", lambda name: signal.default_int_handler(2, None))
+    with pytest.raises(SystemExit) as ended:
+        scripts.run_script("sage-train")
+    assert (ended.value.code, capsys.readouterr().err) == (130, "stopped\n")

@@ -1,6 +1,7 @@
 """The README's section on one's own data, followed literally: 24 rows, every line, nothing but the paths.
 
-The lines of the second layout, which is only read differently, are run with fewer steps and policies.
+The lines of the first layout are run for all steps and with all policies, but with smaller batches and without loader workers;
+those of the second one, which is only read differently, with a user's batches and workers, but with fewer steps and policies.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ MODULES = {
 }
 DECODING = ("decode.policies=[autoregressive,sage]", "decode.baselines=[]", "decode.repeats=1", "decode.max_new_tokens=16")
 SHORTER = {"sage-train": ("train.max_steps=4", *DECODING), "sage-validate": DECODING}
+SMALLER = {"sage-train": ("train.global_batch_size=4", "train.micro_batch_size=4", "data.num_workers=0")}
 NUM_ROWS = 24
 COLOURS, SHAPES = ("red", "green", "blue", "yellow", "purple", "orange"), ("square", "circle", "bar", "frame")
 
@@ -88,7 +90,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory, commands: ForkServer) ->
 def execute(folder: Path, line: str, is_short: bool, variables: dict[str, str]) -> str:
     """Runs a line of the README in a folder; returns its output and its log."""
     command, *words = shlex.split(line, comments=True)
-    words += SHORTER.get(command, ()) if is_short else ()
+    words += (SHORTER if is_short else SMALLER).get(command, ())
     tool = shutil.which(command, path=variables["PATH"])
     assert tool is not None
     done = subprocess.run([tool, *words], cwd=folder, env=variables, capture_output=True, text=True, check=False)
@@ -107,7 +109,7 @@ def test_the_lines_of_the_readme(block: str, name: str, steps: int, folder: Path
     assert ("23 conversations (23 now): 23 answered" in train and "own answers: 100%" in train) != is_short
     assert "\nverdict: " in train and "\nnext: sage-" in train and "\nverdict: " in validate
     assert "the longest of 23 examples" in data and "the longest of 23 examples" in train
-    assert ("23 example(s) are repeated to 50 steps (34.8 epochs)" in train) != is_short
+    assert ("23 example(s) are repeated to 50 steps (8.7 epochs)" in train) != is_short
     assert "1 held-out prompt(s)" in train and "1 prompt, 1 run each" in train and "1 prompt, 1 run each" in validate
     run = folder / "runs" / f"pocket_qwen2_5_vl-eagle3-{name}"
     lines = metrics(run)

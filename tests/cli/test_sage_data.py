@@ -240,7 +240,7 @@ def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
 
         with monkeypatch.context() as patch:
             patch.setattr(cli, "regenerate", interrupted)
-            assert command(*regeneration) == 1
+            assert command(*regeneration) == 130
             check_message(capsys.readouterr().err.splitlines()[-1], "stopped", str(out))
             part = out.with_name("own.jsonl.part-0-of-1.jsonl")
             part.write_text("{")

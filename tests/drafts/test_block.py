@@ -11,7 +11,7 @@ import torch
 from support.accelerator import IS_SUPPORTED, Traffic, on_device
 from support.messages import refused
 from support.models import VOCABULARY, in_double, make_inputs, make_qwen, padded_batch, random_draft
-from support.pass_helpers import answer, capture_with, quick_wrappers, without_compiler
+from support.pass_helpers import answer, capture_with, quick_wrappers, with_eager_target, without_compiler
 from support.synchronizations import count_rounds, new_policy
 from torch import Tensor
 
@@ -166,8 +166,10 @@ def test_a_draft_vocabulary_restricts_the_proposals(tiny_qwen: sage.Target) -> N
 
 @pytest.mark.slow
 def test_its_functions_are_compiled(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The target's passes, which are compiled in tests/passes/test_compiled.py, run eagerly here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     quick_wrappers(monkeypatch)
+    with_eager_target(monkeypatch)
     draft = block(tiny_qwen)
     eager = answer(tiny_qwen, draft, PassMode.eager, "eagle2")
     assert answer(tiny_qwen, draft, PassMode.compiled, "eagle2") == eager

@@ -123,7 +123,7 @@ def test_a_full_queue_and_two_signals_to_stop(
         assert server.chat().status_code == 503 == server.client.get("/health").status_code
         assert exits == []
         server.server.handle_exit(signal.SIGTERM, None)
-        assert exits == [1] and "answers in progress are lost" in capsys.readouterr().err
+        assert exits == [130] and "answers in progress are lost" in capsys.readouterr().err
         assert list(stream)[-1] == "data: [DONE]"
         wait_until(lambda: server.server.should_exit)
 

@@ -16,7 +16,7 @@ from benchmarks.papers import runs
 from benchmarks.papers.runs import QUICK, Settings, load_settings
 from sage.drafts.model import shallow_model
 
-FAMILIES = {"qwen": "qwen2_5_vl", "llava": "llava_onevision"}
+FAMILIES = {"qwen": "qwen2_5_vl", "qwen3": "qwen3_vl", "llava": "llava_onevision"}
 COMPRESSORS = {"compressor_pool": {"kind": "pool", "ratio": 4}}
 
 

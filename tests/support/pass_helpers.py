@@ -38,9 +38,13 @@ def capture_with(monkeypatch: pytest.MonkeyPatch, capture: Capture) -> None:
 
 
 class Uncompiled(Compiled):
-    """Runs functions as they are, with what a compiled one assumes: contiguous arguments."""
+    """Runs functions as they are, with what a compiled one assumes: contiguous arguments. `num_bound` counts the functions."""
+
+    num_bound = 0
 
     def bind(self, function: PassFunction) -> Run:
+        self.num_bound += 1
+
         def run(*values: Any) -> Any:
             assert all(value.is_contiguous() for value in flat(values))
             return function(*values)
@@ -53,9 +57,17 @@ def quick_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compiled.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
 
 
-def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the functions of compiled passes, not compiled."""
-    monkeypatch.setitem(executors._EXECUTORS, PassMode.compiled, Uncompiled())
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Uncompiled:
+    """Runs the functions of compiled passes, not compiled; returns their executor."""
+    executor = Uncompiled()
+    monkeypatch.setitem(executors._EXECUTORS, PassMode.compiled, executor)
+    return executor
+
+
+def with_eager_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the target's passes eagerly in every mode, so that those of the draft alone are compiled."""
+    for module in ("tree_passes", "prompt_pass"):
+        monkeypatch.setattr(f"sage.targets.{module}.executor_of", lambda mode: EAGER)
 
 
 def tree_pass(

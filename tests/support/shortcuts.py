@@ -5,34 +5,46 @@ Applied to the processes of pytest and, by `support.fork_server`, to those of th
 
 from __future__ import annotations
 
-from copy import copy
+from collections.abc import Callable, Iterator
+from copy import copy, deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import yaml
+from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from matplotlib.figure import Figure
+from omegaconf import DictConfig
 from PIL import Image
 from torch.distributed.launcher import api
 
+from sage.io.files import config_dir
 from train.report import run_page, style
 
 save_rendered, draw_curves = style.save, run_page.draw_curves
 _PARSED: dict[tuple[str, str], Any] = {}
+_COMPOSED: dict[tuple[Any, ...], Any] = {}  # by `_defaults_list` and `_merged`
 
 
 def shorten() -> None:
-    """Leaves out plots, the composition that only reads `hydra.mode`, and what Hydra parses repeatedly."""
+    """Leaves out plots, the composition that only reads `hydra.mode`, and what Hydra parses or merges repeatedly."""
     style.save, run_page.draw_curves = save_blank, lambda *_: Figure()
     FileConfigSource.load_config = _load_config  # type: ignore[method-assign]
     OverridesParser.parse_rule = _parse_rule  # type: ignore[method-assign]
     Hydra.get_mode = _mode  # type: ignore[method-assign]
+    config_loader_impl.create_defaults_list = _defaults_list
+    ConfigLoaderImpl._compose_config_from_defaults_list = _merged  # type: ignore[method-assign]
 
 
 def fork_ranks() -> None:
@@ -57,6 +69,52 @@ def _parse_rule(parser: OverridesParser, text: str, rule: str, parse: Any = Over
     if (text, rule) not in _PARSED:
         _PARSED[text, rule] = parse(parser, text, rule)
     return copy(_PARSED[text, rule])
+
+
+def _defaults_list(
+    repo: Any,
+    config_name: str | None,
+    overrides_list: list[Any],
+    prepend_hydra: bool,
+    skip_missing: bool,
+    make: Any = config_loader_impl.create_defaults_list,
+) -> DefaultsList:
+    """As Hydra's own, once per combination of choices, which most command lines of the tests share."""
+    values = Overrides(repo, overrides_list).config_overrides
+    choices = tuple(override.input_line for override in overrides_list if not any(override is value for value in values))
+    arguments = {"config_name": config_name, "prepend_hydra": prepend_hydra, "skip_missing": skip_missing}
+    found = _once(repo, (*arguments.values(), choices), lambda: make(repo=repo, overrides_list=overrides_list, **arguments))
+    return replace(found, config_overrides=values)
+
+
+def _merged(
+    loader: ConfigLoaderImpl,
+    defaults: list[ResultDefault],
+    repo: Any,
+    make: Any = ConfigLoaderImpl._compose_config_from_defaults_list,
+) -> DictConfig:
+    """As Hydra's own, once per list of files."""
+    files = tuple((one.config_path, one.package, one.parent, one.is_self, one.primary) for one in defaults)
+    return deepcopy(_once(repo, files, lambda: make(loader, defaults, repo)))
+
+
+def _once(repo: Any, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """Returns what `make` has returned for the same key and the same schemas; files of a test's own are read every time."""
+    if any(source.scheme() == "file" and source.path != str(config_dir()) for source in repo.get_sources()):
+        return make()
+    schemas = list(_leaves(ConfigStore.instance().repo))
+    key = (*key, *map(id, schemas))
+    if key not in _COMPOSED:
+        _COMPOSED[key] = make(), schemas  # which keeps their ids from being used again
+    return _COMPOSED[key][0]
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[Any]:
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield value
 
 
 def _mode(hydra: Hydra, config_name: str | None, overrides: list[str], compose: Any = Hydra.get_mode) -> RunMode | None:

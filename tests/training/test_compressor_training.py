@@ -108,7 +108,7 @@ def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path
     batch = ["train.micro_batch_size=1", "train.global_batch_size=2", "train.max_steps=3", "objective.feature_weight=0"]
     where = ["launch.ranks=2", "launch.device=cpu", "deepspeed=zero3", f"data.cache_dir={tmp_path}/cache"]
     done = sage_train(
-        commands, *arguments, *data, "data/validation=pocket", "data.num_workers=1", *batch, *where, *options("select"),
+        commands, *arguments, *data, "data/validation=pocket", "data.num_workers=0", *batch, *where, *options("select"),
         cwd=tmp_path, timeout_s=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

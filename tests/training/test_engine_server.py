@@ -16,6 +16,7 @@ import torch
 import yaml
 from support.chat_server import JsonHandler, listening
 from support.messages import check_message, refused
+from support.pass_helpers import without_compiler
 from support.train_helpers import make_target
 
 import sage
@@ -199,6 +200,7 @@ def test_comparison_on_the_prompts_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
+    executor = without_compiler(monkeypatch)
     monkeypatch.setenv(KEY_VARIABLE, "s3cret")
     target = sage.load_target(make_target(tmp_path, layers=8), dtype=torch.float32)
     sage.new_draft(target, "eagle3", seed=0, image_inputs="token").save_pretrained(tmp_path / "run" / "draft")
@@ -208,6 +210,7 @@ def test_comparison_on_the_prompts_of_a_run(
     out = tmp_path / "out.json"
     with serving(rounds=4) as served:
         assert bench.main([*words, "--max-new-tokens", "6", "--server", f"{served.url}/v1", "--out", str(out)]) == 0
+    assert executor.num_bound > 0, "passes are compiled by default, as those of a server"
     found, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert list(found["decoders"]) == ["autoregressive", "two, head", "server"]
     assert found["decoders"]["server"]["draft"] == "head" and found["decoders"]["server"]["match"] == 0

@@ -20,7 +20,7 @@ import torch
 from support.data_helpers import make_noise
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
-from support.train_helpers import ROOT, command, environment, metrics, srun_variables
+from support.train_helpers import ROOT, command, environment, metrics, sage_train, srun_variables
 
 from checkpoints.store import SaveFailed
 from sage.commands.cli import run as run_command
@@ -34,7 +34,7 @@ from train.launch.launcher import check_devices
 from train.launch.launcher import launch as launch_work
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
-from train.launch.supervisor import RankFailed, Supervisor, describe, interrupted
+from train.launch.supervisor import Supervisor, describe, interrupted
 
 START_S = 200
 SAGE_TRAIN = [sys.executable, "-m", "train.cli.train"]  # as users start it: torch has yet to read its log level
@@ -61,12 +61,14 @@ def two_ranks(target: Path, run: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.slow
-def test_the_error_of_the_failed_rank_is_reported(tmp_path: Path) -> None:
+def test_the_error_of_the_failed_rank_is_reported(tmp_path: Path, commands: ForkServer) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "gpt2"}')
-    with refused("gpt2", error=RankFailed) as caught:
-        launch(two_ranks(tmp_path / "empty", tmp_path / "run"))
-    assert caught.value.exit_code == 2 and not caught.value.details
+    ranks = ["launch.ranks=2", "train.micro_batch_size=1", "launch.device=cpu"]
+    done = sage_train(commands, *command(tmp_path / "empty", tmp_path / "run", *TINY_REPORT, *ranks), cwd=tmp_path)
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    check_message(line.removeprefix("error: "), "gpt2")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -237,7 +239,7 @@ def test_what_a_command_waits_for_is_said_before_anything_is_loaded(
 
 
 def test_an_interrupt_exits_with_3_only_if_a_state_is_saved(tmp_path: Path) -> None:
-    assert (interrupted(tmp_path).exit_code, str(interrupted(tmp_path))) == (1, NOTHING_SAVED)
+    assert (interrupted(tmp_path).exit_code, str(interrupted(tmp_path))) == (130, NOTHING_SAVED)
     (tmp_path / "state" / "step_00000003").mkdir(parents=True)
     assert interrupted(tmp_path).exit_code == 3
     check_message(str(interrupted(tmp_path)), "run.resume=true")
@@ -245,7 +247,7 @@ def test_an_interrupt_exits_with_3_only_if_a_state_is_saved(tmp_path: Path) -> N
 
 def test_a_stopped_rank_that_has_saved_answers_says_so(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path)
-    assert supervisor.stopped(str(tmp_path)).exit_code == 1
+    assert supervisor.stopped(str(tmp_path)).exit_code == 130
     failures = (describe(interrupted(tmp_path), 0), describe(AnswersStopped(tmp_path / "kept"), 1))
     for rank, failure in enumerate(failures):
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(asdict(failure)))
@@ -255,7 +257,7 @@ def test_a_stopped_rank_that_has_saved_answers_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_command_interrupted_before_it_saved_exits_with_1_and_ends_a_sweep(
+def test_a_command_interrupted_before_it_saved_exits_with_130_and_ends_a_sweep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = []
@@ -267,7 +269,7 @@ def test_a_command_interrupted_before_it_saved_exits_with_1_and_ends_a_sweep(
     monkeypatch.chdir(tmp_path)
     for words, seeds in ((["data=pocket"], [0]), (["-m", "seed=1,2", f"run.dir={tmp_path}/sweep"], [1])):
         monkeypatch.setattr("sys.argv", ["sage-train", *words])
-        assert run_app("config", Config, task, lambda: True) == 1
+        assert run_app("config", Config, task, lambda: True) == 130
         check_message(next(line for line in capsys.readouterr().err.splitlines() if NOTHING_SAVED in line), NOTHING_SAVED)
         assert started == seeds
         started.clear()
@@ -276,7 +278,7 @@ def test_a_command_interrupted_before_it_saved_exits_with_1_and_ends_a_sweep(
     assert started == [1]
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "job 1 of 2: seed=1" and lines[-1].startswith("stopped, 2 jobs left;") and "failed" not in str(lines)
-    assert run_command(lambda: signal.default_int_handler(2, None)) == 1
+    assert run_command(lambda: signal.default_int_handler(2, None)) == 130
 
 
 class Child:
@@ -293,12 +295,16 @@ class Child:
         return False
 
 
-def test_a_rank_that_exits_during_a_poll_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_exits_during_or_after_a_poll_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.launch.supervisor.GRACE_S", 0.0)
     supervisor = Supervisor(tmp_path)
-    supervisor._children = {100: Child(None, -9), 101: Child(1)}  # 100 exits between the two polls
+    supervisor._children = {100: Child(None, -9), 101: Child(1), 102: Child(None, None, -9)}  # 102 is killed with the others
     supervisor.poll(threading.Event())
+    check_message(str(supervisor.root_cause()), "SIGKILL")
     assert supervisor.failed == {100: -9, 101: 1}
+    supervisor = Supervisor(tmp_path)
+    supervisor._children = {100: Child(-9)}  # torch finds it before the first poll
+    check_message(str(supervisor.root_cause()), "SIGKILL")
 
 
 def test_a_terminated_rank_is_reported_before_a_secondary_failure(tmp_path: Path) -> None:

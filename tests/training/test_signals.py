@@ -79,7 +79,7 @@ def test_two_interrupts_before_the_first_save_exit_with_1(target: Path, tmp_path
     validation = SignalledValidation(step_1=[signal.SIGINT, signal.SIGINT])
     with refused(NOTHING_SAVED, error=RankFailed) as caught:
         launch(configure(target, tmp_path / "run", "train.validate_every=1"), validation.train)
-    assert caught.value.exit_code == 1 and StateStore(tmp_path / "run" / "state").steps() == []
+    assert caught.value.exit_code == 130 and StateStore(tmp_path / "run" / "state").steps() == []
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from data_prep.config import RegenerateConfig, check_paths, validate
 from data_prep.own_answers import is_quickly_measured
 from data_prep.server.address import check_server, read_key
 from data_prep.splits import Split
-from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
+from sage.commands.cli import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
 from sage.drafts.location import find_draft
 from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt
@@ -163,13 +163,13 @@ def check(config: DataCommand) -> None:
 
 
 class Stopped(Exception):
-    """Regeneration was interrupted: exit code 3 if finished answers are saved, else 1."""
+    """Regeneration was interrupted: exit code 3 if finished answers are saved, else 130."""
 
     def __init__(self, out: str) -> None:
         from data_prep.tools.regenerate import has_answers
 
         is_saved = has_answers(Path(out))
-        self.exit_code = EXIT_STOPPED if is_saved else EXIT_CRASH
+        self.exit_code = EXIT_STOPPED if is_saved else EXIT_INTERRUPTED
         kept = f"stopped; finished answers are kept beside {out}, and the same command continues"
         super().__init__(kept if is_saved else f"{NOTHING_SAVED} to {out}")
 

@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.run_folder import is_run
-from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_USER, pop_debug_flag, version_text
+from sage.commands.cli import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, pop_debug_flag, version_text
 from sage.io.files import config_dir, package_dir
 from train.config import sweep
 from train.config.errors import as_mistake, refuse_unknown
@@ -71,8 +71,8 @@ def run_app(
         leading: options that the command itself takes as its first word.
 
     Returns:
-        the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 1 after any other error, and after an
-        interrupt before anything was saved.
+        the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 130 after an interrupt before anything was
+        saved, 1 after any other error.
     """
     if "--version" in sys.argv:
         print(version_text())
@@ -192,7 +192,7 @@ class SweepJob:
             return work()
         except KeyboardInterrupt:
             self.error = NOTHING_SAVED
-            return print_error(self.error, EXIT_CRASH, self.is_main())
+            return print_error(self.error, EXIT_INTERRUPTED, self.is_main())
         except SweepStopped as stopped:
             if self.is_main():
                 print(sweep.stopped_line(self.num_jobs, len(self.codes) - 1), file=sys.stderr)

@@ -30,6 +30,10 @@ from train.engine.sharded_teacher import ShardedTarget
 from train.launch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+WAITING = (
+    "data.answers=target: another process generates the same answers and holds {lock}; waiting until it is done, then training "
+    "on its answers. If it is stopped, they are completed here; another data.cache_dir generates them without waiting"
+)
 
 
 class AnswersStopped(RuntimeError):
@@ -77,7 +81,7 @@ def _generate_locked(
     config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks, answers: TargetAnswers
 ) -> None:
     """Generates the answers while no other run generates the same ones, and waits for all ranks."""
-    lock = locked(answers.folder, "another data.cache_dir") if ranks.is_main else nullcontext()
+    lock = locked(answers.folder, "another data.cache_dir", WAITING) if ranks.is_main else nullcontext()
     try:
         with lock:
             ranks.wait_for_all()  # for the lock

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.run_folder import list_steps, state_folder
-from sage.commands.cli import EXIT_CRASH, EXIT_STOPPED, EXIT_USER
+from sage.commands.cli import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USER
 from train.console.errors import NOTHING_SAVED, is_crash
 from train.launch.signals import STOP_SIGNALS
 
@@ -44,9 +44,9 @@ class RankFailed(RuntimeError):
 
 
 def interrupted(run_dir: str | Path) -> RankFailed:
-    """Returns the error of a run that was stopped without saving: exit code 3 only if an earlier state of it is saved."""
+    """Returns the error of a run that was stopped without saving: exit code 3 if an earlier state of it is saved, else 130."""
     is_saved = bool(list_steps(state_folder(run_dir)))
-    return RankFailed(INTERRUPTED, EXIT_STOPPED) if is_saved else RankFailed(NOTHING_SAVED, EXIT_CRASH)
+    return RankFailed(INTERRUPTED, EXIT_STOPPED) if is_saved else RankFailed(NOTHING_SAVED, EXIT_INTERRUPTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Supervisor:
     """Polls the child processes; ranks write their error (`rank_N.json`, a `Failure`) and pid (`rank_N.pid`) to `folder`.
 
     Attributes:
-        failed: pid -> exit code of the ranks that had failed when the first failure was detected.
+        failed: pid -> exit code of the ranks that had failed before the others were killed.
         is_stop_requested: whether a signal has been forwarded to the ranks.
     """
 
@@ -91,6 +91,7 @@ class Supervisor:
         self.is_stop_requested = False
         self._other_processes = set(active_children())
         self._children: dict[int, Any] = {}
+        self._has_killed = False
 
     def poll(self, done: threading.Event) -> None:
         """Looks for failed ranks until `done` is set; kills the others after the first failure."""
@@ -98,16 +99,22 @@ class Supervisor:
             for child in set(active_children()) - self._other_processes:
                 self._children.setdefault(int(child.pid or 0), child)
             if self._find_failed():
-                self.failed = self._find_failed()  # again: a secondary failure may be visible before its cause
                 done.wait(GRACE_S)
+                self._update_failed()
                 self.kill()
                 return
+
+    def _update_failed(self) -> None:
+        """Looks again: a secondary failure may be visible before its cause, whose exit torch may be collecting."""
+        if not self._has_killed:
+            self.failed |= self._find_failed()
 
     def _find_failed(self) -> dict[int, int]:
         return {pid: child.exitcode for pid, child in self._children.items() if child.exitcode not in (None, 0)}
 
     def kill(self) -> None:
         """Kills every remaining rank."""
+        self._has_killed = True
         for child in self._children.values():
             if child.is_alive():
                 child.kill()
@@ -136,6 +143,7 @@ class Supervisor:
         torch sends SIGTERM to the other ranks once one has exited, and both exits may be detected in one poll. Therefore
         SIGTERM counts least.
         """
+        self._update_failed()  # torch may have found the failure first
         reports = self._reports()
         ranks = {int(path.read_text()): int(path.stem.split("_")[1]) for path in self.folder.glob("rank_*.pid")}
         first = min(reports, key=lambda report: (report.is_secondary, report.time), default=None)

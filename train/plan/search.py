@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -85,17 +87,28 @@ def _is_enough(current: LaunchPlan, change: list[str]) -> bool:
 
 def _changed(current: LaunchPlan, change: list[str]) -> tuple[Config, int]:
     """Returns the configuration with these overrides, and its number of ranks."""
-    config = deepcopy(current.config)
+    changed: dict[str, dict[str, str]] = defaultdict(dict)
     ranks = current.ranks
     for override in change:
         key, _, value = override.partition("=")
         if key == "launch.gpus":
             ranks = int(value)
         elif key == "deepspeed":
-            config.deepspeed.stage = int(value.removeprefix("zero"))
+            changed["deepspeed"]["stage"] = value.removeprefix("zero")
         else:
             group, _, name = key.rpartition(".")
-            part = OmegaConf.structured(getattr(config, group))
-            part[name] = value
-            setattr(config, group, OmegaConf.to_object(part))
-    return config, ranks
+            changed[group][name] = value
+    parts = {group: getattr(current.config, group) for group in changed}
+    typed = {
+        group: replace(part, **{name: _typed(part.__class__, name, text) for name, text in changed[group].items()})
+        for group, part in parts.items()
+    }
+    return replace(current.config, **typed), ranks
+
+
+@cache
+def _typed(schema: type, name: str, text: str) -> Any:
+    """Returns the value of a setting from the text of an override."""
+    part = OmegaConf.structured(schema)
+    part[name] = text
+    return part[name]
