@@ -99,5 +99,9 @@ def write_page(path: Path, page: str) -> None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]], **looks: Any) -> dict[str, Any]:
-    """Returns a table for the macro `table` of `parts.html`, whose columns the reader can sort; `looks`: caption, id."""
-    return {"head": list(head), "rows": [list(row) for row in rows], **looks}
+    """Returns a table for the macro `table` of `parts.html`, whose columns the reader can sort.
+
+    Args:
+        looks: caption, id; `text`, the columns of text, aligned left as the first one always is.
+    """
+    return {"head": list(head), "rows": [list(row) for row in rows], "caption": "", "id": "", "text": [], **looks}

@@ -308,7 +308,7 @@ def _described(generation: Generation) -> dict[str, str]:
 def _prompt_text(messages: Sequence[Mapping[str, Any]] | None, generation: Generation, tokenizer: Any) -> list[tuple[str, str]]:
     """Returns role and text of every message, or the decoded prompt, with runs of visual tokens as one."""
     if messages is not None:
-        return [(str(message.get("role", "")), _text(message.get("content", ""))) for message in messages]
+        return [(str(message.get("role", "")), message_text(message.get("content", ""))) for message in messages]
     if tokenizer is None:
         return []
     ids: list[int] = generation.request.prompt.input_ids[0].tolist()
@@ -317,7 +317,8 @@ def _prompt_text(messages: Sequence[Mapping[str, Any]] | None, generation: Gener
     return [("prompt", tokenizer.decode(kept))]
 
 
-def _text(content: Any) -> str:
+def message_text(content: Any) -> str:
+    """Returns the text of a message's content, without its images and videos."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content if part.get("type") == "text")
 
 

@@ -23,13 +23,13 @@ from torch.distributed.launcher import api
 
 from train.report import run_page, style
 
-save_rendered, draw_curves = style.save, run_page.draw_curves
+save_rendered, svg_rendered, draw_curves = style.save, style.svg, run_page.draw_curves
 _PARSED: dict[tuple[str, str], Any] = {}
 
 
 def shorten() -> None:
     """Leaves out plots, the composition that only reads `hydra.mode`, and what Hydra parses repeatedly."""
-    style.save, run_page.draw_curves = save_blank, lambda *_: Figure()
+    style.save, style.svg, run_page.draw_curves = save_blank, lambda *_: "<svg></svg>", lambda *_: Figure()
     FileConfigSource.load_config = _load_config  # type: ignore[method-assign]
     OverridesParser.parse_rule = _parse_rule  # type: ignore[method-assign]
     Hydra.get_mode = _mode  # type: ignore[method-assign]

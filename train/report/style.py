@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from sage.io.files import atomic_path
+from train.report.svg import inline_svg
 
 WIDTH_IN, HEADING_IN, LEFT_IN = 7.6, 0.66, 0.09
 DPI = 170
@@ -138,6 +139,11 @@ def percent_axes(axes: Axes) -> None:
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xticks=(0, 0.5, 1))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1.0))
+
+
+def svg(made: Figure, file: str, label: str) -> str:
+    """Returns a figure for an HTML page; `file` is the name of its PNG, `label` for screen readers."""
+    return inline_svg(made, Path(file).stem, label)
 
 
 def save(made: Figure, path: Path) -> None:

@@ -28,18 +28,20 @@ from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runne
 from sage.bench.running import RunningFigures
 from sage.decoding.sampling import Sampling
 from sage.io.dtypes import torch_dtype
-from sage.io.files import atomic_path, write_json, write_text
+from sage.io.files import atomic_path, write_json
 from sage.planning.base import Policy
 from sage.planning.options import OptionError
 from sage.runtime.pass_modes import resolve_pass_mode
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig
-from train.report.page import render_page
-from train.report.plots import write_plots
+from train.report import prompt_list
+from train.report.page import write_pages
 from train.report.verdict import add_verdict
 from train.report.warnings import low_acceptance_warning
 from train.validation.prompts import PromptSet
+from train.validation.traces import FOLDER as TRACES
+from train.validation.traces import PromptTrace, trace_extremes
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +115,8 @@ def validate(
     Raises:
         ValueError: an unknown policy, option or baseline, no prompts, or a prompt that cannot be prepared.
     """
-    runners = build_runners(decode, target, draft, build_policies(decode) if policies is None else policies)
+    policies = build_policies(decode) if policies is None else policies
+    runners = build_runners(decode, target, draft, policies)
     with _measuring(target, draft, decode):
         measured = merge_measured(runners, prompts, decode, progress, show, merge, ends)
         if measured is None:
@@ -130,11 +133,13 @@ def validate(
             replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if has_replay else {},
             command=this_command(),
         )
+        found = (measured.prompts, prompts.messages, target, draft, policies, sampling)
+        traces = [] if measured.planned is not None else list(trace_extremes(report, *found, decode.traces))
     export = "" if info.run is None else export_choice(draft, target.model.config)
     add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
     folder = info.folder if measured.planned is None else info.partial_folder
-    write(report, folder)
+    write(report, folder, prompt_list.describe([prompt.name for prompt in measured.prompts], prompts.messages), traces)
     if measured.planned is None and info.check is None:
         shutil.rmtree(info.partial_folder, ignore_errors=True)
     if warning := low_acceptance_warning(report):
@@ -170,8 +175,14 @@ def merge_measured(
     return merge(own)
 
 
-def write(report: Mapping[str, Any], folder: Path) -> None:
-    """Writes plots, page and JSON; the folder is complete, or is not there.
+def write(
+    report: Mapping[str, Any], folder: Path, described: Mapping[str, Any] | None = None, traces: Sequence[PromptTrace] = ()
+) -> None:
+    """Writes plots, pages and JSON; the folder is complete, or is not there.
+
+    Args:
+        described: the prompts, as train.report.prompt_list describes them.
+        traces: their pages are written to `traces/`.
 
     Raises:
         SaveFailed: the folder cannot be written.
@@ -179,8 +190,15 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
     remedy = "measure again with sage-validate, or continue the run with run.resume=true"
     with saving(folder, then=remedy), atomic_path(folder) as temporary:
         temporary.mkdir()
-        plots = write_plots(report, temporary)
-        write_text(temporary / REPORT_PAGE, render_page(report, plots))
+        known = {name: dict(one, traces={}) for name, one in (described or {}).items()}
+        for one in traces:
+            one.trace.save(temporary / TRACES / one.file)
+            known.setdefault(one.prompt, {"text": "", "pictures": [], "traces": {}})["traces"][one.policy] = (
+                f"{TRACES}/{one.file}"
+            )
+        if known:
+            write_json(temporary / prompt_list.FILE, known)
+        write_pages(report, temporary)
         write_json(temporary / REPORT, report)
     logger.info("validation: %s", folder / REPORT_PAGE)
 
