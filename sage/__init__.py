@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sage import trees
+    from sage.decoding.batch import BatchDecoder, generate_batch
     from sage.decoding.chat import Chat
     from sage.decoding.generation import Output, generate, stream
     from sage.decoding.settings import Sampling
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sage.trees import POLICIES, policy
 
 _NAMES = {
+    "sage.decoding.batch": ["BatchDecoder", "generate_batch"],
     "sage.decoding.chat": ["Chat"],
     "sage.drafts.loading": ["load_draft", "new_draft"],
     "sage.drafts.pruning": ["Pruning"],

@@ -107,6 +107,10 @@ def _serving(card: ExportResult) -> str:
     if card.format.row.imports:
         target = card.facts.name or "TARGET"
         parts.append(
+            f"This project's server, behind OpenAI's API:\n\n```\n"
+            f"sage-serve --target {target} --draft {card.name} --port 8000\n```"
+        )
+        parts.append(
             f"This project's decoder, which also separates a bad draft from a misconfigured engine:\n\n```\n"
             f"sage-export --import {card.name} --target {target} --out draft\n"
             f"sage-validate draft=draft target.path={target}\n```"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from sage.bench.shapes import VISION_OF, Shape
+from sage.io.machine import free_bytes
 from sage.targets import Target
 from sage.targets.families import FAMILIES
 
@@ -17,8 +17,11 @@ USABLE_MEMORY = 0.7  # share of free memory; the rest is for activations, KV cac
 
 def layers_that_fit(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
     """Returns the layers that fit into free memory, beside embedding, lm_head and a draft layer; ValueError if none fits."""
-    free_bytes = USABLE_MEMORY * _free_bytes(device) - shape.vocabulary_parameters * dtype.itemsize
-    fit = int(free_bytes // (shape.layer_parameters * dtype.itemsize)) - 2  # the draft: a layer, and fc of about a layer
+    available = free_bytes(device)
+    if available is None:
+        raise ValueError("--layers: the free memory of this system is unknown; give the number of layers")
+    usable = USABLE_MEMORY * available - shape.vocabulary_parameters * dtype.itemsize
+    fit = int(usable // (shape.layer_parameters * dtype.itemsize)) - 2  # the draft: a layer, and fc of about a layer
     if fit < 1:
         raise ValueError(
             f"--shape {shape.name}: no layer fits into the free memory of {device}; choose a smaller shape or free memory"
@@ -60,12 +63,3 @@ def _text_config(shape: Shape, num_layers: int, context: int) -> dict[str, Any]:
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024 * int(line.split()[1])
-    raise ValueError("--layers: the free memory of this system is unknown; give the number of layers")

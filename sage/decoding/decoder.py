@@ -21,8 +21,10 @@ from sage.planning.base import Policy
 from sage.planning.tree import Columns, RoundOutcome, Tree, TreeBuilder
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens, cached_index, join_tokens
+from sage.runtime.joint import Steps, alone
 from sage.runtime.timing import Clock
 from sage.targets import Features, Prompt, Target
+from sage.targets.family import Family
 from sage.targets.prompt_pass import read_prompt
 from sage.targets.tree_passes import TreePasses
 
@@ -94,11 +96,31 @@ def decode(request: Request) -> Iterator[Round]:
     yield emitted
     while not request.stop.is_over:
         with _inference_mode():
-            request.clock.start_round()
-            tree = plan(request)
-            verdict, features = verify(request, tree)
-            emitted = commit(request, tree, verdict, features)
+            emitted = alone(round_steps(request))
         yield emitted
+
+
+def round_steps(request: Request) -> Steps[Round]:
+    """Runs one round; asks for its passes, which several requests can share (`sage.runtime.joint`)."""
+    request.clock.start_round()
+    tree = yield from plan(request)
+    verdict, features = yield from verify(request, tree)
+    return commit(request, tree, verdict, features)
+
+
+def read_chunk(request: Request, num_tokens: int) -> bool:
+    """Runs the target over the next `num_tokens` tokens of the prompt, if more than these are left; returns whether it has.
+
+    A prompt is read at once if the draft's pruning needs the attention of all its tokens, or if tokens attend to later ones.
+    """
+    family = request.target.family
+    left = request.prompt.input_ids.shape[1] - request.cache.length
+    if left <= num_tokens or request.pruning.needs_attention or type(family).visible is not Family.visible:
+        return False
+    part = torch.arange(request.cache.length, request.cache.length + num_tokens, device=request.prompt.input_ids.device)
+    request.features.append(read_prompt(request.target, request.prompt.at(part), request.cache, request.levels))
+    request.clock.lap("target_prefill")
+    return True
 
 
 def prefill(request: Request) -> Round:
@@ -125,7 +147,7 @@ def prefill(request: Request) -> Round:
     return Round(_emit(request, [request.root]), 0)
 
 
-def plan(request: Request) -> Tree:
+def plan(request: Request) -> Steps[Tree]:
     """Synchronizes the draft with the accepted tokens and drafts one tree, as far as the policy asks for it."""
     request.policy.begin()
     request.clock.lap("policy")
@@ -133,12 +155,13 @@ def plan(request: Request) -> Tree:
         features = Features.join([features for features, _ in request.unread])
         tokens = join_tokens([tokens for _, tokens in request.unread])
         request.unread.clear()
-        request.draft_logits = request.session.commit(features, tokens)
+        request.draft_logits = yield from request.session.commit_steps(features, tokens)
         request.stats.draft_steps += 1
-    return draft_tree(request)
+    tree = yield from draft_tree(request)
+    return tree
 
 
-def draft_tree(request: Request) -> Tree:
+def draft_tree(request: Request) -> Steps[Tree]:
     """Grows one round's tree level by level, at most to the depth that the answer can still use and the draft can reach."""
     policy, session, clock, logits = request.policy, request.session, request.clock, request.draft_logits
     last_level = request.stop.num_remaining - 1
@@ -161,17 +184,17 @@ def draft_tree(request: Request) -> Tree:
             break
         rows, tokens = builder.advance(next_level)
         clock.lap("policy")
-        logits = session.expand(rows, tokens)
+        logits = yield from session.expand_steps(rows, tokens)
         request.stats.draft_steps += 1
     tree = builder.tree(policy.select())
     clock.lap("policy")
     return tree
 
 
-def verify(request: Request, tree: Tree) -> tuple[Verdict, Features]:
+def verify(request: Request, tree: Tree) -> Steps[tuple[Verdict, Features]]:
     """Runs the target over the tree; returns the accepted path and the features of all nodes [1, N, D]."""
     position = request.prompt.next_position + (request.stats.new_tokens - 1)
-    output = request.passes(tree.tokens, position + tree.depths, tree.ancestors, request.cache)
+    output = yield from request.passes.steps(tree.tokens, position + tree.depths, tree.ancestors, request.cache)
     request.clock.lap("verify", len(tree))
     needs_labels = request.policy.needs_feedback()
     return request.verifier.verify(output.logits, tree, needs_labels, output.greedy), output.features

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from sage.drafts.compressor.compressor import Compressor, Gate
 from sage.drafts.compressor.operators import Conv, Resampler
 from sage.drafts.compressor.spans import HeadInput, PairMasks
-from sage.drafts.head_session import CommitPass, LevelPass
+from sage.drafts.head_passes import CommitPass, LevelPass
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
 from sage.drafts.unroll import Chains, at_rows
 from sage.io.model_files import load_weights, read_config

@@ -7,7 +7,6 @@ U draft vocabulary, H KV heads, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,20 +14,18 @@ from torch import Tensor
 
 from sage.drafts.compressor.spans import HeadInput, PairMasks, ends_of_turn
 from sage.drafts.layer import fuse_linears
-from sage.drafts.session import DraftSession
-from sage.runtime.attention import repeat_mask, tile_mask
-from sage.runtime.cache import RowCache
+from sage.drafts.session import JointSession
+from sage.runtime.attention import tile_mask
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
-from sage.runtime.pass_function import CAPACITY, KEYS, NODES, PARENTS, TOKENS, Argument, Dim, Padding, PassFunction, Result
+from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, BoundPass, Steps
 from sage.targets import Features, Prompt, Target
-from sage.targets.tree_passes import describe_target, family_modules, without_paths
 
 if TYPE_CHECKING:
     from sage.drafts.head import DraftHead
 
 
-class HeadSession(DraftSession):
+class HeadSession(JointSession):
     """Session of a head that drafts level by level: pair t = (feature of token t, embedding of token t + 1) at the position of
     token t.
 
@@ -44,7 +41,9 @@ class HeadSession(DraftSession):
         if not draft.training:
             fuse_linears(draft)
         self._executor = EAGER if draft.training else executor_of(target.passes)
-        self._level, self._commit = (self._executor.bind(function) for function in draft.pass_functions(target))
+        level, commit = draft.pass_functions(target)
+        self._level = BoundPass(self._executor, level, LEVEL_ORDER)
+        self._commit = BoundPass(self._executor, commit, COMMIT_ORDER)
         self.levels, self.token_map = draft.levels, draft.token_map
         self.dtype = draft.dtype
         self.hidden = torch.zeros(1, draft.config.hidden_size, dtype=draft.dtype, device=draft.device)
@@ -88,8 +87,7 @@ class HeadSession(DraftSession):
         self._start_tree(hidden)
         return self.draft.logits(hidden, self.target)
 
-    @torch.no_grad()
-    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
+    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
         width = len(rows)
         first = self.cache.reserve(width)
         visible = self._visible_to(rows, first)
@@ -98,7 +96,8 @@ class HeadSession(DraftSession):
         self.depth += 1
         if len(self.hidden) == 1 and width > 1:
             rows = rows.new_zeros(width)  # a view of one number is not contiguous
-        self.hidden, logits = self._level(
+        self.hidden, logits = yield from self._level.steps(
+            self.cache,
             self._staging.stage(tokens),
             rows,
             self.hidden,
@@ -122,13 +121,13 @@ class HeadSession(DraftSession):
         self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(rows))), 1)
         return self.visible
 
-    @torch.no_grad()
-    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
         self.cache.crop_to(self.committed)
         length = len(tokens)
         first = self.cache.reserve(length)
         cos, sin = self._rope(self.offset, length)
-        hidden, logits = self._commit(
+        hidden, logits = yield from self._commit.steps(
+            self.cache,
             self._staging.stage(tokens),
             features.last,
             features.levels,
@@ -196,137 +195,3 @@ def _pair_masks(target: Target, prompt: Prompt, root: Tensor) -> PairMasks:
     visual = torch.cat((prompt.visual_mask, is_answer[:, :1]), 1)
     is_answer[:, -1] = True
     return PairMasks.of(visual, ends_of_turn(tokens, target.eos_token_ids), is_answer)
-
-
-class HeadPass(PassFunction):
-    """A pass of a draft head over pairs.
-
-    Args:
-        count: the dimension of the pairs.
-        own: arguments between the tokens and those that every pass of a head has.
-        num_positions: of the rope: those of the pairs, or one for all of them.
-    """
-
-    def __init__(
-        self,
-        draft: DraftHead,
-        target: Target,
-        names: tuple[str, str],
-        count: Dim,
-        own: Sequence[Argument],
-        num_positions: Dim | int,
-        results: Sequence[Result],
-    ) -> None:
-        config, dtype = draft.config, draft.dtype
-        buffers = (1, config.num_key_value_heads, CAPACITY, config.head_dim)
-        arguments = (
-            Argument("tokens", (count,), torch.long),
-            *own,
-            Argument("cos", (1, 1, num_positions, config.head_dim), dtype),
-            Argument("sin", (1, 1, num_positions, config.head_dim), dtype),
-            Argument("rows", (count,), torch.long, Padding.spare_row),
-            Argument("mask", (count, KEYS), dtype, Padding.masked),
-            Argument("keys", buffers, dtype, Padding.cache, 1),
-            Argument("values", buffers, dtype, Padding.cache, 1),
-        )
-        modules = (type(draft).__module__, *family_modules(target))
-        super().__init__("draft", names, arguments, results, (describe_target(target), without_paths(config)), modules)
-        self.draft, self.embed_tokens, self.lm_head = draft, target.embed_tokens, target.lm_head
-        self._target = target
-
-    def _read(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        rows: Tensor,
-        mask: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> Tensor:
-        config = self.draft.config
-        cache = RowCache(keys, values, rows, mask.shape[1])
-        embeds = self.embed_tokens(tokens)[None]
-        group = config.num_attention_heads // config.num_key_value_heads
-        return self.draft.read(embeds, features, (cos, sin), repeat_mask(mask, group), cache)[0]
-
-
-class LevelPass(HeadPass):
-    """A draft head's pass over one level of a tree."""
-
-    def __init__(self, draft: DraftHead, target: Target) -> None:
-        size = draft.config.hidden_size
-        names = ("the draft's level of one token", "the draft's level of several tokens")
-        own = (Argument("parents", (NODES,), torch.long), Argument("hidden", (PARENTS, size), draft.dtype))
-        results = (Result((NODES, size)), Result((NODES, draft.num_draft_tokens)))
-        super().__init__(draft, target, names, NODES, own, 1, results)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        parents: Tensor,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        rows: Tensor,
-        mask: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the level.
-
-        Args:
-            tokens, parents, rows: LongTensor [F]: the nodes' tokens, their parents as rows of `hidden`, and their cache rows.
-            hidden: [P, D], the outputs of the last pass.
-            cos, sin: [1, 1, 1, d], rope of the level.
-            mask: [F, S], additive.
-            keys, values: one buffer each, [1, H, C, d].
-
-        Returns:
-            outputs [F, D] and logits [F, U].
-        """
-        out = self._read(tokens, hidden.index_select(0, parents)[None], cos, sin, rows, mask, keys, values)
-        return out, self.draft.logits(out, self._target)
-
-
-class CommitPass(HeadPass):
-    """A draft head's pass over the tokens that the target accepted."""
-
-    def __init__(self, draft: DraftHead, target: Target) -> None:
-        names = ("the draft's commit of one token", "the draft's commit of several tokens")
-        of_target = (1, TOKENS, target.hidden_size)
-        own = (
-            Argument("last", of_target, target.dtype),
-            Argument("levels", of_target, target.dtype, count=len(draft.levels)),
-        )
-        results = (Result((1, draft.config.hidden_size)), Result((1, draft.num_draft_tokens)))
-        super().__init__(draft, target, names, TOKENS, own, TOKENS, results)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        last: Tensor,
-        levels: Sequence[Tensor],
-        cos: Tensor,
-        sin: Tensor,
-        rows: Tensor,
-        mask: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the head over M pairs.
-
-        Args:
-            tokens, rows: LongTensor [M].
-            last, levels: `Features` of the tokens, 1 + A tensors [1, M, D].
-            cos, sin: [1, 1, M, d].
-            mask: [M, S], additive.
-            keys, values: one buffer each, [1, H, C, d].
-
-        Returns:
-            the output of the last pair [1, D], and its logits [1, U].
-        """
-        features = self.draft.fuse(Features(last, tuple(levels)))
-        out = self._read(tokens, features, cos, sin, rows, mask, keys, values)[-1:]
-        return out, self.draft.logits(out, self._target)

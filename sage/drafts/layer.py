@@ -15,7 +15,8 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from sage.drafts.unroll import Chains
-from sage.runtime.attention import causal_attention
+from sage.runtime.attention import causal_attention, joint_attention
+from sage.runtime.shared_cache import JointCache
 
 
 class FusedLinear:
@@ -101,6 +102,8 @@ class Attention(nn.Module):
             return cache.attend(query, key, value)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
+        if isinstance(cache, JointCache):
+            return joint_attention(query, key, value, mask, cache.queries).transpose(1, 2)
         if mask is None and query.shape[2] > 1:
             return causal_attention(query, key, value)
         folded = query.reshape(query.shape[0], key.shape[1], -1, self.head_dim)

@@ -8,9 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens
+from sage.runtime.joint import Steps, alone
 from sage.targets import Features, Prompt
 
 
@@ -61,6 +64,16 @@ class DraftSession(ABC):
             [1, U], the logits below the next root.
         """
 
+    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
+        """Does what `expand` does, and asks for its pass, so that several requests can share one."""
+        yield from ()
+        return self.expand(rows, tokens)
+
+    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
+        """Does what `commit` does, and asks for its pass."""
+        yield from ()
+        return self.commit(features, tokens)
+
     def propose(self, scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
         """Selects the best next tokens below each node.
 
@@ -80,6 +93,30 @@ class DraftSession(ABC):
         `commit` can be timed.
         """
         raise NotImplementedError
+
+
+class JointSession(DraftSession):
+    """Base class of sessions whose passes several requests can share: they implement `expand_steps` and `commit_steps`.
+
+    Attributes:
+        cache: of the draft; a row of a shared one if requests are decoded together.
+    """
+
+    cache: TreeCache
+
+    @abstractmethod
+    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]: ...
+
+    @abstractmethod
+    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]: ...
+
+    @torch.no_grad()
+    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
+        return alone(self.expand_steps(rows, tokens))
+
+    @torch.no_grad()
+    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+        return alone(self.commit_steps(features, tokens))
 
 
 def check_probabilities(rows: Sequence[Sequence[float]], level: int, num_new: int) -> None:

@@ -42,6 +42,17 @@ def processor_name(device: torch.device) -> str:
     return _cpuinfo("model name") or platform.processor() or "unknown"
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Returns the free memory of a device, or of this machine; None if unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
 @lru_cache
 def _cpuinfo(*names: str) -> str:
     """Returns the first value in /proc/cpuinfo under one of these names; empty without one."""

@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from sage.runtime.prefix_attention import PassKeys, attend_in_parts
+from sage.runtime.shared_cache import JointQueries
 
 NAME = "sage_tree"
 VARLEN = "sage_flash_varlen"  # transformers packs windows for implementations named flash
@@ -38,11 +39,12 @@ def tree_attention(
     is_masked: bool | None = None,
     attention_recorder: AttentionRecorder | None = None,
     pass_keys: PassKeys | None = None,
+    joint_queries: JointQueries | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention for the AttentionInterface of transformers.
 
-    The text model forwards `is_masked`, `attention_recorder` and `pass_keys` from its own keyword arguments.
+    The text model forwards `is_masked`, `attention_recorder`, `pass_keys` and `joint_queries` from its own keyword arguments.
 
     Args:
         query: [B, H, N, d].
@@ -51,6 +53,7 @@ def tree_attention(
         is_masked: whether the pass has a mask, which some text models drop.
         attention_recorder: records this layer.
         pass_keys: of a pass that attends to its keys in two parts, in place of a mask; B = 1, and keys and values are buffers.
+        joint_queries: of a pass of several requests: queries are [1, H, T, d], and the result is [1, T, H, d].
 
     Returns:
         [B, N, H, d] and None for the weights.
@@ -63,6 +66,8 @@ def tree_attention(
         parts = pass_keys.full if kwargs.get("sliding_window") is None else pass_keys.sliding
         assert parts is not None, "a kind of layer that the configuration of the text model does not name"
         return attend_in_parts(query, key, value, parts, scaling or query.shape[-1] ** -0.5).transpose(1, 2), None
+    if joint_queries is not None:
+        return joint_attention(query, key, value, attention_mask, joint_queries, scaling), None
     batch, heads, length, size = query.shape
     kv_heads = key.shape[1]
     if attention_recorder is not None:
@@ -124,6 +129,25 @@ def varlen_attention(
 
 
 AttentionInterface.register(VARLEN, varlen_attention)
+
+
+def joint_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, queries: JointQueries, scale: float | None = None
+) -> Tensor:
+    """Attention of the queries of several requests, each to the keys of its own.
+
+    Args:
+        query: [1, H, T, d].
+        key, value: [B, H // G, S, d].
+        mask: additive [B, 1, G * N, S] from `tile_mask`.
+
+    Returns:
+        [1, T, H, d].
+    """
+    padded = queries.pad(query)
+    folded = padded.reshape(padded.shape[0], key.shape[1], -1, padded.shape[-1])
+    out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    return queries.unpad(out.reshape(padded.shape))
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
@@ -226,7 +250,7 @@ def repeat_mask(additive: Tensor, group: int) -> Tensor:
     exported its sizes are symbols, which the alignment would specialize.
     """
     if torch.compiler.is_exporting():
-        return additive.repeat(group, 1)[None, None]
+        return additive.repeat(group, 1)[None, None] if additive.dim() == 2 else additive[:, None].repeat(1, 1, group, 1)
     *batch, nodes, keys = additive.shape
     rows = batch[0] if batch else 1
     mask = additive.new_zeros(rows, 1, group * nodes, -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)[..., :keys]

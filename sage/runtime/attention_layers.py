@@ -20,7 +20,7 @@ from sage.runtime.folded_attention import FOLDED_ATTENTION, MULTIPLE, folded_att
 from sage.runtime.kernels import DTYPES, insert_call
 from sage.runtime.timing import fastest_s
 
-TIMED_KEYS = 256
+TIMED_KEYS = 512
 REPEATS = 50
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

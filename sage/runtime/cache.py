@@ -8,7 +8,7 @@ Shapes: L layers, B batch, H KV heads, C capacity, S filled length, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class _Layer(CacheLayerMixin):
         return int(self.keys.shape[-2])
 
 
-class _Rows(CacheLayerMixin):
+class RowLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, length: int) -> None:
@@ -85,7 +85,7 @@ class RowCache(Cache):
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: Tensor, length: int) -> None:
         placed = {device: rows.to(device) for device in dict.fromkeys(layer.device for layer in keys)}
         layers = zip(keys, values, strict=True)
-        super().__init__(layers=[_Rows(key, value, placed[key.device], length) for key, value in layers])
+        super().__init__(layers=[RowLayer(key, value, placed[key.device], length) for key, value in layers])
 
 
 class TreeCache(Cache):
@@ -101,17 +101,19 @@ class TreeCache(Cache):
     def __init__(
         self, devices: Sequence[torch.device], num_kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype
     ) -> None:
-        self._devices = list(devices)
+        self.devices = list(devices)
         self.buffers = [
-            torch.empty(self._devices.count(device), 2, 1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
-            for device in dict.fromkeys(self._devices)
+            torch.empty(self.devices.count(device), 2, 1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
+            for device in dict.fromkeys(self.devices)
         ]
-        super().__init__(layers=[_Layer(rows[0], rows[1]) for rows in self._rows_of_layers()])
+        self._make_layers()
+
+    def _make_layers(self) -> None:
+        Cache.__init__(self, layers=[_Layer(rows[0], rows[1]) for rows in self._rows_of_layers()])
 
     def _rows_of_layers(self) -> list[Tensor]:
         """Returns keys and values [2, 1, H, C, d] of every layer."""
-        rows = {device: iter(buffer) for device, buffer in zip(dict.fromkeys(self._devices), self.buffers, strict=True)}
-        return [next(rows[device]) for device in self._devices]
+        return list(layers_in_order(self.devices, self.buffers))
 
     @property
     def keys(self) -> list[Tensor]:
@@ -185,3 +187,10 @@ class TreeCache(Cache):
                 tree = buffer.narrow(-2, start, self.length - start)
                 tree.narrow(-2, 0, len(path)).copy_(tree.index_select(-2, rows))
         self.crop_to(end)
+
+
+def layers_in_order(devices: Sequence[torch.device], buffers: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields the part of every layer, in order, of buffers [layers of the device, ..] that are one for each device."""
+    parts = {device: iter(buffer) for device, buffer in zip(dict.fromkeys(devices), buffers, strict=True)}
+    for device in devices:
+        yield next(parts[device])

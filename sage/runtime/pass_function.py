@@ -7,6 +7,7 @@ their sizes for captured graphs. Nothing in a function depends on a number of th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from sage.runtime.buckets import key_bucket, node_bucket
 
 MAX_NODES, MAX_KEYS = 4096, 1 << 20
+JOINT = "joint"  # key of the function of several requests in `PassFunction.kept`
 MIN_PARENTS = 64  # rows of the static buffer of parents: one size for all common levels
 Value: TypeAlias = Tensor | Sequence[Tensor]  # of an argument; several tensors of one description
 
@@ -51,6 +53,11 @@ SEEN = Dim("seen", 7, MAX_NODES, node_bucket, has_variant=True)  # a single node
 TOKENS = Dim("tokens", 5, MAX_NODES, node_bucket, has_variant=True, is_padded_in_front=True)
 PROMPT = Dim("prompt", 9, MAX_KEYS, int)  # the tokens of one; graphs do not read prompts
 PARENTS = Dim("parents", 3, MAX_NODES, lambda count: max(node_bucket(count), MIN_PARENTS), minimum=1)
+ALL_NODES = Dim("all_nodes", 7, MAX_NODES, node_bucket)  # of several requests
+ALL_PARENTS = Dim("all_parents", 6, MAX_NODES, lambda count: max(node_bucket(count), MIN_PARENTS))
+ROWS = Dim("rows", 4, MAX_NODES, int)  # of a cache that requests share; executors choose their number
+CALLS = Dim("calls", 3, MAX_NODES, node_bucket)
+PER_ROW = Dim("per_row", 5, MAX_NODES, node_bucket, has_variant=True)
 KEYS = Dim("keys", 24, MAX_KEYS, lambda count: key_bucket(count + 1))  # and one row that padding writes
 CAPACITY = Dim("capacity", 48, MAX_KEYS, int)
 
@@ -174,6 +181,32 @@ class PassFunction(nn.Module):
             values.append(made[0] if argument.count is None else made)
             dynamic.append(of_one if argument.count is None else [of_one] * num)
         return tuple(values), tuple(dynamic)
+
+    def joint(self) -> JointFunction | None:
+        """Returns the function for several requests; None if each needs a pass of its own."""
+        if JOINT not in self.kept:
+            self.kept[JOINT] = self._new_joint()
+        found: JointFunction | None = self.kept[JOINT]
+        return found
+
+    def _new_joint(self) -> JointFunction | None:
+        return None
+
+
+class JointFunction(PassFunction, ABC):
+    """Base class of the functions of several requests, which compute what another function does for one of them."""
+
+    @abstractmethod
+    def join(self, calls: Sequence[Any], num_rows: int) -> Sequence[Value]:
+        """Returns the arguments of `forward` for calls (`sage.runtime.joint.Call`) of the function of one request.
+
+        Args:
+            num_rows: B, the rows of the cache that the pass reads, those of the calls among them.
+        """
+
+    @abstractmethod
+    def split(self, calls: Sequence[Any], results: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Returns the results of every call."""
 
 
 def _tensor(value: Value) -> Tensor:

@@ -117,6 +117,8 @@ class Clock:
         self._free: list[torch.cuda.Event] = []
         self._marks: list[float] = []  # ends of the other laps on the host, after the end of the last resolved one
         self._events: list[torch.cuda.Event] = []  # the same on the device
+        self._is_partial = False  # whether it counts only part of the time
+        self._paused_s = self._started = 0.0
         self._mark()
         self._round_start = 0
 
@@ -135,6 +137,24 @@ class Clock:
         self._round_start = len(self._laps)
         if len(self._marks) > MAX_MARKS:  # the decoder has waited for those of the last round but one
             self._resolve(len(self._marks) - RECENT_MARKS)
+
+    def pause(self) -> None:
+        """Stops counting until `resume`. From the first pause on, the clock counts time of the host, also on a GPU, and leaves
+        out only preparations between `resume` and `pause`.
+        """
+        now = time.perf_counter()
+        if self._is_partial:
+            self._paused_s += prepared_s(self._started, now)
+        else:
+            self._resolve(len(self._marks))
+            self._is_partial, self._is_cuda, self._left_out = True, False, ()
+        self._started = now
+
+    def resume(self, counted_s: float = 0.0) -> None:
+        """Continues after a pause, as if `counted_s` seconds had passed."""
+        now = time.perf_counter()
+        self._paused_s += now - self._started - counted_s
+        self._started = now
 
     def round_times(self) -> Callable[[], RoundTimes]:
         """Returns a function that computes the timings from `start_round` to here; calling it may synchronize."""
@@ -190,7 +210,7 @@ class Clock:
         return [before.elapsed_time(now) / 1e3 for before, now in pairwise(done)]
 
     def _mark(self) -> None:
-        self._marks.append(time.perf_counter())
+        self._marks.append(time.perf_counter() - self._paused_s)
         if self._is_cuda:
             event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))

@@ -195,14 +195,15 @@ class Family(InputFormat):
         """Returns the mask of a tree pass.
 
         Args:
-            visible_NS: BoolTensor, the keys that each node may attend to: cached tokens, ancestors and itself. Along a row, the
+            visible_NS: BoolTensor, of several requests [B, N, S], the keys that each node may attend to: cached tokens,
+                ancestors and itself. Along a row, the
                 number of True up to a key is the key's place in the sequence that ends with the node. Operations have to be
                 exportable: no numbers of the host.
         """
         if self.window is None:
             return tile(visible_NS)
         place = visible_NS.long().cumsum(-1)
-        return layer_masks(self.config.get_text_config(), visible_NS, place > place[:, -1:] - self.window, tile)
+        return layer_masks(self.config.get_text_config(), visible_NS, place > place[..., -1:] - self.window, tile)
 
     # -- plans -----------------------------------------------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ def layer_masks(text_config: Any, visible: Tensor, is_near: Tensor, tile: Tile) 
 
     Args:
         visible: Bool [N, S] or [B, N, S], the keys that each token may attend to in layers with full attention.
-        is_near: Bool [N, S], the keys within its window.
+        is_near: Bool [N, S] or [B, N, S], the keys within its window.
     """
     near = tile(visible & is_near)
     return {FULL: tile(visible), SLIDING: near} if getattr(text_config, "layer_types", None) else near

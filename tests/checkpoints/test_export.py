@@ -174,6 +174,9 @@ class TestRefusals:
             export(draft, tmp_path / "out", "eagle3")
         done = export(draft, tmp_path / "out", "eagle3", ExportOptions(allow_unserved=True))
         assert any("llava_onevision" in warning for warning in done.warnings)
+        card = (tmp_path / "out" / "README.md").read_text()
+        served = f"sage-serve --target {targets['llava_onevision'].name} --draft {tmp_path / 'out'} --port 8000"
+        assert "No engine serves drafts for llava_onevision." in card and served in card
 
     def test_a_format_for_another_kind_of_head(self, targets: Any, tmp_path: Path) -> None:
         draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"], "eagle")

@@ -28,6 +28,7 @@ from sage.commands.generate import main as sage_generate
 from sage.drafts.loading import open_draft
 from sage.drafts.location import find_draft, target_of
 from sage.io.manifest import write_manifest
+from sage.serving.command import main as sage_serve
 from sage.targets.loading import meta_target
 from train.cli.data import DataCommand
 from train.cli.data import check as check_data_command
@@ -111,6 +112,7 @@ COMMANDS = {
     "sage-validate draft=": ["draft=NAME"],
     "sage-export": ["NAME", "--format", "eagle", "--flavour", "vllm", "--out", "OUT"],
     "python -m sage.bench": ["--draft", "NAME"],
+    "sage-serve": ["--draft", "NAME", "--port", "0"],
 }
 
 
@@ -120,9 +122,8 @@ def test_commands(command: str, name: Path, opened: list[Path], tmp_path: Path, 
 
     words = [word.replace("NAME", str(name)).replace("OUT", str(tmp_path / "out")) for word in COMMANDS[command]]
     monkeypatch.setattr(sys, "argv", [command, *words])
-    program: Any = {"sage-generate": sage_generate, "sage-export": sage_export, "python": bench}.get(
-        command.split()[0], sage_validate
-    )
+    programs = {"sage-generate": sage_generate, "sage-export": sage_export, "python": bench, "sage-serve": sage_serve}
+    program: Any = programs.get(command.split()[0], sage_validate)
     with pytest.raises((SystemExit, ValueError)):
         program()
     assert opened == [expected(name)]
@@ -203,7 +204,7 @@ def corrupt_run(target: Path, tmp_path: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize("command", ["sage-generate", "sage-validate", "sage-export"])
+@pytest.mark.parametrize("command", ["sage-generate", "sage-validate", "sage-export", "sage-serve"])
 def test_commands_exit_with_2_and_one_line(
     corrupt_run: Path, target: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +212,7 @@ def test_commands_exit_with_2_and_one_line(
     main, arguments = {
         "sage-generate": (sage_generate, ["--target", target, "--draft", draft, "--prompt", "Hi"]),
         "sage-validate": (validate_main, [f"checkpoint={corrupt_run}"]),
+        "sage-serve": (sage_serve, ["--target", target, "--draft", draft, "--port", 0]),
         "sage-export": (sage_export, [corrupt_run, "--format", "eagle3", "--out", corrupt_run / "out"]),
     }[command]
     assert exit_code(main, *arguments) == 2

@@ -21,6 +21,7 @@ from sage.commands.cli import run
 from sage.commands.generate import main as sage_generate
 from sage.io.docstrings import key_meanings, parse_section
 from sage.planning.options import defaults
+from sage.serving.command import main as sage_serve
 from sage.trees import POLICIES, policy_class
 from train.cli.data import DataCommand
 from train.cli.data import main as sage_data
@@ -197,7 +198,7 @@ def test_sections_of_docstrings() -> None:
 
 
 @pytest.mark.parametrize(
-    "main", [sage_train, sage_validate, sage_data, sage_generate, sage_export, lambda: sys.exit(run(bench))]
+    "main", [sage_train, sage_validate, sage_data, sage_generate, sage_export, sage_serve, lambda: sys.exit(run(bench))]
 )
 def test_version(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(main, "--version") == 0

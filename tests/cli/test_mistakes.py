@@ -17,6 +17,7 @@ from sage.commands.cli import new_parser, run
 from sage.commands.generate import main as sage_generate
 from sage.commands.parsing import completion_script
 from sage.io.names import did_you_mean
+from sage.serving.command import main as sage_serve
 from train.cli.data import main as sage_data
 from train.cli.export import main as sage_export
 from train.cli.train import main as sage_train
@@ -104,6 +105,7 @@ def test_mistakes_are_found_without_torch(tmp_path: Path) -> None:
         (lambda: options.compare_parser().parse_args(), ["--polcy", "chain"], ["--polcy:", "did you mean --policy?"]),
         (lambda: sys.exit(run(report)), ["--ouut", "x", "y"], ["--ouut:", "did you mean --out?"]),
         (sage_validate, ["--compare", "--ouut", "x", "y"], ["--ouut:", "did you mean --out?"]),
+        (sage_serve, ["--max-reqests=2"], ["--max-reqests:", "did you mean --max-requests?"]),
     ],
 )
 def test_the_nearest_name_is_given(main: Any, words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:

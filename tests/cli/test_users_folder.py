@@ -29,6 +29,7 @@ LINES = {  # in this order, after a run from Python
     "sage-export": "runs/a --format eagle3 --out exported",
     "sage-report": "runs/a",
     "sage-generate": "--draft exported --prompt Hi --max-new-tokens 2",
+    "sage-serve": "--help",  # it would run until it is stopped
     "sage-bench": "--draft exported --policies chain --max-new-tokens 2 --num-prompts 1 --repeats 1 --warmup 0 --out bench",
 }
 RUN = [

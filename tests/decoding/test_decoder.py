@@ -133,16 +133,17 @@ def test_reused_staging_memory_does_not_change_draft_logits(
         staged: list[torch.Tensor] = []
         monkeypatch.setattr(session._staging, "stage", lambda tokens: (staged.append(stage(tokens)), staged[-1])[1])
 
-        def watched(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-            def once(*args: Any) -> torch.Tensor:
-                found.append(call(*args))
+        def watched(steps: Callable[..., Any]) -> Callable[..., Any]:
+            def once(*args: Any) -> Any:
+                found.append((yield from steps(*args)))
                 if is_overwritten:
                     staged[-1].fill_(0)
                 return found[-1]
 
             return once
 
-        session.expand, session.commit = watched(session.expand), watched(session.commit)
+        for name in ("expand_steps", "commit_steps"):
+            monkeypatch.setattr(session, name, watched(getattr(session, name)))
         list(run.rounds())
         return found
 

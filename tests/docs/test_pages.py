@@ -60,7 +60,7 @@ def bash(script: str) -> str:
         (check_blocks, "```text norun: output\nmake\n```\n", "only `norun: REASON`"),
         (check_blocks, "```bash\nsage-generate --prom x\n```\n", "--prom"),
         (check_blocks, bash("# nothing"), "no command"),
-        (check_blocks, bash("make demo; curl x"), "curl"),
+        (check_blocks, bash("make demo; wget x"), "wget"),
         (check_blocks, bash("make 'demo"), "unexpected EOF"),
         (check_blocks, bash("make demonstrate"), "demonstrate"),
         (check_blocks, bash("pip install '.[gone]'"), "gone"),

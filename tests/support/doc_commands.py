@@ -49,7 +49,7 @@ COMPOSED = {
 }
 COMMANDS = (*ENTRY_POINTS, "python", "make", "pip")
 LAUNCHERS = {"deepspeed": "deepspeed.launcher.runner", "torch.distributed.run": "torch.distributed.run"}
-RECORDED = (*COMMANDS, "deepspeed", "srun", "scontrol", "vllm")
+RECORDED = (*COMMANDS, "deepspeed", "srun", "scontrol", "vllm", "curl")
 RECORDERS = "".join(f"{name}() {{ printf '%q ' {name} \"$@\" >&3; echo >&3; }}\n" for name in RECORDED)
 PLACEHOLDERS = ("DIR", "FILE", "RUN", "TARGET")
 WITH_VALUE = ("--draft", "--inspect", "--serve-check", "--check")  # options that the text names without their value

@@ -27,6 +27,7 @@ from sage.drafts.session import DraftSession
 from sage.planning.base import Policy
 from sage.planning.tree import Tree
 from sage.runtime.host_tensors import Tokens
+from sage.runtime.joint import Steps, alone
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import RoundTimes
 from sage.targets import Features, Prompt
@@ -168,6 +169,17 @@ class SteadyClock:
         return lambda: RoundTimes(verify_s=1.0, draft=[(1, 0.01)], total_s=1.02)
 
 
+class TablePasses:
+    """Tree passes of a table target."""
+
+    def __init__(self, target: TableTarget) -> None:
+        self.target = target
+
+    def steps(self, *args: Any) -> Steps[TreeOutput]:
+        yield from ()
+        return self.target.tree_pass(*args)
+
+
 def toy_request(
     policy: Policy, fixed: dict[Context, int], max_new_tokens: int, eos: list[int], sampling: Sampling = PLAIN
 ) -> Request:
@@ -180,7 +192,7 @@ def toy_request(
     cache: Any = TableCache()
     session = TableSession(draft_probs) if policy.num_candidates else None
     sampling = replace(sampling, max_new_tokens=max_new_tokens)
-    stop, passes = StopCriterion(sampling, eos), target.tree_pass
+    stop, passes = StopCriterion(sampling, eos), TablePasses(target)
     verifier, clock = Verifier(FixedDraws(target, fixed, sampling)), SteadyClock()
     return Request(target, session, policy, verifier, stop, prompt, cache, clock, passes)  # type: ignore[arg-type]
 
@@ -214,7 +226,7 @@ def toy_tree(policy: Policy, root: Context = (0,), levels: int = 3) -> tuple[Tre
     policy.reset()
     policy.begin()
     request.stop.append([root[-1]])
-    tree = draft_tree(request)
+    tree = alone(draft_tree(request))
     return tree, [(*root, *path) for path in paths_of(tree)]
 
 

@@ -1,0 +1,157 @@
+"""`python -m benchmarks.serving stress`: many requests to sage-serve, each compared with its text alone; a small random target.
+
+Server and clients share one process, whose memory is printed. `fuzz` sends malformed requests between valid ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from transformers.utils import logging
+
+import sage
+from benchmarks.serving.malformed import data_url, malformed, png, valid
+from data_prep.pocket import architecture, training
+from sage.commands.cli import new_parser, run
+from sage.serving.command import new_service
+from sage.serving.server import Server, address_of, bind
+from sage.serving.settings import ServerLimits
+
+MODEL, FAMILY = "random", "qwen2_5_vl"
+NUM_PROMPTS, NUM_REPORTS = 48, 10
+
+
+@dataclass
+class Case:
+    """A request and its text alone."""
+
+    body: dict[str, Any]
+    text: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the chosen load; returns 1 if an answer differs, is lost, or a malformed request is not refused."""
+    parser = new_parser("python -m benchmarks.serving", description=__doc__)
+    parser.add_argument("load", choices=["stress", "fuzz"])
+    parser.add_argument("--requests", type=int, default=10_000, help="requests (default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=8, help="at the same time (default: %(default)s)")
+    parser.add_argument("--policy", default="chain", help="policy (default: %(default)s)")
+    args = parser.parse_args(argv)
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        target = _target(Path(folder))
+        draft = sage.new_draft(target, "eagle")
+        limits = ServerLimits(max_requests=args.concurrency, queue=args.concurrency, max_context=400)
+        cases = [_case(target, number) for number in range(NUM_PROMPTS)]
+        with _serving(new_service(target, draft, args.policy, limits, MODEL)) as url:
+            load = _stress if args.load == "stress" else _fuzz
+            return asyncio.run(load(url, cases, args.requests, args.concurrency))
+
+
+def _target(folder: Path) -> sage.Target:
+    tokenizer = architecture.new_tokenizer(FAMILY, training.world_texts(50))
+    model = architecture.new_model(FAMILY, tokenizer, 2, seed=0)
+    architecture.save(model, tokenizer, FAMILY, folder)
+    return sage.load_target(folder, dtype=torch.float32)  # as sage-serve on a CPU; in bf16, near-ties flip
+
+
+def _case(target: sage.Target, number: int) -> Case:
+    """A prompt with an image, or without, greedy or sampled, of 4 to 24 tokens."""
+    random_ = random.Random(number)
+    options: dict[str, Any] = {"temperature": random_.choice([0.0, 0.7, 1.2]), "seed": number}
+    max_tokens = random_.randrange(4, 25)
+    text = {
+        "type": "text",
+        "text": " ".join(random_.choices(["what", "is", "this", "red", "circle"], k=random_.randrange(1, 20))),
+    }
+    images = [data_url(png(56, seed)) for seed in range(number, number + random_.randrange(3))]
+    content: list[Any] = [*({"type": "image", "image": url} for url in images), text]
+    inputs = target.prepare([{"role": "user", "content": content}])
+    expected = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=max_tokens, **options)
+    sent = [*({"type": "image_url", "image_url": {"url": url}} for url in images), text]
+    body = {"messages": [{"role": "user", "content": sent}], "max_tokens": max_tokens, **options}
+    return Case(body, expected.text)
+
+
+@contextmanager
+def _serving(service: Any) -> Iterator[str]:
+    ready = threading.Event()
+    with bind("127.0.0.1", 0) as bound:
+        server = Server(service, ready.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        ready.wait()
+        try:
+            yield address_of(bound)
+        finally:
+            server.stop()
+            thread.join()
+            service.close()
+
+
+async def _stress(url: str, cases: list[Case], count: int, concurrency: int) -> int:
+    numbers, wrong, done = iter(range(count)), 0, 0
+    start = time.perf_counter()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        nonlocal wrong, done
+        for number in numbers:
+            case = cases[random.Random(number).randrange(len(cases))]
+            reply = await client.post("/v1/chat/completions", json=case.body)
+            wrong += reply.status_code != httpx.codes.OK or reply.json()["choices"][0]["message"]["content"] != case.text
+            done += 1
+            if done % max(1, count // NUM_REPORTS) == 0:
+                seconds = time.perf_counter() - start
+                print(f"{done:>6} answers, {wrong} wrong or lost, {done / seconds:.0f}/s, {rss_mb():.0f} MB", flush=True)
+
+    print(f"     0 answers, {rss_mb():.0f} MB", flush=True)
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        await asyncio.gather(*(work(client) for _ in range(concurrency)))
+    return int(wrong > 0 or done != count)
+
+
+async def _fuzz(url: str, cases: list[Case], count: int, concurrency: int) -> int:
+    """Sends malformed requests while `concurrency` clients send valid ones."""
+    is_over, answers, faults = False, [0, 0], 0
+
+    async def work(client: httpx.AsyncClient, offset: int) -> None:
+        while not is_over:
+            case = cases[(offset + answers[0]) % len(cases)]
+            reply = await client.post("/v1/chat/completions", json=case.body)
+            answers[0] += 1
+            answers[1] += reply.status_code != httpx.codes.OK or reply.json()["choices"][0]["message"]["content"] != case.text
+
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        assert (await client.post("/v1/chat/completions", json=valid())).status_code == httpx.codes.OK
+        workers = [asyncio.create_task(work(client, number)) for number in range(concurrency)]
+        for name, body, kind in malformed(count):
+            reply = await client.post("/v1/chat/completions", content=body, headers={"content-type": kind})
+            if not 400 <= reply.status_code < 500 or "\n" in reply.json()["error"]["message"]:
+                faults += 1
+                print(f"{name}: {reply.status_code} {reply.text[:200]}")
+        is_over = True
+        await asyncio.gather(*workers)
+    print(f"{count} malformed requests, {faults} not refused; {answers[0]} valid ones beside them, {answers[1]} wrong or lost")
+    return int(faults > 0 or answers[1] > 0)
+
+
+def rss_mb() -> float:
+    """Returns the resident memory of this process in MB."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1000
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

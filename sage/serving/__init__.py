@@ -1,0 +1,14 @@
+"""An OpenAI-compatible server: `sage-serve`, `python -m sage.serving`. The only room that imports FastAPI, uvicorn and
+prometheus_client, which the extra `serve` installs.
+
+    command.py        options, checks, loading
+    settings.py       limits
+    chat_request.py   body of a request -> options and messages
+    media.py          images of a request; remote.py downloads from allowed hosts
+    service.py        a body -> prompt tensors, off the decoding thread
+    decoders.py       several requests, round by round
+    scheduler.py      the decoding thread, queue, ends of requests
+    completion.py     tokens -> text, chunks, usage
+    app.py            routes; guard.py keys and hosts; exchange.py one request and its answer
+    memory.py, metrics.py, errors.py, server.py
+"""

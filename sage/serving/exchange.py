@@ -1,0 +1,172 @@
+"""One chat completion request and its answer: body, preparation, tokens as they are accepted, and a client that leaves.
+
+The status line is sent with the first tokens, so whatever fails before them has its own status, in a stream as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Response
+
+from sage.decoding.answer import Stats
+from sage.serving.completion import Completion, error_chunk
+from sage.serving.errors import ApiError, internal
+from sage.serving.scheduler import Event, Job
+from sage.serving.service import Prepared, Service
+
+BODY_TIMEOUT_S = 60.0
+MAX_DISCARDED = 4  # times the largest body: what is read of a larger one, so that its client receives the answer
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
+
+
+class ClientLeft(Exception):
+    """The client has closed the connection."""
+
+
+class Exchange(Response):
+    """Receives a chat completion request and answers it; raises ApiError before anything is sent."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__()
+        self._service = service
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        with suppress(ClientLeft):
+            body = await self._body(scope, receive)
+            self._service.scheduler.reserve()
+            try:
+                await until_left(self._answer(body, send), receive)
+            finally:
+                self._service.scheduler.release()
+
+    async def _body(self, scope: Any, receive: Receive) -> bytes:
+        limit = self._service.limits.max_body_bytes
+        headers = dict(scope["headers"])
+        if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != JSON:
+            raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type: give application/json")
+        try:
+            return await asyncio.wait_for(read_body(receive, limit), BODY_TIMEOUT_S)
+        except TimeoutError as error:
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, f"body: not complete after {BODY_TIMEOUT_S:g} s") from error
+
+    async def _answer(self, body: bytes, send: Send) -> None:
+        service, loop = self._service, asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(service.pool, service.prepare, body)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def emit(event: Event) -> None:
+            with suppress(RuntimeError):  # the server has stopped
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        job = Job(prepared.inputs, prepared.sampling, emit)
+        service.scheduler.submit(job)
+        try:
+            answer = self._stream if prepared.request.options.stream else self._complete
+            await answer(prepared, _tokens(events), send)
+        finally:
+            service.scheduler.cancel(job)
+
+    async def _complete(self, prepared: Prepared, events: AsyncIterator[list[int] | Stats], send: Send) -> None:
+        completion, texts = Completion(self._service, prepared), []
+        async for event in events:
+            if isinstance(event, Stats):
+                texts.append(completion.add([], is_last=True))
+                data = json.dumps(completion.response("".join(texts), event), ensure_ascii=False).encode()
+                self._service.metrics.responses.labels(HTTPStatus.OK.value).inc()
+                await _start(send, JSON, [(b"content-length", str(len(data)).encode())])
+                await _send(send, data, more=False)
+            else:
+                texts.append(completion.add(event))
+
+    async def _stream(self, prepared: Prepared, events: AsyncIterator[list[int] | Stats], send: Send) -> None:
+        completion, is_started = Completion(self._service, prepared), False
+        try:
+            async for event in events:
+                if not is_started:
+                    is_started = True
+                    self._service.metrics.responses.labels(HTTPStatus.OK.value).inc()
+                    await _start(send, EVENTS, [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+                    await _send(send, completion.first_chunk())
+                is_last = isinstance(event, Stats)
+                tokens = [] if isinstance(event, Stats) else event
+                text = completion.add(tokens, is_last)
+                if text or (tokens and prepared.request.options.return_token_ids):
+                    await _send(send, completion.text_chunk(text, tokens))
+                if isinstance(event, Stats):
+                    await _send(send, completion.last_chunks(event), more=False)
+        except Exception as error:
+            if not is_started:
+                raise
+            await _send(send, error_chunk((error if isinstance(error, ApiError) else internal()).content), more=False)
+            if not isinstance(error, ApiError):
+                raise
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """Reads a request's body; ApiError if it is larger than `limit` bytes, ClientLeft if it does not end."""
+    data, num_bytes = bytearray(), 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk = message.get("body", b"")
+        num_bytes += len(chunk)
+        if num_bytes <= limit:
+            data += chunk
+        else:
+            data.clear()
+        if not message.get("more_body", False) or num_bytes > MAX_DISCARDED * limit:
+            break
+    if num_bytes > limit:
+        message = f"body: more than {limit} bytes; send fewer or smaller images"
+        raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="request_too_large")
+    return bytes(data)
+
+
+async def until_left(work: Any, receive: Receive) -> None:
+    """Runs `work`, and cancels it when the client closes the connection; ClientLeft if it has."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return
+        raise ClientLeft
+    finally:
+        for pending in (task, leaving):
+            pending.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _tokens(events: asyncio.Queue[Event]) -> AsyncIterator[list[int] | Stats]:
+    """Yields new tokens, `Stats` last; raises the ApiError that ends an answer."""
+    while True:
+        event = await events.get()
+        if isinstance(event, ApiError):
+            raise event
+        yield event
+        if isinstance(event, Stats):
+            return
+
+
+async def _start(send: Send, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    start = {"type": "http.response.start", "status": HTTPStatus.OK.value, "headers": [(b"content-type", kind), *headers]}
+    await send(start)
+
+
+async def _send(send: Send, data: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})

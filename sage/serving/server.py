@@ -1,0 +1,85 @@
+"""The HTTP server: uvicorn on a socket that is bound before anything is loaded, and signals that let answers finish."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from sage.commands.cli import EXIT_CRASH
+from sage.serving.app import new_app
+from sage.serving.service import Service
+
+GRACE_S = 10  # seconds that clients have to read the end of their answers after a signal
+HEADER_BYTES = 1 << 16
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket bound to an address; ValueError if that is not possible."""
+    try:
+        [family, kind, protocol, _, address], *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        found = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"--host {host}: not an address of this machine ({error.strerror})") from error
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        found.close()
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}; give another port, or 0 for a free one") from error
+    return found
+
+
+def address_of(bound: socket.socket) -> str:
+    """Returns the URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Serves until a signal. The first one lets the answers in progress finish, the second ends the process.
+
+    Args:
+        on_ready: called once requests are accepted.
+    """
+
+    def __init__(self, service: Service, on_ready: Callable[[], object]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                new_app(service),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=HEADER_BYTES,
+                timeout_graceful_shutdown=GRACE_S,
+            )
+        )
+        self._service, self._on_ready = service, on_ready
+        self._num_signals = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Opens the socket."""
+        await super().startup(sockets)
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stops accepting requests at the first signal, and everything at the second."""
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._service.scheduler.drain(self.stop)
+        else:
+            print("stopped; answers in progress are lost", file=sys.stderr, flush=True)
+            os._exit(EXIT_CRASH)
+
+    def stop(self) -> None:
+        """Ends `run` once the responses in progress are sent."""
+        self.should_exit = True

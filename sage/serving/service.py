@@ -1,0 +1,132 @@
+"""What all requests of a server share, and the preparation of one: a body -> prompt tensors and sampling parameters.
+
+Preparation runs in a few threads besides the decoding thread: images are decoded, resized and normalized, text is tokenized.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+
+from sage.decoding.settings import Sampling
+from sage.serving.chat_request import ChatRequest, parse_json, read_request
+from sage.serving.decoders import ServedDecoder
+from sage.serving.errors import invalid
+from sage.serving.media import MediaReader, texts_of
+from sage.serving.metrics import Metrics
+from sage.serving.remote import RemoteMedia
+from sage.serving.scheduler import Scheduler
+from sage.serving.settings import ServerLimits
+from sage.targets import Target
+
+NUM_THREADS = 2
+WARM_UP_TOKENS = 8
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
+
+
+@dataclass
+class Prepared:
+    """A request that can be decoded.
+
+    Attributes:
+        inputs: of `Target.prepare`.
+    """
+
+    request: ChatRequest
+    inputs: Any
+    sampling: Sampling
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return int(self.inputs["input_ids"].shape[1])
+
+
+@dataclass
+class Service:
+    """A target behind the API.
+
+    Attributes:
+        model: its name there.
+        max_context: tokens of a prompt and its answer.
+        api_key: that clients must send; empty: none.
+        is_local: whether the server listens on this machine only.
+        tokenizer: of the target.
+    """
+
+    target: Target
+    model: str
+    scheduler: Scheduler
+    limits: ServerLimits
+    max_context: int
+    metrics: Metrics
+    api_key: str = ""
+    remote: RemoteMedia = RemoteMedia()
+    is_local: bool = True
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "prepare"))
+
+    def __post_init__(self) -> None:
+        if self.target.processor is None:
+            raise ValueError("target: has no processor, so it takes no messages; use sage.load_target(path)")
+        family, self.tokenizer = self.target.family, self.target.processor.tokenizer
+        reserved = {*family.placeholders.values(), *family.slot_texts.values()}
+        self._reserved = re.compile("|".join(map(re.escape, sorted(reserved)))) if reserved else None
+        self._max_characters = self.max_context * max(map(len, self.tokenizer.get_vocab()))  # more have more tokens than fit
+
+    def prepare(self, body: bytes) -> Prepared:
+        """Returns a request that can be decoded; ApiError for one that cannot."""
+        request = read_request(parse_json(body), self.model)
+        self._check_texts(request)
+        messages = MediaReader(self.limits, self.remote).open_messages(request.messages)
+        try:
+            inputs = self.target.prepare(messages)
+        except (ValueError, TemplateError) as error:
+            raise invalid(f"messages: {error}", "messages") from error
+        length = int(inputs["input_ids"].shape[1])
+        return Prepared(request, inputs, request.sampling(self._max_new_tokens(request, length)))
+
+    def _check_texts(self, request: ChatRequest) -> None:
+        """Refuses texts that contain a placeholder of an image, or cannot fit into the context."""
+        texts = texts_of(request.messages)
+        num_characters = sum(len(text) for text, _ in texts)
+        if num_characters > self._max_characters:
+            message = f"messages: {num_characters} characters, which are more than {self.max_context} tokens"
+            raise invalid(message, "messages", TOO_LONG)
+        for text, number in texts:
+            if self._reserved is not None and (found := self._reserved.search(text)):
+                where = f"messages[{number}].content"
+                raise invalid(
+                    f"{where}: the text contains {found[0]!r}, the placeholder of an image or video; remove it", where
+                )
+
+    def _max_new_tokens(self, request: ChatRequest, length: int) -> int:
+        left = self.max_context - length
+        if left < 1:
+            message = f"messages: {length} tokens, and prompt and answer have {self.max_context}; shorten the prompt"
+            raise invalid(f"{message} or shrink its images", "messages", TOO_LONG)
+        wanted = request.max_tokens or left
+        if wanted > left:
+            message = f"max_tokens: {wanted} and a prompt of {length} tokens exceed {self.max_context}; give at most {left}"
+            raise invalid(message, "max_tokens", TOO_LONG)
+        return wanted
+
+    def warm_up(self, decoder: ServedDecoder) -> None:
+        """Decodes a few tokens, so that no request waits for what is done once; ValueError if the target cannot chat."""
+        inputs = self.target.prepare([{"role": "user", "content": "Hello"}])
+        request = decoder.add(
+            inputs, Sampling(max_new_tokens=min(WARM_UP_TOKENS, self.max_context - inputs["input_ids"].shape[1]))
+        )
+        while not request.is_over:
+            decoder.step()
+        decoder.remove(request)
+        if request.error is not None:
+            raise request.error
+
+    def close(self) -> None:
+        """Ends the decoding thread and those of the preparation."""
+        self.scheduler.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,42 @@
+"""Limits of the server, options of `sage-serve`. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt, check_fields
+
+DEFAULT_CONTEXT = 4096  # tokens, unless the target has fewer
+
+
+@dataclass(kw_only=True)
+class ServerLimits:
+    """Limits of the server.
+
+    Attributes:
+        max_requests: requests that are decoded at the same time.
+        queue: requests that may wait; further ones are answered with 429.
+        max_context: tokens of a prompt and its answer; default: 4096, or the target's context length if that is shorter.
+        prefill_tokens: tokens of a new prompt that are read between two rounds of other requests.
+        max_body_mb: size of a request, in MB.
+        max_images: images and video frames of a request.
+        max_pixels: pixels of all images and frames of a request together, before they are resized.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    max_requests: PositiveInt = 8
+    queue: NonNegativeInt = 32
+    max_context: PositiveInt | None = None
+    prefill_tokens: PositiveInt = 512
+    max_body_mb: PositiveFloat = 32.0
+    max_images: NonNegativeInt = 32
+    max_pixels: PositiveInt = 50_000_000
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 1e6)

@@ -1,0 +1,139 @@
+"""Several requests decoded together: each text is the one that the request has alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.models import make_inputs, make_llava, make_qwen, random_draft
+from support.toy_helpers import make_policy
+
+import sage
+from sage.decoding.batch import BatchDecoder, BatchRequest
+from sage.runtime.joint import Layout
+from sage.targets import tree_passes
+
+MAKERS = {
+    "qwen": make_qwen,
+    "llava": make_llava,
+    "window": lambda: make_qwen(sliding_window=6, use_sliding_window=True, max_window_layers=1),
+}
+POLICIES = [name for name in sage.POLICIES if name != "spec_llava"]  # spec_llava drafts 127 nodes
+
+
+def some_inputs(target: sage.Target, count: int) -> list[Any]:
+    return [make_inputs(target, seed, 14 + seed % 5) for seed in range(count)]
+
+
+def text_alone(target: sage.Target, draft: Any, inputs: Any, policy: str, **options: Any) -> list[int]:
+    return sage.generate(target, draft, inputs, policy=make_policy(policy, {}), **options).tokens.tolist()
+
+
+@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_requests_that_join_and_leave_at_random_have_their_own_texts(family: str, kind: str) -> None:
+    """Policies, seeds, temperatures and lengths differ; rows are taken again, and two requests leave before their end."""
+    target = MAKERS[family]()
+    draft = random_draft(target, kind)
+    chance, inputs = random.Random(0), some_inputs(target, 2 * len(POLICIES))
+    settings = [
+        {"max_new_tokens": chance.randint(1, 12), "temperature": chance.choice([0.0, 0.8]), "seed": number}
+        for number in range(len(inputs))
+    ]
+    decoder = BatchDecoder(target, draft, 4, prefill_tokens=6 if kind == "eagle3" else None)
+    requests: list[BatchRequest] = []
+    tokens: dict[BatchRequest, list[int]] = {}
+    while len(requests) < len(inputs) or len(decoder):
+        for _ in range(chance.randint(0, 2)):
+            if len(requests) < len(inputs):
+                number = len(requests)
+                policy = make_policy(POLICIES[number % len(POLICIES)], {})
+                requests.append(decoder.add(inputs[number], policy, **settings[number]))
+        for request, emitted in decoder.step():
+            tokens.setdefault(request, []).extend(emitted.tokens)
+        if len(requests) in (5, 9):
+            decoder.remove(requests[-1])
+    complete = [number for number, request in enumerate(requests) if request.is_over]
+    assert len(complete) >= len(inputs) - 2
+    for number in complete:
+        alone = text_alone(target, draft, inputs[number], POLICIES[number % len(POLICIES)], **settings[number])
+        assert requests[number].output().tokens.tolist() == tokens[requests[number]] == alone, number
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8, 16])
+def test_every_batch_size_gives_the_same_texts(batch_size: int, tiny_qwen: sage.Target) -> None:
+    draft, inputs = random_draft(tiny_qwen), some_inputs(tiny_qwen, 16)
+    options: dict[str, Any] = {"max_new_tokens": 6, "seed": 1, "temperature": 0.7}
+    out = sage.generate_batch(tiny_qwen, draft, inputs, "static", batch_size=batch_size, **options)
+    assert [one.tokens.tolist() for one in out] == [text_alone(tiny_qwen, draft, one, "static", **options) for one in inputs]
+    assert all(one.stats.total_s > 0 for one in out)
+
+
+@pytest.mark.parametrize("kind", ["peagle", "block"])
+def test_drafts_with_passes_of_their_own_share_the_targets(kind: str, tiny_qwen: sage.Target) -> None:
+    draft, inputs = random_draft(tiny_qwen, kind), some_inputs(tiny_qwen, 3)
+    out = sage.generate_batch(tiny_qwen, draft, inputs, "chain", batch_size=3, max_new_tokens=8)
+    assert [one.tokens.tolist() for one in out] == [
+        text_alone(tiny_qwen, draft, one, "chain", max_new_tokens=8) for one in inputs
+    ]
+
+
+def test_a_round_makes_one_target_pass(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = BatchDecoder(tiny_qwen, random_draft(tiny_qwen), 4)
+    for inputs in some_inputs(tiny_qwen, 4):
+        decoder.add(inputs, "chain", max_new_tokens=8)
+    decoder.step()
+    passes, run = [], tiny_qwen.run
+    monkeypatch.setattr(tiny_qwen, "run", lambda *args, **more: (passes.append(args[0].shape), run(*args, **more))[1])
+    decoder.step()
+    assert passes == [(1, 4 * 6, 32)]
+
+
+@pytest.mark.parametrize("fault", ["positions", "rows"])
+def test_negative_control_what_is_a_neighbours_gives_another_text(
+    fault: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions, or the cache rows to write, in the order of another request."""
+    draft, inputs = random_draft(tiny_qwen), some_inputs(tiny_qwen, 4)
+    expected = [text_alone(tiny_qwen, draft, one, "chain", max_new_tokens=8) for one in inputs]
+    forward, layout = tree_passes.JointTreePass.forward, tree_passes.layout
+
+    def of_a_neighbour(self: Any, tokens: Any, positions: Any, *more: Any) -> Any:
+        return forward(self, tokens, positions.flip(0), *more)
+
+    def swapped(*args: Any) -> Layout:
+        found = layout(*args)
+        return Layout(found.owners.flip(0), found.offsets, found.places, found.ends)
+
+    if fault == "positions":
+        monkeypatch.setattr(tree_passes.JointTreePass, "forward", of_a_neighbour)
+    else:
+        monkeypatch.setattr(tree_passes, "layout", swapped)
+    out = sage.generate_batch(tiny_qwen, draft, inputs, "chain", batch_size=4, max_new_tokens=8)
+    assert [one.tokens.tolist() for one in out] != expected
+
+
+def test_a_request_that_fails_leaves_the_others_alone(tiny_qwen: sage.Target) -> None:
+    first, second = some_inputs(tiny_qwen, 2)
+    decoder = BatchDecoder(tiny_qwen, None, 2)
+    bad = decoder.add(first, "autoregressive", max_new_tokens=9, logits_processor=[raising])
+    good = decoder.add(second, "autoregressive", max_new_tokens=9)
+    while len(decoder):
+        decoder.step()
+    assert good.output().tokens.tolist() == text_alone(tiny_qwen, None, second, "autoregressive", max_new_tokens=9)
+    with pytest.raises(RuntimeError, match="broken"):
+        bad.output()
+
+
+def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    if ids.shape[1] > 16:
+        raise RuntimeError("broken")
+    return scores
+
+
+@pytest.mark.parametrize("name", ["max_requests", "prefill_tokens"])
+def test_sizes_below_one_are_refused(name: str, tiny_qwen: sage.Target) -> None:
+    with pytest.raises(ValueError, match=f"{name}: 0; allowed: at least 1"):
+        BatchDecoder(tiny_qwen, None, **{name: 0})

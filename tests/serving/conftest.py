@@ -1,0 +1,37 @@
+"""The server of the tests: an untrained pocket target and a draft with random weights; shared by all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import random_draft
+from support.serving_helpers import LIMITS, MODEL, Running, serving
+
+import sage
+from sage.serving.command import new_service
+from sage.serving.settings import ServerLimits
+
+
+@pytest.fixture(scope="session")
+def models(target: Path) -> tuple[sage.Target, Any]:
+    loaded = sage.load_target(target)
+    return loaded, random_draft(loaded)
+
+
+@pytest.fixture(scope="session")
+def new(models: tuple[sage.Target, Any]) -> Callable[..., Any]:
+    """Starts a server: `policy`, limits in place of `LIMITS`, and fields of `Service`."""
+
+    def start(policy: str = "chain", limits: dict[str, Any] | None = None, **options: Any) -> Any:
+        return serving(new_service(*models, policy, ServerLimits(**LIMITS | (limits or {})), MODEL, **options))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def server(new: Callable[..., Any]) -> Iterator[Running]:
+    with new() as running:
+        yield running

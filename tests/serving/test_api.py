@@ -1,0 +1,114 @@
+"""The API as its clients use it: httpx, curl and the openai package; texts are those of `sage.generate`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import openai
+import pytest
+from support.serving_helpers import HELLO, MODEL, Running, image_url, with_images
+
+import sage
+
+
+def alone(server: Running, messages: Any, **options: Any) -> Any:
+    """The answer without a server."""
+    target = server.service.target
+    return sage.generate(target, None, target.prepare(messages), policy="autoregressive", **options)
+
+
+def opened_parts(content: Any) -> Any:
+    """The content of a message as `Target.prepare` takes it."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "image", "image": part["image_url"]["url"]} if "image_url" in part else part for part in content]
+
+
+def test_the_openai_client_gets_the_texts_of_generate_over_several_turns_with_images(server: Running) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == [MODEL] and client.models.retrieve(MODEL).id == MODEL
+    messages: list[Any] = []
+    for question, color in (("What is this?", "red"), ("And this?", "blue")):
+        messages += with_images(question, image_url(color=color))
+        whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12, seed=3, temperature=0.8)
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=messages,
+                max_tokens=12,
+                seed=3,
+                temperature=0.8,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        opened = [{**message, "content": opened_parts(message["content"])} for message in messages]
+        expected = alone(server, opened, max_new_tokens=12, seed=3, temperature=0.8)
+        assert whole.choices[0].message.content == text == expected.text
+        assert whole.usage and whole.usage == chunks[-1].usage and whole.usage.completion_tokens == len(expected.tokens)
+        rounds = whole.usage.model_extra["speculation"]
+        assert 0 <= rounds["rounds"] + rounds["accepted_tokens"] - (len(expected.tokens) - 1) <= 1  # no bonus token after EOS
+        messages.append(whole.choices[0].message.model_dump())
+        messages[-1]["content"] = messages[-1]["content"] or "nothing"
+
+
+def test_curl(server: Running) -> None:
+    body = json.dumps({"messages": HELLO, "max_tokens": 6, "return_token_ids": True})
+    command = ["curl", "-s", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    expected = alone(server, HELLO, max_new_tokens=6)
+    assert found["choices"][0]["token_ids"] == expected.tokens.tolist()
+    assert found["choices"][0]["message"]["content"] == expected.text
+    assert found["choices"][0]["finish_reason"] == "length" and found["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_stop_string_ends_the_text_before_it(server: Running, is_streamed: bool) -> None:
+    text = alone(server, HELLO, max_new_tokens=24).text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    response = server.chat(max_tokens=24, stop=stop, stream=is_streamed)
+    if is_streamed:
+        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        found = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+        reason = events[-1]["choices"][0]["finish_reason"]
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        choice = response.json()["choices"][0]
+        found, reason = choice["message"]["content"], choice["finish_reason"]
+    assert (found, reason) == (text[: text.index(stop)], "stop")
+
+
+def test_video_frames_and_several_images(server: Running) -> None:
+    video = {"type": "video", "video": [image_url(color=color) for color in ("red", "green")], "fps": 2}
+    frames = "data:video/jpeg;base64," + ",".join(image_url(kind="JPEG").partition(",")[2] for _ in range(2))
+    parts = [video, {"type": "video_url", "video_url": {"url": frames}}]
+    for part in parts:
+        found = server.chat([{"role": "user", "content": [part, {"type": "text", "text": "What happens?"}]}])
+        assert found.status_code == 200, found.text
+    one, two = (server.chat(with_images("What?", *[image_url()] * count)).json()["usage"] for count in (1, 2))
+    assert two["prompt_tokens"] > one["prompt_tokens"]
+
+
+def test_health_models_metrics_and_other_paths(server: Running) -> None:
+    server.chat()
+    assert server.client.get("/health").json() == {"status": "ok"}
+    assert server.client.get("/v1/models").json()["data"][0]["max_model_len"] == 400
+    metrics = server.client.get("/metrics").text
+    for name in (
+        "sage_generated_tokens_total",
+        'sage_responses_total{status="200"}',
+        'stage="verify"',
+        "sage_waiting_requests 0.0",
+    ):
+        assert name in metrics
+    for method, path, status in (("GET", "/v1/chat/completions", 405), ("GET", "/", 404), ("GET", "/v1/models/gone", 404)):
+        response = server.client.request(method, path)
+        assert response.status_code == status and "\n" not in response.json()["error"]["message"]
+
+
+def test_requests_without_a_seed_differ(server: Running) -> None:
+    texts = {server.chat(temperature=1.5, max_tokens=16).json()["choices"][0]["message"]["content"] for _ in range(4)}
+    assert len(texts) > 1

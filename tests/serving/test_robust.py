@@ -1,0 +1,228 @@
+"""Clients that make mistakes, leave, or are too many; keys, hosts, downloads; the signal to stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from support.messages import exit_code
+from support.serving_helpers import HELLO, Running, image_url, with_images
+
+from benchmarks.serving.malformed import malformed
+from sage.serving import command, remote
+from sage.serving.completion import StopStrings
+from sage.serving.decoders import ServedDecoder
+from sage.serving.errors import ApiError
+from sage.serving.memory import CachePlan
+from sage.serving.remote import RemoteMedia
+
+LONG = {"max_tokens": 60, "ignore_eos": True}
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds take at least 10 ms."""
+    step = ServedDecoder.step
+
+    def slower(self: ServedDecoder) -> Any:
+        time.sleep(0.01)
+        return step(self)
+
+    monkeypatch.setattr(ServedDecoder, "step", slower)
+
+
+def running(server: Running) -> int:
+    return len(server.service.scheduler._running)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def lines(server: Running, **fields: Any) -> Iterator[str]:
+    """The lines of a stream; closing the generator closes the connection."""
+    body = {"messages": HELLO, "stream": True, **LONG, **fields}
+    with (
+        httpx.Client(base_url=server.url, timeout=20) as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as reply,
+    ):
+        assert reply.status_code == 200, reply.read()
+        yield from (line for line in reply.iter_lines() if line)
+
+
+def test_malformed_requests_are_refused_in_one_line_and_harm_no_other(server: Running) -> None:
+    expected = server.chat(**LONG).json()["choices"]
+    with ThreadPoolExecutor(1) as pool:
+        others = [pool.submit(server.chat, **LONG) for _ in range(8)]
+        for name, body, kind in list(malformed(240, prompt_bytes=1_000_000))[::3]:
+            reply = server.client.post("/v1/chat/completions", content=body, headers={"content-type": kind})
+            error = reply.json()["error"]
+            assert 400 <= reply.status_code < 500, (name, reply.text)
+            assert error["message"] and "\n" not in error["message"] and len(error["message"]) <= 400, name
+        assert all(other.result().json()["choices"] == expected for other in others)
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "status", "words"),
+    [
+        (with_images("?", image_url((500, 500))), {}, 400, "500x500 pixels, allowed in a request: 40000"),
+        (HELLO, {"max_tokens": 500}, 400, "give at most"),
+        (HELLO, {"model": "gone"}, 404, "'gone' is not served; give 'toy'"),
+        (HELLO, {"temprature": 1}, 400, "did you mean temperature?"),
+        (HELLO, {"logprobs": True}, 400, "logprobs: not supported; remove it or give false"),
+        ([{"role": "user", "content": "<|image_pad|>"}], {}, 400, "the placeholder of an image"),
+        ([{"role": "user", "content": "x" * 3_000_000}], {}, 413, "more than 2000000 bytes"),
+    ],
+)
+def test_refusals_name_field_and_remedy(server: Running, messages: Any, fields: Any, status: int, words: str) -> None:
+    reply = server.chat(messages, **fields)
+    assert reply.status_code == status and words in reply.json()["error"]["message"]
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_client_that_leaves_frees_its_place_and_others_keep_their_text(server: Running) -> None:
+    expected = server.chat(**LONG).json()["choices"]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(server.chat, **LONG)
+        stream = lines(server, max_tokens=300)
+        for _ in range(4):
+            next(stream)
+        assert running(server) == 2
+        stream.close()
+        wait_until(lambda: running(server) <= 1)
+        assert not other.done() and other.result().json()["choices"] == expected
+    assert 'sage_answers_total{end="cancelled"}' in server.client.get("/metrics").text
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_full_queue_and_the_signal_to_stop(new: Callable[..., Any]) -> None:
+    with new(limits={"max_requests": 1, "queue": 1}) as server, ThreadPoolExecutor(1) as pool:
+        stream = lines(server)
+        next(stream)
+        waiting = pool.submit(server.chat)
+        wait_until(lambda: bool(server.service.scheduler._waiting))
+        full = server.chat()
+        assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+        assert full.json()["error"]["type"] == "rate_limit_error"
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert waiting.result().status_code == 503
+        assert server.chat().status_code == 503 == server.client.get("/health").status_code
+        assert list(stream)[-1] == "data: [DONE]"
+        wait_until(lambda: server.server.should_exit)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_fault_ends_its_own_requests_only(new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with new() as server:
+        expected = server.chat().json()["choices"]
+        with monkeypatch.context() as patch:
+            patch.setattr(ServedDecoder, "step", lambda self: 1 / 0)
+            assert server.chat().status_code == 500
+        with monkeypatch.context() as patch:
+            patch.setattr(ServedDecoder, "add", lambda self, *_: 1 / 0)
+            assert server.chat(stream=True).status_code == 500
+        assert [server.chat().json()["choices"] for _ in range(4)] == [expected] * 4
+
+
+def test_key_and_host(new: Callable[..., Any]) -> None:
+    with new(policy="autoregressive", api_key="secret") as server:
+        for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            reply = server.client.get("/v1/models", headers=header)
+            assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
+        assert server.client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        assert server.client.get("/health").status_code == 200
+
+
+def test_a_local_server_without_a_key_has_the_names_of_this_machine_only(server: Running) -> None:
+    assert server.client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+    assert server.client.get("/v1/models", headers={"host": "localhost:80"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://other.example/x.png", "not a host that this server downloads from"),
+        ("http://good.example:22/x.png", "port 22"),
+        ("http://user@good.example/x.png", "contains a user"),
+        ("file:///etc/passwd", "give a data URL"),
+        ("http://good.example/x.png", "an internal address"),
+    ],
+)
+def test_downloads_only_from_allowed_public_hosts(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "::ffff:10.0.0.1", "fe80::1%eth0"):
+        found = [(0, 0, 0, "", ("93.184.216.34", 80)), (0, 0, 0, "", (address, 80))]
+        monkeypatch.setattr(remote.socket, "getaddrinfo", lambda *_, found=found, **__: found)
+        with pytest.raises(ValueError, match=words):
+            RemoteMedia(["good.example"], 1000).fetch(url)
+
+
+def test_a_download_follows_no_redirect_and_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.chat_server import JsonHandler, listening
+
+    class Handler(JsonHandler):
+        def do_GET(self) -> None:
+            status = 302 if self.path == "/moved" else 200
+            self.send(status, b"x" * (2000 if self.path == "/large" else 10), {"Location": "http://127.0.0.1/"})
+
+    with listening(Handler) as address:
+        port = int(address.rpartition(":")[2])
+        monkeypatch.setattr(remote, "public_address", lambda host, port: "127.0.0.1")
+        monkeypatch.setattr(remote, "PORTS", {"http": port})
+        media = RemoteMedia(["good.example"], 1000)
+        assert media.fetch("http://GOOD.example/x") == b"x" * 10
+        for path, words in (("moved", "redirects are not followed"), ("large", "more than 1000 bytes")):
+            with pytest.raises(ValueError, match=words):
+                media.fetch(f"http://good.example/{path}")
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_a_stop_string_is_found_across_pieces(cut: int) -> None:
+    text = "ab<en<end>cd"
+    stops = StopStrings(["<end>", "zz"])
+    found = "".join(stops.feed(text[at : at + cut], at + cut >= len(text)) for at in range(0, len(text), cut))
+    assert (found, stops.is_found) == ("ab<en", True)
+    other = StopStrings(["<end>"])
+    assert other.feed("x<en") + other.feed("", is_last=True) == "x<en"
+
+
+def test_caches_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most --max-requests 2, or a lower --max-context"):
+        CachePlan(10**9, 25 * 10**8).check(8, 4096)
+    CachePlan(10**9, None).check(8, 4096)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--port 99999", "--port: 99999 is not allowed"),
+        ("--policy sgae", "did you mean sage?"),
+        ("--policy chain", "--draft: missing"),
+        ("--queue -1", "queue: -1 is not allowed"),
+        ("--allow-remote-media http://x", "is not a host"),
+        ("--host 203.0.113.7", "--host 203.0.113.7 --port 8000: Cannot assign"),
+    ],
+)
+def test_mistakes_of_the_command_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(command.main, "--target", "pocket_qwen3_vl", *words.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_the_extra_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "PACKAGES", ("fastapi", "gone_package"))
+    assert exit_code(command.main, "--target", "pocket_qwen3_vl") == 2
+    assert capsys.readouterr().err == "error: sage-serve: gone_package not installed; pip install 'sage-draft[serve]'\n"
+
+
+def test_errors_are_ascii_and_short() -> None:
+    error = ApiError(400, "x\ny \ud800" + "z" * 1000)
+    assert len(json.loads(error.body())["error"]["message"]) == 400

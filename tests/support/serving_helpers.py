@@ -1,0 +1,67 @@
+"""A server in a thread, and messages with images, for tests of `sage.serving`."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from PIL import Image
+
+from sage.serving.server import Server, address_of, bind
+from sage.serving.service import Service
+
+MODEL = "toy"
+HELLO = [{"role": "user", "content": "Hello"}]
+LIMITS: dict[str, Any] = {"max_requests": 3, "queue": 2, "max_context": 400, "max_body_mb": 2.0, "max_pixels": 40_000}
+
+
+@dataclass
+class Running:
+    """A server that runs, and a client of it."""
+
+    service: Service
+    server: Server
+    client: httpx.Client
+    url: str
+
+    def chat(self, messages: Any = None, **fields: Any) -> httpx.Response:
+        """Requests a chat completion of 8 tokens, unless `max_tokens` says otherwise."""
+        body = {"messages": HELLO if messages is None else messages, "max_tokens": 8, **fields}
+        return self.client.post("/v1/chat/completions", json=body)
+
+
+@contextmanager
+def serving(service: Service) -> Iterator[Running]:
+    """Runs a service on a free port."""
+    ready = threading.Event()
+    with bind("127.0.0.1", 0) as bound:
+        server = Server(service, ready.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            assert ready.wait(20)
+            with httpx.Client(base_url=address_of(bound), timeout=20) as client:
+                yield Running(service, server, client, address_of(bound))
+        finally:
+            server.stop()
+            thread.join()
+            service.close()
+
+
+def image_url(size: tuple[int, int] = (56, 56), color: str = "red", kind: str = "PNG") -> str:
+    """An image as a data URL."""
+    stream = io.BytesIO()
+    Image.new("RGB", size, color).save(stream, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def with_images(text: str, *urls: str) -> list[dict[str, Any]]:
+    """A message with images before its text."""
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
