@@ -297,7 +297,7 @@ class DecodeConfig(MeasurementSettings):
     passes: PassMode = PassMode.auto
     assistant: str | None = None
     replay: bool = False
-    traces: NonNegativeInt = 0
+    traces: NonNegativeInt = 3
 
 
 @dataclass(kw_only=True)

@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sage.bench.measurement import BenchPrompt
 from sage.inputs.thumbnails import media_thumbnails
-from sage.io.page import table
+from sage.io.page import link, span, table
 from sage.replay.trace import message_text
 from sage.trees import AUTOREGRESSIVE
 from train.report.verdict import best_policy
@@ -22,30 +23,36 @@ FILE = "prompts.json"
 IMAGE_SIDE, FRAME_SIDE, MAX_FRAMES = 64, 40, 4  # of pictures in the list: pixels, pixels, frames of a video
 MAX_TEXT = 160  # characters of a question
 MAX_PICTURED = 128  # prompts with pictures; those of more would make the page large
+UNKNOWN: Mapping[str, Any] = {"text": "", "pictures": (), "traces": {}}
 
 Report = Mapping[str, Any]
 
 
-def describe(names: Sequence[str], messages: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Returns the content of `prompts.json` without traces, for the prompts whose chat messages are known."""
-    known = [name for name in names if name in messages]
+def describe(prompts: Sequence[BenchPrompt], traces: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
+    """Returns the content of `prompts.json`: the prompts whose chat messages are known, or that were traced.
+
+    Args:
+        traces: by name of the prompt, then of the policy: the file of the page.
+    """
+    known = [prompt for prompt in prompts if prompt.messages or prompt.name in traces]
     return {
-        name: {
-            "text": _shortened(message_text(messages[name][-1].get("content", ""))),
-            "pictures": _pictures(messages[name]) if place < MAX_PICTURED else [],
-            "traces": {},
+        prompt.name: {
+            "text": _question(prompt),
+            "pictures": _pictures(prompt) if place < MAX_PICTURED else [],
+            "traces": dict(traces.get(prompt.name, {})),
         }
-        for place, name in enumerate(known)
+        for place, prompt in enumerate(known)
     }
 
 
-def _shortened(text: str) -> str:
-    words = " ".join(text.split())
+def _question(prompt: BenchPrompt) -> str:
+    words = " ".join(message_text(prompt.messages[-1].get("content", "")).split()) if prompt.messages else ""
     return words if len(words) <= MAX_TEXT else f"{words[: MAX_TEXT - 1]}\u2026"
 
 
-def _pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [asdict(frame) for one in media_thumbnails(messages, IMAGE_SIDE, FRAME_SIDE, MAX_FRAMES) for frame in one.frames]
+def _pictures(prompt: BenchPrompt) -> list[dict[str, Any]]:
+    media = media_thumbnails(prompt.messages, IMAGE_SIDE, FRAME_SIDE, MAX_FRAMES)
+    return [asdict(frame) for one in media for frame in one.frames]
 
 
 def read_prompts(folder: Path) -> dict[str, dict[str, Any]]:
@@ -62,7 +69,7 @@ def drafting_by_speed(report: Report) -> list[str]:
 
 
 def ranked_prompts(report: Report) -> list[str]:
-    """Returns the names of the prompts by tokens per target pass of the fastest policy, the best first."""
+    """Returns the names of the prompts by tokens per target pass of the fastest policy, the most first."""
     best = best_policy(report)
     rows = report["policies"][best].get("per_prompt", []) if best is not None else []
     return [str(row["name"]) for row in sorted(rows, key=lambda row: -float(row["tokens_per_target_pass"]))]
@@ -74,27 +81,32 @@ def prompt_section(report: Report, described: Mapping[str, Mapping[str, Any]]) -
     Args:
         described: the content of `prompts.json`.
     """
-    policies, ranked = drafting_by_speed(report), ranked_prompts(report)
+    ranked, policies = ranked_prompts(report), drafting_by_speed(report)
     if not ranked:
         return None
     found = {name: {str(row["name"]): row for row in report["policies"][name]["per_prompt"]} for name in policies}
     first = found[policies[0]]
-    has_pictures = any(one["pictures"] for one in described.values())
-    has_traces = any(one["traces"] for one in described.values())
-    has_families, has_text = any(row["family"] for row in first.values()), bool(described)
-    head = ["prompt", *["picture"] * has_pictures, *["question"] * has_text, *["task"] * has_families, "tokens", *policies]
-    rows = []
-    for name in ranked:
-        one = described.get(name, {"text": "", "pictures": [], "traces": {}})
-        row: list[Any] = [name, *[{"frames": one["pictures"]}] * has_pictures, *[{"text": one["text"]}] * has_text]
-        row += [*[first[name]["family"] or "-"] * has_families, first[name]["tokens"]]
-        row += [f"{found[policy][name]['tokens_per_target_pass']:.2f}" if name in found[policy] else "-" for policy in policies]
-        links = [{"href": page, "text": policy} for policy, page in one["traces"].items()]
-        rows.append([*row, *[links or "-"] * has_traces])
-    note = f"Tokens per target pass of every prompt, those that {policies[0]} decodes in the fewest passes first."
-    note += " The traces show every round of these answers, decoded once more after the measurement." if has_traces else ""
-    return {"note": note, "table": table([*head, *["traces"] * has_traces], rows, id="prompts", text=_text_columns(head))}
+    columns: dict[str, list[Any]] = {"prompt": ranked}
+    known = [described.get(name, UNKNOWN) for name in ranked]
+    if has_traces := any(one["traces"] for one in known):
+        columns["traces"] = [_links(one["traces"]) for one in known]
+    if any(one["pictures"] for one in known):
+        columns["picture"] = [[{"kind": "picture", **frame} for frame in one["pictures"]] for one in known]
+    if any(one["text"] for one in known):
+        columns["question"] = [one["text"] for one in known]
+    if any(row["family"] for row in first.values()):
+        columns["task"] = [first[name]["family"] or "-" for name in ranked]
+    text_columns = range(len(columns))
+    columns["tokens"] = [first[name]["tokens"] for name in ranked]
+    for policy, rows in found.items():
+        columns[policy] = [f"{rows[name]['tokens_per_target_pass']:.2f}" if name in rows else "-" for name in ranked]
+    note = [span("Tokens per target pass of every prompt, sorted by those of "), span(policies[0], "code"), span(".")]
+    if has_traces:
+        note.append(span(" A trace shows every round of an answer, which was decoded once more after the measurement."))
+    cells = list(zip(*columns.values(), strict=True))
+    return {"note": note, "table": table(list(columns), cells, text_columns=text_columns, id="prompts")}
 
 
-def _text_columns(head: Sequence[str]) -> list[int]:
-    return [place for place, name in enumerate(head) if name in ("prompt", "picture", "question", "task")]
+def _links(traces: Mapping[str, str]) -> list[dict[str, Any]]:
+    spans = [part for policy, page in traces.items() for part in (link(policy, page), span(" "))]
+    return spans[:-1] or [span("-")]

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from sage.io.page import render, table, write_page
+from sage.io.page import render, span, table, write_page
 
 HTML = Path(__file__).parent / "html"
 PAGE_SUFFIX, TEXT_SUFFIX = ".html", ".md"
@@ -20,7 +20,7 @@ INLINE = re.compile(
     r"`(?P<code>[^`]+)`|\*\*(?P<strong>.+?)\*\*|(?<![\w*])\*(?P<em>[^*\s][^*]*)\*|\[(?P<label>[^\]]+)\]\((?P<href>[^):\s]+)\)"
 )
 PLOT = re.compile(r"!\[(?P<caption>.*)\]\((?P<file>[^)]+)\)")
-RULE = re.compile(r"\|( :?-+:? \|)+")
+RULE = re.compile(r"\|( (:--|--:) \|)+")
 Spans = list[dict[str, Any]]
 
 
@@ -60,7 +60,9 @@ def blocks(markdown: str, home: Path) -> Iterator[dict[str, Any]]:
         elif len(lines) > 1 and RULE.fullmatch(lines[1]):
             head, *rows = (_cells(line) for line in (lines[0], *lines[2:]))
             names = ["".join(_texts(spans(cell, home))) for cell in head]
-            yield {"kind": "table", "table": table(names, [[spans(cell, home) for cell in row] for row in rows])}
+            text_columns = [place for place, rule in enumerate(_cells(lines[1])) if rule.startswith(":")]
+            cells = [[spans(cell, home) for cell in row] for row in rows]
+            yield {"kind": "table", "table": table(names, cells, text_columns=text_columns)}
         elif all(line.startswith(("* ", "- ")) for line in lines):
             yield {"kind": "list", "items": [spans(line[2:], home) for line in lines]}
         elif not re.fullmatch(r"\*[^*]+\*", block):  # the caption below a plot, which the plot has already
@@ -77,16 +79,16 @@ def spans(text: str, home: Path) -> Spans:
     parts: Spans = []
     end = 0
     for match in INLINE.finditer(text):
-        parts.append({"kind": "text", "text": text[end : match.start()]})
+        parts.append(span(text[end : match.start()]))
         end = match.end()
         if match["code"] is not None:
-            parts.append({"kind": "code", "text": match["code"]})
+            parts.append(span(match["code"], "code"))
         elif match["href"] is not None:
             parts.append({"kind": "link", "spans": spans(match["label"], home), "href": _link(match["href"], home)})
         else:
             kind = "strong" if match["strong"] is not None else "em"
             parts.append({"kind": kind, "spans": spans(match[kind], home)})
-    parts.append({"kind": "text", "text": text[end:]})
+    parts.append(span(text[end:]))
     return [part for part in parts if part.get("text") != ""]
 
 

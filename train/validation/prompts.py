@@ -73,12 +73,6 @@ class PromptSet:
         return self._prepare(self.conversations)
 
     @property
-    def messages(self) -> dict[str, list[dict[str, Any]]]:
-        """The chat messages by name of the prompt; without prompts given as model inputs."""
-        turns = enumerate(self.conversations)
-        return {name_of(turn, place): messages_of(turn) for place, turn in turns if not _is_ready(turn)}
-
-    @property
     def later_turns(self) -> list[Any]:
         """`conversations` with None in the place of the prompts, which every rank that decodes has."""
         prompts = {id(prompt) for prompt in self.prompts}
@@ -124,26 +118,13 @@ def prepare_prompt(target: Any, prompt: Any, index: int) -> BenchPrompt:
     Raises:
         ValueError: names the prompt that cannot be prepared.
     """
-    name, family = name_of(prompt, index), str(getattr(prompt, "family", ""))
-    if _is_ready(prompt):
-        return BenchPrompt(name=name, inputs=prompt)
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        return BenchPrompt(name=f"prompt-{index}", inputs=prompt)
+    messages = list(getattr(prompt, "messages", prompt))
+    name, family = str(getattr(prompt, "id", f"prompt-{index}")), str(getattr(prompt, "family", ""))
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
     try:
-        return BenchPrompt(name=name, family=family, inputs=target.prepare(messages_of(prompt)))
+        return BenchPrompt(name=name, family=family, inputs=target.prepare(messages), messages=messages)
     except ValueError as error:
         raise ValueError(f"validation prompt {name}: {error}") from error
-
-
-def name_of(prompt: Any, index: int) -> str:
-    """Returns the id of a conversation; `prompt-INDEX` for others."""
-    return str(getattr(prompt, "id", f"prompt-{index}"))
-
-
-def messages_of(prompt: Any) -> list[dict[str, Any]]:
-    """Returns the messages of a conversation or list of messages, without the assistant's last answer."""
-    messages = list(getattr(prompt, "messages", prompt))
-    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-
-
-def _is_ready(prompt: Any) -> bool:
-    """Returns whether a prompt is given as model inputs."""
-    return isinstance(prompt, Mapping) and "input_ids" in prompt

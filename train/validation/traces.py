@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,48 +21,61 @@ from train.report.prompt_list import drafting_by_speed, ranked_prompts
 FOLDER = "traces"
 NUM_POLICIES = 2  # the fastest ones
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTrace:
-    """A trace, the prompt and policy by name, and the file name of its page."""
+    """A trace, the prompt and policy by name, and its page, relative to the folder of the report."""
 
     prompt: str
     policy: str
-    file: str
+    page: str
     trace: Trace
 
 
 def trace_extremes(
     report: Mapping[str, Any],
     prompts: Sequence[BenchPrompt],
-    messages: Mapping[str, Sequence[Mapping[str, Any]]],
     target: Any,
     draft: Any,
     policies: Mapping[str, Policy],
     sampling: Sampling,
     count: int,
-) -> Iterator[PromptTrace]:
-    """Yields the traces of the `count` best and worst prompts by tokens per target pass, for the fastest policies.
+    ends: tuple[type[BaseException], ...] = (),
+) -> list[PromptTrace]:
+    """Returns the traces of the `count` best and worst prompts by tokens per target pass, for the fastest policies.
 
     Copies of the policies decode, which know what the measured ones have learned; nothing of the report changes.
 
     Args:
-        messages: chat messages by name of the prompt, for its text and pictures.
+        ends: exceptions that end the recording; the traces recorded before are returned.
     """
-    ranked, known = ranked_prompts(report), {prompt.name: prompt for prompt in prompts}
+    ranked, by_name = ranked_prompts(report), {prompt.name: prompt for prompt in prompts}
     chosen = list(dict.fromkeys([*ranked[:count], *ranked[max(len(ranked) - count, 0) :]])) if count else []
-    names = drafting_by_speed(report)[:NUM_POLICIES]
-    for place, name in enumerate(chosen, start=1):
-        prompt = known[name]
-        inputs = on_device(prompt.inputs, target.device)
-        seeded = sampling if prompt.seed is None else replace(sampling, seed=prompt.seed)
-        race = decode_race(target, inputs, seeded)
-        for policy in names:
-            generation = start(target, draft, inputs, copy.deepcopy(policies[policy]), sampling=seeded)
-            recorder = TraceRecorder(generation)
-            with torch.inference_mode():
-                for emitted in generation.rounds():
-                    recorder.add(emitted)
-            settings = {"policy": policy, "draft": str(report["draft"]), "prompt": name}
-            made = recorder.trace(settings, messages.get(name), race)
-            yield PromptTrace(prompt=name, policy=policy, file=f"{place:02d}_{policy}.html", trace=made)
+    copies = {name: copy.deepcopy(policies[name]) for name in drafting_by_speed(report)[:NUM_POLICIES]}
+    traces: list[PromptTrace] = []
+    try:
+        for place, name in enumerate(chosen, start=1):
+            for policy, trace in _traces(by_name[name], target, draft, copies, sampling):
+                page = f"{FOLDER}/{place:02d}_{policy}.html"
+                traces.append(PromptTrace(prompt=name, policy=policy, page=page, trace=trace))
+    except ends:
+        logger.warning("interrupted after %d traces; the report is complete, and lists these", len(traces))
+    return traces
+
+
+def _traces(
+    prompt: BenchPrompt, target: Any, draft: Any, policies: Mapping[str, Policy], sampling: Sampling
+) -> Iterator[tuple[str, Trace]]:
+    """Yields the trace of one prompt under every policy, with one race against decoding without a draft."""
+    inputs = on_device(prompt.inputs, target.device)
+    seeded = sampling if prompt.seed is None else replace(sampling, seed=prompt.seed)
+    race = decode_race(target, inputs, seeded)
+    for name, policy in policies.items():
+        generation = start(target, draft, inputs, policy, sampling=seeded)
+        recorder = TraceRecorder(generation)
+        with torch.inference_mode():
+            for emitted in generation.rounds():
+                recorder.add(emitted)
+        yield name, recorder.trace({"policy": name, "prompt": prompt.name}, prompt.messages or None, race)

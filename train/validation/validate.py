@@ -22,7 +22,7 @@ from torch import nn
 from checkpoints.export.serving import export_choice
 from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, partial_validation_folder, validation_folder
 from checkpoints.store import saving
-from sage.bench.measurement import Interrupted, Measurement, measure
+from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, measure
 from sage.bench.report import PACKAGES, all_policies, build_report, calibration, replays, versions
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.bench.running import RunningFigures
@@ -40,7 +40,6 @@ from train.report.page import write_pages
 from train.report.verdict import add_verdict
 from train.report.warnings import low_acceptance_warning
 from train.validation.prompts import PromptSet
-from train.validation.traces import FOLDER as TRACES
 from train.validation.traces import PromptTrace, trace_extremes
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ def validate(
     merge: Merge = lambda own, **_: own,
     ends: tuple[type[BaseException], ...] = (Interrupted,),
 ) -> dict[str, Any] | None:
-    """Measures a draft and writes `report.json`, `report.md` and plots to `info.folder`.
+    """Measures a draft and writes `report.json`, `report.md`, `report.html` and plots to `info.folder`.
 
     An interrupted measurement is reported in `info.partial_folder` with a section `partial`: the prompts that were measured.
     Restores weights, training mode and random state of the caller's models.
@@ -133,13 +132,13 @@ def validate(
             replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if has_replay else {},
             command=this_command(),
         )
-        found = (measured.prompts, prompts.messages, target, draft, policies, sampling)
-        traces = [] if measured.planned is not None else list(trace_extremes(report, *found, decode.traces))
+        num_traces = decode.traces if measured.planned is None else 0
+        traces = trace_extremes(report, measured.prompts, target, draft, policies, sampling, num_traces, ends)
     export = "" if info.run is None else export_choice(draft, target.model.config)
     add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
     folder = info.folder if measured.planned is None else info.partial_folder
-    write(report, folder, prompt_list.describe([prompt.name for prompt in measured.prompts], prompts.messages), traces)
+    write(report, folder, measured.prompts, traces)
     if measured.planned is None and info.check is None:
         shutil.rmtree(info.partial_folder, ignore_errors=True)
     if warning := low_acceptance_warning(report):
@@ -176,12 +175,12 @@ def merge_measured(
 
 
 def write(
-    report: Mapping[str, Any], folder: Path, described: Mapping[str, Any] | None = None, traces: Sequence[PromptTrace] = ()
+    report: Mapping[str, Any], folder: Path, prompts: Sequence[BenchPrompt] = (), traces: Sequence[PromptTrace] = ()
 ) -> None:
     """Writes plots, pages and JSON; the folder is complete, or is not there.
 
     Args:
-        described: the prompts, as train.report.prompt_list describes them.
+        prompts: those of the report, for their texts and pictures.
         traces: their pages are written to `traces/`.
 
     Raises:
@@ -190,14 +189,12 @@ def write(
     remedy = "measure again with sage-validate, or continue the run with run.resume=true"
     with saving(folder, then=remedy), atomic_path(folder) as temporary:
         temporary.mkdir()
-        known = {name: dict(one, traces={}) for name, one in (described or {}).items()}
+        pages: dict[str, dict[str, str]] = {}
         for one in traces:
-            one.trace.save(temporary / TRACES / one.file)
-            known.setdefault(one.prompt, {"text": "", "pictures": [], "traces": {}})["traces"][one.policy] = (
-                f"{TRACES}/{one.file}"
-            )
-        if known:
-            write_json(temporary / prompt_list.FILE, known)
+            one.trace.save(temporary / one.page)
+            pages.setdefault(one.prompt, {})[one.policy] = one.page
+        if described := prompt_list.describe(prompts, pages):
+            write_json(temporary / prompt_list.FILE, described)
         write_pages(report, temporary)
         write_json(temporary / REPORT, report)
     logger.info("validation: %s", folder / REPORT_PAGE)
