@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import messages
+from support.browser import NO_BROWSER
 from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ ONE_PROCESS = (
     "tests/docs/test_packaging.py",
     "tests/docs/test_pages.py",
     "tests/docs/test_papers.py",
+    "tests/pages/test_in_browser.py",
     "tests/passes/test_compiled.py",
     "tests/training/test_ranks.py",
 )
@@ -76,6 +78,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Runs slow tests first where several processes share the tests, so that no process waits for a slow test at the end."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says in a line of its own that the pages were not opened in a browser."""
+    if why := next(
+        (text for one in terminalreporter.stats.get("skipped", ()) if NO_BROWSER in (text := str(one.longrepr))), ""
+    ):
+        terminalreporter.write_line(f"SKIPPED the tests of pages in a browser: {why}", red=True)
 
 
 def pytest_unconfigure() -> None:

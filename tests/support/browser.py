@@ -13,14 +13,15 @@ from typing import Any
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of a reference to an element, fixed by the specification
 KEYS = {"ArrowLeft": "\ue012", "ArrowRight": "\ue014", "Home": "\ue011", "End": "\ue010", "Enter": "\ue007"}
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--force-color-profile=srgb")
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
 TIMEOUT_S = 60
+NO_BROWSER = "no browser"
 
 
 def missing() -> str:
     """Returns why no browser can be started; empty if one can."""
     found = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-    return f"{' and '.join(found)} not installed; apt-get install chromium chromium-driver" if found else ""
+    return f"{NO_BROWSER}: {' and '.join(found)} not installed; apt-get install chromium chromium-driver" if found else ""
 
 
 class WebDriverError(Exception):
@@ -41,7 +42,11 @@ class Browser:
         try:
             self._base = f"http://127.0.0.1:{self._port()}"
             options = {"args": list(FLAGS), "binary": shutil.which("chromium")}
-            wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}, "unhandledPromptBehavior": "ignore"}
+            wanted = {
+                "goog:chromeOptions": options,
+                "goog:loggingPrefs": {"browser": "ALL"},
+                "unhandledPromptBehavior": "ignore",
+            }
             self._base += f"/session/{self._post('/session', capabilities={'alwaysMatch': wanted})['sessionId']}"
         except BaseException:
             self._driver.kill()

@@ -76,7 +76,7 @@ def ranked_prompts(report: Report) -> list[str]:
 
 
 def prompt_section(report: Report, described: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Returns `note` and `table` of the list, a row per prompt; None if no prompt was decoded with a draft.
+    """Returns `note`, `table` and `has_traces` of the list, a row per prompt; None if no prompt was decoded with a draft.
 
     Args:
         described: the content of `prompts.json`.
@@ -104,7 +104,7 @@ def prompt_section(report: Report, described: Mapping[str, Mapping[str, Any]]) -
     if has_traces:
         note.append(span(" A trace shows every round of an answer, which was decoded once more after the measurement."))
     cells = list(zip(*columns.values(), strict=True))
-    return {"note": note, "table": table(list(columns), cells, text_columns=text_columns, id="prompts")}
+    return {"note": note, "has_traces": has_traces, "table": table(list(columns), cells, text_columns=text_columns)}
 
 
 def _links(traces: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ PHASES = {  # phase of decoding: name, color
 RC = {
     "font.size": 10.5,
     "font.family": "DejaVu Sans",
+    "text.parse_math": False,  # a name with two dollar signs is no formula
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": BAND,

@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 import matplotlib
 from matplotlib.figure import Figure
 
+from sage.io.page import visible
+
 SVG, LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
 METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 DROPPED = (f"{SVG}metadata", f"{SVG}style")
@@ -27,7 +29,7 @@ def inline_svg(made: Figure, name: str, label: str) -> str:
     stream = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         made.savefig(stream, format="svg", metadata=METADATA)
-    root = ElementTree.fromstring(stream.getvalue())
+    root = ElementTree.fromstring(visible(stream.getvalue()))
     referenced = {value.split("#")[1].rstrip(")") for part in root.iter() for value in part.attrib.values() if "#" in value[:5]}
     for part in list(root.iter()):
         for child in [child for child in part if child.tag in DROPPED]:

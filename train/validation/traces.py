@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ def trace_extremes(
     policies: Mapping[str, Policy],
     sampling: Sampling,
     count: int,
+    progress: Callable[[int, int], None] | None = None,
     ends: tuple[type[BaseException], ...] = (),
 ) -> list[PromptTrace]:
     """Returns the traces of the `count` best and worst prompts by tokens per target pass, for the fastest policies.
@@ -49,6 +50,7 @@ def trace_extremes(
     Copies of the policies decode, which know what the measured ones have learned; nothing of the report changes.
 
     Args:
+        progress: called with (done, total) before each prompt; may raise one of `ends`.
         ends: exceptions that end the recording; the traces recorded before are returned.
     """
     ranked, by_name = ranked_prompts(report), {prompt.name: prompt for prompt in prompts}
@@ -57,16 +59,24 @@ def trace_extremes(
     traces: list[PromptTrace] = []
     try:
         for place, name in enumerate(chosen, start=1):
-            for policy, trace in _traces(by_name[name], target, draft, copies, sampling):
+            if progress is not None:
+                progress(place - 1, len(chosen))
+            settings = {"draft": str(report["draft"]), "prompt": name}
+            for policy, trace in _traces(by_name[name], target, draft, copies, sampling, settings):
                 page = f"{FOLDER}/{place:02d}_{policy}.html"
                 traces.append(PromptTrace(prompt=name, policy=policy, page=page, trace=trace))
     except ends:
-        logger.warning("interrupted after %d traces; the report is complete, and lists these", len(traces))
+        logger.warning("interrupted after %d traces; the figures of the report are complete", len(traces))
     return traces
 
 
 def _traces(
-    prompt: BenchPrompt, target: Any, draft: Any, policies: Mapping[str, Policy], sampling: Sampling
+    prompt: BenchPrompt,
+    target: Any,
+    draft: Any,
+    policies: Mapping[str, Policy],
+    sampling: Sampling,
+    settings: Mapping[str, str],
 ) -> Iterator[tuple[str, Trace]]:
     """Yields the trace of one prompt under every policy, with one race against decoding without a draft."""
     inputs = on_device(prompt.inputs, target.device)
@@ -78,4 +88,4 @@ def _traces(
         with torch.inference_mode():
             for emitted in generation.rounds():
                 recorder.add(emitted)
-        yield name, recorder.trace({"policy": name, "prompt": prompt.name}, prompt.messages or None, race)
+        yield name, recorder.trace(settings, prompt.messages or None, race)

@@ -103,7 +103,7 @@ def validate(
         target: a `sage.Target`, complete on one device or sharded over the ranks.
         draft: None if only `autoregressive` is measured.
         policies: of `build_policies`; they learn from the measurement. None: builds them.
-        progress: called with (done, total), counting prompts once per repeat; may raise one of `ends`.
+        progress: called with (done, total), counting prompts once per repeat, then traced ones; may raise one of `ends`.
         show: called with (done, total, figures so far) at the start and after each prompt.
         merge: merges the measurements of several processes; where it returns None, nothing is written.
         ends: exceptions that interrupt the measurement; raised if no prompt is complete.
@@ -133,7 +133,7 @@ def validate(
             command=this_command(),
         )
         num_traces = decode.traces if measured.planned is None else 0
-        traces = trace_extremes(report, measured.prompts, target, draft, policies, sampling, num_traces, ends)
+        traces = trace_extremes(report, measured.prompts, target, draft, policies, sampling, num_traces, progress, ends)
     export = "" if info.run is None else export_choice(draft, target.model.config)
     add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
