@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import browser as browsers
+from support import shortcuts
 from support.browser import Browser
-from support.data_helpers import assistant, make_image, user
-from support.processors import make_processor
+from support.data_helpers import assistant, make_image, make_processor, user
 from support.reports import example_report
 from support.traces import HOSTILE, made_trace
 
@@ -21,17 +21,33 @@ from data_prep.tools.stats import measure, render_html
 from sage.bench.measurement import BenchPrompt
 from sage.io.page import visible
 from sage.replay.trace import Trace
-from train.report import plots
+from train.report import plots, style
 from train.validation.traces import PromptTrace
 from train.validation.validate import write
 
 pytestmark = pytest.mark.slow
-BODY = "body"
 TREE = """
 const marks = (selector, name) => [...document.querySelectorAll(selector)].map((mark) => mark.getAttribute(name));
-return { nodes: marks("#tree .node", "data-node").map(Number), accepted: marks("#tree .node.accepted", "data-node").map(Number),
-  edges: marks("#tree .edge", "d").length, choices: marks("#tree .choice", "class").length, slider: document.getElementById("slider").value,
-  summary: document.getElementById("summary").textContent, address: location.hash };
+return {
+  nodes: marks("#tree .node", "data-node").map(Number), accepted: marks("#tree .node.accepted", "data-node").map(Number),
+  edges: marks("#tree .edge", "d").length, choices: marks("#tree .choice", "class").length, address: location.hash,
+  slider: document.getElementById("slider").value, summary: document.getElementById("summary").textContent,
+};
+"""
+CELLS = """
+return [...[...document.querySelectorAll("table")].at(arguments[0]).tBodies[0].rows].map(
+  (row) => [...row.cells].map((cell) => cell.textContent)
+);
+"""
+SPANS = """
+return [...document.querySelectorAll("#answer > span")].map(
+  (one) => [one.textContent, one.className.split(" ")[0], getComputedStyle(one).backgroundColor]
+);
+"""
+INJECT = """
+const one = document.createElement("script");
+one.textContent = "window.hacked = 4";
+document.body.append(one);
 """
 
 
@@ -69,7 +85,7 @@ def trace_page(trace: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a validation with plots, prompts and traces, in which every name and text is hostile."""
+    """The page of a validation with plots, prompts and a trace, in which every name and text is hostile."""
     folder = tmp_path_factory.mktemp("report") / "<img src=x onerror='window.hacked = 3'>"
     report, prompts = example_report(), []
     for place, text in enumerate(HOSTILE):
@@ -78,30 +94,17 @@ def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prompts.append(BenchPrompt(name=f"{place} {text}", inputs={}, messages=talk))
     for number, part in enumerate(report["policies"].values()):
         part["per_prompt"] = [
-            {
-                "name": prompt.name,
-                "family": HOSTILE[0],
-                "tokens": 10 * place,
-                "tokens_per_target_pass": 1.0 + (place + number) % 4,
-            }
+            {"name": prompt.name, "family": HOSTILE[0], "tokens": 9, "tokens_per_target_pass": 1.0 + (place + number) % 4}
             for place, prompt in enumerate(prompts)
         ]
         part["example"]["prompt"] = prompts[2].name
-    report |= {
-        "target": HOSTILE[0],
-        "draft": HOSTILE[1],
-        "command": HOSTILE[0],
-        "by_family": {HOSTILE[1]: report["by_family"]["caption"]},
-    }
-    traces = [PromptTrace(prompt=prompts[0].name, policy="sage", page="traces/01_sage.html", trace=made_trace(8, 5, HOSTILE))]
+    families = {HOSTILE[1]: report["by_family"]["caption"]}
+    report |= {"target": HOSTILE[0], "draft": HOSTILE[1], "command": HOSTILE[0], "by_family": families}
+    shown = made_trace(8, 5, HOSTILE)
     with pytest.MonkeyPatch.context() as patch:
-        from support import shortcuts
-
-        from train.report import style
-
         patch.setattr(style, "svg", shortcuts.svg_rendered)
-        patch.setattr(plots, "PLOTS", plots.PLOTS[:2])
-        write(report, folder, prompts, traces)
+        patch.setattr(plots, "PLOTS", [plot for plot in plots.PLOTS if plot.file in ("speed.png", "generation.png")])
+        write(report, folder, prompts, [PromptTrace(prompt=prompts[0].name, policy="sage", page="traces/1.html", trace=shown)])
     return folder / "report.html"
 
 
@@ -110,16 +113,23 @@ def tree_of(browser: Browser) -> dict[str, Any]:
     return found
 
 
+def wait(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_rounds_are_those_of_the_trace(browser: Browser, trace: Trace, trace_page: Path) -> None:
     browser.open(trace_page)
     for number, (one, accepted) in enumerate(zip(trace.rounds, trace.output.stats.accepted, strict=True), start=1):
         shown = tree_of(browser)
-        assert shown["nodes"] == list(range(len(one.nodes)))
+        assert sorted(shown["nodes"]) == list(range(len(one.nodes)))
         assert sorted(shown["accepted"]) == one.path[1 : accepted + 1] and len(shown["accepted"]) == accepted
         assert shown["choices"] == (one.bonus is not None) and shown["edges"] == len(one.nodes) - 1 + shown["choices"]
         assert (shown["slider"], shown["address"]) == (str(number), f"#round-{number}")
         assert shown["summary"].startswith(f"Round {number} of {len(trace.rounds)}: ")
-        browser.keys(BODY, "ArrowRight")
+        browser.keys("body", "ArrowRight")
     assert tree_of(browser)["address"] == f"#round-{len(trace.rounds)}"  # the last one stays
     browser.keys("#slider", "Home")
     assert tree_of(browser)["address"] == "#round-1"
@@ -134,27 +144,25 @@ def test_rounds_are_those_of_the_trace(browser: Browser, trace: Trace, trace_pag
 
 def test_the_colored_answer_is_the_text(browser: Browser, trace: Trace, trace_page: Path) -> None:
     browser.open(trace_page)
-    spans = "return [...document.querySelectorAll('#answer > span')].map((one) => "
-    assert "".join(browser.run(f"{spans} one.textContent)")) == visible(trace.output.text)
-    kinds = ["p", *(f"d{min(depth, 6)}" if depth <= one.num_accepted else "b" for one in trace.rounds for depth in
-                    range(1, len(one.tokens) + 1))]  # fmt: skip
-    assert browser.run(f"{spans} one.className.split(' ')[0])") == kinds
-    colors = browser.run(f"{spans} [one.className.split(' ')[0], getComputedStyle(one).backgroundColor])")
-    by_kind = {kind: color for kind, color in colors}
+    texts, kinds, colors = zip(*browser.run(SPANS), strict=True)
+    assert "".join(texts) == visible(trace.output.text)
+    origins = ["p"]
+    for one in trace.rounds:
+        origins += [f"d{min(depth, 6)}" for depth in range(1, one.num_accepted + 1)] + ["b"] * (one.bonus is not None)
+    assert list(kinds) == origins
+    by_kind = dict(zip(kinds, colors, strict=True))
     assert len({color for kind, color in by_kind.items() if kind != "p"}) == len(by_kind) - 1  # each depth has its own
-    words = trace.output.text.split()
-    browser.keys("#search", words[0])
-    assert browser.run("return document.querySelectorAll('#answer .found').length") == words.count(words[0])
+    word = trace.output.text.split()[0]
+    browser.keys("#search", word)
+    assert browser.run("return document.querySelectorAll('#answer .found').length") == trace.output.text.split().count(word)
 
 
 def test_the_race_ends_in_the_recorded_ratio(browser: Browser, trace: Trace, trace_page: Path) -> None:
     browser.open(trace_page)
     browser.run("speed.value = -1; speed.dispatchEvent(new Event('input'))")
     browser.click("#play")
-    assert browser.text("#ratio") == ""
-    deadline = time.monotonic() + 10
-    while not browser.text("#ratio") and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait(lambda: browser.text("#ratio") == "")
+    wait(lambda: browser.text("#ratio") != "")
     assert trace.race is not None and trace.speedup == trace.race.times_s[-1] / trace.times_s[-1]
     assert browser.text("#ratio").startswith(f"{trace.speedup:.2f}x ")
     for lane in ("#lane-own", "#lane-base"):
@@ -163,37 +171,33 @@ def test_the_race_ends_in_the_recorded_ratio(browser: Browser, trace: Trace, tra
 
 
 def test_tables_of_a_report_sort(browser: Browser, report_page: Path) -> None:
+    def column(number: int) -> list[str]:
+        return [row[number - 1] for row in browser.run(CELLS, 0)]
+
+    def sort(number: int) -> None:
+        browser.click(f"table thead th:nth-child({number}) button")
+
     browser.open(report_page)
-    column = (
-        "return [...document.querySelectorAll('table')[0].tBodies[0].rows].map((row) => row.cells[arguments[0]].textContent)"
-    )
-    before = browser.run(column, 3)
-    button = "table thead th:nth-child(4) button"
-    browser.click(button)
-    numbers = [float(text) for text in browser.run(column, 3)]
-    assert numbers == sorted(map(float, before)) != list(map(float, before))
-    browser.click(button)
-    assert [float(text) for text in browser.run(column, 3)] == numbers[::-1]
+    before = [float(text) for text in column(4)]
+    sort(4)
+    assert [float(text) for text in column(4)] == sorted(before) != before
+    sort(4)
+    assert [float(text) for text in column(4)] == sorted(before, reverse=True)
     assert browser.run("return document.querySelector('th:nth-child(4)').ariaSort") == "descending"
-    browser.click("table thead th:nth-child(1) button")
-    assert browser.run(column, 0) == sorted(browser.run(column, 0))
-    browser.click("table thead th:nth-child(6) button")
-    assert browser.run(column, 5)[-1] == "-"  # without an interval
+    sort(1)
+    assert column(1) == sorted(column(1))
+    sort(3)
+    assert column(3)[-1] == ""  # the baselines have no accepted tokens
 
 
 def test_the_list_of_prompts_has_pictures_and_traces(browser: Browser, report_page: Path) -> None:
     browser.open(report_page)
-    rows = (
-        "return [...[...document.querySelectorAll('table')].at(-1).tBodies[0].rows].map((row) => [...row.cells].map((cell) => "
-    )
-    texts = browser.run(f"{rows} cell.textContent))")
-    tokens = [float(row[-3]) for row in texts]
-    assert len(texts) == len(HOSTILE) and tokens == sorted(tokens, reverse=True)
-    assert {row[0] for row in texts} == {visible(f"{place} {text}") for place, text in enumerate(HOSTILE)}
-    images = browser.run(
-        "return [...document.querySelectorAll('td img')].map((one) => (one.loading = 'eager', one.complete && one.width))"
-    )
-    assert len(images) == len(HOSTILE) and all(width > 10 for width in images)
+    rows = browser.run(CELLS, -1)
+    tokens = [float(row[-3]) for row in rows]
+    assert len(rows) == len(HOSTILE) and tokens == sorted(tokens, reverse=True)
+    assert {row[0] for row in rows} == {visible(f"{place} {text}") for place, text in enumerate(HOSTILE)}
+    widths = browser.run("return [...document.querySelectorAll('td img')].map((one) => one.width)")
+    assert len(widths) == len(HOSTILE) and all(width > 10 for width in widths)
     assert browser.run("return document.querySelectorAll('.plot svg [fill]').length") > 10
     browser.click("td a")
     assert browser.text("h1").endswith("sage") and tree_of(browser)["slider"] == "1"
@@ -204,20 +208,18 @@ def test_hostile_texts_do_not_run(browser: Browser, tmp_path: Path) -> None:
     processor = make_processor("llava_onevision")
     talk = Conversation(HOSTILE[0], [user(make_image(), HOSTILE[1]), assistant(HOSTILE[0])], HOSTILE[1])
     example = build_example(talk, processor)
-    statistics = measure([(talk, example)], 1, processor)
-    (tmp_path / "data.html").write_text(render_html(HOSTILE[0], statistics, [(talk, example)], processor), encoding="utf-8")
-    for name in ("trace", "data"):
+    page = render_html(HOSTILE[0], measure([(talk, example)], 1, processor), [(talk, example)], processor)
+    (tmp_path / "data.html").write_text(page, encoding="utf-8")
+    for name, num_scripts in (("trace", 2), ("data", 1)):
         browser.open(tmp_path / f"{name}.html")
-        assert HOSTILE[1] in browser.text("main") and browser.dialog is None
+        assert HOSTILE[0] in browser.text("main") and browser.dialog is None
         assert browser.run("return window.hacked") is None
-        assert browser.run("return document.scripts.length") == (2 if name == "trace" else 1)
+        assert browser.run("return document.scripts.length") == num_scripts
         if name == "trace":
             browser.keys("#search", HOSTILE[0], "Enter")
-            browser.keys(BODY, "End")
+            browser.keys("body", "End")
             assert browser.run("return window.hacked") is None
-    browser.run(
-        "const one = document.createElement('script'); one.textContent = 'window.hacked = 4'; document.body.append(one)"
-    )
+    browser.run(INJECT)
     assert any("Content Security Policy" in text for text in browser.problems())  # which would have stopped them, too
 
 
