@@ -43,7 +43,9 @@ def compare(args: argparse.Namespace, command: str) -> None:
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
     num_answers = len(prompts) * args.repeats * len(runners)
     target.passes = resolve_pass_mode(args.passes, target.device.type, num_answers, target.is_whole)
-    measurement = measure(runners, prompts, sampling, args.repeats, args.warmup, progress_callback("measuring"))
+    measurement = measure(
+        runners, prompts, sampling, args.repeats, args.warmup, progress_callback("measuring"), batch_size=args.batch_size
+    )
     report = build_report(
         measurement,
         target,

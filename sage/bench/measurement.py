@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from sage.bench.runners import Runner, TimedRun
+from sage.bench.runners import PolicyRunner, Runner, TimedRun
 from sage.bench.settings import MeasurementSettings
 from sage.decoding.settings import Sampling
 from sage.io.ranges import check_fields
@@ -84,6 +84,7 @@ class Measurement:
     autoregressive: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     planned: Planned | None = None
+    batch_size: int = 1
 
 
 def measure(
@@ -95,6 +96,7 @@ def measure(
     progress: Callable[[int, int], None] | None = None,
     observe: Callable[[Mapping[str, TimedRun]], None] | None = None,
     ends: tuple[type[BaseException], ...] = (Interrupted,),
+    batch_size: int = 1,
 ) -> Measurement:
     """Runs every runner `repeats` times on every prompt, interleaved. Raises ValueError for no prompt, a name used twice, no
     autoregressive runner, or a count out of range.
@@ -104,8 +106,9 @@ def measure(
         progress: called with (done, total), counting prompts once per repeat.
         observe: called before `progress` with the runs of the prompt, by runner.
         ends: exceptions that end the measurement early if a prompt is complete; before that they are raised.
+        batch_size: prompts that a policy decodes together.
     """
-    _check(runners, prompts, sampling, repeats, warmup)
+    _check(runners, prompts, sampling, repeats, warmup, batch_size)
     failed: dict[str, str] = {}
     short = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, WARMUP_TOKENS))
     for runner in [*runners] * warmup:  # first calls allocate, fill caches and calibrate
@@ -115,18 +118,18 @@ def measure(
     done, total = 0, repeats * len(prompts)
     try:
         while done < total:
-            index = done % len(prompts)
-            latest = {}
-            for runner in rotated(runners, done):
-                if (run := _run(runner, prompts[index], sampling, failed)) is not None:
-                    latest[runner.name] = run
-            for name, run in latest.items():
-                runs[name][index].append(run)
-            done += 1
-            if observe is not None:
-                observe(latest)
-            if progress is not None:
-                progress(done, total)
+            first = done % len(prompts)
+            group = prompts[first : first + batch_size]
+            found = {runner.name: _run_group(runner, group, sampling, failed) for runner in rotated(runners, done)}
+            for place in range(len(group)):
+                latest = {name: own[place] for name, own in found.items() if own is not None}
+                for name, run in latest.items():
+                    runs[name][first + place].append(run)
+                done += 1
+                if observe is not None:
+                    observe(latest)
+                if progress is not None:
+                    progress(done, total)
     except ends:
         if not done:
             raise
@@ -139,6 +142,7 @@ def measure(
         autoregressive=[runner.name for runner in runners if runner.is_autoregressive and runner.name not in failed],
         failed=failed,
         planned=None if done == total else Planned(prompts=len(prompts), repeats=repeats),
+        batch_size=batch_size,
     )
 
 
@@ -150,19 +154,34 @@ def rotated(items: Sequence[T], shift: int) -> list[T]:
 
 def _run(runner: Runner, prompt: BenchPrompt, sampling: Sampling, failed: dict[str, str]) -> TimedRun | None:
     """Returns one run; None if the runner fails or has failed before."""
-    if runner.name in failed:
-        return None
-    try:
-        return runner.run(prompt.inputs, sampling if prompt.seed is None else replace(sampling, seed=prompt.seed))
-    except Exception as error:  # any error of another library
-        if not runner.may_fail:
-            raise
-        failed[runner.name] = f"{type(error).__name__} on prompt {prompt.name}: {' '.join(str(error).split())[:300]}"
-        logger.warning("%s is excluded: %s", runner.name, failed[runner.name])
-        return None
+    found = _run_group(runner, [prompt], sampling, failed)
+    return None if found is None else found[0]
 
 
-def _check(runners: Sequence[Runner], prompts: Sequence[BenchPrompt], sampling: Sampling, repeats: int, warmup: int) -> None:
+def _run_group(
+    runner: Runner, prompts: Sequence[BenchPrompt], sampling: Sampling, failed: dict[str, str]
+) -> list[TimedRun] | None:
+    """Returns a run of every prompt, decoded together if the runner can; None if it fails or has failed before."""
+    samplings = [sampling if prompt.seed is None else replace(sampling, seed=prompt.seed) for prompt in prompts]
+    found = []
+    for prompt, own in zip(prompts, samplings, strict=True):
+        if runner.name in failed:
+            return None
+        if len(prompts) > 1 and isinstance(runner, PolicyRunner):
+            return runner.run_together([one.inputs for one in prompts], samplings)
+        try:
+            found.append(runner.run(prompt.inputs, own))
+        except Exception as error:  # any error of another library
+            if not runner.may_fail:
+                raise
+            failed[runner.name] = f"{type(error).__name__} on prompt {prompt.name}: {' '.join(str(error).split())[:300]}"
+            logger.warning("%s is excluded: %s", runner.name, failed[runner.name])
+    return None if runner.name in failed else found
+
+
+def _check(
+    runners: Sequence[Runner], prompts: Sequence[BenchPrompt], sampling: Sampling, repeats: int, warmup: int, batch_size: int
+) -> None:
     names = [runner.name for runner in runners]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"bench: {', '.join(twice)} is given twice; name every policy and baseline once")
@@ -172,7 +191,8 @@ def _check(runners: Sequence[Runner], prompts: Sequence[BenchPrompt], sampling: 
         raise ValueError("bench: no prompts; give at least one")
     if sampling.stop or sampling.bad_words or sampling.logits_processor:
         raise ValueError("sampling: stop, bad_words and logits_processor are not supported by every runner; remove them")
-    check_fields(MeasurementSettings(max_new_tokens=sampling.max_new_tokens, repeats=repeats, warmup=warmup))
+    counts = MeasurementSettings(max_new_tokens=sampling.max_new_tokens, repeats=repeats, warmup=warmup, batch_size=batch_size)
+    check_fields(counts)
 
 
 def load_prompts(

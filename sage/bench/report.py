@@ -57,6 +57,7 @@ def build_report(
         "prompts": len(measurement.prompts),
         **{key: getattr(measurement.sampling, key) for key in SAMPLING_KEYS},
         "repeats": measurement.repeats,
+        **({"batch_size": measurement.batch_size} if measurement.batch_size > 1 else {}),
         **_partial(measurement),
         **summarize(measurement, target, policies),
         "machine": machine(target.device),

@@ -107,6 +107,7 @@ def measured_with(report: Mapping[str, Any]) -> str:
         ("partial", interruption),
         ("prompts", lambda count: counted(count, "prompt")),
         ("repeats", lambda count: f"{counted(count, 'run')} each"),
+        ("batch_size", lambda count: f"policies decode {counted(count, 'prompt')} together"),
         ("dtype", lambda dtype: f"{dtype} on {report['device']}"),
         ("temperature", lambda temperature: f"temperature {temperature:g}"),
         ("max_new_tokens", lambda count: f"at most {counted(count, 'new token')}"),

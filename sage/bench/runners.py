@@ -13,7 +13,7 @@ Every runner takes the same model-ready inputs and returns a `TimedRun`, whose t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteria, Stop
 import sage
 from sage.bench.report_table import TARGET_PREFILL_PHASES
 from sage.bench.settings import BASELINES, HF_ASSISTED, HF_COMPILED, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP
+from sage.decoding.batch import BatchDecoder
+from sage.decoding.generation import Output
 from sage.decoding.settings import Sampling
 from sage.drafts.model import check_pair
 from sage.drafts.pruning import KEEP_ALL, Pruning
@@ -92,6 +94,7 @@ class PolicyRunner:
         self._unused = copy.deepcopy(self.policy) if is_first_answer else None
         self.is_autoregressive = self.policy.name == AUTOREGRESSIVE
         self.draft = None if self.is_autoregressive else draft
+        self._policies: list[Any] = []
 
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> TimedRun:
         """Generates once; times the complete call, without what is prepared once per machine."""
@@ -103,9 +106,46 @@ class PolicyRunner:
         out = sage.generate(self.target, self.draft, inputs, policy=self.policy, pruning=self.pruning, sampling=sampling)
         end = now_s(self.target.device)
         wall_s = end - start - prepared_s(start, end)
-        time_s = complete_phases(out.stats.time_s, wall_s)
-        decode_s = wall_s - sum(time_s[phase] for phase in TARGET_PREFILL_PHASES)
-        return TimedRun(tokens=out.tokens.tolist(), wall_s=wall_s, decode_s=decode_s, stats=out.stats, time_s=time_s)
+        return timed_run(out, wall_s)
+
+    def run_together(self, inputs: Sequence[Mapping[str, Tensor]], samplings: Sequence[Sampling]) -> list[TimedRun]:
+        """Generates from all inputs together; the time of a joint pass is divided among its requests.
+
+        Every place of the batch has a policy of its own, which keeps what it learns.
+        """
+        if len(inputs) == 1:
+            return [self.run(inputs[0], samplings[0])]
+        if self.pruning is not KEEP_ALL:
+            raise ValueError("batch_size: a draft with pruned visual tokens is measured with 1")
+        first = [copy.deepcopy(self._unused) for _ in inputs] if self._unused is not None else self._places(len(inputs))
+        given = [on_device(one, self.target.device) for one in inputs]
+        start = now_s(self.target.device)
+        decoder = BatchDecoder(self.target, self.draft, len(inputs))
+        requests = []
+        for one, sampling, policy in zip(given, samplings, first, strict=True):
+            sampling = sampling if self.couple or sampling.is_greedy else replace(sampling, couple=False)
+            requests.append(decoder.add(one, policy, sampling=sampling))
+        while len(decoder):
+            decoder.step()
+        end = now_s(self.target.device)
+        outs = [request.output() for request in requests]
+        self._policies[: len(requests)] = [request.generation.request.policy for request in requests]
+        self.policy = self._policies[0]
+        unaccounted_s = end - start - prepared_s(start, end) - sum(sum(out.stats.time_s.values()) for out in outs)
+        return [timed_run(out, sum(out.stats.time_s.values()) + max(unaccounted_s, 0.0) / len(outs)) for out in outs]
+
+    def _places(self, count: int) -> list[Any]:
+        """Returns the policies of the first `count` places."""
+        while len(self._policies) < count:
+            self._policies.append(self._policies[-1] if self._policies else self.policy)
+        return self._policies[:count]
+
+
+def timed_run(out: Output, wall_s: float) -> TimedRun:
+    """Returns the run of an answer of `wall_s` seconds."""
+    time_s = complete_phases(out.stats.time_s, wall_s)
+    decode_s = wall_s - sum(time_s[phase] for phase in TARGET_PREFILL_PHASES)
+    return TimedRun(tokens=out.tokens.tolist(), wall_s=wall_s, decode_s=decode_s, stats=out.stats, time_s=time_s)
 
 
 class HFRunner:

@@ -29,12 +29,15 @@ class MeasurementSettings(DraftedAnswerSettings):
         repeats: timed runs per prompt; the median counts.
         warmup: untimed runs of every policy before the first prompt.
         num_prompts: maximum number of prompts; without it, all.
+        batch_size: prompts that a policy decodes together; Hugging Face decodes one by one. Speedups are then those of
+            throughput.
     """
 
     max_new_tokens: MeasuredTokens = 128
     repeats: PositiveInt = 3
     warmup: NonNegativeInt = 1
     num_prompts: PositiveInt | None = None
+    batch_size: PositiveInt = 1
 
 
 @dataclass(kw_only=True)

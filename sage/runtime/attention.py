@@ -144,8 +144,8 @@ def joint_attention(
     Returns:
         [1, T, H, d].
     """
-    padded = queries.pad(query)
-    folded = padded.reshape(padded.shape[0], key.shape[1], -1, padded.shape[-1])
+    padded = queries.pad(query).contiguous()  # as kernels for few rows need it; of single nodes, folding is a view
+    folded = padded.view(padded.shape[0], key.shape[1], -1, padded.shape[-1])
     out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return queries.unpad(out.reshape(padded.shape))
 

@@ -117,14 +117,16 @@ class Service:
     def warm_up(self, decoder: ServedDecoder) -> None:
         """Decodes a few tokens, so that no request waits for what is done once; ValueError if the target cannot chat."""
         inputs = self.target.prepare([{"role": "user", "content": "Hello"}])
-        request = decoder.add(
-            inputs, Sampling(max_new_tokens=min(WARM_UP_TOKENS, self.max_context - inputs["input_ids"].shape[1]))
-        )
-        while not request.is_over:
+        sampling = Sampling(max_new_tokens=min(WARM_UP_TOKENS, self.max_context - inputs["input_ids"].shape[1]))
+        requests = [
+            decoder.add(inputs, sampling) for _ in range(min(self.limits.max_requests, 2))
+        ]  # passes alone and of several
+        while not all(request.is_over for request in requests):
             decoder.step()
-        decoder.remove(request)
-        if request.error is not None:
-            raise request.error
+        for request in requests:
+            decoder.remove(request)
+            if request.error is not None:
+                raise request.error
 
     def close(self) -> None:
         """Ends the decoding thread and those of the preparation."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.messages import refused
-from support.models import followed_by, make_inputs, make_qwen
+from support.models import followed_by, make_inputs, make_qwen, random_draft
 from torch.utils._pytree import tree_leaves
 
 import sage
@@ -327,3 +327,25 @@ def test_extra_keys_may_not_replace_measured_ones():
     target = SimpleNamespace(name="t", device=torch.device("cpu"), dtype=torch.float32)
     with refused("report", "machine"):
         build_report(measurement, target, "d", ["sage"], machine={})
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_prompts_decoded_together_have_their_own_texts_and_shares_of_the_time(batch_size, tiny_target):
+    """The last group is smaller; the report states the number of prompts that a policy decodes together."""
+    prompts = [BenchPrompt(name=f"p{i}", inputs=make_inputs(tiny_target, i, 14 + i), seed=i) for i in range(3)]
+    sampling = Sampling(max_new_tokens=6, temperature=0.7)
+    draft = random_draft(tiny_target)
+    runners = [PolicyRunner(tiny_target, None, AUTOREGRESSIVE), PolicyRunner(tiny_target, draft, "chain")]
+    apart, seen = measure(runners, prompts, sampling, 1, 0), []
+    found = measure(runners, prompts, sampling, 1, 0, progress=lambda *counts: seen.append(counts), batch_size=batch_size)
+    assert [[run.tokens for (run,) in own] for own in found.runs.values()] == [
+        [run.tokens for (run,) in own] for own in apart.runs.values()
+    ]
+    for (run,) in found.runs["chain"]:
+        assert 0 < run.decode_s < run.wall_s and sum(run.time_s.values()) == pytest.approx(run.wall_s)
+    report = build_report(found, tiny_target, "draft", ["chain"])
+    assert seen == [(1, 3), (2, 3), (3, 3)] and report["batch_size"] == batch_size
+    assert f"policies decode {batch_size} prompts together" in measured_with(report)
+    assert "batch_size" not in build_report(apart, tiny_target, "draft", ["chain"])
+    with refused("batch_size: 0 is not allowed", "at least 1"):
+        measure(runners, prompts, sampling, batch_size=0)

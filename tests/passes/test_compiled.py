@@ -93,6 +93,19 @@ def test_once_per_pass_and_from_disk(shared: Path, capsys: pytest.CaptureFixture
         assert answer(other, drafts, PassMode.compiled, "static") == answer(other, drafts, PassMode.eager, "static")
 
 
+def test_several_requests(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One compilation for several requests, whatever their number, with the kernels for few rows."""
+    target = make_qwen(kv_heads=1, num_attention_heads=2, rope_parameters=MROPE, **LAYERS)  # heads of the kernel's size
+    inputs = [make_inputs(target, seed, 14 + seed) for seed in range(4)]
+    expected = [sage.generate(target, None, one, "autoregressive", max_new_tokens=6).tokens.tolist() for one in inputs]
+    target.passes = PassMode.compiled
+    for batch_size in (2, 4):
+        found = sage.generate_batch(target, None, inputs, "autoregressive", batch_size=batch_size, max_new_tokens=6)
+        assert [one.tokens.tolist() for one in found] == expected
+    shown = capsys.readouterr().err
+    assert shown.count("one node of every request") == 1 and "no attention of folded heads" not in shown
+
+
 def test_full_cache(shared: Path) -> None:
     """A tree up to the last row of the cache; a call that fails runs eagerly."""
     target = make_qwen(**LAYERS)

@@ -16,6 +16,7 @@ from support.serving_helpers import HELLO, Running, image_url, with_images
 
 from benchmarks.serving.malformed import malformed
 from sage.serving import command, remote
+from sage.serving import server as server_module
 from sage.serving.completion import StopStrings
 from sage.serving.decoders import ServedDecoder
 from sage.serving.errors import ApiError
@@ -104,7 +105,11 @@ def test_a_client_that_leaves_frees_its_place_and_others_keep_their_text(server:
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_full_queue_and_the_signal_to_stop(new: Callable[..., Any]) -> None:
+def test_a_full_queue_and_two_signals_to_stop(
+    new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr(server_module.os, "_exit", exits.append)
     with new(limits={"max_requests": 1, "queue": 1}) as server, ThreadPoolExecutor(1) as pool:
         stream = lines(server)
         next(stream)
@@ -116,6 +121,9 @@ def test_a_full_queue_and_the_signal_to_stop(new: Callable[..., Any]) -> None:
         server.server.handle_exit(signal.SIGTERM, None)
         assert waiting.result().status_code == 503
         assert server.chat().status_code == 503 == server.client.get("/health").status_code
+        assert exits == []
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert exits == [1] and "answers in progress are lost" in capsys.readouterr().err
         assert list(stream)[-1] == "data: [DONE]"
         wait_until(lambda: server.server.should_exit)
 

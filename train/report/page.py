@@ -191,9 +191,10 @@ def _setup(report: Report) -> str:
     sampling = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}, seed {report['seed']}"
     runs = "one run" if report["repeats"] == 1 else f"medians of {report['repeats']} interleaved runs"
     trained = f"; draft after {counted(report['step'], 'training step')}" if report.get("step") is not None else ""
+    together = f"; policies decode {report['batch_size']} prompts together" if "batch_size" in report else ""
     lines = [
         f"- {counted(report['prompts'], 'prompt')}, {runs} each, at most {report['max_new_tokens']} new tokens, "
-        f"{sampling}{trained}",
+        f"{sampling}{together}{trained}",
         f"- {report['dtype']} on `{report['device']}`: {processor}, {machine['system']}",
         "- " + ", ".join(f"{package} {number}" for package, number in report["versions"].items()),
     ]

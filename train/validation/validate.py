@@ -168,7 +168,9 @@ def merge_measured(
     if show is not None:
         show(0, decode.repeats * len(turns), "")
     try:
-        own = measure(runners, turns, sampling, decode.repeats, decode.warmup, after_prompt, figures.add, ends)
+        own = measure(
+            runners, turns, sampling, decode.repeats, decode.warmup, after_prompt, figures.add, ends, decode.batch_size
+        )
     except Interrupted:
         return merge(None, is_interrupted=True)
     return merge(own)
