@@ -202,17 +202,15 @@ class TraceRecorder:
         self._tap = request.verifier = _Tap(request.verifier, request.policy)
         self._seen: list[_Seen] = []
 
-    @torch.no_grad()
     def add(self, emitted: Round) -> None:
         """Records a round; its time counts for no phase."""
         if emitted.tree is None:  # the prefill
             return
         assert self._tap.seen is not None
         logits, tree, verdict, calibration = self._tap.seen
-        parents = torch.tensor([*emitted.tree.parents[1:], verdict.path[-1]], device=logits.device)
-        tokens = torch.tensor([*emitted.tree.tokens[1:], verdict.tokens[-1]], device=logits.device)
-        rows = logits.float()
-        log_probs = rows[parents, tokens] - rows.logsumexp(-1)[parents]
+        places = [[*emitted.tree.parents[1:], verdict.path[-1]], [*emitted.tree.tokens[1:], verdict.tokens[-1]]]
+        parents, tokens = torch.tensor(places, device=logits.device)
+        log_probs = logits.log_softmax(-1, dtype=torch.float32)[parents, tokens]  # one fused kernel
         phases = self.generation.request.clock.round_phases()
         self._seen.append(_Seen(emitted, tree, verdict, calibration, log_probs, phases))
         self._tap.seen = None
