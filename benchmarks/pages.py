@@ -9,6 +9,7 @@ the host at the end. Building the page is no part of it.
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 import sys
@@ -40,14 +41,12 @@ PAINT = "first-contentful-paint"
 
 def measure_page(num_tokens: int, num_nodes: int, repeats: int) -> str:
     """Returns size and first paint of the page of a trace with random trees, under the light and the dark style."""
-    from support.browser import Browser
-    from support.traces import made_trace
-
-    page = made_trace(num_tokens, num_nodes).html()
+    browsers, traces = (importlib.import_module(f"support.{name}") for name in ("browser", "traces"))  # of the tests
+    page = traces.made_trace(num_tokens, num_nodes).html()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
         path.write_text(page, encoding="utf-8")
-        browser = Browser()
+        browser = browsers.Browser()
         try:
             browser.look(1400)
             paints = [_first_paint(browser, path) for _ in range(repeats)]

@@ -24,7 +24,7 @@ from sage.decoding.generation import Generation, Output, start
 from sage.decoding.sampling import Sampling
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.draft import Draft
-from sage.inputs.thumbnails import Media, media_thumbnails
+from sage.inputs.thumbnails import Media, media_thumbnails, message_text
 from sage.io.dtypes import dtype_name
 from sage.planning.base import Policy
 from sage.planning.tree import Drafted, TopK, Tree
@@ -313,11 +313,6 @@ def _prompt_text(messages: Sequence[Mapping[str, Any]] | None, generation: Gener
     slots = set(generation.target.family.slots.values())
     kept = [token for place, token in enumerate(ids) if not (place and token in slots and ids[place - 1] == token)]
     return [("prompt", tokenizer.decode(kept))]
-
-
-def message_text(content: Any) -> str:
-    """Returns the text of a message's content, without its images and videos."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content if part.get("type") == "text")
 
 
 def _traced(seen: _Seen, start_: int, figures: dict[str, float], policy: Policy) -> TracedRound:

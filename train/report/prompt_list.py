@@ -10,14 +10,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sage.bench.measurement import BenchPrompt
-from sage.inputs.thumbnails import media_thumbnails
+from sage.inputs.thumbnails import media_thumbnails, message_text
 from sage.io.page import link, span, table
-from sage.replay.trace import message_text
 from sage.trees import AUTOREGRESSIVE
 from train.report.verdict import best_policy
+
+if TYPE_CHECKING:
+    from sage.bench.measurement import BenchPrompt
 
 FILE = "prompts.json"
 IMAGE_SIDE, FRAME_SIDE, MAX_FRAMES = 64, 40, 4  # of pictures in the list: pixels, pixels, frames of a video
