@@ -1,6 +1,7 @@
 """Text, and small copies of the images and videos, of messages, for pages.
 
-Pictures are decoded, scaled and encoded again as JPEG in data URLs. Nothing of the original file is copied: no metadata, no bytes that a browser could read as something else.
+Pictures are decoded, scaled and encoded again as JPEG in data URLs. Nothing of the original file is copied: no metadata, no
+bytes that a browser could read as something else.
 """
 
 from __future__ import annotations

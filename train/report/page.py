@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,9 @@ def write_pages(report: Report, folder: Path, markdown: Path | None = None) -> N
     text = render_page(report, plots)
     write_text(path, text)
     drawn = {plot.file: plot.svg for plot in plots}
-    described = read_prompts(folder)
-    write_html(text, path.with_suffix(PAGE_SUFFIX), drawn, prompts=prompt_section(report, described))
+    home = Path(os.path.relpath(folder, path.parent))
+    section = prompt_section(report, read_prompts(folder), home)
+    write_html(text, path.with_suffix(PAGE_SUFFIX), drawn, prompts=section)
 
 
 def headline(report: Report) -> str:

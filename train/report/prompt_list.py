@@ -76,11 +76,12 @@ def ranked_prompts(report: Report) -> list[str]:
     return [str(row["name"]) for row in sorted(rows, key=lambda row: -float(row["tokens_per_target_pass"]))]
 
 
-def prompt_section(report: Report, described: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+def prompt_section(report: Report, described: Mapping[str, Mapping[str, Any]], home: Path) -> dict[str, Any] | None:
     """Returns `note`, `table` and `has_traces` of the list, a row per prompt; None if no prompt was decoded with a draft.
 
     Args:
         described: the content of `prompts.json`.
+        home: its folder, relative to that of the page.
     """
     ranked, policies = ranked_prompts(report), drafting_by_speed(report)
     if not ranked:
@@ -90,7 +91,7 @@ def prompt_section(report: Report, described: Mapping[str, Mapping[str, Any]]) -
     columns: dict[str, list[Any]] = {"prompt": ranked}
     known = [described.get(name, UNKNOWN) for name in ranked]
     if has_traces := any(one["traces"] for one in known):
-        columns["traces"] = [_links(one["traces"]) for one in known]
+        columns["traces"] = [_links(one["traces"], home) for one in known]
     if any(one["pictures"] for one in known):
         columns["picture"] = [[{"kind": "picture", **frame} for frame in one["pictures"]] for one in known]
     if any(one["text"] for one in known):
@@ -108,6 +109,6 @@ def prompt_section(report: Report, described: Mapping[str, Mapping[str, Any]]) -
     return {"note": note, "has_traces": has_traces, "table": table(list(columns), cells, text_columns=text_columns)}
 
 
-def _links(traces: Mapping[str, str]) -> list[dict[str, Any]]:
-    spans = [part for policy, page in traces.items() for part in (link(policy, page), span(" "))]
+def _links(traces: Mapping[str, str], home: Path) -> list[dict[str, Any]]:
+    spans = [part for policy, page in traces.items() for part in (link(policy, (home / page).as_posix()), span(" "))]
     return spans[:-1] or [span("-")]
