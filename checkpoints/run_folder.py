@@ -36,7 +36,7 @@ from sage.trees import AUTOREGRESSIVE, SAGE
 CONFIG, DRAFT, BEST_DRAFT = location.RUN_CONFIG, location.DRAFT, location.BEST_DRAFT
 PROVENANCE, METRICS, LOCK = "provenance.json", "metrics.jsonl", ".lock"
 STATE, VALIDATION, CHECKS = "state", "validation", "checks"
-REPORT, REPORT_PAGE = "report.json", "report.md"
+REPORT, REPORT_PAGE, REPORT_HTML = "report.json", "report.md", "report.html"
 STEP_NAME = re.compile(r"step_(\d{8})")
 CHANGED_CONFIG = re.compile(r"config_(\d+)_from_step_(\d{8})\.yaml")
 RECIPE = ("optim.", "objective.")  # prefixes of the settings that may change during a run and alter what is trained

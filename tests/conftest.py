@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import messages
+from support.browser import NO_BROWSER
 from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ ONE_PROCESS = (
     "tests/docs/test_packaging.py",
     "tests/docs/test_pages.py",
     "tests/docs/test_papers.py",
+    "tests/pages/test_in_browser.py",
     "tests/passes/test_compiled.py",
     "tests/training/test_ranks.py",
 )
@@ -78,6 +80,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says in a line of its own that the pages were not opened in a browser."""
+    if why := next(
+        (text for one in terminalreporter.stats.get("skipped", ()) if NO_BROWSER in (text := str(one.longrepr))), ""
+    ):
+        terminalreporter.write_line(f"SKIPPED the tests of pages in a browser: {why}", red=True)
+
+
 def pytest_unconfigure() -> None:
     messages.finish()
 
@@ -106,6 +116,7 @@ def rendered_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     from train.report import run_page, style
 
     monkeypatch.setattr(style, "save", shortcuts.save_rendered)
+    monkeypatch.setattr(style, "svg", shortcuts.svg_rendered)
     monkeypatch.setattr(run_page, "draw_curves", shortcuts.draw_curves)
 
 

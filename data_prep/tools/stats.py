@@ -5,8 +5,6 @@ The HTML report is one file: images, tokens colored by whether they are supervis
 
 from __future__ import annotations
 
-import base64
-import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader
 
 from data_prep.chat import Example, Fit
 from data_prep.conversation import Conversation, media_parts
 from data_prep.dataset.lengths import LongExamples
 from data_prep.own_answers import OwnShare
-from sage.inputs.media import open_image, open_video_part
 from sage.inputs.processing import Processor
+from sage.inputs.thumbnails import media_thumbnails
+from sage.io.page import render, table
 from sage.io.tables import counted, text_table
 
 MEASURES = {
@@ -156,21 +154,25 @@ def format_number(value: float) -> str:
 
 def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversation, Example]], processor: Processor) -> str:
     """Returns the report as HTML (template: report.html), with the examples `shown`."""
-    pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    pages.filters["without_folders"] = without_folders
     varying = [name for name in MEASURES if len(set(statistics.values[name])) > 1]
     same = [f"{label} {format_number(statistics.values[name][0])}" for name, label in MEASURES.items() if name not in varying]
     counts = {"Sources": statistics.sources, "Families": statistics.families, "Skipped, by reason": statistics.skipped}
-    return pages.get_template("report.html").render(
+    return render(
+        Path(__file__).parent / "report.html",
+        filters={"without_folders": without_folders},
         title=title,
         statistics=statistics,
         warning=statistics.own_warning,
-        head=HEAD,
         constants=same,
         charts=[_histogram(MEASURES[name], statistics.values[name]) for name in varying],
-        counts={name: count for name, count in counts.items() if set(count) - {NO_FAMILY}},
+        numbers=table(HEAD, statistics.table_rows()),
+        counts={name: _count_table(name, count) for name, count in counts.items() if set(count) - {NO_FAMILY}},
         examples=[_example(conversation, example, processor) for conversation, example in shown],
     )
+
+
+def _count_table(name: str, counts: Counter[str]) -> dict[str, Any]:
+    return table([name.lower(), "number"], [[without_folders(key), number] for key, number in counts.most_common()])
 
 
 def without_folders(text: str) -> str:
@@ -200,24 +202,8 @@ def _example(conversation: Conversation, example: Example, processor: Processor)
         **({"family": conversation.family} if conversation.family else {}),
     }
     tokens = _tokens(example, visual.tolist(), processor)
-    return {"id": conversation.id, "facts": facts, "media": list(_media(conversation)), "tokens": list(tokens)}
-
-
-def _media(conversation: Conversation) -> Iterator[tuple[str, list[tuple[int, int, str]]]]:
-    """Yields the type and the frames of every image and video; a frame is its width, height and JPEG in base64."""
-    for part in media_parts(conversation.messages):
-        if part["type"] == "image":
-            yield "image", [_thumbnail(part["image"], THUMBNAIL_SIDE)]
-        else:
-            yield "video", [_thumbnail(frame, THUMBNAIL_SIDE // 2) for frame in open_video_part(part, NUM_FRAMES).frames]
-
-
-def _thumbnail(image: Any, side: int) -> tuple[int, int, str]:
-    small = open_image(image).copy()
-    small.thumbnail((2 * side, side))
-    stream = io.BytesIO()
-    small.save(stream, "JPEG", quality=88)
-    return small.width, small.height, base64.b64encode(stream.getvalue()).decode()
+    media = list(media_thumbnails(conversation.messages, THUMBNAIL_SIDE, THUMBNAIL_SIDE // 2, NUM_FRAMES, NUM_FRAMES))
+    return {"id": conversation.id, "facts": facts, "media": media, "tokens": list(tokens)}
 
 
 def _tokens(example: Example, visual: list[bool], processor: Processor) -> Iterator[tuple[str, str, int]]:

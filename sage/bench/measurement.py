@@ -43,14 +43,19 @@ TEXTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
-    """Model-ready inputs of batch 1; `family` groups prompts of one task in the report, empty for none. `seed` replaces that of
-    the sampling parameters, so that prompts do not share their noise.
+    """Model-ready inputs of batch 1.
+
+    Attributes:
+        family: groups prompts of one task in the report; empty for none.
+        seed: replaces that of the sampling parameters, so that prompts do not share their noise.
+        messages: the chat messages of `inputs`, which a report shows; empty if they are not known.
     """
 
     name: str
     inputs: Mapping[str, Tensor]
     family: str = ""
     seed: int | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 class Interrupted(Exception):

@@ -1,6 +1,7 @@
-"""Small copies of the images and videos of messages, for pages: decoded, scaled and encoded again as JPEG in data URLs.
+"""Text, and small copies of the images and videos, of messages, for pages.
 
-Nothing of the original file is copied: no metadata, no bytes that a browser could read as something else.
+Pictures are decoded, scaled and encoded again as JPEG in data URLs. Nothing of the original file is copied: no metadata, no
+bytes that a browser could read as something else.
 """
 
 from __future__ import annotations
@@ -75,3 +76,8 @@ def media_thumbnails(
                 frames = open_video_part(part, num_frames).frames
                 shown = frames[:: -(-len(frames) // max_frames)]
                 yield Media("video", [thumbnail(frame, frame_side) for frame in shown], len(frames))
+
+
+def message_text(content: Any) -> str:
+    """Returns the text of a message's content, without its images and videos."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content if part.get("type") == "text")

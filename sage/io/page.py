@@ -13,7 +13,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,25 @@ def write_page(path: Path, page: str) -> None:
         temporary.write_text(page, encoding="utf-8")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]], **looks: Any) -> dict[str, Any]:
-    """Returns a table for the macro `table` of `parts.html`, whose columns the reader can sort; `looks`: caption, id."""
-    return {"head": list(head), "rows": [list(row) for row in rows], **looks}
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: Collection[int] = (0,), **looks: str
+) -> dict[str, Any]:
+    """Returns a table for the macro `table` of `parts.html`, whose columns the reader can sort.
+
+    Args:
+        rows: a cell is a text, a number, or a list of spans for the macro `inline`.
+        text_columns: columns aligned left; the others are numbers.
+        looks: caption, id.
+    """
+    cells = [[cell if isinstance(cell, list) else [span(str(cell))] for cell in row] for row in rows]
+    return {"head": list(head), "rows": cells, "text_columns": set(text_columns), "caption": "", "id": "", **looks}
+
+
+def span(text: str, kind: str = "text") -> dict[str, Any]:
+    """Returns text for the macro `inline`; `kind`: text, code."""
+    return {"kind": kind, "text": text}
+
+
+def link(text: str, href: str) -> dict[str, Any]:
+    """Returns a link for the macro `inline`."""
+    return {"kind": "link", "href": href, "spans": [span(text)]}

@@ -24,7 +24,7 @@ from sage.decoding.generation import Generation, Output, start
 from sage.decoding.sampling import Sampling
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.draft import Draft
-from sage.inputs.thumbnails import Media, media_thumbnails
+from sage.inputs.thumbnails import Media, media_thumbnails, message_text
 from sage.io.dtypes import dtype_name
 from sage.planning.base import Policy
 from sage.planning.tree import Drafted, TopK, Tree
@@ -202,17 +202,15 @@ class TraceRecorder:
         self._tap = request.verifier = _Tap(request.verifier, request.policy)
         self._seen: list[_Seen] = []
 
-    @torch.no_grad()
     def add(self, emitted: Round) -> None:
         """Records a round; its time counts for no phase."""
         if emitted.tree is None:  # the prefill
             return
         assert self._tap.seen is not None
         logits, tree, verdict, calibration = self._tap.seen
-        parents = torch.tensor([*emitted.tree.parents[1:], verdict.path[-1]], device=logits.device)
-        tokens = torch.tensor([*emitted.tree.tokens[1:], verdict.tokens[-1]], device=logits.device)
-        rows = logits.float()
-        log_probs = rows[parents, tokens] - rows.logsumexp(-1)[parents]
+        places = [[*emitted.tree.parents[1:], verdict.path[-1]], [*emitted.tree.tokens[1:], verdict.tokens[-1]]]
+        parents, tokens = torch.tensor(places, device=logits.device)
+        log_probs = logits.log_softmax(-1, dtype=torch.float32)[parents, tokens]  # one fused kernel
         phases = self.generation.request.clock.round_phases()
         self._seen.append(_Seen(emitted, tree, verdict, calibration, log_probs, phases))
         self._tap.seen = None
@@ -308,17 +306,13 @@ def _described(generation: Generation) -> dict[str, str]:
 def _prompt_text(messages: Sequence[Mapping[str, Any]] | None, generation: Generation, tokenizer: Any) -> list[tuple[str, str]]:
     """Returns role and text of every message, or the decoded prompt, with runs of visual tokens as one."""
     if messages is not None:
-        return [(str(message.get("role", "")), _text(message.get("content", ""))) for message in messages]
+        return [(str(message.get("role", "")), message_text(message.get("content", ""))) for message in messages]
     if tokenizer is None:
         return []
     ids: list[int] = generation.request.prompt.input_ids[0].tolist()
     slots = set(generation.target.family.slots.values())
     kept = [token for place, token in enumerate(ids) if not (place and token in slots and ids[place - 1] == token)]
     return [("prompt", tokenizer.decode(kept))]
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content if part.get("type") == "text")
 
 
 def _traced(seen: _Seen, start_: int, figures: dict[str, float], policy: Policy) -> TracedRound:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sage.decoding.detokenizer import Detokenizer
+from sage.io.page import link, table, visible
 from sage.io.page import render as render_page
-from sage.io.page import table, visible
 from sage.replay.trace import Trace, TracedRound
 
 HTML = Path(__file__).parent / "html"
@@ -253,7 +253,7 @@ def _round_table(rounds: list[TracedRound]) -> dict[str, Any]:
     head = ["round", "verified", "levels", "accepted", "ms", "policy"]
     rows = [
         [
-            {"href": f"#round-{number}", "text": str(number)},
+            [link(str(number), f"#round-{number}")],
             one.num_verified - 1,
             one.figures.get("depth", 0),
             one.num_accepted,
@@ -262,7 +262,7 @@ def _round_table(rounds: list[TracedRound]) -> dict[str, Any]:
         ]
         for number, one in enumerate(rounds, start=1)
     ]
-    return table(head, rows, caption="All rounds", id="rounds")
+    return table(head, rows, text_columns=(0, len(head) - 1), caption="All rounds", id="rounds")
 
 
 def _race_texts(trace: Trace) -> dict[str, str] | None:

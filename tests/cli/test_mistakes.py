@@ -106,6 +106,9 @@ def test_mistakes_are_found_without_torch(tmp_path: Path) -> None:
         (lambda: sys.exit(run(report)), ["--ouut", "x", "y"], ["--ouut:", "did you mean --out?"]),
         (sage_validate, ["--compare", "--ouut", "x", "y"], ["--ouut:", "did you mean --out?"]),
         (sage_serve, ["--max-reqests=2"], ["--max-reqests:", "did you mean --max-requests?"]),
+        (sage_generate, ["--trace", "/proc/nowhere/a.html"], ["/proc/nowhere/a.html", "could not be written"]),
+        (sage_generate, ["--trace", "a.txt"], ["--trace a.txt: is no name of a page; give FILE.html"]),
+        (sage_generate, ["--trace", "a.html", "--check-device"], ["--trace: has no effect with --check-device"]),
     ],
 )
 def test_the_nearest_name_is_given(main: Any, words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -293,7 +293,7 @@ def test_reports_can_be_drawn_again(run, tmp_path, monkeypatch, capsys):
     draw()
     assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'new' / 'page.md'}\n")
     drawn = {path.name for path in (tmp_path / "new").iterdir()}
-    assert drawn == {"page.md", *(path.name for path in report.parent.glob("*.png"))}
+    assert drawn == {"page.md", "page.html", *(path.name for path in report.parent.glob("*.png"))}
     assert before == {path: path.stat().st_mtime_ns for path in report.parent.iterdir()}
     for out in (tmp_path / "new" / "page.md" / "x", tmp_path / "new" / "speed.png"):
         monkeypatch.setattr("sys.argv", ["report", str(report), "--out", str(out)])

@@ -59,10 +59,10 @@ def test_report_marks_supervised_tokens() -> None:
     assert "video &times; 3" in html
     assert "&lt;id&gt;" in html
     assert "&lt;why&gt;" in html
-    assert "http" not in html.replace("viewport", "")
+    assert "http:" not in html and "https:" not in html
     assert html.count("<svg") == 0 and "Equal in all examples: tokens per example" in html
-    assert "family" not in html and "Families" not in html
-    assert '<div class="wide"><table>' in html and ".wide { overflow-x: auto; }" in html  # scrolls on a phone
+    assert "<span>family " not in html and "Families" not in html
+    assert '<div class="wide"' in html and ".wide { overflow-x: auto;" in html  # scrolls on a phone
     other = Conversation("b", [user("Hi?"), assistant("Yes."), user("No"), assistant("ab")], "one")
     both = measure([(conversation, example), (other, build_example(other, processor))], 2, processor)
     html = render_html("title", both, [], processor)

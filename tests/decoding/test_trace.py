@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -162,13 +164,21 @@ def test_only_the_most_probable_nodes_that_were_not_verified_are_drawn(monkeypat
         assert len(one["nodes"]) == one["verified"] + 2 and one["omitted"] == 4
 
 
-def test_save_writes_a_page_or_names_the_path(tmp_path: Path) -> None:
+def fill_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_save_writes_a_page_or_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = made_trace(4, 3)
     made.save(tmp_path / "new" / "a.html")
     assert (tmp_path / "new" / "a.html").read_text(encoding="utf-8") == made.html()
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="could not be written"):
         made.save(tmp_path / "file" / "a.html")
+    monkeypatch.setattr(Path, "write_text", fill_disk)
+    with pytest.raises(OSError, match=r"b.html: could not be written \(No space left on device\); free disk space"):
+        made.save(tmp_path / "new" / "b.html")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.html"]
 
 
 def test_frames_of_a_video_are_thumbnails() -> None:
@@ -179,3 +189,8 @@ def test_frames_of_a_video_are_thumbnails() -> None:
     video, image = media_thumbnails([{"role": "user", "content": content}, {"role": "user", "content": "more"}])
     assert (video.kind, video.num_frames, len(video.frames)) == ("video", 130, 44) and video.frames[0].height == 128
     assert image.frames[0].url.startswith("data:image/jpeg;base64,") and len(image.frames) == 1
+    made, noise = made_trace(4, 3), random.Random(0)
+    clip = [Image.frombytes("RGB", (96, 64), noise.randbytes(96 * 64 * 3)) for _ in range(64)]
+    made.media = list(media_thumbnails([{"role": "user", "content": [{"type": "video", "video": clip}]}]))
+    page = made.html()
+    assert "64 of 64 frames" in page and page.count("<img ") == 64 and len(page.encode()) < 2 * MIB

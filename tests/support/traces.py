@@ -12,8 +12,8 @@ from sage.decoding.generation import Output
 from sage.replay.trace import Choice, Race, Trace, TracedRound
 
 HOSTILE = (
-    '<script>alert("1")</script>',
-    "</script><img src=x onerror=alert(2)>",
+    '<script>window.hacked = 1; alert("1")</script>',
+    "</script><img src=x onerror='window.hacked = 2; alert(2)'>",
     "\"'`&lt;\x00\x07\x1b\u2028\u202e\ud800",
     "\n\t ",
 )

@@ -40,6 +40,7 @@ SMALL = [
     "decode.num_prompts=1",
     "decode.max_new_tokens=4",
     "decode.warmup=0",
+    "decode.traces=0",
 ]
 
 

@@ -39,6 +39,7 @@ decode:
   baselines: [hf_generate]
   num_prompts: {num_prompts}
   max_new_tokens: 6
+  traces: 0
 """,
         encoding="utf-8",
     )

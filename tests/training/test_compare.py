@@ -185,7 +185,7 @@ def test_a_check_is_compared_only_when_it_is_named(runs: list[Path], tmp_path: P
 
 def test_without_a_validation_there_is_a_table_and_no_plot(runs: list[Path], tmp_path: Path) -> None:
     compare([read_run(runs[2])], tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["compare.json", "compare.md"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["compare.html", "compare.json", "compare.md"]
 
 
 def test_runs_are_found_by_name_pattern_and_folder(runs: list[Path], tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_curves_are_written_where_out_says(
     for out, page in ((tmp_path / "o", tmp_path / "o" / "report.md"), (tmp_path / "p" / "a.md", tmp_path / "p" / "a.md")):
         draw(runs[0], "--out", out)
         assert capsys.readouterr().out == f"written: {page}\n"
-        assert {path.name for path in page.parent.iterdir()} == {page.name, "curves.png"}
+        assert {path.name for path in page.parent.iterdir()} == {page.name, page.with_suffix(".html").name, "curves.png"}
         [link] = re.findall(r"\[validation at step 4\]\((.*)/report.md\)", page.read_text())
         assert (page.parent / link / "report.json").is_file()
     assert before == {path: path.stat().st_mtime_ns for path in runs[0].rglob("*")}

@@ -1,6 +1,7 @@
 """validate(): the folder it writes, the state it restores, the mistakes it refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import sage
 from checkpoints.run_folder import validation_folder
 from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
+from sage.bench.measurement import Interrupted
 from sage.drafts.model import ModelDraft
 from train.config.schema import Baseline, DecodeConfig, Precision
+from train.report.prompt_list import ranked_prompts
 from train.validation.prompts import PromptSet, prepare_prompt
 from train.validation.validate import ReportInfo, this_command, validate, write
 
@@ -39,6 +42,7 @@ def decode(**changes):
         "baselines": [Baseline.hf_generate],
         "num_prompts": 2,
         "max_new_tokens": 6,
+        "traces": 0,
     }
     return DecodeConfig(**(settings | changes))
 
@@ -77,8 +81,28 @@ def test_later_turns_follow_the_targets_own_answers(tmp_path):
     ask = {"role": "user", "content": [{"type": "text", "text": "Hi?"}]}
     talks = [Conversation(name, [ask], meta={"follow_ups": ["And?", "So?"]}) for name in "ab"]
     draft = sage.new_draft(target, "eagle", seed=0)
-    report = measure_draft(decode(num_prompts=4, baselines=[]), target, draft, 1, tmp_path, talks)
+    settings = decode(num_prompts=4, baselines=[], policies=["sage", "chain"], traces=1)
+
+    def stop(done, total):
+        if (done, total) == (1, 2):  # of the prompts that are traced
+            raise Interrupted
+
+    prompts, info = PromptSet(target, settings, talks), ReportInfo(run_dir=tmp_path, step=1)
+    report = validate(settings, target, draft, prompts, info, progress=stop)
     assert report["prompts"] == report["policies"]["sage"]["match"] == 4  # a's three turns and b's first
+    folder = Path(report["path"])
+    described, page = json.loads((folder / "prompts.json").read_text()), (folder / "report.html").read_text()
+    assert {name: one["text"] for name, one in described.items()} == {
+        "a": "Hi?",
+        "a-turn-2": "And?",
+        "a-turn-3": "So?",
+        "b": "Hi?",
+    }
+    traced = [name for name, one in described.items() if one["traces"]]
+    assert traced == [ranked_prompts(report)[0]]  # the best one; before the worst one, the measurement was interrupted
+    assert set(described[traced[0]]["traces"]) == {"sage", "chain"} and "partial" not in report
+    for name in described[traced[0]]["traces"].values():
+        assert f'href="{name}"' in page and described[traced[0]]["text"] in (folder / name).read_text()
 
 
 @pytest.mark.slow

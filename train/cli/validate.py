@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from checkpoints.run_folder import REPORT, REPORT_PAGE, draft_step
+from checkpoints.run_folder import REPORT, REPORT_HTML, REPORT_PAGE, draft_step
 from sage.commands.cli import EXIT_DONE, EXIT_STOPPED, run
 from sage.io.files import check_writable
 from sage.io.manifest import refuse_corrupt_draft
@@ -123,7 +123,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         report = validate(config.decode, target, draft, prompt_set, info, policies=policies, show=show, ends=ends)
     assert report is not None
     print("\n".join([format_table(report), "", *verdict_lines(report)]))
-    print(f"report: {Path(report['path']) / REPORT_PAGE}")
+    print(f"report: {Path(report['path']) / REPORT_PAGE}\npage: {Path(report['path']) / REPORT_HTML}")
     return report
 
 

@@ -283,6 +283,8 @@ class DecodeConfig(MeasurementSettings):
         passes: how passes run; auto: captured on a GPU, compiled on a CPU if many answers are decoded, else eager.
         assistant: the smaller model of the baseline `hf_assisted`; not needed if the draft is a smaller model.
         replay: also report the results of every policy on the recorded drafts.
+        traces: prompts with the most, and as many with the fewest, tokens per target pass that report.html shows round by
+            round; decoded once more after the measurement, with the two fastest policies and without a draft.
     """
 
     policies: list[PolicyName] = MISSING
@@ -295,6 +297,7 @@ class DecodeConfig(MeasurementSettings):
     passes: PassMode = PassMode.auto
     assistant: str | None = None
     replay: bool = False
+    traces: NonNegativeInt = 3
 
 
 @dataclass(kw_only=True)

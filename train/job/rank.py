@@ -58,7 +58,7 @@ def run_rank(config: Config, validate: Validate | None = None, callbacks: Sequen
 def _summarize(run: TrainingRun, is_done: bool) -> str:
     """The table of the last validation and the paths of report and draft."""
     from checkpoints.export.serving import serving_line
-    from checkpoints.run_folder import read_reports, validation_folder
+    from checkpoints.run_folder import REPORT_HTML, REPORT_PAGE, read_reports, validation_folder
     from sage.bench.report_table import format_table
     from train.report.verdict import verdict_lines
 
@@ -72,5 +72,6 @@ def _summarize(run: TrainingRun, is_done: bool) -> str:
         print(f"{folder}: already finished at step {last}; train.max_steps=N or train.epochs=N trains it longer")
     assert run.report is not None
     serving = serving_line(run.engine.draft, run.teacher.target.model.config)
-    paths = f"report: {run.report['path']}/report.md\ndraft: {folder}/draft: {serving}"
-    return "\n".join([format_table(run.report), "", *verdict_lines(run.report), paths])
+    home = Path(run.report["path"])
+    paths = [f"report: {home / REPORT_PAGE}", f"draft: {folder}/draft: {serving}", f"page: {home / REPORT_HTML}"]
+    return "\n".join([format_table(run.report), "", *verdict_lines(run.report), *paths])

@@ -7,11 +7,9 @@ from pathlib import Path
 
 from checkpoints.run_folder import REPORT, REPORT_PAGE, is_run, read_report
 from sage.commands.cli import new_parser, run
-from sage.io.files import write_text
 from train.config.schema import ConfigError
 from train.report.compare import read_run
-from train.report.page import render_page
-from train.report.plots import write_plots
+from train.report.page import write_pages
 from train.report.run_page import write_run_report
 
 
@@ -37,7 +35,7 @@ def draw(source: Path, out: str | None) -> Path:
         return write_run_report(source, page_path(out, source))
     path = source / REPORT if source.is_dir() else source
     report, page = read_report(path), page_path(out, path.parent)
-    write_text(page, render_page(report, write_plots(report, page.parent)))
+    write_pages(report, path.parent, page)
     return page
 
 

@@ -24,6 +24,7 @@ from sage.io.files import write_text
 from train.config.schema import Config, ConfigError, ScoreConfig
 from train.config.sweep import Job
 from train.report.compare_table import page, table
+from train.report.web import PAGE_SUFFIX, write_html
 
 SCHEMA = 1
 STEM = "compare"
@@ -133,7 +134,7 @@ def _with(key: str, configs: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any
 
 
 def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> str:
-    """Writes compare.json, compare.md and, if any run was validated, compare.png into `out`.
+    """Writes compare.json, compare.md, compare.html and, if any run was validated, compare.png into `out`.
 
     Args:
         width: columns of the terminal; None: those of this one, 80 without a terminal.
@@ -157,13 +158,16 @@ def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> 
     ]
     content = {"schema": SCHEMA, "changed": changed, "runs": summaries, "warnings": _warnings(ranked)}
     out.mkdir(parents=True, exist_ok=True)
-    plot = None
+    plot, drawn = None, {}
     with style.rc_context():
         if (figure := draw_comparison(content)) is not None:
             plot = f"{STEM}.png"
             style.save(figure, out / plot)
+            drawn[plot] = style.svg(figure, plot, "Tokens per target pass and speedup of every run")
     write_text(out / f"{STEM}.json", json.dumps(content, indent=2, default=str) + "\n")
-    write_text(out / f"{STEM}.md", page(content, plot))
+    text = page(content, plot)
+    write_text(out / f"{STEM}.md", text)
+    write_html(text, out / f"{STEM}{PAGE_SUFFIX}", drawn)
     columns = width or shutil.get_terminal_size().columns
     return f"{table(content, columns)}\ncomparison: {out / f'{STEM}.md'}"
 

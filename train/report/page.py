@@ -1,15 +1,21 @@
-"""`report.md` of a validation: headline, tables, plots, and setup. Owns the text only; all figures come from report.json."""
+"""`report.md` and `report.html` of a validation: headline, tables, plots, and setup. All figures come from report.json."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from checkpoints.run_folder import REPORT_PAGE
 from sage.bench.report_table import SHARES, decode_shares, interruption, interval, margins, measured_with
+from sage.io.files import write_text
 from sage.io.tables import counted, markdown_table
 from sage.trees import AUTOREGRESSIVE
-from train.report.plots import Plot
+from train.report.plots import Plot, write_plots
+from train.report.prompt_list import prompt_section, read_prompts
 from train.report.verdict import best_policy, verdict_markdown
+from train.report.web import PAGE_SUFFIX, write_html
 
 Report = Mapping[str, Any]
 NUM_SINGLE_DEPTHS = 6  # deeper levels share a row
@@ -47,6 +53,23 @@ def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
         _setup(report),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def write_pages(report: Report, folder: Path, markdown: Path | None = None) -> None:
+    """Draws the plots of a report and writes its pages, Markdown and HTML, beside them.
+
+    Args:
+        folder: contains `prompts.json`, if there is one.
+        markdown: path of the Markdown page; None: `report.md` in `folder`.
+    """
+    path = markdown or folder / REPORT_PAGE
+    plots = write_plots(report, path.parent)
+    text = render_page(report, plots)
+    write_text(path, text)
+    drawn = {plot.file: plot.svg for plot in plots}
+    home = Path(os.path.relpath(folder, path.parent))
+    section = prompt_section(report, read_prompts(folder), home)
+    write_html(text, path.with_suffix(PAGE_SUFFIX), drawn, prompts=section)
 
 
 def headline(report: Report) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ MIN_LABELS = 20  # bins with fewer are not drawn: their share is mostly noise
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot: its file name beside the report, its caption, and the function that draws it; None without data."""
+    """A plot: file name beside the report, caption, the function that draws it (None without data), and its SVG once drawn."""
 
     file: str
     caption: str
     draw: Callable[[Report], Figure | None]
+    svg: str = ""
 
 
 def write_plots(report: Report, directory: Path) -> list[Plot]:
@@ -39,7 +40,7 @@ def write_plots(report: Report, directory: Path) -> list[Plot]:
         with style.rc_context():
             if (made := plot.draw(report)) is not None:
                 style.save(made, directory / plot.file)
-                written.append(plot)
+                written.append(replace(plot, svg=style.svg(made, plot.file, plot.caption)))
     return written
 
 

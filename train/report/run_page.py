@@ -1,4 +1,4 @@
-"""`report.md` and `curves.png` of a run: training curves, and the estimated beside the measured tokens per target pass.
+"""The pages and `curves.png` of a run: training curves, and the estimated beside the measured tokens per target pass.
 
 Everything is read from the run folder; `sage-report RUN` draws it again.
 """
@@ -26,6 +26,7 @@ from train.report.compare_table import measured_lines
 from train.report.run_plots import draw_curves
 from train.report.verdict import verdict_markdown
 from train.report.warnings import below_estimate_warning
+from train.report.web import PAGE_SUFFIX, write_html
 
 logger = logging.getLogger(__name__)
 CURVES = "curves.png"
@@ -52,8 +53,12 @@ def write_run_report(folder: Path, out: Path | None = None) -> Path:
     measured = measured_against_estimate(lines, read_reports(folder))
     path = out or folder / run_folder.REPORT_PAGE
     with style.rc_context():
-        style.save(draw_curves(folder.name, lines, measured), path.parent / CURVES)
-    write_text(path, page(run, lines, measured, path.parent))
+        curves = draw_curves(folder.name, lines, measured)
+        style.save(curves, path.parent / CURVES)
+        drawn = {CURVES: style.svg(curves, CURVES, "Curves of the run")}
+    text = page(run, lines, measured, path.parent)
+    write_text(path, text)
+    write_html(text, path.with_suffix(PAGE_SUFFIX), drawn)
     if measured and measured[-1]["warning"]:
         logger.warning("%s", measured[-1]["warning"])
     return path

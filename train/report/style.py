@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from sage.io.files import atomic_path
+from sage.io.page import visible
+from train.report.svg import inline_svg
 
 WIDTH_IN, HEADING_IN, LEFT_IN = 7.6, 0.66, 0.09
 DPI = 170
@@ -46,6 +50,7 @@ PHASES = {  # phase of decoding: name, color
 RC = {
     "font.size": 10.5,
     "font.family": "DejaVu Sans",
+    "text.parse_math": False,  # a name with two dollar signs is no formula
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": BAND,
@@ -80,8 +85,8 @@ def figure(height_in: float, heading: str, subtitle: str) -> Figure:
     FigureCanvasAgg(made)
     left = LEFT_IN / WIDTH_IN
     made.set_layout_engine("constrained", rect=(left, 0.0, 1.0 - left, 1.0 - HEADING_IN / height_in))
-    made.text(left, 1 - 0.10 / height_in, heading, ha="left", va="top", fontsize=12.5, fontweight="bold")
-    made.text(left, 1 - 0.37 / height_in, subtitle, ha="left", va="top", fontsize=9.5, color=FAINT)
+    made.text(left, 1 - 0.10 / height_in, visible(heading), ha="left", va="top", fontsize=12.5, fontweight="bold")
+    made.text(left, 1 - 0.37 / height_in, visible(subtitle), ha="left", va="top", fontsize=9.5, color=FAINT)
     return made
 
 
@@ -118,7 +123,7 @@ def phase_bar(axes: Axes, place: int, part: Mapping[str, Any], phases: Container
 
 def label_bars(axes: Axes, labels: Sequence[str]) -> None:
     """Labels horizontal bars, the first one at the top."""
-    axes.set_yticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(labels)), [visible(label) for label in labels])
     axes.invert_yaxis()
 
 
@@ -140,7 +145,21 @@ def percent_axes(axes: Axes) -> None:
         axis.set_major_formatter(PercentFormatter(1.0))
 
 
+@contextmanager
+def _any_characters() -> Iterator[None]:
+    """Lets names of other scripts be drawn without a warning for every character that the font lacks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
+        yield
+
+
+def svg(made: Figure, file: str, label: str) -> str:
+    """Returns a figure for an HTML page; `file` is the name of its PNG, `label` for screen readers."""
+    with _any_characters():
+        return inline_svg(made, Path(file).stem, label)
+
+
 def save(made: Figure, path: Path) -> None:
     """Writes a PNG atomically."""
-    with atomic_path(path) as temporary:
+    with atomic_path(path) as temporary, _any_characters():
         made.savefig(temporary, format="png")

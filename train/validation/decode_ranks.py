@@ -95,7 +95,7 @@ def shard_prompts(config: Config, ranks: Ranks, prompts: PromptSet) -> DecodeSha
 
 
 def _without_inputs(measurement: Measurement) -> Measurement:
-    return replace(measurement, prompts=[replace(prompt, inputs={}) for prompt in measurement.prompts])
+    return replace(measurement, prompts=[replace(prompt, inputs={}, messages=()) for prompt in measurement.prompts])
 
 
 def interleave(parts: Sequence[Measurement]) -> Measurement:

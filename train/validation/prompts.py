@@ -125,6 +125,6 @@ def prepare_prompt(target: Any, prompt: Any, index: int) -> BenchPrompt:
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     try:
-        return BenchPrompt(name=name, family=family, inputs=target.prepare(messages))
+        return BenchPrompt(name=name, family=family, inputs=target.prepare(messages), messages=messages)
     except ValueError as error:
         raise ValueError(f"validation prompt {name}: {error}") from error

@@ -22,24 +22,25 @@ from torch import nn
 from checkpoints.export.serving import export_choice
 from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, partial_validation_folder, validation_folder
 from checkpoints.store import saving
-from sage.bench.measurement import Interrupted, Measurement, measure
+from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, measure
 from sage.bench.report import PACKAGES, all_policies, build_report, calibration, replays, versions
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.bench.running import RunningFigures
 from sage.decoding.sampling import Sampling
 from sage.io.dtypes import torch_dtype
-from sage.io.files import atomic_path, write_json, write_text
+from sage.io.files import atomic_path, write_json
 from sage.planning.base import Policy
 from sage.planning.options import OptionError
 from sage.runtime.pass_modes import resolve_pass_mode
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig
-from train.report.page import render_page
-from train.report.plots import write_plots
+from train.report import prompt_list
+from train.report.page import write_pages
 from train.report.verdict import add_verdict
 from train.report.warnings import low_acceptance_warning
 from train.validation.prompts import PromptSet
+from train.validation.traces import PromptTrace, trace_extremes
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def validate(
     merge: Merge = lambda own, **_: own,
     ends: tuple[type[BaseException], ...] = (Interrupted,),
 ) -> dict[str, Any] | None:
-    """Measures a draft and writes `report.json`, `report.md` and plots to `info.folder`.
+    """Measures a draft and writes `report.json`, `report.md`, `report.html` and plots to `info.folder`.
 
     An interrupted measurement is reported in `info.partial_folder` with a section `partial`: the prompts that were measured.
     Restores weights, training mode and random state of the caller's models.
@@ -102,7 +103,7 @@ def validate(
         target: a `sage.Target`, complete on one device or sharded over the ranks.
         draft: None if only `autoregressive` is measured.
         policies: of `build_policies`; they learn from the measurement. None: builds them.
-        progress: called with (done, total), counting prompts once per repeat; may raise one of `ends`.
+        progress: called with (done, total), counting prompts once per repeat, then traced ones; may raise one of `ends`.
         show: called with (done, total, figures so far) at the start and after each prompt.
         merge: merges the measurements of several processes; where it returns None, nothing is written.
         ends: exceptions that interrupt the measurement; raised if no prompt is complete.
@@ -113,7 +114,8 @@ def validate(
     Raises:
         ValueError: an unknown policy, option or baseline, no prompts, or a prompt that cannot be prepared.
     """
-    runners = build_runners(decode, target, draft, build_policies(decode) if policies is None else policies)
+    policies = build_policies(decode) if policies is None else policies
+    runners = build_runners(decode, target, draft, policies)
     with _measuring(target, draft, decode):
         measured = merge_measured(runners, prompts, decode, progress, show, merge, ends)
         if measured is None:
@@ -130,11 +132,13 @@ def validate(
             replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if has_replay else {},
             command=this_command(),
         )
+        num_traces = decode.traces if measured.planned is None else 0
+        traces = trace_extremes(report, measured.prompts, target, draft, policies, sampling, num_traces, progress, ends)
     export = "" if info.run is None else export_choice(draft, target.model.config)
     add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
     folder = info.folder if measured.planned is None else info.partial_folder
-    write(report, folder)
+    write(report, folder, measured.prompts, traces)
     if measured.planned is None and info.check is None:
         shutil.rmtree(info.partial_folder, ignore_errors=True)
     if warning := low_acceptance_warning(report):
@@ -172,8 +176,14 @@ def merge_measured(
     return merge(own)
 
 
-def write(report: Mapping[str, Any], folder: Path) -> None:
-    """Writes plots, page and JSON; the folder is complete, or is not there.
+def write(
+    report: Mapping[str, Any], folder: Path, prompts: Sequence[BenchPrompt] = (), traces: Sequence[PromptTrace] = ()
+) -> None:
+    """Writes plots, pages and JSON; the folder is complete, or is not there.
+
+    Args:
+        prompts: those of the report, for their texts and pictures.
+        traces: their pages are written to `traces/`.
 
     Raises:
         SaveFailed: the folder cannot be written.
@@ -181,8 +191,13 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
     remedy = "measure again with sage-validate, or continue the run with run.resume=true"
     with saving(folder, then=remedy), atomic_path(folder) as temporary:
         temporary.mkdir()
-        plots = write_plots(report, temporary)
-        write_text(temporary / REPORT_PAGE, render_page(report, plots))
+        pages: dict[str, dict[str, str]] = {}
+        for one in traces:
+            one.trace.save(temporary / one.page)
+            pages.setdefault(one.prompt, {})[one.policy] = one.page
+        if described := prompt_list.describe(prompts, pages):
+            write_json(temporary / prompt_list.FILE, described)
+        write_pages(report, temporary)
         write_json(temporary / REPORT, report)
     logger.info("validation: %s", folder / REPORT_PAGE)
 

@@ -1,0 +1,128 @@
+"""A report made by hand, as returned by `sage.bench.report.build_report`, with realistic figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+STAGES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
+ALPHAS = (0.5, 0.62, 0.81, 0.93, 0.88, 0.42, 0.31, 0.55, 0.77, 0.9, 0.97, 0.83, 0.64, 0.48, 0.36, 0.6, 0.85, 0.94)
+
+
+def _rounds() -> list[dict[str, Any]]:
+    log = []
+    for index, alpha in enumerate(ALPHAS):
+        planned = round(3 + 5 * alpha)
+        depth = planned - index % 2
+        log.append(
+            {
+                "depth": depth,
+                "nodes": 8 + round(40 * (1 - alpha)),
+                "accepted": min(depth, round(6 * alpha)),
+                "alpha": alpha,
+                "planned_depth": planned,
+                "width": 2 + 8 * (1 - alpha),
+            }
+        )
+    return log
+
+
+def _policy(
+    speedup: float, accepted: float, seconds: Sequence[float], log: list[dict[str, Any]], bins: list[int]
+) -> dict[str, Any]:
+    decode_s = 2.4 / speedup
+    share = dict(zip(STAGES[3:], seconds, strict=True))
+    levels = [{"depth": d, "tried": 160 // d, "kept": round(160 // d * (0.5 + 0.1 * accepted - 0.04 * d))} for d in range(1, 9)]
+    return {
+        "mean_accepted_draft": accepted,
+        "tokens_per_target_pass": accepted + 1,
+        "tokens_per_s": 150 * speedup,
+        "speedup": speedup,
+        "speedup_end_to_end": 1 + 0.8 * (speedup - 1),
+        "speedup_ci": [speedup * 0.93, speedup * 1.06],
+        "match": 16,
+        "total": 16,
+        "match_hf": 16,
+        "first_gaps": [],
+        "tokens": 360,
+        "time_s": {"vision": 0.1, "target_prefill": 0.2, "draft_prefill": 0.02 * bool(log)}
+        | {stage: value * decode_s for stage, value in share.items()},
+        "acceptance_by_depth": levels if log else [],
+        "accepted_histogram": bins,
+        "per_prompt": [],
+        "example": {"prompt": "caption-12", "rounds_log": log},
+    }
+
+
+def example_report() -> dict[str, Any]:
+    """A report as returned by `sage.bench.report.build_report`, with realistic figures."""
+    log = _rounds()
+    plain = [{key: entry[key] for key in ("depth", "nodes", "accepted")} for entry in log]
+    policies = {
+        "autoregressive": _policy(0.93, 0.0, (0, 0.97, 0, 0.01, 0, 0.02), [], [0]),
+        "chain": _policy(1.71, 2.61, (0.3, 0.64, 0.02, 0.01, 0.01, 0.02), plain, [20, 25, 22, 15, 9, 30]),
+        "static": _policy(1.86, 2.98, (0.27, 0.67, 0.02, 0.01, 0.01, 0.02), plain, [12, 22, 25, 20, 14, 33]),
+        "sage": _policy(2.24, 3.87, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02), log, [9, 16, 18, 17, 14, 11, 8, 6, 10]),
+    }
+    baselines = {
+        "autoregressive": {"tokens_per_s": 139.5, "speedup": 0.93, "speedup_end_to_end": 0.94, "is_autoregressive": True},
+        "hf_generate": {"tokens_per_s": 150.0, "speedup": 1.0, "speedup_end_to_end": 1.0, "is_autoregressive": True},
+        "hf_prompt_lookup": {
+            "tokens_per_s": 163.0,
+            "speedup": 1.09,
+            "speedup_end_to_end": 1.05,
+            "is_autoregressive": False,
+            "speedup_ci": [0.98, 1.21],
+        },  # fmt: skip
+    }
+    return {
+        "schema": 1,
+        "target": "pocket_qwen2_5_vl",
+        "draft": "runs/demo/draft",
+        "device": "cpu",
+        "dtype": "float32",
+        "prompts": 16,
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+        "seed": 0,
+        "repeats": 3,
+        "step": 400,
+        "fastest_baseline": "hf_generate",
+        "policies": policies,
+        "baselines": baselines,
+        "failed_baselines": {},
+        "margins": {"policy": "sage", "over": {"static": {"ratio": 1.2, "ci": [1.1, 1.3]}}},
+        "by_family": {"caption": {"sage": {"prompts": 16, "tokens_per_target_pass": 4.9, "speedup": 2.3}}},
+        "machine": {"system": "Linux x86_64", "cpu": "AMD EPYC", "cores": 2, "torch_threads": 2, "load_average": 1.1},
+        "versions": {"python": "3.12.3", "torch": "2.13.0", "transformers": "5.23.0"},
+        "command": "sage-validate checkpoint=runs/demo",
+    }
+
+
+def with_cost_aware(report: dict[str, Any]) -> dict[str, Any]:
+    """Adds a policy with prices and calibration, and a replay."""
+    log = [
+        entry
+        | {
+            "price": 400 + n,
+            "gain": 0.1 * (n % 5),
+            "level_cost": 0.2,
+            "expanded": 6,
+            "levels": 5 + n % 2,
+            "drafted": 30,
+            "expected": 2.5,
+        }
+        for n, entry in enumerate(_rounds())
+    ]
+    report["policies"]["cost_aware"] = _policy(2.5, 4.0, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02), log, [9, 16, 18, 17, 14])
+    curve = [[0.05, 0.1, 300], [0.45, 0.7, 100], [0.95, 0.99, 100]]
+    rows = [
+        {"depth": d, "labels": 500, "before": 0.1, "after": 0.01 * d, "curve_before": curve, "curve_after": curve}
+        for d in range(1, 10)
+    ]
+    figures = {"rounds": 250, "labels": 4500, "before": 0.1, "after": 0.05, "expected": 3.5, "accepted": 4.0}
+    report["calibration"] = {"cost_aware": figures | {"by_depth": rows}}
+    replayed = {"rounds": 200, "mean_accepted_draft": 3.0, "tokens_per_target_pass": 4.02, "nodes_per_round": 5.0, "depth": 5.0}
+    replayed |= {"draft_steps_per_round": 4.9, "coverage": 0.987, "cut": 0.012, "tokens_per_s": 612.3}
+    report["replay"] = {"recorder": {"policy": "eagle2", "total": 64}, "rounds": 200, "policies": {"chain": replayed}}
+    return report
