@@ -72,7 +72,17 @@ def test_a_run_writes_the_documented_files(
     else:
         assert lines[0]["loss"] == pytest.approx(lines[0]["loss_ce"], rel=1e-2)  # of all unrolled steps, and of the first
     assert sorted(path.name for path in run.iterdir() if path.name != LOCK) == [
-        *("config.yaml", "curves.png", "draft", "draft_best", "metrics.jsonl", "provenance.json", "report.md", "state"),
+        *(
+            "config.yaml",
+            "curves.png",
+            "draft",
+            "draft_best",
+            "metrics.jsonl",
+            "provenance.json",
+            "report.html",
+            "report.md",
+            "state",
+        ),
         "validation",
     ]
     assert sorted(path.name for path in (run / "state").iterdir()) == ["best", "latest", "step_00000001", "step_00000002"]
