@@ -131,6 +131,8 @@ class RegenerateConfig(AnswerSettings):
     Attributes:
         draft: RUN or the folder of a draft, for speculative decoding; empty: none. The answers do not depend on it.
         policy: a name of `sage.POLICIES`.
+        batch_size: conversations that this project's decoder answers together. In fp32 the answers do not depend on it; in half
+            precision, tokens of almost equal logits may.
         server: base URL of an OpenAI-compatible server of the target that answers instead, or a list of several, like
             http://host:8000/v1; empty: this project's decoder.
         model: id under which the servers serve the target; empty: the only one, if it has the target's name.
@@ -145,6 +147,7 @@ class RegenerateConfig(AnswerSettings):
     draft: str = ""
     policy: str = DEFAULT_POLICY
     max_new_tokens: PositiveInt = 512
+    batch_size: PositiveInt = 1
     server: Any = ""
     model: str = ""
     concurrency: PositiveInt = 32

@@ -21,14 +21,13 @@ from data_prep.dataset.lengths import LongExamples
 from data_prep.dataset.mixing import sample
 from data_prep.dataset.skip_log import InvalidItems, count_reasons, unique_rows
 from data_prep.dataset.stream import StreamDataset
-from data_prep.dialog import one_by_one
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.server.answers import ServedTarget, ServerAnswers
 from data_prep.server.chat_request import MediaPolicy
 from data_prep.sources.base import Source
 from data_prep.splits import Split
 from data_prep.tools.answers import answerable_items, decoder_origin, provenance_of, server_origin
-from data_prep.tools.regenerate import MediaFolder, RegenerationResult, answerer, as_line, finished_provenance, regenerate
+from data_prep.tools.regenerate import MediaFolder, RegenerationResult, as_line, finished_provenance, own_answers, regenerate
 from data_prep.tools.stats import Statistics, measure, render_html
 from sage.inputs.processing import Processor
 from sage.io.files import writing
@@ -152,7 +151,7 @@ def regenerate_data(
     data_prep.tools.regenerate.
     """
     dataset = answerable_items(config, target.processor, split)
-    drive = one_by_one(answerer(target, draft, settings, config.num_frames))
+    drive = own_answers(target, draft, settings, config.num_frames)
     provenance = provenance_of(dataset, decoder_origin(target, settings), settings)
     return regenerate(dataset, drive, out, provenance, settings.seed, rank, world_size)
 

@@ -2,7 +2,7 @@
 
 Owns: resuming after an interruption, the division among ranks, the files, our own decoder as the source of answers.
 Does not own: the turns of a conversation (data_prep.dialog), answers of a server (data_prep.server), decoding
-(sage.generate).
+(sage.generate, sage.decoding.batch).
 
 Ref: EAGLE-3, arXiv 2503.01840: drafts are trained on answers that the target generates.
 
@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from PIL import Image
 
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Conversation, Message, Part
-from data_prep.dialog import Answerer, Dialog, Drive, Outcome, TargetAnswer
+from data_prep.dialog import Answerer, Dialog, Drive, Outcome, TargetAnswer, one_by_one
 from sage.inputs.media import open_image, open_video_part
 from sage.inputs.video import TIME_KEYS
 from sage.io.files import locked, naming_write_errors, writing
@@ -82,7 +83,7 @@ def regenerate(
 
     Args:
         dataset: `__len__` and `conversation(i)`, e.g. of `build_dataset` with data.cache=rows.
-        drive: the source of the answers, `one_by_one` or that of a server.
+        drive: the source of the answers, `own_answers` or that of a server.
         provenance: the origin of the rows (target, draft, decoding settings, ...), stored in every row.
 
     Raises:
@@ -122,23 +123,74 @@ def _with_progress(
             logger.info("%d of %d conversations, %.2f/s, %.0f min left", num_before + count, total, rate, left_s / 60)
 
 
+def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int) -> Drive:
+    """Returns the source of the target's answers by our decoder, `settings.batch_size` conversations at a time."""
+    if settings.batch_size == 1:
+        return one_by_one(answerer(target, draft, settings, num_frames))
+    return partial(_together, target, draft, settings, num_frames)
+
+
 def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int) -> Answerer:
     """Returns the function that generates the target's answer, with speculative decoding if there is a draft."""
     import sage
 
-    sampling = sage.Sampling.from_attributes(settings)
-    policy = settings.policy if draft is not None else "autoregressive"
+    options = _options(draft, settings)
 
     def answer(messages: list[Message], seed: int) -> TargetAnswer:
         try:
             opened = with_open_media(messages, num_frames)
         except ValueError as error:
             return TargetAnswer("", Outcome.invalid, str(error))
-        out = sage.generate(target, draft, target.prepare(opened), policy=policy, sampling=sampling, seed=seed)
-        is_finished = len(out.tokens) and int(out.tokens[-1]) in target.eos_token_ids
-        return TargetAnswer(out.text, Outcome.answered if is_finished else Outcome.cut)
+        return _as_answer(sage.generate(target, draft, target.prepare(opened), seed=seed, **options), target)
 
     return answer
+
+
+def _together(
+    target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, dialogs: Iterator[Dialog]
+) -> Iterator[Dialog]:
+    """Answers several conversations at a time, as `Drive`; a conversation that ends makes room for the next one."""
+    from sage.decoding.batch import BatchDecoder, BatchRequest
+
+    decoder, options = BatchDecoder(target, draft, settings.batch_size), _options(draft, settings)
+    answering: dict[BatchRequest, Dialog] = {}
+
+    def is_asked(dialog: Dialog) -> bool:
+        """Adds the dialog's next request; returns whether there is one."""
+        while (request := dialog.next_request()) is not None:
+            try:
+                opened = with_open_media(request.messages, num_frames)
+            except ValueError as error:
+                dialog.add(TargetAnswer("", Outcome.invalid, str(error)))
+                continue
+            answering[decoder.add(target.prepare(opened), seed=request.seed, **options)] = dialog
+            return True
+        return False
+
+    while True:
+        while decoder.has_room and (dialog := next(dialogs, None)) is not None:
+            if not is_asked(dialog):
+                yield dialog
+        if not answering:
+            return
+        for done in [request for request, _ in decoder.step() if request.is_over]:
+            dialog = answering.pop(done)
+            dialog.add(_as_answer(done.output(), target))
+            if not is_asked(dialog):
+                yield dialog
+
+
+def _options(draft: Any, settings: RegenerateConfig) -> dict[str, Any]:
+    """Returns the arguments of `sage.generate` that all answers share."""
+    import sage
+
+    policy = settings.policy if draft is not None else "autoregressive"
+    return {"policy": policy, "sampling": sage.Sampling.from_attributes(settings)}
+
+
+def _as_answer(output: Any, target: Any) -> TargetAnswer:
+    is_finished = len(output.tokens) and int(output.tokens[-1]) in target.eos_token_ids
+    return TargetAnswer(output.text, Outcome.answered if is_finished else Outcome.cut)
 
 
 def with_open_media(messages: list[Message], num_frames: int) -> list[Message]:

@@ -16,13 +16,13 @@ import torch
 
 import sage
 from data_prep.config import Answers, DataConfig
-from data_prep.dialog import Drive, one_by_one
+from data_prep.dialog import Drive
 from data_prep.server.address import read_key
 from data_prep.server.answers import ServedTarget, ServerAnswers
 from data_prep.server.chat_request import MediaPolicy
 from data_prep.splits import Split
 from data_prep.tools.answers import TargetAnswers, decoder_origin, server_origin, weights_digest
-from data_prep.tools.regenerate import answerer
+from data_prep.tools.regenerate import own_answers
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import locked
 from train.config.schema import Config, ConfigError
@@ -112,7 +112,7 @@ def _with_decoder(config: Config, target: sage.Target, answers: TargetAnswers, r
     """Decodes the answers of one of `world_size` shares of the conversations with the target."""
     settings = config.regenerate
     draft = sage.load_draft(settings.draft, target) if settings.draft else None
-    _answer(answers, one_by_one(answerer(target, draft, settings, config.data.num_frames)), rank, world_size)
+    _answer(answers, own_answers(target, draft, settings, config.data.num_frames), rank, world_size)
 
 
 def _with_server(config: Config, target: sage.Target, answers: TargetAnswers) -> None:
