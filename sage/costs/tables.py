@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sage.runtime.buckets import key_bucket, node_bucket
@@ -122,6 +122,26 @@ class Costs:
     def first_level_s(self) -> float:
         """Seconds of the draft pass that starts a round; its candidates are the first level."""
         return self.draft(1) if self.commit_s is None else self.commit_s
+
+    def joint(self, rows: int, requests: int) -> Costs:
+        """Returns the costs for one of several requests that share their passes.
+
+        A target pass costs that over all nodes, so that one more node costs what it adds to them; a draft pass costs the
+        request's share of the joint one, as if all drafted alike.
+
+        Args:
+            rows: nodes of the other requests.
+            requests: number of requests, this one included.
+        """
+        counts = [1, *(count - rows for count in self.verify.counts if count - rows > 1)]
+        counts += [counts[-1] + 1]  # beyond the table, the last slope
+        shares = [self.draft(requests * width) / requests for width in self.draft.counts]
+        return replace(
+            self,
+            verify=Curve(counts, [self.verify(rows + count) for count in counts]),
+            draft=Curve(list(self.draft.counts), shares),
+            commit_s=self.first_level_s / requests,
+        )
 
     def correct_commit(self, seconds: float, rate: float) -> None:
         """Moves `commit_s` towards a timing, as `Curve.correct`."""

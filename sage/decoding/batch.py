@@ -136,6 +136,9 @@ class BatchDecoder:
         return row
 
     def _run_rounds(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
+        rows = [_num_nodes(one) for one in requests]
+        for one, own in zip(requests, rows, strict=True):
+            one.generation.request.policy.share(sum(rows) - own, len(requests))
         computations = [Joined(round_steps(one.generation.request), one.generation.request.clock) for one in requests]
         together(computations, self.target.device)
         return [(one, self._outcome(one, done)) for one, done in zip(requests, computations, strict=True)]
@@ -173,6 +176,12 @@ class BatchDecoder:
                 row.shared.release(row)
             clock = request.generation.request.clock
             request.generation.stats.time_s = clock.seconds()
+
+
+def _num_nodes(request: BatchRequest) -> int:
+    """Returns the nodes of a request's last tree, with the root."""
+    log = request.generation.stats.rounds_log
+    return log[-1]["nodes"] + 1 if log else 1
 
 
 def generate_batch(

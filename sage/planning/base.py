@@ -48,6 +48,14 @@ class Policy(ABC):
                 numbers are then scores, not acceptance probabilities (`sage.decoding.sampling`).
         """
 
+    def share(self, rows: int, requests: int) -> None:  # noqa: B027 (optional hook)
+        """Announces that the next rounds share their passes with those of other requests.
+
+        Args:
+            rows: nodes that the other requests verify in a round.
+            requests: number of requests, this one included.
+        """
+
     def begin(self) -> None:  # noqa: B027 (optional hook)
         """Starts a round."""
 

@@ -128,6 +128,22 @@ class TestCurve:
             curve.correct(curve(2), seconds, 1.0)
             assert curve(3) == pytest.approx(2.4)
 
+    def test_nodes_of_a_joint_pass_cost_what_they_add_to_it(self) -> None:
+        """Four requests, 16 nodes of the three others; draft passes are shared by as many nodes of all."""
+        costs = Costs(Curve([1, 8, 64], [1.0, 1.0, 8.0]), Curve([1, 64], [0.1, 0.73]), context=0, commit_s=0.2, overhead=0.01)
+        joint = costs.joint(16, 4)
+        assert [joint.verify(n) for n in (1, 9)] == pytest.approx([costs.verify(17), costs.verify(25)])
+        assert joint.draft(2) == pytest.approx(costs.draft(8) / 4) and joint.first_level_s == pytest.approx(0.05)
+        assert costs.joint(100, 2).verify(5) - costs.joint(100, 2).verify(1) == pytest.approx(4 * 7 / 56), "the last slope"
+        policy = sage.policy("cost_aware")
+        policy.costs = costs
+        alone = policy.prices
+        policy.share(16, 4)
+        assert policy.prices.verify_s[7] - policy.prices.verify_s[0] == pytest.approx(7 * 7 / 56) > 0
+        assert alone.verify_s[7] == alone.verify_s[0], "nodes up to the eighth are free for a request alone"
+        policy.share(0, 1)
+        assert policy.prices == alone
+
     def test_a_pass_over_a_shorter_context_still_takes_time(self) -> None:
         costs = Costs(Curve([1, 3], [1.0, 2.0], 1.5), Curve([1], [0.1]), context=1000, verify_per_token=0.01)
         assert costs.verify_s(3, 1100) == pytest.approx(1.5 * (2.0 + 1.0))

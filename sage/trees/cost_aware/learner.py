@@ -23,16 +23,18 @@ LABELLED_RANKS = 4
 LEARN_ALL_ROUNDS = 256  # number of initial rounds that are all learned from; after them, one in LEARN_ONE_IN
 LEARN_ONE_IN = 4
 LEARN_EVERY = 64  # pending rounds per learning step; the first steps are after 1, 2, 4, .. and 32 rounds
+ALONE = (0, 1)  # rows of other requests in a pass, and number of requests
 FIRST_TOKENS = 1.5  # tokens of a round without drafting, assumed before any round
 
 
 @dataclass
 class PendingRound:
-    """A round that the learner has not processed yet; `drafting_s` and `masses` as in `CostPlan`."""
+    """A round that the learner has not processed yet; `drafting_s` and `masses` as in `CostPlan`, `others` as in `ALONE`."""
 
     outcome: RoundOutcome
     drafting_s: float
     masses: list[tuple[int, float, float]]
+    others: tuple[int, int] = ALONE
 
 
 class Learner:
@@ -66,10 +68,12 @@ class Learner:
         other._tokens, other._seconds, other.usual_size = self._tokens, self._seconds, self.usual_size
         return other
 
-    def price(self, costs: Costs) -> float:
-        """Returns lambda, the tokens per second of recent rounds; before any round, the speed without speculation."""
-        undrafted_s = costs.verify(1) + costs.overhead
-        return (self._tokens + FIRST_TOKENS) / (self._seconds + undrafted_s)
+    def price(self, costs: Costs, requests: int = 1) -> float:
+        """Returns lambda, the tokens per second of recent rounds; before any round, the speed without speculation. With several
+        requests, which are taken to be alike, it is that of all.
+        """
+        undrafted_s = costs.verify(1) + requests * costs.overhead
+        return (self._tokens + requests * FIRST_TOKENS) / (self._seconds + undrafted_s)
 
     def needs_round(self, num_skipped: int) -> bool:
         """Returns whether the round about to start is learned from; `num_skipped` rounds were not drafted for before it."""
@@ -103,10 +107,13 @@ class Learner:
 
     def learn_prices(self, one: PendingRound, costs: Costs) -> None:
         """Updates lambda. Times are those of the cost tables, because a single timing may include an interruption."""
-        outcome, size = one.outcome, len(one.outcome.tree)
-        correct_costs(costs, outcome)
-        seconds = costs.verify_s(size, outcome.context) + one.drafting_s + costs.overhead
-        self._tokens = self.memory * self._tokens + outcome.accepted + 1
+        outcome, size, requests = one.outcome, len(one.outcome.tree), one.others[1]
+        if one.others == ALONE:  # a request knows only its share of the time of a joint pass
+            correct_costs(costs, outcome)
+        else:
+            costs = costs.joint(*one.others)
+        seconds = costs.verify_s(size, outcome.context) + requests * (one.drafting_s + costs.overhead)
+        self._tokens = self.memory * self._tokens + requests * (outcome.accepted + 1)
         self._seconds = self.memory * self._seconds + seconds
         self.usual_size += LIVE_RATE * (size - self.usual_size)
 

@@ -20,9 +20,11 @@ from sage.costs.tables import Costs
 from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
-from sage.trees.cost_aware.learner import Learner, PendingRound
+from sage.trees.cost_aware.learner import ALONE, Learner, PendingRound
 from sage.trees.cost_aware.planner import CostPlan, next_level, select
 from sage.trees.cost_aware.pricing import Prices
+
+ROWS_STEP = 4  # prices are computed again when the nodes of other requests change by this many
 
 
 @dataclass(eq=False, kw_only=True)
@@ -63,6 +65,7 @@ class CostAware(Policy):
         self.costs: Costs | None = None
         self.learner = Learner(self.calibrate, self.memory, self.max_depth)  # of the kind of the current request
         self._is_coupled = False
+        self._others = ALONE  # nodes that other requests verify in the same passes, and number of requests
         self._learners = {False: self.learner}  # by `_is_coupled`: a score needs another calibration than a probability
         self._prices: Prices | None = None
         self._priced_costs: Costs | None = None  # the tables that `_prices` are based on
@@ -72,9 +75,9 @@ class CostAware(Policy):
         """Prices under the current cost tables and statistics; requires `costs`."""
         assert self.costs is not None, "costs are measured when a request starts"
         if self._prices is None or self._priced_costs is not self.costs:
-            time, masses = self.learner.price(self.costs), self.learner.mass.table(self.max_depth)
-            usual_size = self.learner.usual_size
-            self._prices = Prices.of(time, self.costs, usual_size, self.max_nodes, self.max_width, masses)
+            costs = self.costs if self._others == ALONE else self.costs.joint(*self._others)
+            time, masses = self.learner.price(costs, self._others[1]), self.learner.mass.table(self.max_depth)
+            self._prices = Prices.of(time, costs, self.learner.usual_size, self.max_nodes, self.max_width, masses)
             self._priced_costs = self.costs
         return self._prices
 
@@ -119,6 +122,11 @@ class CostAware(Policy):
         is_power_of_two = self._num_skipped & (self._num_skipped - 1) == 0
         return self._num_skipped % self.retry_every == 0 or (is_power_of_two and self._num_skipped < self.retry_every)
 
+    def share(self, rows: int, requests: int) -> None:
+        others = ALONE if requests == 1 else (rows - rows % ROWS_STEP, requests)
+        if others != self._others:
+            self._others, self._prices = others, None
+
     def begin(self) -> None:
         self.plan = CostPlan(self.prices, self.learner.needs_round(self._num_skipped))
 
@@ -139,7 +147,7 @@ class CostAware(Policy):
         self._num_skipped = 0 if len(outcome.tree) > 1 else self._num_skipped + 1
         plan = self.plan
         if plan.has_feedback:
-            self.learner.pending.append(PendingRound(outcome, plan.drafting_s, plan.masses))
+            self.learner.pending.append(PendingRound(outcome, plan.drafting_s, plan.masses, self._others))
             if self.learner.is_due():
                 self._learn()
         return plan.log_entry()
