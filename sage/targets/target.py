@@ -7,6 +7,7 @@ Shapes: B batch, T tokens, S keys, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -85,6 +86,7 @@ class Target:
         self.name = str(model.config._name_or_path or self.family.model_type)
         self.text_config = model.config.get_text_config()
         self.text_model = self.family.text_model(model)
+        self.cache_argument = _cache_argument(self.text_model)
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.passes = PassMode.eager
@@ -241,9 +243,9 @@ class Target:
                 inputs_embeds=embeds,
                 position_ids=positions,
                 attention_mask=mask,
-                past_key_values=cache,
                 use_cache=cache is not None,
                 is_masked=mask is not None,
+                **{self.cache_argument: cache},
                 **(text_inputs or {}),
                 **extra,
             ).last_hidden_state
@@ -268,6 +270,11 @@ class Target:
     def new_cache(self, capacity: int) -> TreeCache:
         """Returns an empty cache for this target with a capacity in tokens."""
         return TreeCache(self.layer_devices, self.num_kv_heads, self.head_dim, capacity, self.dtype)
+
+
+def _cache_argument(text_model: Any) -> str:
+    """Name of the KV cache in a text model's `forward`: `cache` since transformers 5.24, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(text_model.forward).parameters else "past_key_values"
 
 
 def _as_list(value: Any) -> list[int]:

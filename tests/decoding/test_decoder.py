@@ -81,7 +81,7 @@ def test_cache_equals_a_fresh_prefill_after_every_round(
         again = followed_by(target, inputs, torch.tensor(run.tokens[:-1], dtype=torch.long))
         fresh = DynamicCache(config=target.text_config)
         with torch.no_grad():
-            target.model(**again, past_key_values=fresh, use_cache=True)
+            target.model(**again, use_cache=True, **{target.cache_argument: fresh})
         length = run.request.cache.length
         assert length == again["input_ids"].shape[1]
         for ours, theirs in zip(run.request.cache.layers, fresh.layers, strict=True):
