@@ -30,6 +30,7 @@ DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 LONGER_NODES = 16
 NUM_CANDIDATES = 10
 COMMITTED = 3  # accepted tokens of a usual round
+DRAFTED_LEVELS = 4  # of a usual round
 REPEATS = 16
 MIN_REPEATS = 4
 BUDGET_S = 4.0  # of timing, beyond which there are fewer than `REPEATS` runs
@@ -38,7 +39,7 @@ MIN_CONTEXT_SPAN = 1024  # tokens between the two contexts
 
 @torch.inference_mode()
 def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Costs:
-    """Times target passes and draft levels on a synthetic context, in the order of a round; takes lower quartiles.
+    """Times target passes and draft levels on a synthetic context, in the order of a round; takes medians.
 
     Args:
         context: S of the cost tables.
@@ -51,16 +52,16 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     session = new_session(draft, target, context + room)
     passes = TreePasses(target, session.levels)
     cache = empty_cache(passes, longer + room)
-    before = verify_pass(passes, target, cache, LONGER_NODES, context)
-    drafting = [draft_commit(session, target, before, context)]
+    commit, level = draft_commit(session, target, context), draft_level(session, target, 1, context)
+    drafting = [_after(verify_pass(passes, target, cache, LONGER_NODES, context), then=commit)]
     drafting += [draft_level(session, target, width, context) for width in DRAFT_WIDTHS]
-    commit_s, *levels = _lower_quartiles(drafting, target.device)
+    commit_s, *levels = _median_s(drafting, target.device)
     is_stepped = target.passes is PassMode.captured
     counts = list(dict.fromkeys(map(node_bucket, VERIFY_NODES))) if is_stepped else list(VERIFY_NODES)
-    level = draft_level(session, target, 1, context)
-    calls = [_in_rounds(verify_pass(passes, target, cache, nodes, context), level) for nodes in counts]
-    calls += [_in_rounds(verify_pass(passes, target, cache, nodes, longer), level) for nodes in (1, LONGER_NODES)]
-    *at_context, one_s, several_s = _lower_quartiles(calls, target.device)
+    sizes = [*((nodes, context) for nodes in counts), (1, longer), (LONGER_NODES, longer)]
+    calls = [verify_pass(passes, target, cache, nodes, tokens) for nodes, tokens in sizes]
+    rounds = [_after(call, commit, *[level] * DRAFTED_LEVELS, then=call) for call in calls]
+    *at_context, one_s, several_s = _median_s(rounds, target.device)
     tokens = max(longer - context, 1)
     per_token = max(one_s - at_context[0], 0.0) / tokens
     growth = max(several_s - at_context[counts.index(LONGER_NODES)], 0.0) / tokens
@@ -110,44 +111,39 @@ def draft_level(session: DraftSession, target: Target, width: int, context: int)
     return TimedCall(run, reset=partial(session.set_synthetic_state, context, width))
 
 
-def draft_commit(session: DraftSession, target: Target, before: TimedCall, context: int) -> TimedCall:
+def draft_commit(session: DraftSession, target: Target, context: int) -> TimedCall:
     """Returns a call that reads `COMMITTED` accepted tokens on top of S tokens and returns the probabilities [1, K] of the best
-    candidates below them. A target pass, `before`, precedes every call: as in decoding, it evicts the draft from the caches.
+    candidates below them.
     """
     tokens = (torch.arange(COMMITTED) % target.vocab_size).tolist()
     zeros = torch.zeros(1, COMMITTED, target.hidden_size, dtype=target.dtype, device=target.device)
     features = Features(zeros, (zeros,) * len(session.levels))
 
-    def reset() -> None:
-        before.reset()
-        before.run()
-        session.set_synthetic_state(context, 1)
-
     def run() -> Tensor:
         return session.propose(session.commit(features, tokens), NUM_CANDIDATES)[0]
 
-    return TimedCall(run, reset)
+    return TimedCall(run, reset=partial(session.set_synthetic_state, context, 1))
 
 
-def _in_rounds(call: TimedCall, level: TimedCall) -> TimedCall:
-    """Returns a call that runs as in decoding: after one like itself and a draft level, not after one of another size, which
-    leaves other data in the processor's caches.
+def _after(*calls: TimedCall, then: TimedCall) -> TimedCall:
+    """Returns a call that runs after others, outside the clock, as in a round: its time depends on what they leave in the
+    processor's caches. Where weights fit into them, target passes take up to a tenth longer after the draft's.
     """
 
     def reset() -> None:
-        for before in (call, level):
-            before.reset()
-            before.run()
-        call.reset()
+        for call in calls:
+            call.reset()
+            call.run()
+        then.reset()
 
-    return TimedCall(call.run, reset)
+    return TimedCall(then.run, reset)
 
 
-def _lower_quartiles(calls: Sequence[TimedCall], device: torch.device) -> list[float]:
-    """Returns the lower quartile of each call's seconds over `REPEATS` runs, or over as many as fit into `BUDGET_S`."""
+def _median_s(calls: Sequence[TimedCall], device: torch.device) -> list[float]:
+    """Returns the median of each call's seconds over `REPEATS` runs, or over as many as fit into `BUDGET_S`."""
     interleaved_s(calls, 0, device)  # compiles and captures
     start = now_s(device)
     times = interleaved_s(calls, 1, device)
     repeats = int(BUDGET_S / (now_s(device) - start) * 2)
     more = interleaved_s(calls, min(max(repeats, MIN_REPEATS), REPEATS) - 1, device)
-    return [statistics.quantiles(first + others, n=4)[0] for first, others in zip(times, more, strict=True)]
+    return [statistics.median(first + others) for first, others in zip(times, more, strict=True)]

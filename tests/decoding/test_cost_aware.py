@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +23,8 @@ from sage.decoding.verify import Verdict
 from sage.drafts.draft import new_session
 from sage.drafts.model import ModelDraft
 from sage.planning.tree import Frontier, RoundOutcome, Tree
-from sage.runtime.timing import RoundTimes
-from sage.targets.tree_passes import TreePass, TreePasses
+from sage.runtime.timing import RoundTimes, TimedCall
+from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware import learner as learning
 from sage.trees.cost_aware.learner import LEARN_ALL_ROUNDS, LEARN_EVERY, Learner, labelled_candidates
 from sage.trees.cost_aware.pricing import ChildMass
@@ -191,15 +192,42 @@ class TestCurve:
         levels = {"feature_levels": [0, 1, 2]} if kind == "eagle3" else {}
         draft = ModelDraft(drafting, tiny_qwen) if kind == "model" else sage.new_draft(tiny_qwen, kind, **levels)
         session = new_session(draft, tiny_qwen, 40)
-        passes = TreePasses(tiny_qwen, session.levels)
-        before = probe.verify_pass(passes, tiny_qwen, probe.empty_cache(passes, 40), 2, 20)
-        call = probe.draft_commit(session, tiny_qwen, before, context=20)
+        call = probe.draft_commit(session, tiny_qwen, context=20)
         results = []
         for _ in range(2):
             call.reset()
             results.append(call.run())
             assert session.context == 20 + probe.COMMITTED
         assert torch.equal(*results) and len(results[0]) == 1
+
+    def test_target_passes_are_timed_after_the_passes_of_a_round(
+        self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A pass like itself, the draft's commit and its levels precede each; the clock runs during the last one only."""
+        order: list[str] = []
+
+        def record(name: str, make: Callable[..., TimedCall]) -> Callable[..., TimedCall]:
+            def recorded(*args: Any, **options: Any) -> TimedCall:
+                call = make(*args, **options)
+                return TimedCall(lambda: (order.append(name), call.run())[1], call.reset)
+
+            return recorded
+
+        for name in ("verify_pass", "draft_commit", "draft_level"):
+            monkeypatch.setattr(probe, name, record(name, getattr(probe, name)))
+
+        def time(calls: list[TimedCall], _: Any) -> list[float]:
+            for call in calls:
+                call.reset()
+                order.append("clock")
+                call.run()
+            return [1.0] * len(calls)
+
+        monkeypatch.setattr(probe, "_median_s", time)
+        probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), 10, 20)
+        one_round = ["verify_pass", "draft_commit", *["draft_level"] * probe.DRAFTED_LEVELS, "clock", "verify_pass"]
+        assert order[-len(one_round) :] == one_round
+        assert order[:3] == ["verify_pass", "clock", "draft_commit"]
 
     @pytest.mark.parametrize("kind", ["eagle", "model"])
     def test_a_timed_level_is_that_of_decoding(self, kind: str, tiny_qwen: sage.Target) -> None:
