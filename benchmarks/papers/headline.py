@@ -1,4 +1,4 @@
-"""The headline tables: decoders that a user can choose from, in the README; every policy on every target, also on the page."""
+"""The headline table: every decoder on every target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks.papers.figures import Json
 from benchmarks.papers.markdown import fill
 from benchmarks.papers.study import OURS, Figures, by_target
-from sage.bench.runners import AUTOREGRESSIVE, HF_COMPILED, HF_GENERATE
 
 CAPTIONS = "caption"
 
@@ -25,30 +24,6 @@ def headline_table(figures: Figures) -> str:
         identical = f"{same}/{total}" if total else ""
         rows.append({"name": name, "mark": "**" if name == OURS else "", "parts": parts, "identical": identical})
     return fill("headline_table", {"targets": tables, "rows": rows}) if tables else ""
-
-
-def engines_table(figures: Figures) -> str:
-    """Returns the decoders that a user can choose from, slowest first, by tokens per second; empty before they are measured."""
-    for title, part in by_target(figures, "engines").items():
-        ordered = sorted(_choices(part).items(), key=lambda choice: float(choice[1]["tokens_per_s"]))
-        return fill("engines_table", {"target": title, "choices": dict(ordered)})
-    return ""
-
-
-def _choices(part: Json) -> dict[str, Json]:
-    """Returns the figures of what a user can run, by description: other libraries, and our fastest decoder with each draft."""
-    ratios, vllm = part["ratios"], f"vLLM {part['engine']['vllm']}"
-    speculative = ratios["same draft"]["theirs"]
-    words = {
-        HF_GENERATE: "Hugging Face `generate`",
-        HF_COMPILED: "Hugging Face `generate`, compiled",
-        ratios["autoregressive"]["theirs"]: vllm,
-        speculative: f"{vllm} with our `{part['decoders'][speculative]['draft']}`",
-        AUTOREGRESSIVE: "**sage-draft** without a draft",
-    }
-    for label in (ratios[name]["ours"] for name in ("same draft", "any draft")):
-        words[label] = "**sage-draft**: `{}` with `{}`".format(*label.split(", "))
-    return {text: part["decoders"][label] for label, text in words.items() if label in part["decoders"]}
 
 
 def tuned_policies(figures: Json) -> list[str]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.papers.figures import FIGURES_DIR, Json
-from benchmarks.papers.headline import engines_table, headline_table
+from benchmarks.papers.headline import headline_table
 from benchmarks.papers.markdown import fill, listing
 from benchmarks.papers.studies import SECTIONS, STUDIES
+from benchmarks.papers.studies.regimes import engines_table
 from benchmarks.papers.study import Figures, Study
 from sage.io.files import write_text
 from train.report import style

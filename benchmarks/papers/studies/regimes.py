@@ -17,11 +17,11 @@ from matplotlib.figure import Figure
 import sage
 from benchmarks.papers.figures import Json
 from benchmarks.papers.lab import Lab, compare
-from benchmarks.papers.markdown import options_text, times, times_with_interval
+from benchmarks.papers.markdown import fill, options_text, times, times_with_interval
 from benchmarks.papers.plots import Curve, plot_curves, policy_curve
 from benchmarks.papers.studies.engines import beside_vllm, has_engine
 from benchmarks.papers.studies.projection import host_s, predicted
-from benchmarks.papers.study import OURS, Expectation, Study
+from benchmarks.papers.study import OURS, Expectation, Figures, Study
 from benchmarks.papers.tuning import tuned_options
 from benchmarks.papers.wide_lab import WideLab, using_threads
 from data_prep.pocket.widen import find_source, wide_target
@@ -116,6 +116,37 @@ def _speedups(recordings: Sequence[Recording], options: Mapping[str, Json], cost
         policy, autoregressive_s = sage.policy(name, **chosen), host_s(table["policies"][AUTOREGRESSIVE])
         found[name] = float(predicted(recordings, policy, own, autoregressive_s)["speedup"])
     return found
+
+
+def beside_by_size(figures: Figures) -> list[Json]:
+    """Returns the figures beside the engine, smallest weights first, each with its `label` and `target`."""
+    sizes = _by_size(STUDY.select(figures)) if STUDY.file_names(figures) else {}
+    return [{**part[BESIDE], "label": label, "target": part["target"]} for label, part in sizes.items() if part[BESIDE]]
+
+
+def engines_table(figures: Figures) -> str:
+    """Returns tokens per second of what a user can run, by size of the weights, those that fit into a cache last; empty before
+    they are measured.
+    """
+    smallest, *others = beside_by_size(figures) or [None]
+    if smallest is None:
+        return ""
+    sizes = [*others, smallest]
+    rows = {name: [_choices(size)[name] for size in sizes] for name in _choices(smallest)}
+    return fill("engines_table", {"sizes": sizes, "rows": rows})
+
+
+def _choices(part: Json) -> dict[str, Json]:
+    """Returns the figures of the fastest decoder of each kind, by description."""
+    ratios, decoders, vllm = part["ratios"], part["decoders"], f"vLLM {part['engine']['vllm']}"
+    words = {
+        vllm: ratios["autoregressive"]["theirs"],
+        "**sage-draft** without a draft": ratios["autoregressive"]["ours"],
+        f"{vllm} with our `eagle3`": ratios["same draft"]["theirs"],
+        "**sage-draft** with the same draft": ratios["same draft"]["ours"],
+        "**sage-draft** with any draft": ratios["any draft"]["ours"],
+    }
+    return {text: decoders[label] for text, label in words.items()}
 
 
 # -- the section -----------------------------------------------------------------------------------------------------------
