@@ -152,7 +152,7 @@ class BlockSession(DraftSession):
     def set_synthetic_state(self, context: int, width: int) -> None:
         draft = self.draft
         self.cache.zero_to(context)
-        self.committed, self.depth = context, 0
+        self.committed, self.depth, self.offset = context, 0, 0
         self._hidden = torch.zeros(draft.num_levels, draft.config.hidden_size, dtype=draft.dtype, device=draft.device)
         self._logits = self._hidden.new_zeros(draft.num_levels, draft.num_draft_tokens)
         self._root = torch.zeros(1, dtype=torch.long, device=draft.device)
