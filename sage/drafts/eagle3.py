@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from sage.drafts.compressor.compressor import Compressor
 from sage.drafts.eagle import EagleConfig
 from sage.drafts.head import DraftHead
-from sage.drafts.layer import MLP, Attention, GatedLayer
+from sage.drafts.layer import MLP, Attention, GatedLayer, queries_of
 from sage.drafts.rope import Rope
-from sage.drafts.unroll import Chains
 from sage.drafts.vocabulary import DraftVocabulary
 from sage.targets import Features, Target
 
@@ -77,15 +76,14 @@ class Eagle3Layer(GatedLayer):
         self.norm_before_residual = config.norm_before_residual
 
     def forward(self, embeds: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
-        """[B, T, D] each -> [B, T, D]; [B, R, D] in the first step of chains with R roots.
+        """[B, T, D] each -> [B, T, D]; [B, R, D] where the cache selects R queries.
 
         Mask and cache are those of `DraftLayer.forward`.
         """
         normed = self.hidden_norm(features)
         pair = torch.cat((self.input_layernorm(embeds), normed), -1)
         residual = normed if self.norm_before_residual else features
-        residual = cache.queries(residual) if isinstance(cache, Chains) else residual
-        hidden = residual + self.self_attn(pair, rope, mask, cache)
+        hidden = queries_of(cache, residual) + self.self_attn(pair, rope, mask, cache)
         return self.feed_forward(hidden)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sage.drafts.layer import LastQuery
 from sage.runtime.attention import repeat_mask
 from sage.runtime.cache import RowCache
 from sage.runtime.joint import Call, layout, layout_arguments, length_of, pad_rows, row_of, shared_cache, starts_of
@@ -89,7 +90,7 @@ class HeadPass(PassFunction):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor,
-        cache: RowCache | JointCache,
+        cache: RowCache | JointCache | LastQuery,
     ) -> Tensor:
         embeds = self.embed_tokens(tokens)[None]
         return self.draft.read(embeds, features, (cos, sin), repeat_mask(mask, self._group), cache)[0]
@@ -154,7 +155,8 @@ class CommitPass(HeadPass):
             Argument("levels", of_target, target.dtype, count=len(draft.levels)),
         )
         results = (Result((1, draft.config.hidden_size)), Result((1, draft.num_draft_tokens)))
-        super().__init__(draft, target, names, TOKENS, own, TOKENS, results)
+        attention = [Argument("mask", (1, KEYS), draft.dtype, Padding.masked)]
+        super().__init__(draft, target, names, TOKENS, own, TOKENS, results, attention)
 
     def _new_joint(self) -> JointFunction | None:
         return JointCommitPass(self.draft, self._target)
@@ -177,14 +179,15 @@ class CommitPass(HeadPass):
             tokens, rows: LongTensor [M].
             last, levels: `Features` of the tokens, 1 + A tensors [1, M, D].
             cos, sin: [1, 1, M, d].
-            mask: [M, S], additive.
+            mask: [1, S], additive, of the last pair.
             keys, values: one buffer each, [1, H, C, d].
 
         Returns:
             the output of the last pair [1, D], and its logits [1, U].
         """
         features = self.draft.fuse(Features(last, tuple(levels)))
-        out = self._read(tokens, features, cos, sin, mask, RowCache(keys, values, rows, mask.shape[1]))[-1:]
+        cache = LastQuery(RowCache(keys, values, rows, mask.shape[1]))
+        out = self._read(tokens, features, cos, sin, mask, cache)
         return out, self.draft.logits(out, self._target)
 
 

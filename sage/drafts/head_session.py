@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sage.drafts.compressor.spans import HeadInput, PairMasks, ends_of_turn
-from sage.drafts.layer import fuse_linears
+from sage.drafts.layer import LastQuery, fuse_linears
 from sage.drafts.session import JointSession
 from sage.runtime.attention import tile_mask
 from sage.runtime.executors import EAGER, executor_of
@@ -82,7 +82,7 @@ class HeadSession(JointSession):
         more = pairs.features.shape[1] - prompt.input_ids.shape[1]
         if more > 0:  # tiny images become longer
             self._set_capacity(self.capacity + more)
-        hidden = self.draft(pairs.embeds_next, pairs.features, pairs.position_ids, cache=self.cache)[0, -1:]
+        hidden = self.draft(pairs.embeds_next, pairs.features, pairs.position_ids, cache=LastQuery(self.cache))[0]
         self._set_origin(prompt.next_position)
         self._start_tree(hidden)
         return self.draft.logits(hidden, self.target)
@@ -134,22 +134,13 @@ class HeadSession(JointSession):
             cos,
             sin,
             self._steps.narrow(0, first, length),
-            self._commit_mask(first, length),
+            self._zeros.narrow(1, 0, first + length),
             self.cache.keys,
             self.cache.values,
         )
         self.offset += length
         self._start_tree(hidden)
         return logits
-
-    def _commit_mask(self, first: int, length: int) -> Tensor:
-        """Returns the additive causal mask [M, S]."""
-        if length == 1:
-            return self._zeros.narrow(1, 0, first + 1)
-        mask = self._zeros.new_zeros(length, first + length)
-        lowest = torch.finfo(self.dtype).min
-        mask.narrow(1, first, length).copy_(mask.new_full((length, length), lowest).triu_(1))
-        return mask
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.zero_to(context)

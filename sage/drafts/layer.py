@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, N new tokens, S keys, D hidden, H heads, d head size.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,36 @@ class FusedLinear:
         return torch.cat([linear(hidden) for linear in self.maps], -1)
 
 
+class LastQuery:
+    """A cache in whose pass only the last entry attends; the entries before it are keys and values.
+
+    All that a draft needs of a prompt, or of accepted tokens, is the output of the last pair. In a head with one layer, nothing
+    else reads those of the others, so their queries, attention and MLP are left out.
+    """
+
+    selects_queries = True
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    def queries(self, states: Tensor, dim: int = 1) -> Tensor:
+        """Returns the last entry of dimension `dim`."""
+        return states.narrow(dim, states.shape[dim] - 1, 1)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Appends to the cache; returns all keys and values."""
+        key, value = self.cache.update(keys, values, layer)
+        return key, value
+
+
+LayerCache: TypeAlias = Cache | Chains | LastQuery
+
+
+def queries_of(cache: LayerCache | None, states: Tensor, dim: int = 1) -> Tensor:
+    """Returns the entries of dimension `dim` whose outputs a pass computes."""
+    return cache.queries(states, dim) if isinstance(cache, Chains | LastQuery) else states
+
+
 class Attention(nn.Module):
     """Grouped-query attention over `input_size` features (2D for EAGLE-3, D otherwise).
 
@@ -74,12 +104,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
         self.qkv = FusedLinear(self.q_proj, self.k_proj, self.v_proj)
 
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
-        """Returns [B, N, D]; fewer rows in the first of several steps with `Chains` of fewer roots."""
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        """Returns [B, N, D]; of fewer rows where the cache selects queries."""
         batch, length, _ = hidden.shape
-        if isinstance(cache, Chains) and cache.is_first and cache.roots is not None:
-            length = cache.roots.shape[1]
-            query = rotate(self._heads(self.q_proj(cache.queries(hidden))), *(cache.queries(part, 2) for part in rope))
+        if isinstance(cache, Chains | LastQuery) and cache.selects_queries:
+            rows = cache.queries(hidden)
+            length = rows.shape[1]
+            query = rotate(self._heads(self.q_proj(rows)), *(cache.queries(part, 2) for part in rope))
             key, value = rotate(self._heads(self.k_proj(hidden)), *rope), self._heads(self.v_proj(hidden))
         else:
             query, key, value = self.project(hidden, rope)
@@ -96,7 +127,7 @@ class Attention(nn.Module):
         """[B, T, H * d] -> [B, H, T, d]."""
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         """Returns [B, H, T, d] or, folded, [B, H / G, G * T, d]."""
         if isinstance(cache, Chains):
             return cache.attend(query, key, value)
@@ -152,15 +183,15 @@ class DraftLayer(GatedLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | Chains | None) -> Tensor:
-        """[B, N, D] -> [B, N, D]; [B, R, D] in the first step of chains with R roots.
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        """[B, N, D] -> [B, N, D]; [B, R, D] where the cache selects R queries.
 
         Args:
             rope: cos and sin, each [B, 1, N, d].
             mask: additive, tiled for grouped queries [B or 1, 1, G * N, S]; None attends causally.
             cache: one-layer cache to read and extend, or the chains of an unrolled pass; None attends within `hidden`.
         """
-        residual = cache.queries(hidden) if isinstance(cache, Chains) else hidden
+        residual = queries_of(cache, hidden)
         hidden = residual + self.self_attn(self.input_layernorm(hidden), rope, mask, cache)
         return self.feed_forward(hidden)
 

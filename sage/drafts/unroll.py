@@ -49,6 +49,11 @@ class Chains:
         """Whether step 0 is still to be computed."""
         return self.true is None
 
+    @property
+    def selects_queries(self) -> bool:
+        """Whether the next step computes the rows of the roots only, for which all pairs are keys: step 0."""
+        return self.is_first and self.roots is not None
+
     def queries(self, states: Tensor, dim: int = 1) -> Tensor:
         """Returns the rows to compute of states with an entry per key in dimension `dim`: those of the roots in step 0."""
         return at_rows(states, self.roots, dim) if self.is_first and self.roots is not None else states

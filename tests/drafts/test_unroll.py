@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import sage
 from sage.drafts.draft import new_session
+from sage.drafts.layer import GatedLayer
 from sage.drafts.unroll import Chains
 
 STEPS = 4
@@ -37,6 +38,25 @@ def test_unroll_equals_a_drafted_chain(tiny_target: sage.Target, kind: str) -> N
             if step:
                 session.expand(torch.tensor([0]), tokens[root + 1 + step : root + 2 + step])
             torch.testing.assert_close(unrolled[step][0, root], session.hidden[0], atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_only_the_last_pair_attends_where_nothing_else_is_read(tiny_qwen: sage.Target, kind: str) -> None:
+    """A prompt and accepted tokens become keys and values; their attention output and MLP are computed for the last pair."""
+    inputs = make_inputs(tiny_qwen, length=14)
+    draft, prompt, tokens = random_draft(tiny_qwen, kind, seed=3), tiny_qwen.embed(inputs), inputs["input_ids"][0]
+    features, session = tiny_qwen.features(prompt, draft.levels), new_session(draft, tiny_qwen, 64)
+    rows: dict[str, list[int]] = {"o_proj": [], "layer": []}
+    for name, module in draft.named_modules():
+        if (key := name.rpartition(".")[2]) in rows:
+            module.register_forward_pre_hook(lambda _, states, key=key: rows[key].append(states[0].shape[1]))
+    layer = next(module for module in draft.modules() if isinstance(module, GatedLayer))
+    layer.register_forward_hook(lambda _, __, out: rows["layer"].append(out.shape[1]))
+    session.prefill(prompt, features, tokens[-1:])
+    assert session.context == len(tokens)
+    session.commit(features.at(torch.arange(3)), tokens[:3])
+    assert session.context == len(tokens) + 3
+    assert rows["o_proj"] == rows["layer"] == [1, 1]
 
 
 def test_one_step_equals_forward(tiny_target: sage.Target) -> None:
