@@ -46,17 +46,17 @@ def test_only_the_last_pair_attends_where_nothing_else_is_read(tiny_qwen: sage.T
     inputs = make_inputs(tiny_qwen, length=14)
     draft, prompt, tokens = random_draft(tiny_qwen, kind, seed=3), tiny_qwen.embed(inputs), inputs["input_ids"][0]
     features, session = tiny_qwen.features(prompt, draft.levels), new_session(draft, tiny_qwen, 64)
-    rows: dict[str, list[int]] = {"o_proj": [], "layer": []}
+    rows: dict[str, list[int]] = {"o_proj": [], "outputs": []}
     for name, module in draft.named_modules():
         if (key := name.rpartition(".")[2]) in rows:
             module.register_forward_pre_hook(lambda _, states, key=key: rows[key].append(states[0].shape[1]))
     layer = next(module for module in draft.modules() if isinstance(module, GatedLayer))
-    layer.register_forward_hook(lambda _, __, out: rows["layer"].append(out.shape[1]))
+    layer.register_forward_hook(lambda _, __, out: rows["outputs"].append(out.shape[1]))
     session.prefill(prompt, features, tokens[-1:])
     assert session.context == len(tokens)
     session.commit(features.at(torch.arange(3)), tokens[:3])
     assert session.context == len(tokens) + 3
-    assert rows["o_proj"] == rows["layer"] == [1, 1]
+    assert rows["o_proj"] == rows["outputs"] == [1, 1]
 
 
 def test_one_step_equals_forward(tiny_target: sage.Target) -> None:

@@ -128,11 +128,11 @@ def engines_table(figures: Figures) -> str:
     """Returns tokens per second of what a user can run, by size of the weights, those that fit into a cache last; empty before
     they are measured.
     """
-    smallest, *others = beside_by_size(figures) or [None]
-    if smallest is None:
+    found = beside_by_size(figures)
+    if not found:
         return ""
-    sizes = [*others, smallest]
-    rows = {name: [_choices(size)[name] for size in sizes] for name in _choices(smallest)}
+    sizes = [*found[1:], found[0]]
+    rows = {name: [_choices(size)[name] for size in sizes] for name in _choices(found[0])}
     return fill("engines_table", {"sizes": sizes, "rows": rows})
 
 
