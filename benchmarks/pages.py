@@ -64,8 +64,8 @@ def _first_paint(browser: Any, path: Path) -> float:
 
 
 @torch.inference_mode()
-def decode_s(target: Any, draft: Any, inputs: Any, policy: Policy, sampling: Sampling, has_trace: bool) -> float:
-    """Returns the seconds of one request after the target's prefill, recording included."""
+def decode_s(target: Any, draft: Any, inputs: Any, policy: Policy, sampling: Sampling, has_trace: bool) -> tuple[float, int]:
+    """Returns the seconds of one request after the target's prefill, recording included, and its rounds."""
     generation = start(target, draft, inputs, policy, sampling=sampling)
     recorder = TraceRecorder(generation) if has_trace else None
     begin = 0.0
@@ -74,25 +74,33 @@ def decode_s(target: Any, draft: Any, inputs: Any, policy: Policy, sampling: Sam
             begin = time.perf_counter()
         if recorder is not None:
             recorder.add(emitted)
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, generation.stats.rounds
 
 
 def measure_overhead(
     target: Any, draft: Any, name: str, prompts: Sequence[Any], sampling: Sampling, repeats: int
-) -> tuple[float, float]:
-    """Returns the seconds of decoding all prompts without and with recording: the sums of each prompt's shortest repeat.
+) -> list[tuple[tuple[float, int], tuple[float, int]]]:
+    """Returns seconds and rounds of every prompt, without and with recording, each of the shortest repeat.
 
     Both variants alternate on every prompt, the first one in turn; each has a policy of its own that learns from its rounds.
     """
     policies = [sage.policy(name), sage.policy(name)]
-    shortest = [[math.inf] * len(prompts), [math.inf] * len(prompts)]
+    shortest = [[(math.inf, 0)] * len(prompts), [(math.inf, 0)] * len(prompts)]
     for repeat in range(repeats + 1):  # the first one warms up
         for place, inputs in enumerate(prompts):
             for variant in ((0, 1), (1, 0))[(place + repeat) % 2]:
-                seconds = decode_s(target, draft, inputs, policies[variant], sampling, bool(variant))
+                found = decode_s(target, draft, inputs, policies[variant], sampling, bool(variant))
                 if repeat:
-                    shortest[variant][place] = min(shortest[variant][place], seconds)
-    return sum(shortest[0]), sum(shortest[1])
+                    shortest[variant][place] = min(shortest[variant][place], found)
+    return list(zip(*shortest, strict=True))
+
+
+def _overhead(pairs: Sequence[tuple[tuple[float, int], tuple[float, int]]]) -> str:
+    plain, recorded = (sum(seconds for seconds, _ in column) for column in zip(*pairs, strict=True))
+    own, others = (1e3 * sum(row[0] for row in column) / sum(row[1] for row in column) for column in zip(*pairs, strict=True))
+    ratios = sorted(with_trace[0] / without[0] - 1 for without, with_trace in pairs)
+    what = f"{plain:.3f} s of decoding {len(pairs)} answers; {own:.3f} ms per round, {others:.3f} ms with recording"
+    return f"recording adds {recorded / plain - 1:+.1%} ({ratios[0]:+.1%} to {ratios[-1]:+.1%} by prompt) to {what}"
 
 
 def report_overhead(args: Namespace) -> str:
@@ -106,9 +114,8 @@ def report_overhead(args: Namespace) -> str:
     prompts = [on_device(target.prepare(talk.messages), target.device) for talk in talks]
     lines = [describe_machine(target.device)]
     for name in names(args.policies):
-        plain, recorded = measure_overhead(target, draft, name, prompts, Sampling(max_new_tokens=128), args.repeats)
-        what = f"{plain:.3f} s of decoding {len(prompts)} answers, the shortest of {args.repeats} each"
-        lines.append(f"{name}: recording adds {recorded / plain - 1:+.1%} to {what}")
+        pairs = measure_overhead(target, draft, name, prompts, Sampling(max_new_tokens=128), args.repeats)
+        lines.append(f"{name}: {_overhead(pairs)}, the shortest of {args.repeats} each")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from sage.decoding.detokenizer import Detokenizer
 from sage.io.page import link, table, visible
 from sage.io.page import render as render_page
+from sage.io.tables import counted
 from sage.replay.trace import Trace, TracedRound
 
 HTML = Path(__file__).parent / "html"
@@ -174,8 +175,8 @@ def _tiles(trace: Trace) -> list[tuple[str, str, str]]:
     found = [("tokens", f"{stats.new_tokens}", f"prompt: {stats.prompt_tokens}")]
     found += [("target passes", f"{stats.target_passes}", "after the prefill")]
     if rounds:
-        share = f"{drafted} of {stats.new_tokens - 1} tokens"
-        found += [("tokens per pass", f"{stats.tokens_per_target_pass:.2f}", ""), ("drafted", share, "and accepted")]
+        share = f"{drafted} of {stats.new_tokens - 1}"
+        found += [("tokens per pass", f"{stats.tokens_per_target_pass:.2f}", ""), ("drafted", share, "tokens after the first")]
     if trace.times_s[-1] > 0:
         found += [("speed", f"{(stats.new_tokens - 1) / trace.times_s[-1]:.0f}/s", "tokens after the prefill")]
     if trace.speedup is not None:
@@ -243,6 +244,8 @@ def _rejections(trace: Trace, pieces: Pieces) -> Iterator[dict[str, Any]]:
 
 
 def _rejections_note(rejections: list[dict[str, Any]], rounds: list[TracedRound]) -> str:
+    if not rejections:
+        return f"The target refused no verified proposal in {counted(len(rounds), 'round')}."
     return (
         f"In {len(rejections)} of {len(rounds)} rounds the target refused what the draft proposed next: the draft's best "
         "proposal there, and the target's own token. Those of which the draft was surest come first."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,17 @@ import yaml
 from support.export_helpers import edit_json, save_draft, save_target
 from support.fake_vllm import install_fake_vllm
 from support.messages import check_message, refused
+from support.serve_pages import NAMED, NUM_DIFFERENT, NUM_TOKENS, made_check
+from support.traces import HOSTILE, Words
 from support.train_helpers import make_target
 
 import sage
 from checkpoints.export.exporter import ExportOptions, export
 from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
-from train.engines import serve_check
+from train.engines import check_page, serve_check
 from train.engines.acceptance import MIN_FIRST, Answers, Measured, verdict
+from train.engines.check_page import served_rounds
 from train.engines.prompts import prompt_data, validation_prompts
 from train.engines.vllm_process import EngineSetting, VllmProcess
 
@@ -44,6 +49,49 @@ class TestAcceptance:
 
     def test_answers_of_one_token_have_no_rounds(self) -> None:
         assert answers([], [2]).accepted == [0.0, 0.0] and answers([]).tokens_per_round == 0.0
+
+
+class TestPage:
+    OURS = Answers([[1, 2, 3, 4, 5, 6], [1, 2]], [[3, 1, 1], [1]], 2, [[2, 0, 1], [0]])
+    ENGINE = Answers([[1, 2, 3, 4, 5, 6], [1, 3]], [[1, 2, 1, 1], [1]], 2, [[0, 1, 0, 2], [0]])
+
+    def test_rounds_that_differ_are_those_that_emit_the_same_tokens_otherwise(self) -> None:
+        first = served_rounds(self.ENGINE, self.OURS, 0)
+        assert [(one.start, one.emitted, one.accepted, one.differs, one.is_last) for one in first] == [
+            (1, 1, 0, True, False),
+            (2, 2, 1, True, False),
+            (4, 1, 0, False, False),
+            (5, 1, 2, False, True),  # by the engine's own count, which the end of the answer does not truncate
+        ]
+        assert not any(one.differs for one in served_rounds(self.OURS, self.OURS, 0))
+        assert not served_rounds(self.ENGINE, self.OURS, 1)[0].differs  # the texts differ from its token on
+
+    def test_without_a_count_for_every_round_the_tokens_count(self) -> None:
+        assert self.OURS.accepted_in(0) == [2, 0, 1] and answers([3, 1]).accepted_in(0) == [2, 0]
+        assert Answers([[1, 2, 3]], [[2]], 2, [[]]).accepted_in(0) == [1]
+
+    def test_an_answer_of_one_token_has_no_rounds(self) -> None:
+        one = Answers([[7]], [[]], 2, [[]])
+        asked = [check_page.AskedPrompt("a", "", [], [])]
+        page = check_page.render_check(Measured(one, one, one).rows("vLLM"), [], asked, Words("a"), dict.fromkeys(NAMED, "x"))
+        assert 'aria-label="export, vLLM: "' in page and page.count('title="from the prefill"') == 2
+
+    def test_hostile_texts_are_text(self) -> None:
+        page = made_check(HOSTILE)
+        assert "<script>window" not in page and page.count("<script>") == 1 and 'style="' not in page and "bad: <b>" not in page
+        assert page.count("<article ") == page.count("<img ") == len(HOSTILE)
+        assert page.count(' differs"') == (NUM_DIFFERENT + NUM_TOKENS) * len(HOSTILE)
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]", page)
+
+    def test_only_prompts_with_the_most_differences_are_drawn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(check_page, "MAX_SHOWN", 1)
+        asked = [check_page.AskedPrompt(name, "", [], []) for name in ("same", "other")]
+        ours, engine = (Answers([[1, 2, 3]] * 2, rounds, 2) for rounds in ([[2], [2]], [[2], [1, 1]]))
+        page = check_page.render_check(
+            Measured(ours, ours, engine).rows("vLLM"), [], asked, Words("a"), dict.fromkeys(NAMED, "x")
+        )
+        assert 'id="prompt-2"' in page and 'id="prompt-1"' not in page and "1 prompt with fewer differences" in page
+        assert "All good" in page and "equal up to" not in page
 
 
 class TestVerdict:
@@ -141,18 +189,22 @@ class FakeEngine:
         exported = self.ours[-1]
         is_right = not self.is_faulty or self.started[-1].corrects_slots
         rounds = exported.rounds if is_right else [[1] * sum(one) for one in exported.rounds]
-        return [{"tokens": tokens, "rounds": one} for tokens, one in zip(exported.tokens, rounds, strict=True)]
+        counts = [[count - 1 for count in one] for one in rounds]
+        return [
+            {"tokens": tokens, "rounds": one, "accepted": accepted}
+            for tokens, one, accepted in zip(exported.tokens, rounds, counts, strict=True)
+        ]
 
 
 @pytest.fixture
 def fake_process(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
-    """Replaces the engine's process, and random answers by ones with accepted tokens."""
+    """Replaces the engine's process, and random answers by ones of 13 tokens with accepted ones."""
     real = serve_check.decode_chain
     fake = type("Fake", (FakeEngine,), {"started": [], "ours": []})
 
     def decode(*arguments: Any) -> Answers:
         found = real(*arguments)
-        fake.ours.append(Answers(found.tokens, [[3] * 4] * len(found.tokens), found.depth))
+        fake.ours.append(Answers([list(range(13))] * len(found.tokens), [[3] * 4] * len(found.tokens), found.depth))
         return fake.ours[-1]
 
     monkeypatch.setattr(serve_check, "decode_chain", decode)
@@ -171,7 +223,7 @@ class TestCommand:
         return found
 
     def test_all_good(self, home: Path, sage_export: Any, fake_process: type[FakeEngine]) -> None:
-        code, out, _ = self.check(home, sage_export)
+        code, out, err = self.check(home, sage_export)
         assert (code, out.splitlines()[-1]) == (0, "all good: draft, export and engine")
         assert out.count("2/2") == 3 and "accepted 2" in out and "corrected" not in out
         (setting,) = fake_process.started
@@ -182,13 +234,41 @@ class TestCommand:
             False,
         )
         assert setting.draft == home / "export" and setting.max_model_len > 20
+        assert err.splitlines()[-1] == f"page: {home / 'export_serve_check.html'}"
+        page = (home / "export_serve_check.html").read_text(encoding="utf-8")
+        assert page.count("<article ") == page.count("<img ") == 2 and "All good" in page
+        assert page.count(' aria-label="export, vLLM: 2 2 2 2"') == 2 and ' differs"' not in page.partition("<article ")[2]
 
-    def test_a_known_fault_of_the_engine(self, home: Path, sage_export: Any, fake_process: type[FakeEngine]) -> None:
+    def test_a_known_fault_of_the_engine(
+        self, home: Path, sage_export: Any, fake_process: type[FakeEngine], tmp_path: Path
+    ) -> None:
         fake_process.is_faulty = True
-        code, out, _ = self.check(home, sage_export)
-        assert code == 2 and "export, vLLM corrected" in out
+        path = tmp_path / "checks" / "page.html"
+        code, out, err = self.check(home, sage_export, "--page", path)
+        assert code == 2 and "export, vLLM corrected" in out and err.endswith(f"page: {path}\n")
         check_message(out.splitlines()[-1], "engine bad", "54498")
         assert [one.corrects_slots for one in fake_process.started] == [False, True]
+        page = path.read_text(encoding="utf-8")
+        assert "engine bad: " in page and page.partition("<article ")[2].count(' differs"') == 2 * 2 * 12  # boxes and tokens
+
+    def test_a_page_that_cannot_be_written(
+        self, home: Path, sage_export: Any, fake_process: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (home / "file").touch()
+        code, _, err = self.check(home, sage_export, "--page", home / "file" / "page.html")
+        assert code == 2 and not fake_process.started and err.count("\n") == 1
+        check_message(err, "page.html", "another path")
+        write = Path.write_text
+
+        def fill_disk(path: Path, text: str, **options: Any) -> int:
+            if "full" in path.name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(path, text, **options)
+
+        monkeypatch.setattr(Path, "write_text", fill_disk)
+        code, out, err = self.check(home, sage_export, "--page", home / "full.html")
+        assert code == 2 and "all good" in out and not (home / "full.html").exists()
+        check_message(err.splitlines()[-1], "full.html", "free disk space")
 
     def test_export_of_other_weights(
         self, home: Path, sage_export: Any, fake_process: type[FakeEngine], tmp_path: Path
@@ -242,7 +322,8 @@ CHECK = ("run", "--serve-check", "export", "--engine-python")
         (("run", "--serve-check", "gone", "--engine-python", PYTHON), ("gone", "no such folder")),
         ((*CHECK, PYTHON, "--depth", 0), ("--depth", "0", "at least 1")),
         ((*CHECK, PYTHON, "--max-new-tokens", 1), ("--max-new-tokens", "at least 2")),
-        ((*CHECK, PYTHON, "--out", "o"), ("--out", "--serve-check")),
+        ((*CHECK, PYTHON, "--out", "o"), ("--out", "--serve-check", "--page")),
+        ((*CHECK, PYTHON, "--page", "o"), ("--page o", "FILE.html")),
         ((*CHECK, PYTHON, "--format", "eagle3"), ("--format", "--serve-check")),
         (("run", "--format", "eagle3", "--out", "o", "--num-prompts", 3), ("--num-prompts", "--serve-check")),
     ],

@@ -13,6 +13,7 @@ from support import shortcuts
 from support.browser import Browser
 from support.data_helpers import assistant, make_image, make_processor, user
 from support.reports import example_report
+from support.serve_pages import NUM_DIFFERENT, OURS, THEIRS, made_check
 from support.traces import HOSTILE, made_trace
 
 from data_prep.chat import build_example
@@ -43,6 +44,15 @@ SPANS = """
 return [...document.querySelectorAll("#answer > span")].map(
   (one) => [one.textContent, one.className.split(" ")[0], getComputedStyle(one).backgroundColor]
 );
+"""
+ENGINE_ROWS = ("export, vLLM", "export, vLLM corrected")
+LANES = """
+return [...document.querySelectorAll("#prompt-1 .rounds g[role=img]")].map((lane) => {
+  const boxes = [...lane.querySelectorAll("g > rect")].slice(1);
+  const counts = [...lane.querySelectorAll("g text")].map((one) => Number(one.textContent));
+  const differing = boxes.filter((box) => box.classList.contains("differs")).length;
+  return [lane.querySelector(".lane-label").textContent, counts, boxes.map((box) => box.width.baseVal.value), differing];
+});
 """
 INJECT = """
 const one = document.createElement("script");
@@ -80,6 +90,14 @@ def trace() -> Trace:
 def trace_page(trace: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trace") / "page.html"
     trace.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def check_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a serve check with hostile texts."""
+    path = tmp_path_factory.mktemp("check") / "page.html"
+    path.write_text(made_check(HOSTILE), encoding="utf-8")
     return path
 
 
@@ -170,6 +188,21 @@ def test_the_race_ends_in_the_recorded_ratio(browser: Browser, trace: Trace, tra
         assert browser.text(f"{lane} output").endswith(f" {len(trace.output.tokens)} tokens")
 
 
+def test_an_answer_of_one_token_and_a_policy_that_never_drafts(browser: Browser, tmp_path: Path) -> None:
+    made_trace(1, 3).save(tmp_path / "one.html")
+    browser.open(tmp_path / "one.html")
+    assert "there was no round" in browser.text("main") and len(browser.run(SPANS)) == 1
+    alone = made_trace(4, 1)
+    for one in alone.rounds:
+        one.nodes, one.parents, one.depths, one.draft, one.calibrated = one.nodes[:1], [-1], [0], [1.0], None
+    alone.save(tmp_path / "alone.html")
+    browser.open(tmp_path / "alone.html")
+    browser.keys("body", "End")
+    shown = tree_of(browser)
+    assert (shown["nodes"], shown["choices"], shown["address"]) == ([0], 1, "#round-3")
+    assert "Nothing was drafted; 0 tokens accepted" in shown["summary"]
+
+
 def test_tables_of_a_report_sort(browser: Browser, report_page: Path) -> None:
     def column(number: int) -> list[str]:
         return [row[number - 1] for row in browser.run(CELLS, 0)]
@@ -223,9 +256,25 @@ def test_hostile_texts_do_not_run(browser: Browser, tmp_path: Path) -> None:
     assert any("Content Security Policy" in text for text in browser.problems())  # which would have stopped them, too
 
 
+def test_a_serve_check_draws_the_rounds_of_both_sides(browser: Browser, check_page: Path) -> None:
+    browser.open(check_page)
+    lanes = browser.run(LANES)
+    assert [lane[0] for lane in lanes] == ["trained, our decoder", "export, our decoder", *ENGINE_ROWS]
+    for (_, counts, widths, differing), rounds in zip(lanes, (OURS, OURS, THEIRS, OURS), strict=True):
+        assert counts == [tokens - 1 for tokens in rounds]
+        assert widths == [tokens * widths[rounds.index(1)] + (tokens - 1) * 2 for tokens in rounds]  # aligned by tokens
+        assert differing == (NUM_DIFFERENT if rounds is THEIRS else 0)
+    browser.click("#overview a")
+    assert browser.run("return location.hash") == "#prompt-1"
+    texts = browser.run("return [...document.querySelectorAll('#prompt-1 .tokens')].map((one) => one.textContent)")
+    assert len(texts) == 3 and set(texts) == {visible("".join(HOSTILE[token % len(HOSTILE)] for token in range(30)))}
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_fit_a_phone_and_have_contrast(browser: Browser, trace_page: Path, report_page: Path, scheme: str) -> None:
-    for page in (trace_page, report_page):
+def test_pages_fit_a_phone_and_have_contrast(
+    browser: Browser, trace_page: Path, report_page: Path, check_page: Path, scheme: str
+) -> None:
+    for page in (trace_page, report_page, check_page):
         browser.look(400, scheme=scheme)
         browser.open(page)
         assert browser.run("return document.documentElement.scrollWidth") <= 400

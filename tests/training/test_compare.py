@@ -124,6 +124,8 @@ def test_a_comparison_is_written_best_run_first(runs: list[Path], tmp_path: Path
     assert content["runs"][0]["policies"]["sage"]["match"] == 4
     text = (tmp_path / "compare.md").read_text()
     assert text.startswith("# Comparison of 3 runs") and "| b * | 2/4 |" in text and "(compare.png)" in text
+    assert "\\* best by tokens_per_target_pass of sage" in text  # not an entry of a list
+    assert "<p>* best by" in re.sub(r">\s+", ">", (tmp_path / "compare.html").read_text())
     with Image.open(tmp_path / "compare.png") as image:
         assert image.width > 1000 and len(image.convert("L").getcolors(256) or []) > 10
 

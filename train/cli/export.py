@@ -32,7 +32,8 @@ EXPORT_ONLY = (
     *("format", "flavour", "report", "target_name", "license", "license_link", "push_to_hub"),
     *("allow_unserved", "allow_uncompressed"),
 )
-SERVE_ONLY = ("engine_python", "num_prompts", "max_new_tokens", "depth")
+SERVE_NUMBERS = ("num_prompts", "max_new_tokens", "depth")
+SERVE_ONLY = ("engine_python", "page", *SERVE_NUMBERS)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -65,6 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--num-prompts", type=int, metavar="N", help="prompts of the run's data.validation; default: 16")
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum length of an answer, in tokens; default: 64")
     group.add_argument("--depth", type=int, metavar="N", help="drafted tokens per round; default: 3")
+    group.add_argument("--page", metavar="FILE.html", help="page to write; default: EXPORT_serve_check.html beside the export")
     parser.add_argument("--json", action="store_true", help="with --check or --inspect: print JSON instead of text")
     return parser.parse_args(argv)
 
@@ -164,10 +166,12 @@ def _check_names(args: argparse.Namespace) -> None:
 def _check_serve_args(args: argparse.Namespace) -> None:
     """Refuses options of a serve check that are missing, without effect or out of range."""
     if args.out:
-        raise ValueError("--out: has no effect with --serve-check, which writes nothing")
+        raise ValueError("--out: has no effect with --serve-check; --page names the page that it writes")
     if not args.engine_python:
         raise ValueError("--engine-python: missing; give the interpreter of an environment with vLLM")
-    for name in SERVE_ONLY[1:]:
+    if args.page and (Path(args.page).suffix != ".html" or Path(args.page).is_dir()):
+        raise ValueError(f"--page {args.page}: is no name of a page; give FILE.html")
+    for name in SERVE_NUMBERS:
         value = getattr(args, name)
         if value is not None and value < (2 if name == "max_new_tokens" else 1):
             raise ValueError(f"{_option(name)}: {value} is too small; give at least {2 if name == 'max_new_tokens' else 1}")
@@ -239,10 +243,14 @@ def _serve_check(args: argparse.Namespace) -> int:
     from train.engines.serve_check import ServeCheck, serve_check
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    numbers: dict[str, Any] = {name: getattr(args, name) for name in SERVE_ONLY[1:] if getattr(args, name) is not None}
+    numbers: dict[str, Any] = {name: getattr(args, name) for name in SERVE_NUMBERS if getattr(args, name) is not None}
     source, folder, python = Path(args.source), Path(args.serve_check), Path(args.engine_python)
-    result = serve_check(ServeCheck(source=source, export=folder, python=python, target=args.target, **numbers))
-    print(result.text())
+    page = Path(args.page) if args.page else None
+    options = ServeCheck(source=source, export=folder, python=python, target=args.target, page=page, **numbers)
+    result = serve_check(options)
+    print(result.text(), flush=True)
+    if result.write_page(options.page_path):
+        logging.getLogger(__name__).info("page: %s", options.page_path)
     return cli.EXIT_USER if result.faults else cli.EXIT_DONE
 
 

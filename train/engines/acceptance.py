@@ -21,11 +21,23 @@ TOLERANCE_OTHER_TEXTS = 0.03  # otherwise: the rounds of both sides are differen
 
 @dataclass(frozen=True)
 class Answers:
-    """Token ids, and tokens per round after the prefill, of every prompt; at most `depth` drafted tokens per round."""
+    """Token ids, and tokens per round after the prefill, of every prompt; at most `depth` drafted tokens per round.
+
+    Attributes:
+        counts: drafted tokens that each round accepted, as the decoder counts them; None if it does not. The end of an answer
+            can truncate the tokens of its last round, and not its count.
+    """
 
     tokens: list[list[int]]
     rounds: list[list[int]]
     depth: int
+    counts: list[list[int]] | None = None
+
+    def accepted_in(self, prompt: int) -> list[int]:
+        """Returns the drafted tokens that each round of an answer accepted; without a count per round, its tokens less one."""
+        emitted = self.rounds[prompt]
+        counted = self.counts[prompt] if self.counts is not None else []
+        return counted if len(counted) == len(emitted) else [tokens - 1 for tokens in emitted]
 
     @property
     def num_rounds(self) -> int:
@@ -53,14 +65,17 @@ def decode_chain(target: Target, draft: Any, prompts: Sequence[BenchPrompt], dep
     """Decodes every prompt greedily with our policy `chain`, which drafts as engines do: `depth` tokens, one per position."""
     sampling = Sampling(max_new_tokens=max_new_tokens)
     answers = [_decode_one(target, draft, prompt, depth, sampling) for prompt in prompts]
-    return Answers([tokens for tokens, _ in answers], [rounds for _, rounds in answers], depth)
+    return Answers([one[0] for one in answers], [one[1] for one in answers], depth, [one[2] for one in answers])
 
 
-def _decode_one(target: Target, draft: Any, prompt: BenchPrompt, depth: int, sampling: Sampling) -> tuple[list[int], list[int]]:
+def _decode_one(
+    target: Target, draft: Any, prompt: BenchPrompt, depth: int, sampling: Sampling
+) -> tuple[list[int], list[int], list[int]]:
+    """Returns the tokens of an answer, and by round the emitted and the accepted ones."""
     request = start(target, draft, prompt.inputs, sage.policy("chain", depth=depth), sampling=sampling)
     with torch.inference_mode():
-        emitted = [len(one.tokens) for one in request.rounds()]
-    return list(request.tokens), emitted[1:]  # the first entry is the prefill's token
+        rounds = [(len(one.tokens), one.num_drafted) for one in request.rounds()][1:]  # the first one is the prefill
+    return list(request.tokens), [emitted for emitted, _ in rounds], [accepted for _, accepted in rounds]
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def write_prompts(target: Target, conversations: Iterable[Any], folder: Path) ->
             raise ValueError(f"prompt {conversation.id}: {error}") from error
         ids = inputs["input_ids"][0].tolist()
         rows.append({"ids": collapsed(ids, target.family.slots.values()), "images": images})
-        prompts.append(BenchPrompt(name=str(conversation.id), family=conversation.family, inputs=inputs))
+        prompts.append(BenchPrompt(name=str(conversation.id), family=conversation.family, inputs=inputs, messages=messages))
     file = folder / PROMPTS_FILE
     write_text(file, json.dumps(rows))
     return prompts, file

@@ -1,7 +1,7 @@
 """`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and which part is at fault.
 
 Owns: the order of steps and the refusals. Does not own: the rules (train.engines.acceptance), the engine's process
-(train.engines.vllm_process), the checks of files (checkpoints.export.checks).
+(train.engines.vllm_process), the page (train.engines.check_page), the checks of files (checkpoints.export.checks).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import gc
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,17 @@ from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.formats.registry import variants
 from checkpoints.export.serving import FED_INPUTS, image_inputs_of
 from sage.io.dtypes import dtype_name
+from sage.io.files import check_writable
+from sage.io.page import write_page
 from sage.io.tables import text_table
 from train.engines.acceptance import Answers, Measured, decode_chain, is_short_of, verdict
+from train.engines.check_page import AskedPrompt, render_check
 from train.engines.prompts import PROMPTS_FILE, prompt_data, validation_prompts, write_prompts
 from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess, check_engine
 
 logger = logging.getLogger(__name__)
 ENGINE = "vLLM"
+PAGE_SUFFIX = "_serve_check.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,7 @@ class ServeCheck:
         python: interpreter of an environment with vLLM.
         target: folder or hub id of the target; None = the one the draft was trained with.
         depth: drafted tokens per round.
+        page: file of the page; None = `EXPORT_serve_check.html` beside the export.
     """
 
     source: Path
@@ -53,6 +58,13 @@ class ServeCheck:
     num_prompts: int = 16
     max_new_tokens: int = 64
     depth: int = 3
+    page: Path | None = None
+
+    @property
+    def page_path(self) -> Path:
+        """Path of the page: `page`, or beside the export and named after it."""
+        export = self.export.resolve() if self.export.name in ("", "..") else self.export
+        return self.page or export.with_name(f"{export.name}{PAGE_SUFFIX}")
 
 
 @dataclass(frozen=True)
@@ -62,15 +74,25 @@ class ServeResult:
     Attributes:
         rows: label, then answers, of every decoder that ran; empty if the engine was not started.
         faults: one line per part at fault; empty: all good.
+        prompts, tokenizer, settings: for the page, as for `render_check`.
     """
 
     rows: dict[str, Answers]
     faults: list[str]
+    prompts: Sequence[AskedPrompt] = ()
+    tokenizer: Any = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
         """Returns the table and the verdict."""
         lines = [self._table()] if self.rows else []
         return "\n".join([*lines, *(self.faults or ["all good: draft, export and engine"])])
+
+    def write_page(self, path: Path) -> bool:
+        """Writes the page; returns whether there is one. Raises CannotWrite if the disk is full or not writable."""
+        if self.rows:
+            write_page(path, render_check(self.rows, self.faults, self.prompts, self.tokenizer, self.settings))
+        return bool(self.rows)
 
     def _table(self) -> str:
         reference = next(iter(self.rows.values()))
@@ -94,7 +116,9 @@ def serve_check(options: ServeCheck) -> ServeResult:
     Raises:
         ValueError: an option that cannot be used, an export or target that vLLM does not serve, no usable vLLM, or one that
             ended; names its log.
+        CannotWrite: the page cannot be written.
     """
+    check_writable(options.page_path)
     source = find_source(options.source)
     trained = load_trained(source.draft)
     facts = TargetFacts.of_folder(options.target or trained.config.target_path)
@@ -114,7 +138,9 @@ def serve_check(options: ServeCheck) -> ServeResult:
         return ServeResult({}, [f"export bad: {error}"])
     with tempfile.TemporaryDirectory() as scratch:
         logger.info("decoding %d prompts with our decoder", len(conversations))
-        ours, setting = _decode_ours(options, facts, conversations, (trained.to(exported.dtype), exported), Path(scratch))
+        ours, asked, setting = _decode_ours(
+            options, facts, conversations, (trained.to(exported.dtype), exported), Path(scratch)
+        )
         gc.collect()
         torch.cuda.empty_cache()  # the engine needs the target's memory
         logger.info("decoding them with %s %s", ENGINE, version)
@@ -122,7 +148,15 @@ def serve_check(options: ServeCheck) -> ServeResult:
         theirs, corrected = _decode_theirs(options, setting, Path(scratch), ours[1] if facts.mrope_section else None)
     found = Measured(*ours, theirs, corrected)
     fed = FED_INPUTS[ENGINE] if facts.has_images and fed_in_training else fed_in_training
-    return ServeResult(found.rows(ENGINE), verdict(found, fed, fed_in_training))
+    named = {"draft": source.draft, "export": options.export, "target": facts.name, "engine": f"{ENGINE} {version}"}
+    settings = {
+        **{name: str(value) for name, value in named.items()},
+        "format": format_.label,
+        "dtype": setting.dtype,
+        "drafted tokens per round": str(options.depth),
+        "maximum tokens": str(options.max_new_tokens),
+    }
+    return ServeResult(found.rows(ENGINE), verdict(found, fed, fed_in_training), *asked, settings)
 
 
 def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
@@ -138,8 +172,10 @@ def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
 
 def _decode_ours(
     options: ServeCheck, facts: TargetFacts, conversations: Sequence[Any], drafts: tuple[Any, Any], scratch: Path
-) -> tuple[tuple[Answers, Answers], EngineSetting]:
-    """Returns the answers of both drafts in our decoder, and the setting of the engine; the target is released on return."""
+) -> tuple[tuple[Answers, Answers], tuple[list[AskedPrompt], Any], EngineSetting]:
+    """Returns the answers of both drafts in our decoder, the prompts and the tokenizer for the page, and the setting of the
+    engine; the target is released on return.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = None if device.type == "cuda" else torch.float32  # equal dtypes on both sides
     target = sage.load_target(str(facts.name), dtype=dtype, device=device)
@@ -157,7 +193,8 @@ def _decode_ours(
         max_model_len=longest + options.max_new_tokens + options.depth + 1,
         is_compiled=False,
     )
-    return (answers[0], answers[1]), setting
+    asked = [AskedPrompt.of(prompt) for prompt in prompts]
+    return (answers[0], answers[1]), (asked, target.processor.tokenizer if target.processor else None), setting
 
 
 def _decode_theirs(
@@ -179,7 +216,8 @@ def _decode_theirs(
 def _decode_one(process: VllmProcess, setting: EngineSetting) -> Answers:
     process.load(setting)
     answers = process.trace()
-    return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
+    tokens, rounds, counts = ([one.get(name, []) for one in answers] for name in ("tokens", "rounds", "accepted"))
+    return Answers(tokens, rounds, setting.depth, counts)
 
 
 def _reason(python: Path, code: int, log: Path) -> str:

@@ -164,7 +164,8 @@ def measured_lines(settings: Mapping[str, str]) -> list[str]:
 def page(content: dict[str, Any], plot: str | None) -> str:
     """Returns the content of compare.md."""
     head, rows = cells(content)
-    parts = [f"# Comparison of {len(rows)} runs", markdown_table(head, rows, "<"), *notes(content)]
+    explained = [f"\\{line}" if line.startswith(BEST_MARK) else line for line in notes(content)]  # else it would be a list
+    parts = [f"# Comparison of {len(rows)} runs", markdown_table(head, rows, "<"), *explained]
     if others := split_keys(content["changed"])[1]:
         values = [[f"`{key}`", *(_value(run["changed"].get(key)) for run in content["runs"])] for key in others]
         parts.append("## Other differences\n\n" + markdown_table(["key", *(row[0] for row in rows)], values, "<"))

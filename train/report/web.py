@@ -1,7 +1,7 @@
 """Reports as HTML pages: the Markdown of a report with tables that sort, and its plots as inline SVG.
 
 The text is that of the Markdown page. Only what our own reports contain is read: headings, tables, lists, fenced code, plots,
-and code, strong and emphasized text and relative links within a line; everything else is text.
+and code, strong and emphasized text, relative links and escaped asterisks within a line; everything else is text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sage.io.page import render, span, table, write_page
 HTML = Path(__file__).parent / "html"
 PAGE_SUFFIX, TEXT_SUFFIX = ".html", ".md"
 INLINE = re.compile(
+    r"\\(?P<mark>[*])|"
     r"`(?P<code>[^`]+)`|\*\*(?P<strong>.+?)\*\*|(?<![\w*])\*(?P<em>[^*\s][^*]*)\*|\[(?P<label>[^\]]+)\]\((?P<href>[^):\s]+)\)"
 )
 PLOT = re.compile(r"!\[(?P<caption>.*)\]\((?P<file>[^)]+)\)")
@@ -66,7 +67,7 @@ def blocks(markdown: str, home: Path) -> Iterator[dict[str, Any]]:
         elif all(line.startswith(("* ", "- ")) for line in lines):
             yield {"kind": "list", "items": [spans(line[2:], home) for line in lines]}
         elif not re.fullmatch(r"\*[^*]+\*", block):  # the caption below a plot, which the plot has already
-            yield {"kind": "text", "spans": spans(" ".join(lines), home)}
+            yield {"kind": "text", "spans": spans(" ".join(lines), home), "is_warning": block.startswith("warning: ")}
 
 
 def _cells(line: str) -> list[str]:
@@ -81,7 +82,9 @@ def spans(text: str, home: Path) -> Spans:
     for match in INLINE.finditer(text):
         parts.append(span(text[end : match.start()]))
         end = match.end()
-        if match["code"] is not None:
+        if match["mark"] is not None:
+            parts.append(span(match["mark"]))
+        elif match["code"] is not None:
             parts.append(span(match["code"], "code"))
         elif match["href"] is not None:
             parts.append({"kind": "link", "spans": spans(match["label"], home), "href": _link(match["href"], home)})
