@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ ENGINE_ROWS = ("export, vLLM", "export, vLLM corrected")
 LANES = """
 return [...document.querySelectorAll("#prompt-1 .rounds g[role=img]")].map((lane) => {
   const boxes = [...lane.querySelectorAll("g > rect")].slice(1);
-  const counts = [...lane.querySelectorAll("g text")].map((one) => Number(one.textContent));
+  const counts = [...lane.querySelectorAll(":scope > g text")].map((one) => Number(one.textContent));
   const differing = boxes.filter((box) => box.classList.contains("differs")).length;
   return [lane.querySelector(".lane-label").textContent, counts, boxes.map((box) => box.width.baseVal.value), differing];
 });
@@ -193,8 +194,8 @@ def test_an_answer_of_one_token_and_a_policy_that_never_drafts(browser: Browser,
     browser.open(tmp_path / "one.html")
     assert "there was no round" in browser.text("main") and len(browser.run(SPANS)) == 1
     alone = made_trace(4, 1)
-    for one in alone.rounds:
-        one.nodes, one.parents, one.depths, one.draft, one.calibrated = one.nodes[:1], [-1], [0], [1.0], None
+    root = {"parents": [-1], "depths": [0], "draft": [1.0], "calibrated": None}
+    alone.rounds = [replace(one, nodes=one.nodes[:1], **root) for one in alone.rounds]
     alone.save(tmp_path / "alone.html")
     browser.open(tmp_path / "alone.html")
     browser.keys("body", "End")

@@ -250,7 +250,7 @@ def _serve_check(args: argparse.Namespace) -> int:
     result = serve_check(options)
     print(result.text(), flush=True)
     if result.write_page(options.page_path):
-        logging.getLogger(__name__).info("page: %s", options.page_path)
+        print(f"page: {options.page_path}", file=sys.stderr)
     return cli.EXIT_USER if result.faults else cli.EXIT_DONE
 
 

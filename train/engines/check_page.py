@@ -241,7 +241,7 @@ def _box(one: ServedRound, number: int) -> dict[str, Any]:
         "x": one.start * UNIT,
         "width": one.emitted * UNIT - 2,
         "accepted": one.accepted,
-        "style": _style(one.accepted) + (" differs" if one.differs else "") + (" last" if one.is_last else ""),
+        "style": _style(one.accepted) + (" last" if one.is_last else "") + (" differs" if one.differs else ""),
         "title": accepts + ("; the answer ends here" if one.is_last else "") + ("; our decoder differs" if one.differs else ""),
     }
 
