@@ -1,6 +1,7 @@
 """`python -m benchmarks.serving.batch`: answers per second by the number of requests that are decoded together.
 
 Every batch size decodes the same prompts of the pocket world, in turns; every text is compared with that of batch size 1.
+Policies keep what they learn from turn to turn.
 """
 
 from __future__ import annotations
@@ -57,15 +58,16 @@ def _measure(
 ) -> tuple[list[float], list[int]]:
     """Returns, for every batch size, the median seconds for all prompts, and the texts that differ from the first size's."""
     options = {"max_new_tokens": args.max_new_tokens}
-    for size in sizes:  # compiles what is missing
-        sage.generate_batch(target, draft, inputs[:size], policy, batch_size=size, **options)
+    policies = [sage.policy(policy) for _ in sizes]
+    for size, own in zip(sizes, policies, strict=True):  # compiles what is missing
+        sage.generate_batch(target, draft, inputs[: 2 * size], own, batch_size=size, **options)
     seconds: list[list[float]] = [[] for _ in sizes]
     different = [0 for _ in sizes]
     first: list[list[int]] = []
     for _ in range(args.repeats):
         for place, size in enumerate(sizes):
             start = time.perf_counter()
-            out = sage.generate_batch(target, draft, inputs, policy, batch_size=size, **options)
+            out = sage.generate_batch(target, draft, inputs, policies[place], batch_size=size, **options)
             seconds[place].append(time.perf_counter() - start)
             tokens = [one.tokens.tolist() for one in out]
             first = first or tokens

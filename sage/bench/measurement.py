@@ -30,6 +30,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 32
+BATCHES = 8  # that a policy decodes in a row: as a prompt ends, the next one takes its place
 Messages = list[dict[str, Any]]
 MEDIA = ("image", "video")
 
@@ -121,8 +122,8 @@ def measure(
     try:
         while done < total:
             first = done % len(prompts)
-            group = prompts[first : first + batch_size]
-            found = {runner.name: _run_group(runner, group, sampling, failed) for runner in rotated(runners, done)}
+            group = prompts[first : first + (batch_size * BATCHES if batch_size > 1 else 1)]
+            found = {runner.name: _run_group(runner, group, sampling, failed, batch_size) for runner in rotated(runners, done)}
             for place in range(len(group)):
                 latest = {name: own[place] for name, own in found.items() if own is not None}
                 for name, run in latest.items():
@@ -161,16 +162,18 @@ def _run(runner: Runner, prompt: BenchPrompt, sampling: Sampling, failed: dict[s
 
 
 def _run_group(
-    runner: Runner, prompts: Sequence[BenchPrompt], sampling: Sampling, failed: dict[str, str]
+    runner: Runner, prompts: Sequence[BenchPrompt], sampling: Sampling, failed: dict[str, str], batch_size: int = 1
 ) -> list[TimedRun] | None:
-    """Returns a run of every prompt, decoded together if the runner can; None if it fails or has failed before."""
+    """Returns a run of every prompt, `batch_size` of them decoded together if the runner can; None if it fails or has failed
+    before.
+    """
     samplings = [sampling if prompt.seed is None else replace(sampling, seed=prompt.seed) for prompt in prompts]
     found = []
     for prompt, own in zip(prompts, samplings, strict=True):
         if runner.name in failed:
             return None
         if len(prompts) > 1 and isinstance(runner, PolicyRunner):
-            return runner.run_together([one.inputs for one in prompts], samplings)
+            return runner.run_together([one.inputs for one in prompts], samplings, batch_size)
         try:
             found.append(runner.run(prompt.inputs, own))
         except Exception as error:  # any error of another library

@@ -94,7 +94,6 @@ class PolicyRunner:
         self._unused = copy.deepcopy(self.policy) if is_first_answer else None
         self.is_autoregressive = self.policy.name == AUTOREGRESSIVE
         self.draft = None if self.is_autoregressive else draft
-        self._policies: list[Any] = []
 
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> TimedRun:
         """Generates once; times the complete call, without what is prepared once per machine."""
@@ -108,37 +107,30 @@ class PolicyRunner:
         wall_s = end - start - prepared_s(start, end)
         return timed_run(out, wall_s)
 
-    def run_together(self, inputs: Sequence[Mapping[str, Tensor]], samplings: Sequence[Sampling]) -> list[TimedRun]:
-        """Generates from all inputs together; the time of a joint pass is divided among its requests.
-
-        Every place of the batch has a policy of its own, which keeps what it learns.
-        """
+    def run_together(
+        self, inputs: Sequence[Mapping[str, Tensor]], samplings: Sequence[Sampling], batch_size: int
+    ) -> list[TimedRun]:
+        """Generates from all inputs, up to `batch_size` together; the time of a joint pass is divided among its requests."""
         if len(inputs) == 1:
             return [self.run(inputs[0], samplings[0])]
         if self.pruning is not KEEP_ALL:
             raise ValueError("batch_size: a draft with pruned visual tokens is measured with 1")
-        first = [copy.deepcopy(self._unused) for _ in inputs] if self._unused is not None else self._places(len(inputs))
+        policies = [self.policy if self._unused is None else copy.deepcopy(self._unused) for _ in inputs]
         given = [on_device(one, self.target.device) for one in inputs]
         start = now_s(self.target.device)
-        decoder = BatchDecoder(self.target, self.draft, len(inputs))
+        decoder = BatchDecoder(self.target, self.draft, batch_size)
         requests = []
-        for one, sampling, policy in zip(given, samplings, first, strict=True):
+        for one, sampling, policy in zip(given, samplings, policies, strict=True):
             sampling = sampling if self.couple or sampling.is_greedy else replace(sampling, couple=False)
+            while not decoder.has_room:
+                decoder.step()
             requests.append(decoder.add(one, policy, sampling=sampling))
         while len(decoder):
             decoder.step()
         end = now_s(self.target.device)
         outs = [request.output() for request in requests]
-        self._policies[: len(requests)] = [request.generation.request.policy for request in requests]
-        self.policy = self._policies[0]
         unaccounted_s = end - start - prepared_s(start, end) - sum(sum(out.stats.time_s.values()) for out in outs)
         return [timed_run(out, sum(out.stats.time_s.values()) + max(unaccounted_s, 0.0) / len(outs)) for out in outs]
-
-    def _places(self, count: int) -> list[Any]:
-        """Returns the policies of the first `count` places."""
-        while len(self._policies) < count:
-            self._policies.append(self._policies[-1] if self._policies else self.policy)
-        return self._policies[:count]
 
 
 def timed_run(out: Output, wall_s: float) -> TimedRun:

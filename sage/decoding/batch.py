@@ -5,7 +5,7 @@ Every request keeps its own policy, seed, sampling parameters, prompt length and
 
 from __future__ import annotations
 
-import copy
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sage.decoding.decoder import Round, prefill, read_chunk, round_steps
+from sage.decoding.decoder import Request, Round, draft_steps, prefill, read_chunk, verify_steps
 from sage.decoding.generation import Generation, Output, start
 from sage.drafts.draft import Draft
 from sage.drafts.session import JointSession
@@ -23,7 +23,8 @@ from sage.runtime.executors import Executor
 from sage.runtime.joint import Joined, Steps, together
 from sage.runtime.shared_cache import CacheRow, SharedCache
 from sage.targets import Target
-from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY
+from sage.trees import DEFAULT_POLICY
+from sage.trees import policy as new_policy
 
 
 @dataclass(eq=False)
@@ -61,8 +62,8 @@ class BatchRequest:
 class BatchDecoder:
     """Decodes up to `max_requests` requests together; others wait in the order in which they were added.
 
-    A round makes one target pass over the trees of all requests. With an EAGLE or EAGLE-3 head, requests also share one draft
-    pass per level; drafts of other kinds run one pass per request. Prompts are read one by one.
+    A round makes one target pass over the trees of all requests, one draft pass over their accepted tokens, and one per level.
+    Prompts are read one by one.
 
     Args:
         target: the vision-language model.
@@ -80,6 +81,7 @@ class BatchDecoder:
         self._waiting: deque[BatchRequest] = deque()
         self._active: list[BatchRequest] = []
         self._caches: dict[str, SharedCache] = {}
+        self._policies: dict[str, Policy] = {}
 
     def __len__(self) -> int:
         """Requests that are decoded or wait."""
@@ -94,11 +96,13 @@ class BatchDecoder:
         """Adds a request, which joins in a following `step`; arguments and errors as of `sage.generate`.
 
         Args:
-            policy: a name, or a policy that the request decodes with a copy of.
+            policy: its requests share what they learn (`Policy.for_request`); the same holds for those of a name.
         """
-        policy = copy.deepcopy(policy)
-        drafts = policy != AUTOREGRESSIVE if isinstance(policy, str) else policy.num_candidates > 0
-        generation = start(self.target, self.draft if drafts else None, inputs, policy, **options)
+        if isinstance(policy, str):
+            policy = self._policies.setdefault(policy, new_policy(policy))
+        own = policy.for_request()
+        generation = start(self.target, self.draft if own.num_candidates else None, inputs, own, **options)
+        policy.costs = policy.costs or own.costs
         generation.request.clock.pause()
         request = BatchRequest(generation)
         self._waiting.append(request)
@@ -137,11 +141,20 @@ class BatchDecoder:
 
     def _run_rounds(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
         rows = [_num_nodes(one) for one in requests]
-        for one, own in zip(requests, rows, strict=True):
-            one.generation.request.policy.share(sum(rows) - own, len(requests))
-        computations = [Joined(round_steps(one.generation.request), one.generation.request.clock) for one in requests]
-        together(computations, self.target.device)
-        return [(one, self._outcome(one, done)) for one, done in zip(requests, computations, strict=True)]
+        own = [one.generation.request for one in requests]
+        for one, count in zip(own, rows, strict=True):
+            one.policy.share(sum(rows) - count, len(requests))
+        drafting = [Joined(draft_steps(one), one.clock) for one in own]
+        together(drafting, self.target.device)
+        start = time.perf_counter()
+        selected = _select(own, drafting)
+        shared_s = (time.perf_counter() - start) / max(len(own), 1)
+        verifying = [
+            done if done.error is not None else Joined(verify_steps(one, done.result, keep), one.clock)
+            for one, done, keep in zip(own, drafting, selected, strict=True)
+        ]
+        together([one for one in verifying if one.error is None], self.target.device, shared_s)
+        return [(one, self._outcome(one, done)) for one, done in zip(requests, verifying, strict=True)]
 
     def _read_prompts(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
         """Reads the prompts of new requests; with `prefill_tokens`, a part of the first one."""
@@ -176,6 +189,20 @@ class BatchDecoder:
                 row.shared.release(row)
             clock = request.generation.request.clock
             request.generation.stats.time_s = clock.seconds()
+
+
+def _select(requests: Sequence[Request], drafting: Sequence[Joined]) -> list[Sequence[int] | None]:
+    """Returns the nodes that each request verifies, for all policies of a class together; None where nothing was drafted."""
+    selected: list[Sequence[int] | None] = [None] * len(requests)
+    places: dict[type[Policy], list[int]] = {}
+    for place, (request, done) in enumerate(zip(requests, drafting, strict=True)):
+        if done.error is None and done.result is not None:
+            places.setdefault(type(request.policy), []).append(place)
+    for kind, own in places.items():
+        found = kind.select_together([requests[place].policy for place in own], len(requests))
+        for place, keep in zip(own, found, strict=True):
+            selected[place] = keep
+    return selected
 
 
 def _num_nodes(request: BatchRequest) -> int:

@@ -102,8 +102,21 @@ def decode(request: Request) -> Iterator[Round]:
 
 def round_steps(request: Request) -> Steps[Round]:
     """Runs one round; asks for its passes, which several requests can share (`sage.runtime.joint`)."""
+    builder = yield from draft_steps(request)
+    done = yield from verify_steps(request, builder, None if builder is None else request.policy.select())
+    return done
+
+
+def draft_steps(request: Request) -> Steps[TreeBuilder | None]:
+    """Runs the part of a round before the policy selects the nodes to verify; returns the tree that was drafted, if any."""
     request.clock.start_round()
-    tree = yield from plan(request)
+    builder = yield from plan(request)
+    return builder
+
+
+def verify_steps(request: Request, builder: TreeBuilder | None, keep: Sequence[int] | None) -> Steps[Round]:
+    """Runs the rest of a round; `keep` as returned by `Policy.select`."""
+    tree = _tree(request, builder, keep)
     verdict, features = yield from verify(request, tree)
     return commit(request, tree, verdict, features)
 
@@ -147,7 +160,7 @@ def prefill(request: Request) -> Round:
     return Round(_emit(request, [request.root]), 0)
 
 
-def plan(request: Request) -> Steps[Tree]:
+def plan(request: Request) -> Steps[TreeBuilder | None]:
     """Synchronizes the draft with the accepted tokens and drafts one tree, as far as the policy asks for it."""
     request.policy.begin()
     request.clock.lap("policy")
@@ -157,18 +170,35 @@ def plan(request: Request) -> Steps[Tree]:
         request.unread.clear()
         request.draft_logits = yield from request.session.commit_steps(features, tokens)
         request.stats.draft_steps += 1
-    tree = yield from draft_tree(request)
-    return tree
+    builder = yield from grow(request)
+    return builder
 
 
 def draft_tree(request: Request) -> Steps[Tree]:
-    """Grows one round's tree level by level, at most to the depth that the answer can still use and the draft can reach."""
+    """Grows one round's tree, and returns the part that the policy selects."""
+    builder = yield from grow(request)
+    return _tree(request, builder, None if builder is None else request.policy.select())
+
+
+def _tree(request: Request, builder: TreeBuilder | None, keep: Sequence[int] | None) -> Tree:
+    """Returns the tree to verify: the nodes `keep` of the drafted one, or the root alone."""
+    if builder is None:
+        return Tree.of_root(request.root, request.prompt.embeds.device)
+    tree = builder.tree(keep)
+    request.clock.lap("policy")
+    return tree
+
+
+def grow(request: Request) -> Steps[TreeBuilder | None]:
+    """Grows one round's tree level by level, at most to the depth that the answer can still use and the draft can reach; None
+    if nothing is drafted.
+    """
     policy, session, clock, logits = request.policy, request.session, request.clock, request.draft_logits
     last_level = request.stop.num_remaining - 1
     if session is not None and session.max_depth is not None:
         last_level = min(last_level, session.max_depth)
     if logits is None or session is None or last_level == 0:
-        return Tree.of_root(request.root, request.prompt.embeds.device)
+        return None
     builder = TreeBuilder(request.root, logits.device, request.stop.eos)
     for level in range(1, last_level + 1):
         scores = request.verifier.sampler.coupled(logits, level, session.token_map)
@@ -186,9 +216,7 @@ def draft_tree(request: Request) -> Steps[Tree]:
         clock.lap("policy")
         logits = yield from session.expand_steps(rows, tokens)
         request.stats.draft_steps += 1
-    tree = builder.tree(policy.select())
-    clock.lap("policy")
-    return tree
+    return builder
 
 
 def verify(request: Request, tree: Tree) -> Steps[tuple[Verdict, Features]]:

@@ -36,7 +36,9 @@ from sage.drafts.mask_token import mask_token_of
 from sage.drafts.options import Conditional
 from sage.drafts.rope import Rope
 from sage.drafts.vocabulary import DraftVocabulary
+from sage.runtime.attention import joint_attention
 from sage.runtime.pass_function import PassFunction
+from sage.runtime.shared_cache import JointCache
 from sage.targets import Features, Target
 
 
@@ -107,10 +109,13 @@ class BlockAttention(nn.Module):
         query = rotate(self.q_norm(self._heads(self.q_proj(hidden))), cos[:, :, -slots:], sin[:, :, -slots:])
         key, value = self._heads(self.key_value(torch.cat((context, hidden), 1))).chunk(2, 1)
         key = rotate(self.k_norm(key), cos, sin)
+        if cache is not None:
+            key, value = cache.update(key, value, layer)
         if cache is None:
             out = self._attend(query, key, value, mask)
+        elif isinstance(cache, JointCache):
+            out = joint_attention(query, key, value, mask, cache.queries).transpose(1, 2)
         else:
-            key, value = cache.update(key, value, layer)
             folded = query.reshape(len(query), self.kv_heads, -1, self.head_dim)
             out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask).reshape(query.shape)
         return self.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1))

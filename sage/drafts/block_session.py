@@ -9,19 +9,22 @@ Shapes: T prompt tokens, M tokens committed, F nodes of one tree level, S slots,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sage.drafts.layer import fuse_linears
-from sage.drafts.session import DraftSession
+from sage.drafts.session import JointSession
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
+from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, BoundPass, Steps, alone
+from sage.runtime.pass_function import Value
 from sage.targets import Features, Prompt, Target
 
 
-class BlockSession(DraftSession):
+class BlockSession(JointSession):
     """Session of a draft with `num_slots` and `num_levels`.
 
     Its `pass_functions` are the pass over accepted tokens and slots (`BlockPass`), which gives hidden states [K, D] and logits
@@ -41,8 +44,8 @@ class BlockSession(DraftSession):
             fuse_linears(draft)
         self._executor = EAGER if draft.training else executor_of(target.passes)
         self._function, *conditional = draft.pass_functions(target)
-        self._run = self._executor.bind(self._function)
-        self._correct = self._executor.bind(conditional[0]) if conditional else None
+        self._block = BoundPass(self._executor, self._function, COMMIT_ORDER)
+        self._correction = BoundPass(self._executor, conditional[0], LEVEL_ORDER) if conditional else None
         self.levels, self.token_map, self.max_depth = draft.levels, draft.token_map, draft.num_levels
         self.committed = self.depth = self.offset = 0
         self._staging = TokenStagingBuffer(draft.device)
@@ -78,7 +81,7 @@ class BlockSession(DraftSession):
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
         self.committed = 0
         hidden, logits = self._read_prompt(prompt, features, root)
-        return self._start_tree(hidden, logits, root, prompt.input_ids[0, -1:])
+        return alone(self._start_tree(hidden, logits, root, prompt.input_ids[0, -1:]))
 
     def _read_prompt(self, prompt: Prompt, features: Features, root: Tensor) -> tuple[Tensor, Tensor]:
         """Sets the origin and runs the pass over the prompt, or the tokens of it that the draft reads, and the first slots;
@@ -90,26 +93,27 @@ class BlockSession(DraftSession):
             features = features.at(prompt.kept)
         self._set_origin(torch.full_like(root, length))
         rope = self.draft.rope(places[None], self.draft.dtype)
-        return self._pass(self._function, root, features, rope, len(places))
+        hidden, logits = self._function(*self._arguments(root, features, rope, len(places)))
+        return hidden, logits
 
-    @torch.no_grad()
-    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
         length = len(tokens)
         staged = self._staging.stage(tokens)
         parent = self._root if length == 1 else staged[-2:-1].clone()
         rope = self._rope(self.offset, length)
         self.offset += length
-        hidden, logits = self._pass(self._run, staged, features, rope, length)
-        return self._start_tree(hidden, logits, staged[-1:].clone(), parent)
+        arguments = self._arguments(staged, features, rope, length)
+        hidden, logits = yield from self._block.steps(self.cache, *arguments)
+        logits = yield from self._start_tree(hidden, logits, staged[-1:].clone(), parent)
+        return logits
 
-    def _pass(
-        self, run: Any, tokens: Tensor, features: Features, rope: tuple[Tensor, Tensor], length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the pass over `length` tokens at `rope` and the slots from `offset` on."""
+    def _arguments(self, tokens: Tensor, features: Features, rope: tuple[Tensor, Tensor], length: int) -> Sequence[Value]:
+        """Commits `length` tokens at `rope`; returns the arguments of the pass over them and the slots from `offset` on."""
         slots = self.draft.num_slots
         self.cache.crop_to(self.committed)
         first = self.cache.reserve(length + slots)
-        hidden, logits = run(
+        self.committed = first + length
+        return (
             tokens,
             features.last,
             features.levels,
@@ -121,32 +125,32 @@ class BlockSession(DraftSession):
             self.cache.keys,
             self.cache.values,
         )
-        self.committed = first + length
-        return hidden, logits
 
-    def _start_tree(self, hidden: Tensor, logits: Tensor, root: Tensor, parent: Tensor) -> Tensor:
+    def _start_tree(self, hidden: Tensor, logits: Tensor, root: Tensor, parent: Tensor) -> Steps[Tensor]:
         """Starts a tree from the pass's results [K, D] and [K, U]; `root` and its predecessor `parent` are LongTensor [1]."""
         self._hidden, self._logits, self._root, self._frontier = hidden, logits, root, root
         self.depth = 0
-        return self._below(root, parent)
+        found = yield from self._below(root, parent)
+        return found
 
-    @torch.no_grad()
-    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
+    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
         staged = self._staging.stage(tokens)
         parents = staged
-        if self._correct is not None:
+        if self._correction is not None:
             parents = self._frontier.index_select(0, rows)
             self._frontier = staged if isinstance(tokens, Tensor) else staged.clone()
         self.depth += 1
-        return self._below(staged, parents)
+        logits = yield from self._below(staged, parents)
+        return logits
 
-    def _below(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def _below(self, tokens: Tensor, parents: Tensor) -> Steps[Tensor]:
         """Returns the logits [F, U] below nodes of the current depth."""
         assert self.depth < self.draft.num_levels, "the decoder drafts at most `max_depth` levels"
         logits = self._logits.narrow(0, self.depth, 1)
-        if self._correct is None:
+        if self._correction is None:
             return logits.expand(len(tokens), -1)
-        (corrected,) = self._correct(tokens, parents, self._hidden.narrow(0, self.depth, 1), logits)
+        hidden = self._hidden.narrow(0, self.depth, 1)
+        (corrected,) = yield from self._correction.steps(None, tokens, parents, hidden, logits)
         return corrected
 
     def set_synthetic_state(self, context: int, width: int) -> None:

@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from sage.drafts.registry import DraftKind
-from sage.drafts.session import DraftSession
+from sage.drafts.session import JointSession
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
+from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, Steps, alone
 from sage.targets import Features, Prompt, Target, load_target
 from sage.targets.loading import meta_target
 from sage.targets.prompt_pass import read_prompt
@@ -126,7 +127,7 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
     return ModelDraft(Target(model, target.processor), target)
 
 
-class ModelSession(DraftSession):
+class ModelSession(JointSession):
     """Session of a smaller target; its logits have the vocabulary size of the target. A draft in training runs eagerly.
 
     Args:
@@ -137,8 +138,9 @@ class ModelSession(DraftSession):
     def __init__(self, draft: ModelDraft, target: Target, capacity: int) -> None:
         self.model, self.vocab_size = draft.model, target.vocab_size
         executor = EAGER if draft.network.training else executor_of(target.passes)
-        self.passes = TreePasses(draft.model, (), executor)
-        self.cache = self.passes.new_cache(capacity)
+        self._commits = TreePasses(draft.model, (), executor, COMMIT_ORDER)
+        self._levels = TreePasses(draft.model, (), executor, LEVEL_ORDER)
+        self.cache = self._commits.new_cache(capacity)
         self.committed = 0
         self._staging = TokenStagingBuffer(self.model.device)
         self.position = self._root_position = torch.zeros(1, dtype=torch.long, device=self.model.device)
@@ -155,22 +157,21 @@ class ModelSession(DraftSession):
             own = own.at(prompt.kept)
         read_prompt(self.model, own, self.cache)
         self.position = own.next_position
-        return self._read(root)
+        return alone(self._read(root))
 
-    @torch.no_grad()
-    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
+    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
         own = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
         self.ancestors = torch.cat((self.ancestors[rows], own), 1)
         positions = self.position.repeat(len(rows))  # compiled passes do not look at strides
-        output = self.passes(self._staging.stage(tokens), positions, self.ancestors, self.cache)
+        output = yield from self._levels.steps(self._staging.stage(tokens), positions, self.ancestors, self.cache)
         self.position = self.position + 1
         return self._fitted(output.logits)
 
-    @torch.no_grad()
-    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
         self.cache.crop_to(self.committed)
         self.position = self._root_position + 1
-        return self._read(self._staging.stage(tokens))
+        logits = yield from self._read(self._staging.stage(tokens))
+        return logits
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.zero_to(context)
@@ -179,11 +180,11 @@ class ModelSession(DraftSession):
         self._root_position = self.position - 1
         self.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=self.model.device)
 
-    def _read(self, tokens: Tensor) -> Tensor:
+    def _read(self, tokens: Tensor) -> Steps[Tensor]:
         """Appends accepted tokens [M], the next root last; returns the logits below it and starts a tree there."""
         steps = torch.arange(len(tokens), device=tokens.device)
         causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=tokens.device).tril()
-        output = self.passes(tokens, self.position + steps, causal, self.cache)
+        output = yield from self._commits.steps(tokens, self.position + steps, causal, self.cache)
         self._root_position = self.position + len(tokens) - 1
         self.position = self._root_position + 1
         self.committed = self.cache.length

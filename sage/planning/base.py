@@ -6,9 +6,10 @@ slow, never wrong.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sage.costs.tables import Costs
 from sage.planning.options import check_values
@@ -48,6 +49,10 @@ class Policy(ABC):
                 numbers are then scores, not acceptance probabilities (`sage.decoding.sampling`).
         """
 
+    def for_request(self) -> Policy:
+        """Returns a policy with the same options for one of several requests that are decoded at the same time."""
+        return copy.deepcopy(self)
+
     def share(self, rows: int, requests: int) -> None:  # noqa: B027 (optional hook)
         """Announces that the next rounds share their passes with those of other requests.
 
@@ -78,6 +83,16 @@ class Policy(ABC):
         before children; keeping an accepted path in the cache is cheaper the earlier its nodes are.
         """
         return None
+
+    @classmethod
+    def select_together(cls, policies: Sequence[Any], requests: int) -> list[Sequence[int] | None]:
+        """Returns the nodes that several requests verify in one pass, for each as `select`.
+
+        Args:
+            policies: of this class, those whose requests have drafted a tree.
+            requests: number of requests that share the pass, further ones included.
+        """
+        return [policy.select() for policy in policies]
 
     def explain(self, entry: dict[str, float]) -> str:
         """Returns the reason for the shape of a round's tree in a few words; `entry` is its entry of `Stats.rounds_log`."""

@@ -122,10 +122,14 @@ class Joined:
         self.clock.pause()
 
 
-def together(computations: Sequence[Joined], device: torch.device) -> None:
-    """Runs the computations of several requests to their ends, with one pass where they wait for passes of one function."""
+def together(computations: Sequence[Joined], device: torch.device, shared_s: float = 0.0) -> None:
+    """Runs the computations of several requests to their ends, with one pass where they wait for passes of one function.
+
+    Args:
+        shared_s: seconds of each computation's clock that were spent for it before.
+    """
     for computation in computations:
-        computation.advance(None)
+        computation.advance(None, shared_s)
     while calls := [computation.call for computation in computations if computation.call is not None]:
         order = min(call.bound.order for call in calls)
         for function in {call.bound.function: None for call in calls if call.bound.order == order}:

@@ -157,7 +157,7 @@ def new_service(target: Target, draft: Draft | None, policy: str, limits: Server
     Raises:
         ValueError: the caches do not fit, the context is longer than the target's, or the target has no chat template.
     """
-    from sage.serving.decoders import PolicyPool, ServedDecoder
+    from sage.serving.decoders import ServedDecoder, served_policy
     from sage.serving.memory import plan_caches
     from sage.serving.metrics import Metrics
     from sage.serving.scheduler import Scheduler
@@ -169,12 +169,12 @@ def new_service(target: Target, draft: Draft | None, policy: str, limits: Server
         raise ValueError(f"--max-context: {max_context}, and the target's context length is {longest}; give at most that")
     drafting = draft if policy != AUTOREGRESSIVE else None
     contexts = min(SHORTEST, max_context), max_context
-    pool = PolicyPool(target, drafting, policy, limits.max_requests, contexts)
-    plan_caches(target, drafting, max_context, pool.tree_capacity).check(limits.max_requests, max_context)
+    shared = served_policy(target, drafting, policy, contexts)
+    plan_caches(target, drafting, max_context, shared.tree_capacity).check(limits.max_requests, max_context)
     metrics = Metrics()
 
     def new_decoder() -> ServedDecoder:
-        return ServedDecoder(target, drafting, pool, limits)
+        return ServedDecoder(target, drafting, shared, limits)
 
     scheduler = Scheduler(new_decoder, limits.max_requests, limits.queue, metrics)
     service = Service(target, model, scheduler, limits, max_context, metrics, **options)

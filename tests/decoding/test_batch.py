@@ -12,6 +12,7 @@ from support.toy_helpers import make_policy
 
 import sage
 from sage.decoding.batch import BatchDecoder, BatchRequest
+from sage.runtime import joint
 from sage.runtime.joint import Layout
 from sage.targets import tree_passes
 
@@ -19,6 +20,13 @@ MAKERS = {
     "qwen": make_qwen,
     "llava": make_llava,
     "window": lambda: make_qwen(sliding_window=6, use_sliding_window=True, max_window_layers=1),
+}
+OPTIONS: dict[str, Any] = {
+    "eagle": {},
+    "eagle3": {},
+    "peagle": {"block_size": 4},
+    "block": {"block_size": 4, "conditional": "mlp", "conditional_rank": 8},
+    "model": {"num_layers": 1},
 }
 POLICIES = [name for name in sage.POLICIES if name != "spec_llava"]  # spec_llava drafts 127 nodes
 
@@ -71,13 +79,33 @@ def test_every_batch_size_gives_the_same_texts(batch_size: int, tiny_qwen: sage.
     assert all(one.stats.total_s > 0 for one in out)
 
 
-@pytest.mark.parametrize("kind", ["peagle", "block"])
-def test_drafts_with_passes_of_their_own_share_the_targets(kind: str, tiny_qwen: sage.Target) -> None:
-    draft, inputs = random_draft(tiny_qwen, kind), some_inputs(tiny_qwen, 3)
-    out = sage.generate_batch(tiny_qwen, draft, inputs, "chain", batch_size=3, max_new_tokens=8)
-    assert [one.tokens.tolist() for one in out] == [
-        text_alone(tiny_qwen, draft, one, "chain", max_new_tokens=8) for one in inputs
-    ]
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_requests_share_draft_passes_with_the_results_that_each_has_alone(
+    kind: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts do not depend on drafts, so that results are compared: of every joint pass with those of its calls, alone."""
+    draft = (
+        sage.new_draft(tiny_qwen, kind, **OPTIONS[kind]) if kind == "model" else random_draft(tiny_qwen, kind, **OPTIONS[kind])
+    )
+    run, sizes = joint.run_together, dict[str, set[int]]()
+
+    def compared(calls: Any) -> Any:
+        expected = [[result.clone() for result in call.run()] for call in calls]
+        found = run(calls)
+        for own, alone in zip(found, expected, strict=True):
+            for result, reference in zip(own, alone, strict=True):
+                torch.testing.assert_close(result, reference, atol=1e-4, rtol=1e-4)
+        sizes.setdefault(type(calls[0].bound.function).__name__, set()).add(len(calls))
+        assert len(calls) == 1 or calls[0].bound.joint() is not None
+        return found
+
+    monkeypatch.setattr(joint, "run_together", compared)
+    inputs = some_inputs(tiny_qwen, 3)
+    out = sage.generate_batch(tiny_qwen, draft, inputs, "static", batch_size=3, max_new_tokens=8)
+    for one, own in zip(out, inputs, strict=True):
+        alone = sage.generate(tiny_qwen, draft, own, policy="static", max_new_tokens=8)
+        assert one.tokens.tolist() == alone.tokens.tolist() and one.stats.accepted == alone.stats.accepted
+    assert all(3 in of_function for of_function in sizes.values()), sizes
 
 
 def test_a_round_makes_one_target_pass(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -421,7 +421,7 @@ class TestLearning:
             times = RoundTimes(1.1, [(0, 1.2 * first_s), (1, level_s)], 1.2)
             learning.correct_costs(costs, RoundOutcome(1, tree, [0, 1], times=lambda times=times: times))
         assert (costs.draft(1), costs.commit_s) == (pytest.approx(level_s), pytest.approx(1.2 * first_s, rel=1e-3))
-        policy._prices = None
+        policy._prices.clear()
         policy.begin()
         policy.next_level(Frontier(1, [[0.9, 0.06, 0.04]]))
         assert policy.plan.drafting_s == costs.commit_s
@@ -484,3 +484,19 @@ class TestLearning:
             assert entry["expanded"] >= entry["levels"] >= entry["depth"] and entry["drafted"] >= entry["nodes"]
             assert (entry["drafted"] == 0) == (entry["levels"] == 0)
             assert ("no candidate was worth" in policy.explain(entry)) == (0 == entry["levels"] < entry["expanded"])
+
+
+@pytest.mark.parametrize(("price", "sizes"), [(0.5, [2, 1]), (0.7, [2, 0]), (1.0, [0, 0])])
+def test_the_nodes_of_a_pass_go_to_the_requests_with_the_most_probable_ones(price: float, sizes: list[int]) -> None:
+    """Two requests with drafted nodes of 0.9, 0.8, 0.1 and of 0.6, 0.05; every node takes a second, worth `price` tokens."""
+    policy = sage.policy("cost_aware")
+    policy.costs = Costs(Curve([1, 64], [1.0, 64.0]), Curve([1], [0.1]), context=0)
+    requests = [policy.for_request() for _ in range(2)]
+    for one, paths in zip(requests, ([0.9, 0.8, 0.1], [0.6, 0.05]), strict=True):
+        one.reset()
+        one.share(1, 2)
+        one.begin()
+        one.plan.paths, one.plan.prices = paths, one.prices._replace(time=price)
+    chosen = type(policy).select_together(requests, 2)
+    assert chosen == [[0, *range(1, 1 + size)] for size in sizes]
+    assert requests[0].learner is requests[1].learner is policy.learner

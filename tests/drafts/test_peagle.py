@@ -19,6 +19,7 @@ from sage.drafts.rollout import visible_to_rows
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.executors import EAGER
+from sage.runtime.joint import COMMIT_ORDER, BoundPass
 from sage.runtime.pass_modes import PassMode
 
 BLOCK = 4
@@ -125,7 +126,7 @@ def test_its_pass_is_compiled(tiny_qwen: sage.Target, draft: Any, monkeypatch: p
     results = []
     for executor in (EAGER, Compiled()):
         session: Any = new_session(draft, tiny_qwen, 64)
-        session._run = executor.bind(function)
+        session._block = BoundPass(executor, function, COMMIT_ORDER)
         session.prefill(prompt, features, torch.tensor([7]))
         results.append([session.commit(features.at(torch.arange(3)), torch.arange(3) + 5), session._logits])
     for eager, compiled in zip(*results, strict=True):

@@ -24,7 +24,16 @@ LEARN_ALL_ROUNDS = 256  # number of initial rounds that are all learned from; af
 LEARN_ONE_IN = 4
 LEARN_EVERY = 64  # pending rounds per learning step; the first steps are after 1, 2, 4, .. and 32 rounds
 ALONE = (0, 1)  # rows of other requests in a pass, and number of requests
+OUTLIER = 3  # times an expected time: timings beyond are interruptions
 FIRST_TOKENS = 1.5  # tokens of a round without drafting, assumed before any round
+
+
+@dataclass
+class Extras:
+    """Seconds that a draft pass of a request takes beyond its share of the pass of several requests: work of the host."""
+
+    first_s: float = 0.0
+    level_s: float = 0.0
 
 
 @dataclass
@@ -45,6 +54,7 @@ class Learner:
         rounds: rounds observed.
         usual_size: moving average of the number of verified nodes.
         pending: rounds that are not processed yet.
+        extras: of a request that shares its passes, by the number of requests.
     """
 
     def __init__(self, calibrate: bool, memory: float, max_depth: int) -> None:
@@ -55,6 +65,7 @@ class Learner:
         self.rounds = 0
         self.usual_size = 8.0
         self.pending: list[PendingRound] = []
+        self.extras: dict[int, Extras] = {}
         self._tokens = self._seconds = 0.0
 
     def successor(self) -> Learner:
@@ -105,17 +116,41 @@ class Learner:
             self.after.add(depths, self.calibrator.learn(probs, depths, labels, weights), labels)
         return True
 
+    def costs_of(self, costs: Costs, others: tuple[int, int]) -> Costs:
+        """Returns the costs for a request that shares its passes with `others`."""
+        if others == ALONE:
+            return costs
+        joint, extras = costs.joint(*others), self.extras.get(others[1], Extras())
+        joint.commit_s = joint.first_level_s + extras.first_s
+        joint.draft.seconds = [seconds + extras.level_s for seconds in joint.draft.seconds]
+        return joint
+
     def learn_prices(self, one: PendingRound, costs: Costs) -> None:
-        """Updates lambda. Times are those of the cost tables, because a single timing may include an interruption."""
+        """Updates lambda. Times are those of the cost tables, because a single timing may include an interruption; those of
+        several requests, whose work on the host adds up, are measured unless they are far off.
+        """
         outcome, size, requests = one.outcome, len(one.outcome.tree), one.others[1]
-        if one.others == ALONE:  # a request knows only its share of the time of a joint pass
+        if one.others == ALONE:
             correct_costs(costs, outcome)
+            seconds = costs.verify_s(size, outcome.context) + one.drafting_s + costs.overhead
         else:
-            costs = costs.joint(*one.others)
-        seconds = costs.verify_s(size, outcome.context) + requests * (one.drafting_s + costs.overhead)
+            seconds = self._learn_joint(one, costs)
         self._tokens = self.memory * self._tokens + requests * (outcome.accepted + 1)
         self._seconds = self.memory * self._seconds + seconds
         self.usual_size += LIVE_RATE * (size - self.usual_size)
+
+    def _learn_joint(self, one: PendingRound, costs: Costs) -> float:
+        """Updates `extras`; returns the seconds of the round of all requests, which are taken to be alike."""
+        outcome, requests, times = one.outcome, one.others[1], one.outcome.times()
+        joint, extras = costs.joint(*one.others), self.extras.setdefault(requests, Extras())
+        for width, measured in times.draft:
+            name = "level_s" if width else "first_s"
+            extra, (expected,) = getattr(extras, name), joint.drafting_s([width])
+            bound = OUTLIER * (expected + max(extra, expected))
+            setattr(extras, name, max(extra + LIVE_RATE * (min(measured, bound) - expected - extra), 0.0))
+        seconds = joint.verify_s(len(outcome.tree), outcome.context) + requests * (one.drafting_s + costs.overhead)
+        measured = requests * times.total_s
+        return measured if seconds / OUTLIER < measured < OUTLIER * seconds else seconds
 
     def state(self) -> dict[str, Any]:
         """Returns the learned state as plain numbers."""

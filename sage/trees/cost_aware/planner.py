@@ -11,8 +11,9 @@ Shapes: F frontier nodes, K candidates, N drafted nodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from sage.planning.tree import Frontier, NextLevel
@@ -133,18 +134,50 @@ def select(options: CostAware, plan: CostPlan) -> list[int] | None:
 
     Ancestors are included because P never increases along a path. The path most likely to be accepted tends to come first.
     """
-    paths = plan.paths
-    if not paths:
+    if not plan.paths:
         return None
-    order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)  # stable: ties keep their order
-    del order[options.max_nodes :]
-    verify_s, price = plan.prices.verify_s, plan.prices.time
-    total = expected = best_net = 0.0
-    size = 0
-    for nodes, i in enumerate(order, start=1):
-        total += paths[i]
-        net = total - price * (verify_s[nodes] - verify_s[0])
+    order = _by_path(options, plan)
+    verify_s = plan.prices.verify_s
+    size = _best_size([plan.paths[i] for i in order], plan.prices.time, verify_s.__getitem__)
+    return _chosen(plan, order[:size])
+
+
+def select_together(policies: Sequence[CostAware], verify_s: Callable[[int], float]) -> list[list[int] | None]:
+    """Selects for several requests whose trees one pass verifies: the top n nodes of all by P, n maximizing the expected tokens
+    of all minus priced time.
+
+    Args:
+        verify_s: seconds of the pass with 0, 1, 2, .. nodes besides the roots.
+    """
+    plans = [policy.plan for policy in policies]
+    orders = [_by_path(policy, plan) for policy, plan in zip(policies, plans, strict=True)]
+    pairs = [(plan.paths[i], number) for number, plan in enumerate(plans) for i in orders[number]]
+    pairs.sort(key=itemgetter(0), reverse=True)
+    price = sum(plan.prices.time for plan in plans) / len(plans)
+    sizes = [0] * len(plans)
+    for _, number in pairs[: _best_size([path for path, _ in pairs], price, verify_s)]:
+        sizes[number] += 1
+    chosen = zip(plans, orders, sizes, strict=True)
+    return [_chosen(plan, order[:size]) if plan.paths else None for plan, order, size in chosen]
+
+
+def _by_path(options: CostAware, plan: CostPlan) -> list[int]:
+    """Returns the nodes by decreasing P, at most as many as are verified; ties keep their order."""
+    return sorted(range(len(plan.paths)), key=plan.paths.__getitem__, reverse=True)[: options.max_nodes]
+
+
+def _best_size(paths: Sequence[float], price: float, verify_s: Callable[[int], float]) -> int:
+    """Returns the n that maximizes the sum of the first n of decreasing `paths` minus the priced time of verifying them."""
+    total = best_net = 0.0
+    size, start_s = 0, verify_s(0)
+    for nodes, path in enumerate(paths, start=1):
+        total += path
+        net = total - price * (verify_s(nodes) - start_s)
         if net > best_net:
-            best_net, expected, size = net, total, nodes
-    plan.expected = expected
-    return [0, *[i + 1 for i in order[:size]]]
+            best_net, size = net, nodes
+    return size
+
+
+def _chosen(plan: CostPlan, nodes: Sequence[int]) -> list[int]:
+    plan.expected = sum(plan.paths[i] for i in nodes)
+    return [0, *[i + 1 for i in nodes]]

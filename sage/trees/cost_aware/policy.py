@@ -10,7 +10,7 @@ every verified node, the long-run price and the level-by-level stop together are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +21,10 @@ from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.cost_aware.learner import ALONE, Learner, PendingRound
-from sage.trees.cost_aware.planner import CostPlan, next_level, select
+from sage.trees.cost_aware.planner import CostPlan, next_level, select, select_together
 from sage.trees.cost_aware.pricing import Prices
 
-ROWS_STEP = 4  # prices are computed again when the nodes of other requests change by this many
+ROWS_STEP = 8  # prices are computed again when the nodes of other requests change by this many
 
 
 @dataclass(eq=False, kw_only=True)
@@ -67,19 +67,20 @@ class CostAware(Policy):
         self._is_coupled = False
         self._others = ALONE  # nodes that other requests verify in the same passes, and number of requests
         self._learners = {False: self.learner}  # by `_is_coupled`: a score needs another calibration than a probability
-        self._prices: Prices | None = None
-        self._priced_costs: Costs | None = None  # the tables that `_prices` are based on
+        self._prices: dict[tuple[Any, ...], tuple[Costs, Prices]] = {}  # since something was learned last
 
     @property
     def prices(self) -> Prices:
         """Prices under the current cost tables and statistics; requires `costs`."""
         assert self.costs is not None, "costs are measured when a request starts"
-        if self._prices is None or self._priced_costs is not self.costs:
-            costs = self.costs if self._others == ALONE else self.costs.joint(*self._others)
-            time, masses = self.learner.price(costs, self._others[1]), self.learner.mass.table(self.max_depth)
-            self._prices = Prices.of(time, costs, self.learner.usual_size, self.max_nodes, self.max_width, masses)
-            self._priced_costs = self.costs
-        return self._prices
+        known = self._prices.get((self._is_coupled, *self._others))
+        if known is not None and known[0] is self.costs:
+            return known[1]
+        costs = self.learner.costs_of(self.costs, self._others)
+        time, masses = self.learner.price(costs, self._others[1]), self.learner.mass.table(self.max_depth)
+        found = Prices.of(time, costs, self.learner.usual_size, self.max_nodes, self.max_width, masses)
+        self._prices[self._is_coupled, *self._others] = self.costs, found
+        return found
 
     def state(self) -> dict[str, Any]:
         """Returns everything learned as plain numbers, for `load_state` in another request or process."""
@@ -100,7 +101,7 @@ class CostAware(Policy):
             self._learners[True].load_state(state["coupled"])
         self._use_learner()
         self.costs = Costs.from_state(state["costs"]) if state["costs"] else None
-        self._prices = None
+        self._prices.clear()
 
     def reset(self, is_coupled: bool = False) -> None:
         self._num_skipped, self._is_coupled = 0, is_coupled
@@ -114,7 +115,7 @@ class CostAware(Policy):
         learner = self._learners.get(self._is_coupled)
         if learner is None:
             learner = self._learners[self._is_coupled] = self.learner.successor()
-        self.learner, self._prices = learner, None
+        self.learner = learner
 
     def should_draft(self) -> bool:
         if self._num_skipped == 0 or not self.stop:
@@ -122,10 +123,12 @@ class CostAware(Policy):
         is_power_of_two = self._num_skipped & (self._num_skipped - 1) == 0
         return self._num_skipped % self.retry_every == 0 or (is_power_of_two and self._num_skipped < self.retry_every)
 
+    def for_request(self) -> CostAware:
+        """Returns a policy that shares costs and learners with this one: what one request shows is known to all."""
+        return copy(self)
+
     def share(self, rows: int, requests: int) -> None:
-        others = ALONE if requests == 1 else (rows - rows % ROWS_STEP, requests)
-        if others != self._others:
-            self._others, self._prices = others, None
+        self._others = ALONE if requests == 1 else (rows - rows % ROWS_STEP, requests)
 
     def begin(self) -> None:
         self.plan = CostPlan(self.prices, self.learner.needs_round(self._num_skipped))
@@ -135,6 +138,14 @@ class CostAware(Policy):
 
     def select(self) -> list[int] | None:
         return select(self, self.plan)
+
+    @classmethod
+    def select_together(cls, policies: Sequence[CostAware], requests: int) -> list[Sequence[int] | None]:
+        """Shares the nodes of the pass among the requests, by the next best marginal gain."""
+        costs = policies[0].costs
+        assert costs is not None, "costs are measured when a request starts"
+        verify = costs.verify
+        return list(select_together(policies, lambda nodes: verify(requests + nodes)))
 
     def calibration(self) -> Callable[[list[float], int], list[float]] | None:
         return partial(copy(self.learner.calibrator).leading, min_prob=0.0) if self.calibrate else None
@@ -154,7 +165,7 @@ class CostAware(Policy):
 
     def _learn(self) -> None:
         if self.costs is not None and self.learner.learn(self.costs):
-            self._prices = None
+            self._prices.clear()
 
     def explain(self, entry: dict[str, float]) -> str:
         price = f"at {entry['price']:.0f} tokens/s:"
