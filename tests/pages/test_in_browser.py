@@ -194,7 +194,7 @@ def test_an_answer_of_one_token_and_a_policy_that_never_drafts(browser: Browser,
     browser.open(tmp_path / "one.html")
     assert "there was no round" in browser.text("main") and len(browser.run(SPANS)) == 1
     alone = made_trace(4, 1)
-    root = {"parents": [-1], "depths": [0], "draft": [1.0], "calibrated": None}
+    root: dict[str, Any] = {"parents": [-1], "depths": [0], "draft": [1.0], "calibrated": None}
     alone.rounds = [replace(one, nodes=one.nodes[:1], **root) for one in alone.rounds]
     alone.save(tmp_path / "alone.html")
     browser.open(tmp_path / "alone.html")
