@@ -12,6 +12,7 @@ RESULTS_ARGS ?=
 GPU_HOUR_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
 DRAFT ?= eagle
+DEMO_ARGS ?= $(if $(filter block peagle,$(DRAFT)),optim.lr=4e-3)
 RUN ?= runs/demo_$(TARGET)$(if $(filter-out eagle,$(DRAFT)),_$(DRAFT))
 
 .PHONY: demo test test-fast lint docs results interop engines engines-env engines-families engines-regenerate gpu-hour clean
@@ -30,7 +31,7 @@ $(VENV)/installed: pyproject.toml
 # The demo recreates its run folder each time; sage-train refuses any other existing run folder.
 demo: $(VENV)/installed
 	rm -rf $(RUN)
-	$(BIN)/sage-train experiment=demo target=$(TARGET) draft=$(DRAFT) run.dir=$(RUN)
+	$(BIN)/sage-train experiment=demo target=$(TARGET) draft=$(DRAFT) run.dir=$(RUN) $(DEMO_ARGS)
 
 # One process per core, with one thread each. Tests that share a costly fixture run in one process.
 test: $(VENV)/installed

@@ -152,13 +152,32 @@ def compare(
     also_as_policies: Sequence[str] = (),
     **sampling: Any,
 ) -> Json:
-    """Times runners and baselines on the same prompts, interleaved; returns figures over all prompts, and by task family.
+    """Returns the figures of `time_runs` over all prompts, and by task family.
 
-    Policies that learn online decode the tuning prompts first.
+    Args:
+        also_as_policies: baselines that are reported among the policies, too.
+    """
+    found = time_runs(lab, target, runners, prompts, repeats, baselines=baselines, **sampling)
+    model, labels = lab.target(target), [*(runner.name for runner in runners), *also_as_policies]
+    families = dict.fromkeys(prompt.family for prompt in prompts)
+    by_family = {family: summary(of_family(found, family), model, labels) for family in families}
+    return {**summary(found, model, labels), "passes": lab.settings.passes, "repeats": repeats, "by_family": by_family}
+
+
+def time_runs(
+    lab: Lab,
+    target: str,
+    runners: Sequence[PolicyRunner],
+    prompts: Sequence[BenchPrompt],
+    repeats: int,
+    *,
+    baselines: Sequence[str] = (),
+    **sampling: Any,
+) -> Measurement:
+    """Times runners and baselines on the same prompts, interleaved. Policies that learn online decode the tuning prompts first.
 
     Args:
         baselines: in addition to our autoregressive loop.
-        also_as_policies: baselines that are reported among the policies, too.
         sampling: greedy unless given.
     """
     chosen = sage.Sampling(**{"max_new_tokens": lab.settings.max_new_tokens, **sampling})
@@ -166,11 +185,7 @@ def compare(
         if runner.policy.needs_costs:
             for prompt in lab.tuning_prompts(target):
                 runner.run(prompt.inputs, chosen)
-    found = measure([*runners, *lab.baselines(target, baselines)], prompts, chosen, repeats, 1, _log_progress)
-    model, labels = lab.target(target), [*(runner.name for runner in runners), *also_as_policies]
-    families = dict.fromkeys(prompt.family for prompt in prompts)
-    by_family = {family: _summary(_of_family(found, family), model, labels) for family in families}
-    return {**_summary(found, model, labels), "passes": lab.settings.passes, "repeats": repeats, "by_family": by_family}
+    return measure([*runners, *lab.baselines(target, baselines)], prompts, chosen, repeats, 1, _log_progress)
 
 
 def compare_row(
@@ -182,13 +197,15 @@ def compare_row(
     return {"prompts": len(prompts), "policies": compared["policies"], "baselines": {AUTOREGRESSIVE: speed}}
 
 
-def _summary(measurement: Measurement, target: Any, labels: Sequence[str]) -> Json:
+def summary(measurement: Measurement, target: Any, labels: Sequence[str]) -> Json:
+    """Returns the stored figures of the runners `labels` and of the baselines."""
     found = summarize(measurement, target, labels)
     parts = {kind: {name: select(part, STORED) for name, part in found[kind].items()} for kind in ("policies", "baselines")}
     return {"prompts": len(measurement.prompts), **select(found, ("fastest_baseline", "failed_baselines", "margins")), **parts}
 
 
-def _of_family(measurement: Measurement, family: str) -> Measurement:
+def of_family(measurement: Measurement, family: str) -> Measurement:
+    """Returns the part of a measurement with the prompts of a task family."""
     indices = [index for index, prompt in enumerate(measurement.prompts) if prompt.family == family]
     return replace(
         measurement,

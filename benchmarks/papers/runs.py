@@ -46,12 +46,26 @@ class RunSettings:
 
 
 @dataclass(kw_only=True)
+class MatchedHead:
+    """A draft of the study `drafts`: its arguments of sage-train, and the optimizer steps of its runs by budget."""
+
+    overrides: list[str] = MISSING
+    steps: dict[str, int] = MISSING
+
+
+@dataclass(kw_only=True)
 class TrainingSettings:
-    """`common` arguments precede those of each run, `last` follow them."""
+    """`common` arguments precede those of each run, `last` follow them.
+
+    `matched`: the drafts of the study `drafts`, by name. Every part of the study has a run of each of them, with
+    `matched_common` arguments; runs of as many steps are shared.
+    """
 
     common: list[str] = MISSING
     last: list[str] = field(default_factory=list)
     runs: dict[str, RunSettings] = MISSING
+    matched_common: list[str] = MISSING
+    matched: dict[str, MatchedHead] = MISSING
 
 
 @dataclass(kw_only=True)
@@ -90,7 +104,26 @@ def load_settings(*names_or_paths: str | Path) -> Settings:
     assert isinstance(settings, Settings)
     for name, part in settings.sizes.items():
         _check_sizes(f"{files[-1]}: {name}", part, cast(Json, OmegaConf.to_container(known[name])))
+    settings.training.runs |= matched_runs(settings)
     return settings
+
+
+def matched_runs(settings: Settings) -> dict[str, RunSettings]:
+    """Returns the runs that the parts of the study `drafts` compare, by name."""
+    training, found = settings.training, {}
+    for part in settings.sizes["drafts"]["parts"]:
+        target = Path(settings.targets[part["target"]]).name
+        for head, chosen in training.matched.items():
+            fixed = [f"target={target}", f"seed={part['seed']}", "train.epochs=null", *training.matched_common]
+            words = [*fixed, *chosen.overrides, f"train.max_steps={chosen.steps[part['budget']]}"]
+            found[matched_run(settings, head, part)] = RunSettings(target=part["target"], overrides=words)
+    return found
+
+
+def matched_run(settings: Settings, head: str, part: Json) -> str:
+    """Returns the name of a draft's run in a part of the study `drafts`."""
+    steps = settings.training.matched[head].steps[part["budget"]]
+    return f"{head}_{part['target']}_{steps}_{part['seed']}"
 
 
 def _check_sizes(where: str, sizes: Json, known: Json) -> None:

@@ -224,12 +224,18 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
 def test_every_run_in_the_settings_composes() -> None:
     """Composes each command line of full.yaml with Hydra."""
     settings = load_settings()
-    for name in settings.training.runs:
+    for name in set(settings.training.runs) - set(runs.matched_runs(settings)):
         check(compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config))
     named = [*settings.main_runs.values(), *settings.assistant_runs.values()]
     named += [name for study in ("epochs", "compressor") for name in settings.sizes[study]["runs"]]
     named += [name for drafts in settings.sizes["engines"]["runs"].values() for name in drafts.values()]
-    assert set(named) == set(settings.training.runs)
+    assert set(named) == set(settings.training.runs) - set(runs.matched_runs(settings))
+    part = {"target": "llava", "budget": "steps", "seed": 3}
+    settings.sizes["drafts"]["parts"] = [part]
+    for name, run in runs.matched_runs(settings).items():
+        settings.training.runs[name] = run
+        config = compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config)
+        assert (config.seed, config.target.name) == (3, "pocket_llava_onevision")
 
 
 # -- computations ----------------------------------------------------------------------------------------------------------
@@ -376,6 +382,30 @@ def test_sizes_are_compared_with_goals_with_vllm_and_with_the_projection(measure
     found = {one.claim.partition(": ")[2]: one for one in study.expectations(study.select(render._figures(files)))}
     assert found["`cost_aware` at least 1.90x"].is_met and not found["first token no later than vLLM's"].is_met
     assert not found["autoregressive at least 2 times vLLM's speed"].is_met
+
+
+@pytest.mark.slow
+def test_drafts_are_compared_with_their_goals_and_over_seeds(measured: Path) -> None:
+    files = FigureStore(measured / "docs" / FIGURES_DIR).read_all()
+    narrow, wide = (files[f"drafts_qwen{megabytes}_time_0"]["figures"] for megabytes in ("", "8"))
+    assert narrow["tokens"]["match"] == narrow["tokens"]["total"] == 12, "texts of 6 drafts under two policies"
+    assert not wide["tokens"] and set(wide["speed"]) == set(narrow["heads"])
+    second = json.loads(json.dumps(files["drafts_qwen_time_0"]))
+    files["drafts_qwen_time_1"], own = second, second["figures"] | {"seed": 1}
+    second["figures"] = own
+    for seed, figures in enumerate((narrow, own)):
+        for head, tokens in {"eagle": 3.0, "block": 3.25 + seed}.items():
+            figures["tokens"]["heads"][head]["chain"]["2"]["tokens"] = tokens
+            figures["speed"][head]["over"]["ratio"] = tokens / 3
+    study = STUDIES["drafts"]
+    claims = {one.claim: one for one in study.expectations(study.select(render._figures(files)))}
+    title = "pocket Qwen2.5-VL, equal training time"
+    level = claims[f"{title}: the best one-pass head at least level with `eagle` in tokens per pass of a chain"]
+    assert level.is_met and level.evidence.startswith("`block` 3.75, `eagle` 3.00")
+    fast = f"{title}: the fastest one-pass head at least 1.15 times as fast as `eagle` under `cost_aware`"
+    assert claims[fast].is_met and claims[fast].evidence.startswith("`block`: 1.25x")
+    text = render.render(files)
+    assert "| 3.75 (3.25-4.25) |" in text and "Seeds 0, 1." in text
 
 
 def test_ratio_of_a_large_target_by_hand() -> None:

@@ -17,6 +17,15 @@ from benchmarks.papers.runs import QUICK, Settings, load_settings
 from sage.drafts.model import shallow_model
 
 FAMILIES = {"qwen": "qwen2_5_vl", "qwen3": "qwen3_vl", "llava": "llava_onevision"}
+PART = {"target": "qwen", "budget": "time", "seed": 0}
+LEVELS = {"feature_levels": [0, 1, 2]}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # by the first word of a run's name
+    "eagle3": ("eagle3", LEVELS),
+    "peagle": ("peagle", LEVELS),
+    "dflash": ("block", {**LEVELS, "feed": False, "conditional": "none"}),
+    "dspark": ("block", {**LEVELS, "feed": False, "conditional": "markov"}),
+    "block": ("block", LEVELS),
+}
 COMPRESSORS = {"compressor_pool": {"kind": "pool", "ratio": 4}}
 
 
@@ -37,6 +46,7 @@ def tiny_world(where: Path) -> Path:
         "pruning": {"families": ["caption"]},
         "engines": {"python": str(where / "no_engines" / "python")},
         "regimes": {"megabytes": [4, 8], "threads": 1},
+        "drafts": {"parts": [PART, {**PART, "megabytes": 8}], "wide_threads": 1},
         "projection": {"shapes": ["qwen2_5_vl_7b"], "contexts": [1024], "policies": ["chain", "cost_aware"]},
     }
     path = where / "tiny.yaml"
@@ -62,10 +72,9 @@ def save_draft(name: str, target: sage.Target, folder: Path) -> None:
         shutil.copytree(target.name, folder)  # tokenizer and image processor of a target
         shallow_model(target, 1).model.model.save_pretrained(folder)
         return
-    kind = "eagle3" if name.startswith("eagle3") else "eagle"
-    extra: dict[str, Any] = {"feature_levels": [0, 1, 2]} if kind == "eagle3" else {}
+    kind, extra = KINDS.get(name.partition("_")[0], ("eagle", {}))
     if name in COMPRESSORS:
-        extra["compressor"] = COMPRESSORS[name]
+        extra = {"compressor": COMPRESSORS[name]}
     sage.new_draft(target, kind, seed=0, **extra).save_pretrained(folder)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from benchmarks.papers.studies import (
     ablations,
     confidence,
+    drafts,
     engines,
     epochs,
     length,
@@ -23,11 +24,12 @@ STUDIES: dict[str, Study] = {
     for study in (
         *(policies.STUDY, confidence.CALIBRATION, projection.STUDY, epochs.STUDY, ablations.STUDY, sampling.TEMPERATURE),
         *(sampling.COUPLING, visual.COMPRESSOR, visual.PRUNING, length.STUDY, confidence.ENTROPY, engines.STUDY, regimes.STUDY),
+        drafts.STUDY,
     )
 }
 SECTIONS = (
     *("policies", "epochs", "compressor", "pruning", "length", "entropy", "calibration", "ablations", "temperature"),
-    *("coupling", "projection", "engines", "regimes"),
+    *("coupling", "projection", "engines", "regimes", "drafts"),
 )
 
 
