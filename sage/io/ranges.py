@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
+from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -80,8 +81,9 @@ def from_attributes(kind: type[Settings], source: object) -> Settings:
     return kind(**{name: getattr(source, name) for name in names if hasattr(source, name)})
 
 
+@cache
 def field_types(kind: type) -> dict[str, Any]:
-    """Returns the annotations of a class, ranges included."""
+    """Returns the annotations of a class, ranges included; do not modify the result."""
     return get_type_hints(kind, include_extras=True)
 
 
