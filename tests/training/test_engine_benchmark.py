@@ -239,19 +239,26 @@ def test_section_of_the_page_shows_decoders_ratios_and_what_is_unmet() -> None:
     assert [one.is_met for one in study.expectations(study.select(figures))] == [False, True, True]
 
 
-def test_readme_lists_what_a_user_can_choose_from_slowest_first() -> None:
+def test_readme_shows_both_sides_by_size_of_the_weights_those_in_the_cache_last() -> None:
     before = "first\n<!-- engines: written by make results -->\nold\n<!-- engines end -->\nlast\n"
-    text = with_headline(before, study_figures())
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")][2:]
-    assert rows == [
-        "Hugging Face `generate`",
-        "**sage-draft** without a draft",
-        "vLLM 0.32.0 with our `eagle3`",
-        "vLLM 0.32.0",
-        "**sage-draft**: `chain` with `eagle3`",
+    narrow = study_figures()["engines_qwen"]
+    wide = {
+        **narrow,
+        "decoders": {name: {**one, "tokens_per_s": one["tokens_per_s"] / 4} for name, one in narrow["decoders"].items()},
+    }
+    found = {f"regimes_{size}": {"target": "qwen", "weights_mb": float(size)} for size in (20, 62)}
+    text = with_headline(before, {**found, "vllm_20": narrow, "vllm_62": wide})
+    assert [line for line in text.splitlines() if line.startswith("| ")] == [
+        "| pocket Qwen2.5-VL, tokens/s of one request | 62 MB | 20 MB, in the cache |",
+        "| :-- | --: | --: |",
+        "| vLLM 0.32.0 | 150 | 600 |",
+        "| **sage-draft** without a draft | 100 | 400 |",
+        "| vLLM 0.32.0 with our `eagle3` | 125 | 500 |",
+        "| **sage-draft** with the same draft | 175 | 700 |",
+        "| **sage-draft** with any draft | 175 | 700 |",
     ]
     assert text.startswith("first") and text.endswith("last\n") and "old" not in text
-    assert with_headline(before, {}) == before
+    assert with_headline(before, {}) == with_headline(before, found) == before
 
 
 def test_study_is_skipped_without_the_environment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
