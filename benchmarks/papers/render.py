@@ -87,10 +87,12 @@ def _shown(figures: Figures) -> list[Study]:
 
 
 def _source(study: Study, files: Mapping[str, Json], machines: Sequence[str]) -> str:
-    names = study.file_names(files)
+    names = [*study.file_names(files), *sorted(name for name in files if study.beside and name.startswith(f"{study.beside}_"))]
     seconds = sum(files[name]["seconds"] for name in names)
-    links = ", ".join(f"[{name}.json]({FIGURES_DIR}/{name}.json)" for name in names)
-    used = [str(place) for place, line in enumerate(machines, 1) if any(_machine_line(files[name]) == line for name in names)]
+    places = {name: machines.index(_machine_line(files[name])) + 1 for name in names}
+    used = [str(place) for place in sorted(set(places.values()))]
+    of_file = {name: f" (machine {place})" if len(used) > 1 else "" for name, place in places.items()}
+    links = ", ".join(f"[{name}.json]({FIGURES_DIR}/{name}.json){of_file[name]}" for name in names)
     where = f", on machine{'s' if len(used) > 1 else ''} {listing(used)}" if len(machines) > 1 else ""
     return f"`make results-{study.name}`: {seconds:.0f} s after training{where}. Figures: {links}."
 

@@ -394,7 +394,8 @@ def test_drafts_are_compared_with_their_goals_and_over_seeds(measured: Path) -> 
     files["drafts_qwen_time_1"], own = second, second["figures"] | {"seed": 1}
     second["figures"] = own
     for seed, figures in enumerate((narrow, own)):
-        for head, tokens in {"eagle": 3.0, "block": 3.25 + seed}.items():
+        for head in figures["heads"]:
+            tokens = {"eagle": 3.0, "block": 3.25 + seed}.get(head, 2.0)
             figures["tokens"]["heads"][head]["chain"]["2"]["tokens"] = tokens
             figures["speed"][head]["over"]["ratio"] = tokens / 3
     study = STUDIES["drafts"]
