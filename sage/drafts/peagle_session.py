@@ -103,8 +103,10 @@ class PEaglePass(SlotPass):
 
 
 class JointPEaglePass(JointSlotPass):
-    """A P-EAGLE head's pass over the tokens and slots of several requests. Shapes: T tokens, R requests, B cache rows, N tokens
-    and slots of a request at most."""
+    """A P-EAGLE head's pass over the tokens and slots of several requests.
+
+    Shapes: T tokens, R requests, B cache rows, N tokens and slots of a request at most.
+    """
 
     draft: PEagleDraft
 

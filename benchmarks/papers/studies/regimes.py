@@ -118,22 +118,17 @@ def _speedups(recordings: Sequence[Recording], options: Mapping[str, Json], cost
     return found
 
 
-def beside_by_size(figures: Figures) -> list[Json]:
-    """Returns the figures beside the engine, smallest weights first, each with its `label` and `target`."""
-    sizes = _by_size(STUDY.select(figures)) if STUDY.file_names(figures) else {}
-    return [{**part[BESIDE], "label": label, "target": part["target"]} for label, part in sizes.items() if part[BESIDE]]
-
-
 def engines_table(figures: Figures) -> str:
     """Returns tokens per second of what a user can run, by size of the weights, those that fit into a cache last; empty before
     they are measured.
     """
-    found = beside_by_size(figures)
-    if not found:
+    found = _by_size(STUDY.select(figures)) if STUDY.file_names(figures) else {}
+    measured = [{"label": label, **part} for label, part in found.items() if part[BESIDE]]
+    if not measured:
         return ""
-    sizes = [*found[1:], found[0]]
-    rows = {name: [_choices(size)[name] for size in sizes] for name in _choices(found[0])}
-    return fill("engines_table", {"sizes": sizes, "rows": rows})
+    sizes = [*measured[1:], measured[0]]
+    choices = [_choices(size[BESIDE]) for size in sizes]
+    return fill("engines_table", {"sizes": sizes, "rows": {name: [one[name] for one in choices] for name in choices[0]}})
 
 
 def _choices(part: Json) -> dict[str, Json]:
