@@ -116,7 +116,7 @@ def draft_steps(request: Request) -> Steps[TreeBuilder | None]:
 
 def verify_steps(request: Request, builder: TreeBuilder | None, keep: Sequence[int] | None) -> Steps[Round]:
     """Runs the rest of a round; `keep` as returned by `Policy.select`."""
-    tree = _tree(request, builder, keep)
+    tree = selected_tree(request, builder, keep)
     verdict, features = yield from verify(request, tree)
     return commit(request, tree, verdict, features)
 
@@ -174,13 +174,7 @@ def plan(request: Request) -> Steps[TreeBuilder | None]:
     return builder
 
 
-def draft_tree(request: Request) -> Steps[Tree]:
-    """Grows one round's tree, and returns the part that the policy selects."""
-    builder = yield from grow(request)
-    return _tree(request, builder, None if builder is None else request.policy.select())
-
-
-def _tree(request: Request, builder: TreeBuilder | None, keep: Sequence[int] | None) -> Tree:
+def selected_tree(request: Request, builder: TreeBuilder | None, keep: Sequence[int] | None) -> Tree:
     """Returns the tree to verify: the nodes `keep` of the drafted one, or the root alone."""
     if builder is None:
         return Tree.of_root(request.root, request.prompt.embeds.device)

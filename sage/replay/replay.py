@@ -158,7 +158,7 @@ class _RoundReplayer:
         return self.answer[len(path)] if follows else NO_TOKEN
 
     def _draft(self) -> Tree:
-        """`sage.decoding.decoder.draft_tree` with recorded candidates."""
+        """`sage.decoding.decoder.grow` with recorded candidates."""
         builder = TreeBuilder(self.root, CPU, self.eos)
         frontier: list[TokenPath] = [()]
         for level in range(1, self.last_level + 1):

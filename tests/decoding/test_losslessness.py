@@ -20,6 +20,7 @@ from support.toy_helpers import (
     Context,
     Distribution,
     distance,
+    drafted_tree,
     make_policy,
     probability,
     sequences,
@@ -37,11 +38,10 @@ from transformers import (
 import sage
 from sage.decoding import generation
 from sage.decoding.answer import Stats
-from sage.decoding.decoder import decode, draft_tree
+from sage.decoding.decoder import decode
 from sage.decoding.sampling import Sampling
 from sage.decoding.verify import accept
 from sage.planning.tree import Tree
-from sage.runtime.joint import alone
 from sage.trees.eagle2 import Eagle2
 
 # At most seven nodes per round, so that all draws can be enumerated; covers every kind of pruning.
@@ -198,7 +198,7 @@ def test_negative_control_min_of_one_and_p_over_q_is_biased_for_a_tree_of_top_ca
     request = toy_request(Eagle2(total=2, depth=1, top_k=1), {}, 2, [])
     request.policy.begin()
     request.root, request.draft_logits = 0, Q_SIX.log()[None]
-    tree = alone(draft_tree(request))
+    tree = drafted_tree(request)
     assert tree.tokens.tolist() == [0, 0]
     top_candidate = torch.nn.functional.one_hot(tree.tokens[1], 6).double()
     biased = checked_by_ratio(top_candidate, P_SIX, Q_SIX)

@@ -8,19 +8,19 @@ import pytest
 import torch
 from support.messages import refused
 from support.models import OracleSession, make_inputs
+from support.toy_helpers import drafted_tree
 
 import sage
 from sage.costs.tables import Costs, Curve
 from sage.decoding import generation
 from sage.decoding.answer import StopCriterion
-from sage.decoding.decoder import Request, draft_tree
+from sage.decoding.decoder import Request
 from sage.decoding.sampling import Sampling, TargetSampler
 from sage.decoding.verify import Verifier, accept
 from sage.planning.base import Policy
 from sage.replay.recording import RecordedRound, Recording, record
 from sage.replay.replay import NO_TOKEN, replay
 from sage.runtime.host_tensors import CPU
-from sage.runtime.joint import alone
 from sage.runtime.timing import Clock
 
 LENGTH = 48
@@ -82,7 +82,7 @@ def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
         verifier = Verifier(TargetSampler(Sampling(), torch.tensor([0])))
         request = Request(target, session, chain, verifier, stop, None, None, Clock(CPU), None)  # type: ignore[arg-type]
         request.root, request.draft_logits = answer[recorded.position - 1], session._start()
-        tree = alone(draft_tree(request))
+        tree = drafted_tree(request)
         chosen = [*answer[recorded.position :], *[NO_TOKEN] * len(tree)][: len(tree)]
         path, _ = accept(tree, chosen)
         accepted.append(len(path) - 1)

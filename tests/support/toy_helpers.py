@@ -20,7 +20,7 @@ from support.slow_trees import paths_of
 import sage
 from sage.costs.tables import Costs, Curve
 from sage.decoding.answer import StopCriterion
-from sage.decoding.decoder import Request, decode, draft_tree
+from sage.decoding.decoder import Request, decode, grow, selected_tree
 from sage.decoding.sampling import Sampling, TargetSampler
 from sage.decoding.verify import Verifier
 from sage.drafts.session import DraftSession
@@ -226,7 +226,7 @@ def toy_tree(policy: Policy, root: Context = (0,), levels: int = 3) -> tuple[Tre
     policy.reset()
     policy.begin()
     request.stop.append([root[-1]])
-    tree = alone(draft_tree(request))
+    tree = drafted_tree(request)
     return tree, [(*root, *path) for path in paths_of(tree)]
 
 
@@ -238,3 +238,9 @@ def toy_answer(policy: Policy, sampling: Sampling, session: DraftSession | None 
     for _ in decode(request):
         pass
     return request
+
+
+def drafted_tree(request: Request) -> Tree:
+    """Grows the tree of one round of a request; returns the part that the policy selects."""
+    builder = alone(grow(request))
+    return selected_tree(request, builder, None if builder is None else request.policy.select())
