@@ -41,6 +41,10 @@ class Lab:
         self._cache: dict[Any, Any] = {}
         torch.set_num_threads(settings.threads)
 
+    def with_draft(self, target: str, run: str) -> Lab:
+        """Returns a lab that measures the target with the draft of another run."""
+        return Lab(replace(self.settings, main_runs={**self.settings.main_runs, target: run}), self.store)
+
     def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._cache:
             self._cache[key] = make()

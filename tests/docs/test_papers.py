@@ -228,6 +228,7 @@ def test_every_run_in_the_settings_composes() -> None:
         check(compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config))
     named = [*settings.main_runs.values(), *settings.assistant_runs.values()]
     named += [name for study in ("epochs", "compressor") for name in settings.sizes[study]["runs"]]
+    named += [settings.sizes["regimes"]["run"]]
     named += [name for drafts in settings.sizes["engines"]["runs"].values() for name in drafts.values()]
     assert set(named) == set(settings.training.runs) - set(runs.matched_runs(settings))
     part = {"target": "llava", "budget": "steps", "seed": 3}

@@ -47,6 +47,7 @@ RATIOS = {"autoregressive": {20: 2.0, 62: 2.0, 226: 1.0}, "same draft": {20: 2.5
 def _measure(lab: Lab) -> None:
     """Measures `regimes_SIZE`, and `vllm_SIZE` where there is an environment with vLLM, for the first target."""
     sizes, target = dict(lab.sizes["regimes"]), lab.targets[0]
+    lab = lab.with_draft(target, sizes["run"])
     engines = {**lab.sizes["engines"], **sizes.pop("engines")}
     first: Json = {}
     for megabytes in sizes["megabytes"]:
@@ -82,6 +83,7 @@ def _regime(lab: Lab, target: str, megabytes: float, first: Json) -> Json:
     bounds = _bounds(shape, source, costs.context, bandwidth)
     return {
         "target": target,
+        "run": sizes["run"],
         "megabytes": megabytes,
         "weights_mb": shape.pass_parameters * DTYPE.itemsize / 1e6,
         "mlp": shape.intermediate_size,
