@@ -45,7 +45,7 @@ struct Ahead {
     inline void operator()(const T* w, int64_t k) const {
         const T* ahead = w + k + (k < wraps ? near : far);
 #pragma GCC unroll 16
-        for (int n = 0; n < NB; ++n) __builtin_prefetch(ahead + n * depth);
+        for (int n = 0; n < NB; ++n) __builtin_prefetch(ahead + n * depth, 0, 2);
     }
 };
 
