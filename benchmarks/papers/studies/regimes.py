@@ -95,6 +95,7 @@ def _regime(lab: Lab, target: str, megabytes: float, first: Json) -> Json:
         "ratio_of_bytes": source.draft_parameters / shape.pass_parameters,
         "projected": _speedups(recordings, options, bounds, first or compared),
         "replayed": _speedups(recordings, options, costs, compared),
+        "bound": _speedups(recordings, options, costs, compared, has_overhead=False),
         **compared,
     }
 
@@ -110,11 +111,17 @@ def _bounds(shape: Shape, source: Shape, context: int, bandwidth: float) -> Cost
     return Costs(verify, draft, context)
 
 
-def _speedups(recordings: Sequence[Recording], options: Mapping[str, Json], costs: Costs, table: Json) -> dict[str, float]:
-    """Returns the speedups of the policies replayed at these costs, with the host overhead measured in `table`."""
+def _speedups(
+    recordings: Sequence[Recording], options: Mapping[str, Json], costs: Costs, table: Json, *, has_overhead: bool = True
+) -> dict[str, float]:
+    """Returns the speedups of the policies replayed at these costs, with the host overhead measured in `table`.
+
+    Args:
+        has_overhead: whether the policies have any; our autoregressive loop always has its own.
+    """
     found = {}
     for name, chosen in options.items():
-        own = Costs.from_state({**costs.state(), "overhead": host_s(table["policies"][name])})
+        own = Costs.from_state({**costs.state(), "overhead": has_overhead * host_s(table["policies"][name])})
         policy, autoregressive_s = sage.policy(name, **chosen), host_s(table["policies"][AUTOREGRESSIVE])
         found[name] = float(predicted(recordings, policy, own, autoregressive_s)["speedup"])
     return found
@@ -170,7 +177,7 @@ def _values(found: Mapping[str, Json]) -> Json:
 
     def parts(name: str) -> list[Json]:
         return [
-            {**part["policies"].get(name, {}), **{key: part[key].get(name) for key in ("projected", "replayed")}}
+            {**part["policies"].get(name, {}), **{key: part[key].get(name) for key in ("projected", "bound", "replayed")}}
             for part in sizes.values()
         ]
 
@@ -208,7 +215,8 @@ def _expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
         where, policies = f"{part['target']} of {label}", part["policies"]
         if (goal := SPEEDUPS.get(part["megabytes"])) is not None:
             speedup = times_with_interval(policies[OURS]["speedup"], policies[OURS].get("speedup_ci"))
-            yield Expectation(f"{where}: `{OURS}` at least {times(goal)}", policies[OURS]["speedup"] >= goal, speedup)
+            evidence = f"{speedup}; {times(part['bound'][OURS])} at the measured costs of its passes alone"
+            yield Expectation(f"{where}: `{OURS}` at least {times(goal)}", policies[OURS]["speedup"] >= goal, evidence)
         speeds = {name: float(policies[name]["tokens_per_s"]) for name in part["options"]}
         best = max((name for name in speeds if name != OURS), key=speeds.__getitem__)
         evidence = f"{times(speeds[OURS] / speeds[best])} the speed of `{best}`"
