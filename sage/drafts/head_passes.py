@@ -48,7 +48,7 @@ class HeadPass(PassFunction):
 
     Args:
         count: the dimension of the pairs.
-        own: arguments between the tokens and those that every pass of a head has.
+        pairs: arguments that describe the pairs, before those that every pass of a head has.
         num_positions: of the rope: those of the pairs, or one for all of them.
         attention: arguments between the pairs' cache rows and the buffers.
         num_rows: rows of the cache.
@@ -60,7 +60,7 @@ class HeadPass(PassFunction):
         target: Target,
         names: tuple[str, str],
         count: Dim,
-        own: Sequence[Argument],
+        pairs: Sequence[Argument],
         num_positions: Dim | int,
         results: Sequence[Result],
         attention: Sequence[Argument] | None = None,
@@ -69,8 +69,7 @@ class HeadPass(PassFunction):
         config, dtype = draft.config, draft.dtype
         buffers = (num_rows, config.num_key_value_heads, CAPACITY, config.head_dim)
         arguments = (
-            Argument("tokens", (count,), torch.long),
-            *own,
+            *pairs,
             Argument("cos", (1, 1, num_positions, config.head_dim), dtype),
             Argument("sin", (1, 1, num_positions, config.head_dim), dtype),
             Argument("rows", (count,), torch.long, Padding.spare_row),
@@ -85,14 +84,13 @@ class HeadPass(PassFunction):
 
     def _read(
         self,
-        tokens: Tensor,
+        embeds: Tensor,
         features: Tensor,
         cos: Tensor,
         sin: Tensor,
         mask: Tensor,
         cache: RowCache | JointCache | LastQuery,
     ) -> Tensor:
-        embeds = self.embed_tokens(tokens)[None]
         return self.draft.read(embeds, features, (cos, sin), repeat_mask(mask, self._group), cache)[0]
 
     @property
@@ -108,9 +106,8 @@ class LevelPass(HeadPass):
     def __init__(self, draft: DraftHead, target: Target) -> None:
         size = draft.config.hidden_size
         names = ("the draft's level of one token", "the draft's level of several tokens")
-        own = (Argument("parents", (NODES,), torch.long), Argument("hidden", (PARENTS, size), draft.dtype))
         results = (Result((NODES, size)), Result((NODES, draft.num_draft_tokens)))
-        super().__init__(draft, target, names, NODES, own, 1, results)
+        super().__init__(draft, target, names, NODES, _nodes(NODES, PARENTS, draft), 1, results)
 
     def _new_joint(self) -> JointFunction | None:
         return JointLevelPass(self.draft, self._target)
@@ -140,30 +137,25 @@ class LevelPass(HeadPass):
             outputs [F, D] and logits [F, U].
         """
         cache = RowCache(keys, values, rows, mask.shape[1])
-        out = self._read(tokens, hidden.index_select(0, parents)[None], cos, sin, mask, cache)
+        out = self._read(self.embed_tokens(tokens)[None], hidden.index_select(0, parents)[None], cos, sin, mask, cache)
         return out, self.draft.logits(out, self._target)
 
 
 class CommitPass(HeadPass):
-    """A draft head's pass over the tokens that the target accepted."""
+    """A draft head's pass over the tokens that the target accepted, or over a prompt."""
 
     def __init__(self, draft: DraftHead, target: Target) -> None:
         names = ("the draft's commit of one token", "the draft's commit of several tokens")
-        of_target = (1, TOKENS, target.hidden_size)
-        own = (
-            Argument("last", of_target, target.dtype),
-            Argument("levels", of_target, target.dtype, count=len(draft.levels)),
-        )
         results = (Result((1, draft.config.hidden_size)), Result((1, draft.num_draft_tokens)))
         attention = [Argument("mask", (1, KEYS), draft.dtype, Padding.masked)]
-        super().__init__(draft, target, names, TOKENS, own, TOKENS, results, attention)
+        super().__init__(draft, target, names, TOKENS, _read_tokens(TOKENS, draft, target), TOKENS, results, attention)
 
     def _new_joint(self) -> JointFunction | None:
         return JointCommitPass(self.draft, self._target)
 
     def forward(
         self,
-        tokens: Tensor,
+        embeds: Tensor,
         last: Tensor,
         levels: Sequence[Tensor],
         cos: Tensor,
@@ -176,8 +168,9 @@ class CommitPass(HeadPass):
         """Runs the head over M pairs.
 
         Args:
-            tokens, rows: LongTensor [M].
-            last, levels: `Features` of the tokens, 1 + A tensors [1, M, D].
+            embeds: [1, M, D], embeddings of the second tokens.
+            last, levels: `Features` of the first ones, 1 + A tensors [1, M, D].
+            rows: LongTensor [M].
             cos, sin: [1, 1, M, d].
             mask: [1, S], additive, of the last pair.
             keys, values: one buffer each, [1, H, C, d].
@@ -187,7 +180,7 @@ class CommitPass(HeadPass):
         """
         features = self.draft.fuse(Features(last, tuple(levels)))
         cache = LastQuery(RowCache(keys, values, rows, mask.shape[1]))
-        out = self._read(tokens, features, cos, sin, mask, cache)
+        out = self._read(embeds, features, cos, sin, mask, cache)
         return out, self.draft.logits(out, self._target)
 
 
@@ -197,13 +190,14 @@ class JointLevelPass(HeadPass, JointFunction):
     def __init__(self, draft: DraftHead, target: Target) -> None:
         size = draft.config.hidden_size
         names = ("the draft's level of one token of every request", "the draft's level of several requests")
-        own = (Argument("parents", (ALL_NODES,), torch.long), Argument("hidden", (ALL_PARENTS, size), draft.dtype))
         attention = (
             *layout_arguments(ALL_NODES),
             Argument("mask", (ROWS, PER_ROW, KEYS), draft.dtype, Padding.masked),
         )
         results = (Result((ALL_NODES, size)), Result((ALL_NODES, draft.num_draft_tokens)))
-        super().__init__(draft, target, names, ALL_NODES, own, ALL_NODES, results, attention, ROWS)
+        super().__init__(
+            draft, target, names, ALL_NODES, _nodes(ALL_NODES, ALL_PARENTS, draft), ALL_NODES, results, attention, ROWS
+        )
 
     def forward(
         self,
@@ -234,7 +228,7 @@ class JointLevelPass(HeadPass, JointFunction):
             outputs [T, D] and logits [T, U].
         """
         cache = JointCache(keys, values, owners, rows, mask.shape[2], JointQueries(owners, offsets, places))
-        out = self._read(tokens, hidden.index_select(0, parents)[None], cos, sin, mask, cache)
+        out = self._read(self.embed_tokens(tokens)[None], hidden.index_select(0, parents)[None], cos, sin, mask, cache)
         return out, self.draft.logits(out, self._target)
 
     def join(self, calls: Sequence[Call], num_rows: int) -> Sequence[Value]:
@@ -270,22 +264,18 @@ class JointCommitPass(HeadPass, JointFunction):
 
     def __init__(self, draft: DraftHead, target: Target) -> None:
         names = ("the draft's commit of one token of every request", "the draft's commit of several requests")
-        of_target = (1, ALL_NODES, target.hidden_size)
-        own = (
-            Argument("last", of_target, target.dtype),
-            Argument("levels", of_target, target.dtype, count=len(draft.levels)),
-        )
         attention = (
             *layout_arguments(ALL_NODES),
             Argument("ends", (CALLS,), torch.long),
             Argument("columns", (KEYS,), torch.long, Padding.counting),
         )
         results = (Result((CALLS, draft.config.hidden_size)), Result((CALLS, draft.num_draft_tokens)))
-        super().__init__(draft, target, names, ALL_NODES, own, ALL_NODES, results, attention, ROWS)
+        pairs = _read_tokens(ALL_NODES, draft, target)
+        super().__init__(draft, target, names, ALL_NODES, pairs, ALL_NODES, results, attention, ROWS)
 
     def forward(
         self,
-        tokens: Tensor,
+        embeds: Tensor,
         last: Tensor,
         levels: Sequence[Tensor],
         cos: Tensor,
@@ -302,8 +292,8 @@ class JointCommitPass(HeadPass, JointFunction):
         """Runs the head over T pairs.
 
         Args:
-            tokens, rows: LongTensor [T].
-            last, levels: `Features` of the tokens, 1 + A tensors [1, T, D].
+            embeds, last, levels: as for `CommitPass.forward`, [1, T, D] each.
+            rows: LongTensor [T].
             cos, sin: [1, 1, T, d].
             owners, offsets, places, ends: as of `sage.runtime.joint.Layout`.
             columns: LongTensor [S], 0 to S - 1.
@@ -318,15 +308,15 @@ class JointCommitPass(HeadPass, JointFunction):
         lowest = torch.finfo(self.draft.dtype).min
         mask = torch.zeros((*places.shape, columns.shape[0]), dtype=self.draft.dtype, device=rows.device)
         mask = mask.masked_fill(columns > own_rows[..., None], lowest)
-        out = self._read(tokens, features, cos, sin, mask, cache).index_select(0, ends)
+        out = self._read(embeds, features, cos, sin, mask, cache).index_select(0, ends)
         return out, self.draft.logits(out, self._target)
 
     def join(self, calls: Sequence[Call], num_rows: int) -> Sequence[Value]:
-        tokens, last, levels, cos, sin, rows = ([call.values[place] for call in calls] for place in range(6))
-        parts = layout(calls, [len(one) for one in tokens], num_rows, last[0].device)
+        embeds, last, levels, cos, sin, rows = ([call.values[place] for call in calls] for place in range(6))
+        parts = layout(calls, [len(one) for one in rows], num_rows, last[0].device)
         shared = shared_cache(calls)
         return (
-            torch.cat(tokens),
+            torch.cat(embeds, 1),
             torch.cat(last, 1),
             [torch.cat(level, 1) for level in zip(*levels, strict=True)],
             torch.cat(cos, 2),
@@ -342,3 +332,16 @@ class JointCommitPass(HeadPass, JointFunction):
 
     def split(self, calls: Sequence[Call], results: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         return list(zip(*(result.split(1) for result in results), strict=True))
+
+
+def _nodes(count: Dim, parents: Dim, draft: DraftHead) -> list[Argument]:
+    """Describes the nodes of a level: their tokens, their parents, and the outputs of the last pass, which parents index."""
+    hidden = Argument("hidden", (parents, draft.config.hidden_size), draft.dtype)
+    return [Argument("tokens", (count,), torch.long), Argument("parents", (count,), torch.long), hidden]
+
+
+def _read_tokens(count: Dim, draft: DraftHead, target: Target) -> list[Argument]:
+    """Describes the pairs of tokens that the target has read: the embeddings of the second ones, features of the first."""
+    of_target = (1, count, target.hidden_size)
+    levels = Argument("levels", of_target, target.dtype, count=len(draft.levels))
+    return [Argument("embeds", of_target, target.dtype), Argument("last", of_target, target.dtype), levels]

@@ -18,7 +18,8 @@ from sage.drafts.session import JointSession
 from sage.runtime.attention import tile_mask
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
-from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, BoundPass, Steps
+from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, BoundPass, Steps, alone
+from sage.runtime.pass_function import PROMPT
 from sage.targets import Features, Prompt, Target
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class HeadSession(JointSession):
     """Session of a head that drafts level by level: pair t = (feature of token t, embedding of token t + 1) at the position of
     token t.
 
-    A draft in training runs eagerly. Prefill, whose length varies, is always eager.
+    A draft in training runs eagerly. So does the prefill of a prompt that is long, pruned or compressed; others are read in the
+    same way as accepted tokens.
 
     Args:
         target: provides embedding, lm_head and pass mode.
@@ -78,6 +80,13 @@ class HeadSession(JointSession):
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
+        if self._is_read_as_tokens(prompt):
+            embeds = next_embeds(self.draft, self.target, prompt, root)
+            rope = self.draft.rope(prompt.position_ids, self.dtype)
+            hidden, logits = alone(self._read_steps(embeds, features, *rope))
+            self._set_origin(prompt.next_position)
+            self._start_tree(hidden)
+            return logits
         pairs = pairs_of_prompt(self.draft, self.target, prompt, features, root)
         more = pairs.features.shape[1] - prompt.input_ids.shape[1]
         if more > 0:  # tiny images become longer
@@ -86,6 +95,10 @@ class HeadSession(JointSession):
         self._set_origin(prompt.next_position)
         self._start_tree(hidden)
         return self.draft.logits(hidden, self.target)
+
+    def _is_read_as_tokens(self, prompt: Prompt) -> bool:
+        is_short = PROMPT.minimum <= prompt.input_ids.shape[1] <= self._executor.max_prompt
+        return is_short and prompt.kept is None and self.draft.compressor is None
 
     def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
         width = len(rows)
@@ -124,11 +137,19 @@ class HeadSession(JointSession):
     def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
         self.cache.crop_to(self.committed)
         length = len(tokens)
+        embeds = self.target.embed_tokens(self._staging.stage(tokens))[None]
+        hidden, logits = yield from self._read_steps(embeds, features, *self._rope(self.offset, length))
+        self.offset += length
+        self._start_tree(hidden)
+        return logits
+
+    def _read_steps(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+        """Appends pairs to the cache; returns the output [1, D] of the last one and its logits [1, U]."""
+        length = embeds.shape[1]
         first = self.cache.reserve(length)
-        cos, sin = self._rope(self.offset, length)
         hidden, logits = yield from self._commit.steps(
             self.cache,
-            self._staging.stage(tokens),
+            embeds,
             features.last,
             features.levels,
             cos,
@@ -138,9 +159,7 @@ class HeadSession(JointSession):
             self.cache.keys,
             self.cache.values,
         )
-        self.offset += length
-        self._start_tree(hidden)
-        return logits
+        return hidden, logits
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.zero_to(context)
@@ -165,10 +184,7 @@ class HeadSession(JointSession):
 
 def pairs_of_prompt(draft: DraftHead, target: Target, prompt: Prompt, features: Features, root: Tensor) -> HeadInput:
     """Returns the pairs of a prompt and the first token [1] as a head reads them, without pruned tokens or compressed."""
-    embeds = prompt.embeds
-    if draft.config.image_inputs == "token":
-        embeds = torch.where(prompt.visual_mask[..., None], target.embed_tokens(prompt.input_ids), embeds)
-    embeds = torch.cat((embeds[:, 1:], target.embed_tokens(root)[None]), 1)
+    embeds = next_embeds(draft, target, prompt, root)
     positions, fused = prompt.position_ids, draft.fuse(features)
     if prompt.kept is not None:  # pair t belongs to token t, so the last pair is always kept
         embeds, fused, positions = embeds[:, prompt.kept], fused[:, prompt.kept], positions[..., prompt.kept]
@@ -177,6 +193,14 @@ def pairs_of_prompt(draft: DraftHead, target: Target, prompt: Prompt, features: 
     assert prompt.kept is None, "check_draft refuses pruning for a draft with a compressor"
     short: HeadInput = draft.compressor(embeds, fused, positions, _pair_masks(target, prompt, root))
     return short
+
+
+def next_embeds(draft: DraftHead, target: Target, prompt: Prompt, root: Tensor) -> Tensor:
+    """Returns the embeddings [1, T, D] of the prompt's second to last token and of the root, as the head reads them."""
+    embeds = prompt.embeds
+    if draft.config.image_inputs == "token":
+        embeds = torch.where(prompt.visual_mask[..., None], target.embed_tokens(prompt.input_ids), embeds)
+    return torch.cat((embeds[:, 1:], target.embed_tokens(root)[None]), 1)
 
 
 def _pair_masks(target: Target, prompt: Prompt, root: Tensor) -> PairMasks:

@@ -92,4 +92,4 @@ def _fits(target: Target, prompt: Prompt) -> bool:
     """Whether `PromptPass` expresses the pass, and is worth compiling for this target."""
     if target.family.window is not None or target.family.text_inputs(prompt):
         return False
-    return sum(weight.nbytes for weight in target.text_model.parameters()) >= MIN_BYTES
+    return target.text_bytes >= MIN_BYTES

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import LlamaConfig, Qwen3VLConfig
 
 import sage
+from sage.drafts.draft import new_session
 from sage.runtime import attention_layers, kernels, linear_layers
 from sage.runtime import compiled as package
 from sage.runtime.executors import EAGER
@@ -91,6 +92,28 @@ def test_once_per_pass_and_from_disk(shared: Path, capsys: pytest.CaptureFixture
         for weight in (other.lm_head.weight, other.text_model.layers[0].mlp.up_proj.weight):  # no copy of them is kept
             weight.data.neg_()
         assert answer(other, drafts, PassMode.compiled, "static") == answer(other, drafts, PassMode.eager, "static")
+
+
+def test_a_head_reads_a_short_prompt_as_accepted_tokens(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compiled pass that reads those; long and pruned prompts as in eager mode."""
+    monkeypatch.setattr(package.Compiled, "max_prompt", 18)
+    target = make_qwen(**LAYERS)
+    draft, root, row, token = head(target), torch.tensor([5]), torch.tensor([0]), torch.tensor([7])
+    calls: list[Any] = []
+    monkeypatch.setattr(package.Package, "__call__", lambda self, args: calls.append(self) or self._run(args))
+    for length, kept, num_calls in ((12, None, 1), (20, None, 0), (12, torch.arange(1, 16), 0)):
+        prompt = target.embed(make_inputs(target, length=length))
+        prompt.kept = kept
+        found = {}
+        for target.passes in (PassMode.eager, PassMode.compiled):
+            session = new_session(draft, target, 40)
+            features = target.prefill(prompt, target.new_cache(40), session.levels)
+            logits = session.prefill(prompt, features, root)
+            assert len(calls) == (num_calls if target.passes is PassMode.compiled else 0)
+            cached = [rows[:, :, : session.context] for rows in (*session.cache.keys, *session.cache.values)]
+            found[target.passes] = (logits, *cached, session.expand(row, token))
+            calls.clear()
+        torch.testing.assert_close(found[PassMode.compiled], found[PassMode.eager])
 
 
 def test_several_requests(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
