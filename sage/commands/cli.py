@@ -198,6 +198,11 @@ def has_colors(stream: Any) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and not os.environ.get("NO_COLOR"))
 
 
+def plain_warnings() -> None:
+    """Shows warnings as one line, without the place in the code."""
+    warnings.formatwarning = lambda message, *_place, **_line: f"warning: {' '.join(str(message).split())}\n"
+
+
 def report_interrupt() -> int:
     """Prints that a command was interrupted; returns its exit code."""
     print("stopped", file=sys.stderr)
@@ -216,8 +221,7 @@ def run(main: Callable[[], int | None]) -> int:
     """
     has_traceback = pop_debug_flag()
     if not has_traceback:
-        # `warnings.formatwarning` without the place in the code.
-        warnings.formatwarning = lambda message, *_place, **_line: f"warning: {' '.join(str(message).split())}\n"
+        plain_warnings()
     try:
         return main() or EXIT_DONE
     except KeyboardInterrupt:

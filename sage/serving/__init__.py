@@ -5,9 +5,11 @@ prometheus_client, which the extra `serve` installs.
     settings.py       limits
     chat_request.py   body of a request -> options and messages
     media.py          images of a request; remote.py downloads from allowed hosts
-    service.py        a body -> prompt tensors, off the decoding thread
+    service.py        a body -> prompt tensors
+    scheduler.py      requests on their way to the decoding loop and back
+    decoding.py       the loop in a process of its own, or in a thread
+    loop.py           queue, rounds, ends of requests
     decoders.py       several requests, round by round
-    scheduler.py      the decoding thread, queue, ends of requests
     completion.py     tokens -> text, chunks, usage
     app.py            routes; guard.py keys and hosts; exchange.py one request and its answer
     memory.py, metrics.py, errors.py, server.py

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import ipaddress
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from sage.commands import cli
 from sage.io.ranges import from_attributes
-from sage.serving.settings import DEFAULT_CONTEXT, ServerLimits
+from sage.serving.settings import ServerLimits
 from sage.trees import AUTOREGRESSIVE, POLICIES, check_name
 
 if TYPE_CHECKING:
     from sage.drafts.draft import Draft
+    from sage.serving.decoding import Plan
     from sage.serving.service import Service
     from sage.targets import Target
 
@@ -35,7 +37,6 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra `serve`
 POLICY = "cost_aware"  # with a draft
 KEY_VARIABLE = "SAGE_API_KEY"
 MAX_PORT = 65535
-SHORTEST = 64  # tokens; costs of passes are measured from here on
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -116,16 +117,19 @@ def _serve(args: argparse.Namespace, limits: ServerLimits) -> None:
     from sage.runtime.timing import frozen_heap
     from sage.serving.server import Server, address_of, bind
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server listens
     with bind(args.host, args.port) as bound:
         service = _load(args, limits, is_local=_is_loopback(bound))
-        if not (service.api_key or service.is_local):
-            note = f"everyone who reaches it can use the server; give --api-key or set {KEY_VARIABLE}"
-            print(f"warning: --host {args.host}: {note}", file=sys.stderr)
-        line = f"sage-serve: {address_of(bound)}/v1 serves {service.model}: up to {limits.max_requests} requests"
-        line += f" of {service.max_context} tokens each, policy {policy_of(args)}"
-        with frozen_heap():
-            Server(service, lambda: print(line, flush=True)).run(sockets=[bound])
-        service.close()
+        try:
+            if not (service.api_key or service.is_local):
+                note = f"everyone who reaches it can use the server; give --api-key or set {KEY_VARIABLE}"
+                print(f"warning: --host {args.host}: {note}", file=sys.stderr)
+            line = f"sage-serve: {address_of(bound)}/v1 serves {service.model}: up to {limits.max_requests} requests"
+            line += f" of {service.max_context} tokens each, policy {policy_of(args)}"
+            with frozen_heap():
+                Server(service, lambda: print(line, flush=True)).run(sockets=[bound])
+        finally:
+            service.close()
 
 
 def _is_loopback(bound: socket.socket) -> bool:
@@ -133,51 +137,73 @@ def _is_loopback(bound: socket.socket) -> bool:
 
 
 def _load(args: argparse.Namespace, limits: ServerLimits, is_local: bool) -> Service:
+    """Starts the decoding process, and loads what the server itself needs meanwhile: the processor."""
+    import torch
+
+    from sage.serving.decoding import DecodingProcess
+    from sage.serving.metrics import Metrics
+    from sage.serving.remote import RemoteMedia
+    from sage.serving.scheduler import Scheduler
+    from sage.serving.service import Service
+    from sage.targets.loading import load_processor
+
+    torch.set_num_threads(1)  # preparation has threads of its own, and the decoding process needs the processors
+    path, folder = cli.find_models(args)
+    decoding = DecodingProcess(_load_decoder, args, path, folder, limits)
+    try:
+        processor = load_processor(path)
+        max_context, end_token_ids = decoding.wait()
+    except BaseException:
+        decoding.kill()
+        raise
+    metrics = Metrics()
+    name = args.model_name or (path if not Path(path).exists() else Path(path).resolve().name)
+    scheduler = Scheduler(decoding, limits.max_requests, limits.queue, metrics)
+    remote = RemoteMedia(allowed_hosts(args), limits.max_body_bytes)
+    shared = (limits, max_context, metrics, api_key(args), remote, is_local)
+    service = Service(processor, name, end_token_ids, scheduler, *shared)
+    scheduler.start()
+    return service
+
+
+def _load_decoder(args: argparse.Namespace, path: str, folder: Path | None, limits: ServerLimits) -> Plan:
+    """Loads target and draft, in the decoding process."""
     from transformers.utils import logging
 
     import sage
     from sage.runtime.pass_modes import MANY_ANSWERS, resolve_pass_mode
-    from sage.serving.remote import RemoteMedia
 
     logging.disable_progress_bar()
-    path, folder = cli.find_models(args)
     target = sage.load_target(path, passes=args.passes, **cli.load_options(args, cpu_dtype="float32"))
     target.passes = resolve_pass_mode(args.passes, target.device.type, MANY_ANSWERS, target.is_whole)
     draft = sage.load_draft(folder, target) if folder is not None else None
-    remote = RemoteMedia(allowed_hosts(args), limits.max_body_bytes)
-    name = args.model_name or (path if not Path(path).exists() else Path(path).resolve().name)
-    found = new_service(target, draft, policy_of(args), limits, model=name)
-    found.api_key, found.remote, found.is_local = api_key(args), remote, is_local
-    return found
+    return _plan(target, draft, policy_of(args), limits)
+
+
+def _plan(target: Target, draft: Draft | None, policy: str, limits: ServerLimits) -> Plan:
+    from sage.serving.decoders import planned_decoder
+    from sage.serving.decoding import Plan
+
+    new_decoder, max_context = planned_decoder(target, draft, policy, limits)
+    return Plan(new_decoder, limits.max_requests, max_context, tuple(target.eos_token_ids))
 
 
 def new_service(target: Target, draft: Draft | None, policy: str, limits: ServerLimits, model: str, **options: Any) -> Service:
-    """Plans the caches, warms up and starts the decoding thread; `options` are further fields of `Service`.
+    """Plans the caches, warms up and starts a decoding thread; `options` are further fields of `Service`.
 
     Raises:
         ValueError: the caches do not fit, the context is longer than the target's, or the target has no chat template.
     """
-    from sage.serving.decoders import ServedDecoder, served_policy
-    from sage.serving.memory import plan_caches
+    from sage.serving.decoding import DecodingThread
     from sage.serving.metrics import Metrics
     from sage.serving.scheduler import Scheduler
     from sage.serving.service import Service
 
-    longest = int(target.text_config.max_position_embeddings)
-    max_context = limits.max_context or min(DEFAULT_CONTEXT, longest)
-    if max_context > longest:
-        raise ValueError(f"--max-context: {max_context}, and the target's context length is {longest}; give at most that")
-    drafting = draft if policy != AUTOREGRESSIVE else None
-    contexts = min(SHORTEST, max_context), max_context
-    shared = served_policy(target, drafting, policy, contexts)
-    plan_caches(target, drafting, max_context, shared.tree_capacity).check(limits.max_requests, max_context)
-    metrics = Metrics()
-
-    def new_decoder() -> ServedDecoder:
-        return ServedDecoder(target, drafting, shared, limits)
-
-    scheduler = Scheduler(new_decoder, limits.max_requests, limits.queue, metrics)
-    service = Service(target, model, scheduler, limits, max_context, metrics, **options)
-    service.warm_up(new_decoder())
+    if target.processor is None:
+        raise ValueError("target: has no processor, so it takes no messages; use sage.load_target(path)")
+    plan, metrics = _plan(target, draft, policy, limits), Metrics()
+    scheduler = Scheduler(DecodingThread(plan), limits.max_requests, limits.queue, metrics)
+    shared = (limits, plan.max_context, metrics)
+    service = Service(target.processor, model, plan.end_token_ids, scheduler, *shared, **options)
     scheduler.start()
     return service

@@ -66,7 +66,7 @@ class Completion:
     @property
     def finish_reason(self) -> str:
         """Of a complete answer: `stop` after an end token or a stop string, else `length`."""
-        ends: Collection[int] = self.service.target.eos_token_ids
+        ends: Collection[int] = self.service.end_token_ids
         return "stop" if self._stops.is_found or self.tokens[-1] in ends else "length"
 
     def response(self, text: str, stats: Stats) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fastapi import Response
 from sage.decoding.answer import Stats
 from sage.serving.completion import Completion, error_chunk
 from sage.serving.errors import ApiError, internal
-from sage.serving.scheduler import Event, Job
+from sage.serving.scheduler import Job, Result
 from sage.serving.service import Prepared, Service
 
 BODY_TIMEOUT_S = 60.0
@@ -60,9 +60,9 @@ class Exchange(Response):
     async def _answer(self, body: bytes, send: Send) -> None:
         service, loop = self._service, asyncio.get_running_loop()
         prepared = await loop.run_in_executor(service.pool, service.prepare, body)
-        events: asyncio.Queue[Event] = asyncio.Queue()
+        events: asyncio.Queue[Result] = asyncio.Queue()
 
-        def emit(event: Event) -> None:
+        def emit(event: Result) -> None:
             with suppress(RuntimeError):  # the server has stopped
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -152,7 +152,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def _tokens(events: asyncio.Queue[Event]) -> AsyncIterator[list[int] | Stats]:
+async def _tokens(events: asyncio.Queue[Result]) -> AsyncIterator[list[int] | Stats]:
     """Yields new tokens, `Stats` last; raises the ApiError that ends an answer."""
     while True:
         event = await events.get()

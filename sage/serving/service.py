@@ -1,6 +1,6 @@
 """What all requests of a server share, and the preparation of one: a body -> prompt tensors and sampling parameters.
 
-Preparation runs in a few threads besides the decoding thread: images are decoded, resized and normalized, text is tokenized.
+Preparation runs in a few threads: images are decoded, resized and normalized, text is tokenized.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from typing import Any
 from jinja2 import TemplateError
 
 from sage.decoding.settings import Sampling
+from sage.inputs.processing import Processor
 from sage.serving.chat_request import ChatRequest, parse_json, read_request
-from sage.serving.decoders import ServedDecoder
 from sage.serving.errors import invalid
 from sage.serving.media import MediaReader, texts_of
 from sage.serving.metrics import Metrics
 from sage.serving.remote import RemoteMedia
 from sage.serving.scheduler import Scheduler
 from sage.serving.settings import ServerLimits
-from sage.targets import Target
 
 NUM_THREADS = 2
-WARM_UP_TOKENS = 8
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
 
 
@@ -51,15 +49,17 @@ class Service:
     """A target behind the API.
 
     Attributes:
-        model: its name there.
+        processor: of the target.
+        model: name of the target.
+        end_token_ids: ids that end an answer.
         max_context: tokens of a prompt and its answer.
         api_key: that clients must send; empty: none.
         is_local: whether the server listens on this machine only.
-        tokenizer: of the target.
     """
 
-    target: Target
+    processor: Processor
     model: str
+    end_token_ids: tuple[int, ...]
     scheduler: Scheduler
     limits: ServerLimits
     max_context: int
@@ -70,9 +70,7 @@ class Service:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "prepare"))
 
     def __post_init__(self) -> None:
-        if self.target.processor is None:
-            raise ValueError("target: has no processor, so it takes no messages; use sage.load_target(path)")
-        family, self.tokenizer = self.target.family, self.target.processor.tokenizer
+        family, self.tokenizer = self.processor.family, self.processor.tokenizer
         reserved = {*family.placeholders.values(), *family.slot_texts.values()}
         self._reserved = re.compile("|".join(map(re.escape, sorted(reserved)))) if reserved else None
         self._max_characters = self.max_context * max(map(len, self.tokenizer.get_vocab()))  # more have more tokens than fit
@@ -83,7 +81,7 @@ class Service:
         self._check_texts(request)
         messages = MediaReader(self.limits, self.remote).open_messages(request.messages)
         try:
-            inputs = self.target.prepare(messages)
+            inputs = self.processor.prepare(messages)
         except (ValueError, TemplateError) as error:
             raise invalid(f"messages: {error}", "messages") from error
         length = int(inputs["input_ids"].shape[1])
@@ -114,21 +112,7 @@ class Service:
             raise invalid(message, "max_tokens", TOO_LONG)
         return wanted
 
-    def warm_up(self, decoder: ServedDecoder) -> None:
-        """Decodes a few tokens, so that no request waits for what is done once; ValueError if the target cannot chat."""
-        inputs = self.target.prepare([{"role": "user", "content": "Hello"}])
-        sampling = Sampling(max_new_tokens=min(WARM_UP_TOKENS, self.max_context - inputs["input_ids"].shape[1]))
-        requests = [
-            decoder.add(inputs, sampling) for _ in range(min(self.limits.max_requests, 2))
-        ]  # passes alone and of several
-        while not all(request.is_over for request in requests):
-            decoder.step()
-        for request in requests:
-            decoder.remove(request)
-            if request.error is not None:
-                raise request.error
-
     def close(self) -> None:
-        """Ends the decoding thread and those of the preparation."""
+        """Ends the decoding loop and the threads of the preparation."""
         self.scheduler.close()
         self.pool.shutdown(wait=False, cancel_futures=True)

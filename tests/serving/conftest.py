@@ -26,7 +26,8 @@ def new(models: tuple[sage.Target, Any]) -> Callable[..., Any]:
     """Starts a server: `policy`, limits in place of `LIMITS`, and fields of `Service`."""
 
     def start(policy: str = "chain", limits: dict[str, Any] | None = None, **options: Any) -> Any:
-        return serving(new_service(*models, policy, ServerLimits(**LIMITS | (limits or {})), MODEL, **options))
+        service = new_service(*models, policy, ServerLimits(**LIMITS | (limits or {})), MODEL, **options)
+        return serving(service, models[0])
 
     return start
 

@@ -15,7 +15,7 @@ import sage
 
 def alone(server: Running, messages: Any, **options: Any) -> Any:
     """The answer without a server."""
-    target = server.service.target
+    target = server.target
     return sage.generate(target, None, target.prepare(messages), policy="autoregressive", **options)
 
 

@@ -39,7 +39,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def running(server: Running) -> int:
-    return len(server.service.scheduler._running)
+    return server.service.scheduler.num_running
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -114,7 +114,7 @@ def test_a_full_queue_and_two_signals_to_stop(
         stream = lines(server)
         next(stream)
         waiting = pool.submit(server.chat)
-        wait_until(lambda: bool(server.service.scheduler._waiting))
+        wait_until(lambda: len(server.service.scheduler._jobs) == 2)
         full = server.chat()
         assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
         assert full.json()["error"]["type"] == "rate_limit_error"

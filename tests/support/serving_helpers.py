@@ -29,6 +29,7 @@ class Running:
     server: Server
     client: httpx.Client
     url: str
+    target: Any = None
 
     def chat(self, messages: Any = None, **fields: Any) -> httpx.Response:
         """Requests a chat completion of 8 tokens, unless `max_tokens` says otherwise."""
@@ -37,7 +38,7 @@ class Running:
 
 
 @contextmanager
-def serving(service: Service) -> Iterator[Running]:
+def serving(service: Service, target: Any = None) -> Iterator[Running]:
     """Runs a service on a free port."""
     ready = threading.Event()
     with bind("127.0.0.1", 0) as bound:
@@ -47,7 +48,7 @@ def serving(service: Service) -> Iterator[Running]:
         try:
             assert ready.wait(20)
             with httpx.Client(base_url=address_of(bound), timeout=20) as client:
-                yield Running(service, server, client, address_of(bound))
+                yield Running(service, server, client, address_of(bound), target)
         finally:
             server.stop()
             thread.join()
