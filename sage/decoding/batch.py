@@ -22,6 +22,7 @@ from sage.runtime.cache import TreeCache
 from sage.runtime.executors import Executor
 from sage.runtime.joint import Joined, Steps, together
 from sage.runtime.shared_cache import CacheRow, SharedCache
+from sage.runtime.timing import prepared_s
 from sage.targets import Target
 from sage.trees import DEFAULT_POLICY
 from sage.trees import policy as new_policy
@@ -142,8 +143,13 @@ class BatchDecoder:
     def _run_rounds(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
         rows = [_num_nodes(one) for one in requests]
         own = [one.generation.request for one in requests]
+        started = time.perf_counter()
         for one, count in zip(own, rows, strict=True):
             one.policy.share(sum(rows) - count, len(requests))
+        policies = [one.policy for one in own]
+        kind = type(policies[0]) if len(set(map(type, policies))) == 1 else None
+        if kind is not None:
+            kind.begin_together(policies)
         drafting = [Joined(draft_steps(one), one.clock) for one in own]
         together(drafting, self.target.device)
         start = time.perf_counter()
@@ -154,7 +160,12 @@ class BatchDecoder:
             for one, done, keep in zip(own, drafting, selected, strict=True)
         ]
         together([one for one in verifying if one.error is None], self.target.device, shared_s)
-        return [(one, self._outcome(one, done)) for one, done in zip(requests, verifying, strict=True)]
+        done = [(one, self._outcome(one, ended)) for one, ended in zip(requests, verifying, strict=True)]
+        if kind is not None:
+            ended = time.perf_counter()
+            tokens = sum(len(round_.tokens) for _, round_ in done)
+            kind.observe_together(policies, tokens, ended - started - prepared_s(started, ended))
+        return done
 
     def _read_prompts(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
         """Reads the prompts of new requests; with `prefill_tokens`, a part of the first one."""

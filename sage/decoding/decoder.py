@@ -28,6 +28,8 @@ from sage.targets.family import Family
 from sage.targets.prompt_pass import read_prompt
 from sage.targets.tree_passes import TreePasses
 
+MAX_UNREAD = 256  # rounds whose features are kept while a policy does not draft
+
 
 @dataclass
 class Round:
@@ -61,6 +63,7 @@ class Request:
         root: last emitted token, the root of the next tree.
         draft_logits: [1, U], the draft's logits below the root; None until it has read the root.
         unread: features and tokens of the rounds that the draft has not read yet.
+        unread_prompt: the prompt as the draft reads it, its features and the first token, if the draft has not read it yet.
     """
 
     target: Target
@@ -79,6 +82,7 @@ class Request:
     root: int = -1
     draft_logits: Tensor | None = None
     unread: list[tuple[Features, Tokens]] = field(default_factory=list)
+    unread_prompt: tuple[Prompt, Features, Tensor] | None = None
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -151,8 +155,9 @@ def prefill(request: Request) -> Round:
     request.stats.prompt_tokens = request.prompt.input_ids.shape[1]
     if session:
         known = Features.join(request.features)
-        request.draft_logits = session.prefill(request.pruning(request.prompt, known), known, first)
-        request.stats.draft_context = session.context
+        request.unread_prompt = request.pruning(request.prompt, known), known, first
+        if request.policy.should_draft():
+            _prefill_draft(request, session, *request.unread_prompt)
     if not request.keep_features:
         request.features.clear()
         request.prompt = request.prompt.without_embeddings()
@@ -160,16 +165,31 @@ def prefill(request: Request) -> Round:
     return Round(_emit(request, [request.root]), 0)
 
 
+def _prefill_draft(request: Request, session: DraftSession, prompt: Prompt, features: Features, first: Tensor) -> None:
+    """Runs the draft over the prompt and the first token of the answer."""
+    request.draft_logits = session.prefill(prompt, features, first)
+    request.stats.draft_context = session.context
+    request.unread_prompt = None
+
+
 def plan(request: Request) -> Steps[TreeBuilder | None]:
     """Synchronizes the draft with the accepted tokens and drafts one tree, as far as the policy asks for it."""
     request.policy.begin()
     request.clock.lap("policy")
-    if request.session and request.unread and request.policy.should_draft():
+    session, drafts = request.session, request.policy.should_draft()
+    if session is None or not (drafts or len(request.unread) >= MAX_UNREAD):
+        return None
+    if request.unread_prompt is not None:
+        _prefill_draft(request, session, *request.unread_prompt)
+        request.clock.lap("draft_prefill")
+    if request.unread:
         features = Features.join([features for features, _ in request.unread])
         tokens = join_tokens([tokens for _, tokens in request.unread])
         request.unread.clear()
-        request.draft_logits = yield from request.session.commit_steps(features, tokens)
+        request.draft_logits = yield from session.commit_steps(features, tokens)
         request.stats.draft_steps += 1
+    if not drafts:
+        return None
     builder = yield from grow(request)
     return builder
 

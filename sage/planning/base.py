@@ -54,12 +54,20 @@ class Policy(ABC):
         return copy.deepcopy(self)
 
     def share(self, rows: int, requests: int) -> None:  # noqa: B027 (optional hook)
-        """Announces that the next rounds share their passes with those of other requests.
+        """Announces that the next round shares its passes with those of other requests.
 
         Args:
             rows: nodes that the other requests verify in a round.
             requests: number of requests, this one included.
         """
+
+    @classmethod  # noqa: B027 (optional hook)
+    def begin_together(cls, policies: Sequence[Any]) -> None:
+        """Starts a round of several requests, all of this class, after `share` of each."""
+
+    @classmethod  # noqa: B027 (optional hook)
+    def observe_together(cls, policies: Sequence[Any], tokens: int, seconds: float) -> None:
+        """Learns from the time of a whole round of several requests, all of this class, and the tokens that it emitted."""
 
     def begin(self) -> None:  # noqa: B027 (optional hook)
         """Starts a round."""

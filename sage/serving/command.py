@@ -64,10 +64,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Console entry point."""
 
-    def run() -> None:
+    def run() -> int:
         args = parse_args()
         limits = check(args)
-        _serve(args, limits)
+        return _serve(args, limits)
 
     sys.exit(cli.run(run))
 
@@ -113,7 +113,8 @@ def allowed_hosts(args: argparse.Namespace) -> list[str]:
     return [host.strip().lower() for host in args.allow_remote_media.split(",")] if args.allow_remote_media else []
 
 
-def _serve(args: argparse.Namespace, limits: ServerLimits) -> None:
+def _serve(args: argparse.Namespace, limits: ServerLimits) -> int:
+    """Serves until a signal; returns the exit code."""
     from sage.runtime.timing import frozen_heap
     from sage.serving.server import Server, address_of, bind
 
@@ -130,6 +131,7 @@ def _serve(args: argparse.Namespace, limits: ServerLimits) -> None:
                 Server(service, lambda: print(line, flush=True)).run(sockets=[bound])
         finally:
             service.close()
+        return cli.EXIT_CRASH if service.scheduler.has_failed else cli.EXIT_DONE
 
 
 def _is_loopback(bound: socket.socket) -> bool:

@@ -55,6 +55,10 @@ class Scheduler:
 
     Args:
         queue: requests that may wait besides those that are decoded.
+
+    Attributes:
+        has_failed: whether the loop has ended by itself, which happens only if its process is killed.
+        on_failure: called then, in a thread.
     """
 
     def __init__(self, decoding: Decoding, max_requests: int, queue: int, metrics: Metrics) -> None:
@@ -67,6 +71,8 @@ class Scheduler:
         self._mean_s = 1.0  # duration of an answer
         self._is_draining = False
         self._on_drained: Callable[[], object] | None = None
+        self.on_failure: Callable[[], object] = lambda: None
+        self.has_failed = False
         metrics.watch(lambda: len(self._jobs) - self.num_running, lambda: self.num_running)
 
     @property
@@ -175,9 +181,11 @@ class Scheduler:
             report()
 
     def _fail_all(self) -> None:
-        """Ends all requests after the loop has ended, which it does by itself only if its process is killed."""
-        if not self._is_draining:
-            logger.error("the decoding process has ended; the server answers no request any more")
+        """Ends all requests after the loop has ended."""
+        self.has_failed = not self._is_draining
         for job in list(self._jobs.values()):
             self._handle(job, Mark.FAILED, time.monotonic())
         self._report_drained()
+        if self.has_failed:
+            logger.error("the decoding process has ended, so the server stops; a process is killed if memory runs out")
+            self.on_failure()

@@ -64,6 +64,7 @@ class Server(uvicorn.Server):
             )
         )
         self._service, self._on_ready = service, on_ready
+        service.scheduler.on_failure = self.stop
         self._num_signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -76,20 +76,23 @@ def read_prompt(
         wants_attention: also return `Features.attention`.
     """
     executor, length = executor_of(target.passes), prompt.input_ids.shape[1]
-    if wants_attention or cache.length or not PROMPT.minimum <= length <= executor.max_prompt or not _fits(target, prompt):
+    is_short = PROMPT.minimum <= length <= executor.max_prompt
+    expresses = is_short and not (wants_attention or cache.length or target.family.text_inputs(prompt))
+    function = _prompt_pass(target, tuple(levels)) if expresses else None
+    if function is None:
         return target.prefill(prompt, cache, levels, wants_attention)
-    key = ("prompt", tuple(levels), target.dtype)
-    if key not in target.functions:
-        target.functions[key] = PromptPass(target, levels)
-    run = executor.bind(target.functions[key])
+    run = executor.bind(function)
     cache.reserve(length)
     rows = torch.arange(length, device=prompt.input_ids.device)
     last, *others = run(prompt.embeds.contiguous(), prompt.position_ids.contiguous(), rows, cache.keys, cache.values)
     return Features(last, tuple(others))
 
 
-def _fits(target: Target, prompt: Prompt) -> bool:
-    """Whether `PromptPass` expresses the pass, and is worth compiling for this target."""
-    if target.family.window is not None or target.family.text_inputs(prompt):
-        return False
-    return target.text_bytes >= MIN_BYTES
+def _prompt_pass(target: Target, levels: tuple[int, ...]) -> PromptPass | None:
+    """Returns the target's pass over prompts; None if the pass does not express it, or is not worth compiling."""
+    key = ("prompt", levels, target.dtype)
+    if key not in target.functions:
+        is_small = sum(weight.nbytes for weight in target.text_model.parameters()) < MIN_BYTES
+        target.functions[key] = None if is_small or target.family.window is not None else PromptPass(target, levels)
+    found: PromptPass | None = target.functions[key]
+    return found

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -109,11 +108,6 @@ class Target:
     @property
     def num_layers(self) -> int:
         return int(self.text_config.num_hidden_layers)
-
-    @cached_property
-    def text_bytes(self) -> int:
-        """Bytes of the weights of the text layers."""
-        return sum(weight.nbytes for weight in self.text_model.parameters())
 
     @property
     def num_kv_heads(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.models import Operators, make_qwen
+from support.models import Operators, make_inputs, make_qwen, random_draft
 from support.toy_helpers import make_policy, toy_answer, toy_tree
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from sage.runtime.timing import RoundTimes, TimedCall
 from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware import learner as learning
 from sage.trees.cost_aware.learner import LEARN_ALL_ROUNDS, LEARN_EVERY, Learner, labelled_candidates
+from sage.trees.cost_aware.pace import Pace
 from sage.trees.cost_aware.pricing import ChildMass
 
 COUPLED = Sampling(temperature=1.0, seed=3, max_new_tokens=10)
@@ -500,3 +501,28 @@ def test_the_nodes_of_a_pass_go_to_the_requests_with_the_most_probable_ones(pric
     chosen = type(policy).select_together(requests, 2)
     assert chosen == [[0, *range(1, 1 + size)] for size in sizes]
     assert requests[0].learner is requests[1].learner is policy.learner
+
+
+def test_requests_draft_together_or_not_as_their_rounds_were_faster() -> None:
+    """Rounds of eight requests are faster without drafting, those of one with it; trials become rare."""
+    pace, kinds = Pace(), dict[int, list[bool]]()
+    speeds = {(8, True): 900.0, (8, False): 1000.0, (1, True): 300.0, (1, False): 200.0}
+    for number in range(2000):
+        requests = 8 if number < 1000 else 1
+        kinds.setdefault(requests, []).append(pace.begin(requests))
+        assert number < 100 or number >= 1000 or not pace.drafts
+        pace.observe(24, 24 / speeds[requests, kinds[requests][-1]])
+    assert kinds[8][0] and kinds[8][:100].count(True) < 20 and kinds[8][100:].count(True) < 50
+    assert not kinds[1][0] and kinds[1][:100].count(False) < 20 and pace.drafts
+
+
+def test_the_draft_reads_the_prompt_when_it_drafts_first(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = iter([False] * 3 + [True] * 100)
+    monkeypatch.setattr(Pace, "begin", lambda self, requests: next(drafts))
+    monkeypatch.setattr(Pace, "drafts", False)
+    inputs, draft, policy = make_inputs(tiny_qwen), random_draft(tiny_qwen), make_policy("cost_aware", {})
+    (out,) = sage.generate_batch(tiny_qwen, draft, [inputs], policy, max_new_tokens=16)
+    alone = sage.generate(tiny_qwen, draft, inputs, policy=make_policy("cost_aware", {}), max_new_tokens=16)
+    assert out.tokens.tolist() == alone.tokens.tolist()
+    drafted = [entry["drafted"] > 0 for entry in out.stats.rounds_log]
+    assert not any(drafted[:3]) and drafted[3] and out.stats.draft_context > 0

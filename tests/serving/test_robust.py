@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from support.messages import exit_code
-from support.serving_helpers import HELLO, Running, image_url, with_images
+from support.serving_helpers import HELLO, Running, image_url, wait_until, with_images
 
 from benchmarks.serving.malformed import malformed
 from sage.serving import command, remote
@@ -40,13 +40,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def running(server: Running) -> int:
     return server.service.scheduler.num_running
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def lines(server: Running, **fields: Any) -> Iterator[str]:

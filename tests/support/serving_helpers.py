@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,3 +67,11 @@ def with_images(text: str, *urls: str) -> list[dict[str, Any]]:
     """A message with images before its text."""
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits at most 10 seconds until a condition holds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

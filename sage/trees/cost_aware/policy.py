@@ -21,6 +21,7 @@ from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.cost_aware.learner import ALONE, Learner, PendingRound
+from sage.trees.cost_aware.pace import Pace
 from sage.trees.cost_aware.planner import CostPlan, next_level, select, select_together
 from sage.trees.cost_aware.pricing import Prices
 
@@ -64,6 +65,8 @@ class CostAware(Policy):
         self.tree_capacity = max(self.max_nodes + 1, self.max_depth * self.max_width)
         self.costs: Costs | None = None
         self.learner = Learner(self.calibrate, self.memory, self.max_depth)  # of the kind of the current request
+        self.pace = Pace()  # of rounds of several requests
+        self._is_paused = False  # whether drafting is left out by `pace`
         self._is_coupled = False
         self._others = ALONE  # nodes that other requests verify in the same passes, and number of requests
         self._learners = {False: self.learner}  # by `_is_coupled`: a score needs another calibration than a probability
@@ -118,6 +121,8 @@ class CostAware(Policy):
         self.learner = learner
 
     def should_draft(self) -> bool:
+        if self._is_paused:
+            return False
         if self._num_skipped == 0 or not self.stop:
             return True
         is_power_of_two = self._num_skipped & (self._num_skipped - 1) == 0
@@ -125,13 +130,26 @@ class CostAware(Policy):
 
     def for_request(self) -> CostAware:
         """Returns a policy that shares costs and learners with this one: what one request shows is known to all."""
-        return copy(self)
+        found = copy(self)
+        found._is_paused = self.stop and not self.pace.drafts
+        return found
 
     def share(self, rows: int, requests: int) -> None:
         self._others = ALONE if requests == 1 else (rows - rows % ROWS_STEP, requests)
 
+    @classmethod
+    def begin_together(cls, policies: Sequence[CostAware]) -> None:
+        """Lets all requests of a round draft, or none, as measured for their number."""
+        drafts = policies[0].pace.begin(len(policies))
+        for policy in policies:
+            policy._is_paused = policy.stop and not drafts
+
+    @classmethod
+    def observe_together(cls, policies: Sequence[CostAware], tokens: int, seconds: float) -> None:
+        policies[0].pace.observe(tokens, seconds)
+
     def begin(self) -> None:
-        self.plan = CostPlan(self.prices, self.learner.needs_round(self._num_skipped))
+        self.plan = CostPlan(self.prices, not self._is_paused and self.learner.needs_round(self._num_skipped))
 
     def next_level(self, frontier: Frontier) -> NextLevel | None:
         return next_level(self, self.learner.acceptance, self.plan, frontier)
@@ -154,9 +172,11 @@ class CostAware(Policy):
         return self.plan.has_feedback
 
     def observe(self, outcome: RoundOutcome) -> dict[str, float]:
+        plan = self.plan
+        if self._is_paused:
+            return plan.log_entry()
         self.learner.rounds += 1
         self._num_skipped = 0 if len(outcome.tree) > 1 else self._num_skipped + 1
-        plan = self.plan
         if plan.has_feedback:
             self.learner.pending.append(PendingRound(outcome, plan.drafting_s, plan.masses, self._others))
             if self.learner.is_due():
