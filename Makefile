@@ -12,7 +12,7 @@ RESULTS_ARGS ?=
 GPU_HOUR_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
 DRAFT ?= eagle
-DEMO_ARGS ?= $(if $(filter block peagle,$(DRAFT)),optim.lr=4e-3)
+DEMO_ARGS ?= $(if $(filter peagle,$(DRAFT)),optim.lr=4e-3)
 RUN ?= runs/demo_$(TARGET)$(if $(filter-out eagle,$(DRAFT)),_$(DRAFT))
 
 .PHONY: demo test test-fast lint docs results interop engines engines-env engines-families engines-regenerate gpu-hour clean

@@ -20,6 +20,7 @@ from sage.drafts.draft import Draft, new_session
 from sage.drafts.session import DraftSession
 from sage.runtime.buckets import node_bucket
 from sage.runtime.cache import TreeCache
+from sage.runtime.host_tensors import Tokens
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s, now_s
 from sage.targets import Features, Target
@@ -103,7 +104,8 @@ def draft_level(session: DraftSession, target: Target, width: int, context: int)
     probabilities [W, K] of the best candidates.
     """
     rows = torch.arange(width, device=target.device)
-    tokens = rows % target.vocab_size
+    nodes = rows % target.vocab_size
+    tokens: Tokens = nodes.tolist() if nodes.is_cpu else nodes  # as in the decoder
 
     def run() -> Tensor:
         return session.propose(session.expand(rows, tokens), NUM_CANDIDATES)[0]

@@ -1,9 +1,9 @@
 """The block draft head: a few layers that predict all levels of a round in one pass.
 
 Ref: DFlash, arXiv 2602.06036, section 3 (context keys and values from fused features, one block of slots); DSpark, arXiv
-2607.05147 (prediction from the anchor, markov head, confidence head). Differs by: `feed`, which adds the last fused feature and
-the anchor's embedding to the slots, and the conditional `mlp`, which also reads the token before the last and the slot's hidden
-state. Tensors are named as in the `dflash` and `dspark` formats of speculators.
+2607.05147 (prediction from the anchor, markov head, confidence head). Differs by: `feed`, with which slots are functions of the
+last fused feature and the anchor's embedding, and the conditional `mlp`, which corrects a slot's hidden state by the last two
+tokens. Tensors are named as in the `dflash` and `dspark` formats of speculators.
 
 The anchor is the last token that the target emitted; its own feature is not known yet. For tokens x0 x1 x2 with features
 f0 f1 f2, the anchor x3 and a block of three slots:
@@ -20,6 +20,7 @@ levels, U draft vocabulary, V target vocabulary, H query heads, C key heads, G =
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
@@ -27,13 +28,16 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from sage.drafts.block_passes import BlockPass, ConditionalPass
+from sage.drafts.block_conditional import ConditionalPass, TrunkPass
+from sage.drafts.block_heads import ConfidenceHead, Feed, MarkovHead, PathHead
+from sage.drafts.block_passes import BlockPass
 from sage.drafts.config import HeadConfig
 from sage.drafts.eagle3 import levels_for
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import MLP, FusedLinear, GatedLayer, rotate
 from sage.drafts.mask_token import mask_token_of
 from sage.drafts.options import Conditional
+from sage.drafts.rollout import steps_of_rows
 from sage.drafts.rope import Rope
 from sage.drafts.vocabulary import DraftVocabulary
 from sage.runtime.attention import joint_attention
@@ -149,50 +153,11 @@ class BlockLayer(GatedLayer):
         return self.feed_forward(hidden)
 
 
-class Feed(nn.Module):
-    """Maps of the last fused feature into all slots, and of the anchor's embedding into the slots after its own."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.feature = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.anchor = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-
-
-class MarkovHead(nn.Module):
-    """Correction of the logits below a node: markov_w2 of a state of rank r, which is markov_w1 of the node's token, or with
-    `mlp` a function of the token, of its parent's token and of the slot's hidden state.
-    """
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        rank = config.conditional_rank
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, int(config.draft_vocab_size or 0), bias=False)
-        self.has_history = config.conditional == Conditional.mlp
-        if self.has_history:
-            self.parent = nn.Embedding(config.vocab_size, rank)
-            self.hidden = nn.Linear(config.hidden_size, rank, bias=False)
-
-    def forward(self, tokens: Tensor, parents: Tensor, hidden: Tensor) -> Tensor:
-        """Returns the state [.., r] of nodes with `tokens` [..] below `parents` [..], in a slot with `hidden` [.., D]."""
-        state = self.markov_w1(tokens)
-        return nn.functional.silu(state + self.parent(parents) + self.hidden(hidden)) if self.has_history else state
-
-
-class ConfidenceHead(nn.Module):
-    """Predicts the logit of a slot's acceptance from its hidden state and the state of the markov head."""
-
-    def __init__(self, input_size: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(input_size, 1)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """[.., D + r] -> [..]."""
-        return self.proj(states)[..., 0]
-
-
 class BlockDraft(DraftVocabulary, DraftHead):
     """fc over the target's feature levels, layers of slots, norm; embedding and lm_head are the target's and are not saved.
+
+    With `feed`, slots start as the target's last feature, and the output replaces the next one as input of the lm_head, as in
+    EAGLE: neither the fused feature nor the output is normalized.
 
     `mask_embedding` [D] is a copy of the target's embedding of `config.mask_token`, set when the draft is created or loaded.
     """
@@ -205,12 +170,13 @@ class BlockDraft(DraftVocabulary, DraftHead):
         super().__init__(config)
         size = config.hidden_size
         self.fc = nn.Linear(len(config.feature_levels) * size, size, bias=False)
-        self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.hidden_norm = nn.Identity() if config.feed else nn.RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.norm = nn.Identity() if config.feed else nn.RMSNorm(size, config.rms_norm_eps)
         self.feed = Feed(config) if config.feed else None
         has_conditional = config.conditional != Conditional.none
-        self.markov_head = MarkovHead(config) if has_conditional else None
+        self.markov_head = MarkovHead(config) if config.conditional == Conditional.markov else None
+        self.path_head = PathHead(config) if config.conditional == Conditional.mlp else None
         rank = config.conditional_rank if has_conditional else 0
         self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
         self.rope = Rope(config)
@@ -223,29 +189,37 @@ class BlockDraft(DraftVocabulary, DraftHead):
     def with_defaults(cls, config: dict[str, Any], target: Target) -> dict[str, Any]:
         if config.get("compressor") is not None:
             raise ValueError("draft.compressor: a block head reads the features of every visual token; drop it")
-        levels = config.get("feature_levels") or [*levels_for(target), target.num_layers]
+        levels = config.get("feature_levels")
+        if not levels:
+            levels = [*([] if config.get("feed") else levels_for(target)), target.num_layers]
         token = mask_token_of(target, config.get("mask_token"))
-        own = {"feature_levels": levels, "mask_token": token, "mrope_section": None, "mrope_interleaved": False}
-        return {key: value for key, value in config.items() if key != "compressor"} | own
+        causal = config.get("causal")
+        own = {"feature_levels": levels, "mask_token": token, "causal": bool(config.get("feed")) if causal is None else causal}
+        rope = {"mrope_section": None, "mrope_interleaved": False}
+        return {key: value for key, value in config.items() if key != "compressor"} | own | rope
 
     @torch.no_grad()
     def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
-        """Draws fresh weights: fc starts with the last level, feed with its inputs, layers and conditional with zero.
+        """Draws fresh weights: fc starts with the last level (alone, with feed), feed with its inputs, layers and conditional
+        with zero.
 
         Args:
             vocabulary: LongTensor [U], increasing target ids of the draft vocabulary; None = the first U.
         """
         self.apply(self._init_weights)
         size = self.config.hidden_size
+        if self.feed is not None:
+            self.fc.weight.zero_()
         self.fc.weight[:, -size:] += torch.eye(size)
         for layer in self.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         if self.feed is not None:
-            self.feed.feature.weight += torch.eye(size)
-            self.feed.anchor.weight += torch.eye(size)
+            self.feed.start_with_inputs()
         if self.markov_head is not None:
             self.markov_head.markov_w2.weight.zero_()
+        if self.path_head is not None:
+            self.path_head.reset_parameters()
         self.set_vocabulary(torch.arange(self.config.draft_vocab_size) if vocabulary is None else vocabulary)
         self.borrow(target)
 
@@ -278,11 +252,21 @@ class BlockDraft(DraftVocabulary, DraftHead):
         return {name: getattr(self.config, name) for name in names}
 
     def pass_functions(self, target: Target) -> tuple[PassFunction, ...]:
-        """Returns the function of a block and, with a conditional, that of a level; they live as long as the head."""
-        key = (target, self.dtype)
+        """Returns the function of a block and, with a conditional, those of a level and, on a CPU, of the trunk, which the host
+        compares with the tree. They live as long as the head.
+        """
+        key = (target, self.dtype, self.device)
         if key not in self._functions:
-            conditional = () if self.markov_head is None else (ConditionalPass(self),)
-            self._functions[key] = (BlockPass(self, target), *conditional)
+            functions: tuple[PassFunction, ...] = (BlockPass(self, target),)
+            if self.config.conditional != Conditional.none:
+                level = ConditionalPass(self, target)
+                functions = (*functions, level)
+                if self.device.type == "cpu":
+                    functions = (*functions, TrunkPass(self, target, level.to_logits))
+            self._functions[key] = functions
+        for function in self._functions[key]:
+            if isinstance(function, ConditionalPass):
+                function.refresh()
         return self._functions[key]
 
     def fuse(self, features: Features) -> Tensor:
@@ -296,11 +280,11 @@ class BlockDraft(DraftVocabulary, DraftHead):
             anchors: [B, A, D], embeddings of the anchors.
             context: [B, A, D], `fuse(..)` of the token before each.
         """
+        if self.feed is not None:
+            slots: Tensor = self.feed(anchors, context)
+            return slots
         masks = self.mask_embedding.expand(*anchors.shape[:-1], self.num_slots - 1, -1)
-        if self.feed is None:
-            return torch.cat((anchors[..., None, :], masks), -2)
-        masks = masks + self.feed.anchor(anchors)[..., None, :]
-        return torch.cat((anchors[..., None, :], masks), -2) + self.feed.feature(context)[..., None, :]
+        return torch.cat((anchors[..., None, :], masks), -2)
 
     def run(
         self, context: Tensor, slots: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None = None
@@ -325,46 +309,49 @@ class BlockDraft(DraftVocabulary, DraftHead):
         """Returns the input [.., K, D] of the lm_head for the output [.., S, D] of blocks."""
         return self.norm(slots[..., self.num_slots - self.num_levels :, :])
 
-    def read_blocks(self, context: Tensor, anchors: Tensor, embeds: Tensor) -> Tensor:
+    def read_blocks(self, context: Tensor, anchors: Tensor, embeds: Tensor, sizes: Sequence[int]) -> Tensor:
         """Runs the blocks of several anchors over complete sequences, for training.
 
         Args:
             context: [B, T, D], `fuse(..)` of complete, right-padded sequences.
             anchors: LongTensor [B, A], number of context tokens before each anchor, at least 1; the anchor has this position.
             embeds: [B, A, D], embeddings of the anchors.
+            sizes: number of blocks that have each of the K levels, the first of them A; level k has the first `sizes[k]`. Equal
+                unless slots attend to earlier slots alone.
 
         Returns:
-            [B, A, K, D], the input of the lm_head.
+            [B, R, D], the input of the lm_head: the rows of level 0, then those of level 1, ..
         """
         size, length = context.shape[-1], context.shape[1]
+        sizes = [*sizes[:1] * (self.num_slots - self.num_levels), *sizes]
         before = (anchors - 1)[..., None].expand(-1, -1, size)
-        slots = self.slots(embeds, context.gather(1, before))
+        blocks = self.slots(embeds, context.gather(1, before)).unbind(2)
+        slots = torch.cat([slot[:, :count] for slot, count in zip(blocks, sizes, strict=True)], 1)
+        step, block = steps_of_rows(sizes, anchors.device)
         steps = torch.arange(length, device=anchors.device).expand(len(anchors), -1)
-        places = (anchors[..., None] + torch.arange(self.num_slots, device=anchors.device)).flatten(1)
-        rope = self.rope(torch.cat((steps, places), 1), context.dtype)
-        visible = visible_to_blocks(anchors, length, self.num_slots, self.config.causal)
+        rope = self.rope(torch.cat((steps, anchors[:, block] + step), 1), context.dtype)
+        visible = visible_to_blocks(anchors, length, sizes, self.config.causal)
         lowest = torch.finfo(context.dtype).min
         mask = torch.zeros(visible.shape, dtype=context.dtype, device=visible.device).masked_fill_(~visible, lowest)
-        hidden = self.run(context, slots.flatten(1, 2), rope, mask[:, None])
-        return self.at_levels(hidden.view(*slots.shape))
+        hidden = self.run(context, slots, rope, mask[:, None])
+        return self.norm(hidden[:, sum(sizes[: self.num_slots - self.num_levels]) :])
 
 
-def visible_to_blocks(anchors: Tensor, length: int, num_slots: int, is_causal: bool) -> Tensor:
+def visible_to_blocks(anchors: Tensor, length: int, sizes: Sequence[int], is_causal: bool) -> Tensor:
     """Returns what the slots of several blocks attend to: the context before their anchor and their own block.
 
     Args:
         anchors: LongTensor [B, A], number of context tokens before each anchor.
         length: T, tokens of the context.
-        num_slots: S.
+        sizes: number of blocks that have each of the S slots, as in `steps_of_rows`.
         is_causal: whether a slot attends to the earlier slots and itself only, instead of to its block.
 
     Returns:
-        BoolTensor [B, A * S, T + A * S].
+        BoolTensor [B, R, T + R], R rows ordered by slot.
     """
-    num_anchors, device = anchors.shape[1], anchors.device
-    context = torch.arange(length, device=device) < anchors.repeat_interleave(num_slots, 1)[..., None]
-    row = torch.arange(num_anchors * num_slots, device=device)
-    own = row[:, None] // num_slots == row // num_slots
+    step, block = steps_of_rows(sizes, anchors.device)
+    context = torch.arange(length, device=anchors.device) < anchors[:, block, None]
+    own = block[:, None] == block
     if is_causal:
-        own &= row <= row[:, None]
+        own &= step <= step[:, None]
     return torch.cat((context, own.expand(len(anchors), -1, -1)), -1)

@@ -22,7 +22,6 @@ from sage.runtime.pass_function import (
     CALLS,
     CAPACITY,
     KEYS,
-    NODES,
     ROWS,
     TOKENS,
     Argument,
@@ -40,6 +39,9 @@ from sage.targets.tree_passes import describe_target, family_modules, without_pa
 if TYPE_CHECKING:
     from sage.drafts.block import BlockDraft
     from sage.drafts.peagle import PEagleDraft
+
+
+HEADS = "sage.drafts.block_heads"
 
 
 class SlotPass(PassFunction):
@@ -82,7 +84,7 @@ class SlotPass(PassFunction):
             Argument("values", (*buffers, config.head_dim), dtype, Padding.cache, draft.num_layers),
         )
         hidden, logits = (Result((*of_each, draft.num_levels, size)) for size in (config.hidden_size, draft.num_draft_tokens))
-        modules = (type(draft).__module__, *family_modules(target))
+        modules = (type(draft).__module__, HEADS, *family_modules(target))
         facts = describe_target(target), without_paths(config)
         super().__init__("draft", names, arguments, (hidden, logits), facts, modules)
         self.draft, self.embed_tokens, self._target = draft, target.embed_tokens, target
@@ -253,79 +255,6 @@ class JointBlockPass(JointSlotPass):
 def join_slots(states: Tensor) -> Tensor:
     """Returns states [R, 1, S, d] as [1, 1, R * S, d]."""
     return states.flatten(0, 2)[None, None]
-
-
-class CorrectionPass(PassFunction):
-    """A correction of logits for each node of a level.
-
-    Args:
-        nodes: the dimension of the nodes.
-        own: arguments after the nodes.
-        slots: the dimension of the slots that they are in.
-    """
-
-    def __init__(
-        self, draft: BlockDraft, names: tuple[str, str], nodes: Dim, own: Sequence[Argument] = (), slots: Dim | int = 1
-    ) -> None:
-        num_tokens = draft.num_draft_tokens
-        arguments = (
-            Argument("tokens", (nodes,), torch.long),
-            Argument("parents", (nodes,), torch.long),
-            *own,
-            Argument("hidden", (slots, draft.config.hidden_size), draft.dtype),
-            Argument("logits", (slots, num_tokens), draft.dtype),
-        )
-        modules = (type(draft).__module__,)
-        super().__init__("draft", names, arguments, (Result((nodes, num_tokens)),), without_paths(draft.config), modules)
-        assert draft.markov_head is not None
-        self.draft, self.markov_head = draft, draft.markov_head
-
-
-class ConditionalPass(CorrectionPass):
-    """Logits below the nodes of one level: those of the slot, corrected for each node."""
-
-    def __init__(self, draft: BlockDraft) -> None:
-        super().__init__(draft, ("the draft's correction of one node", "the draft's correction of several nodes"), NODES)
-
-    def _new_joint(self) -> JointFunction | None:
-        return JointConditionalPass(self.draft)
-
-    def forward(self, tokens: Tensor, parents: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor]:
-        """Returns logits [F, U].
-
-        Args:
-            tokens, parents: LongTensor [F], the nodes' tokens and those of their parents.
-            hidden, logits: results [1, D] and [1, U] of the block at the nodes' level.
-        """
-        return (logits + self.markov_head.markov_w2(self.markov_head(tokens, parents, hidden)),)
-
-
-class JointConditionalPass(CorrectionPass, JointFunction):
-    """Corrected logits below the nodes of one level of several requests. Shapes: T nodes, R requests."""
-
-    def __init__(self, draft: BlockDraft) -> None:
-        names = ("the draft's correction of one node of every request", "the draft's correction of several requests")
-        super().__init__(draft, names, ALL_NODES, (Argument("slots", (ALL_NODES,), torch.long),), CALLS)
-
-    def forward(self, tokens: Tensor, parents: Tensor, slots: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor]:
-        """Returns logits [T, U].
-
-        Args:
-            tokens, parents: LongTensor [T], as for `ConditionalPass.forward`.
-            slots: LongTensor [T], the request of each node.
-            hidden, logits: of the slots, [R, D] and [R, U].
-        """
-        state = self.markov_head(tokens, parents, hidden.index_select(0, slots))
-        return (logits.index_select(0, slots) + self.markov_head.markov_w2(state),)
-
-    def join(self, calls: Sequence[Call], num_rows: int) -> Sequence[Value]:
-        tokens, parents, hidden, logits = ([call.values[place] for call in calls] for place in range(4))
-        numbers = tuple(place for place, one in enumerate(tokens) for _ in range(len(one)))
-        slots = cached_index(numbers, tokens[0].device)
-        return torch.cat(tokens), torch.cat(parents), slots, torch.cat(hidden), torch.cat(logits)
-
-    def split(self, calls: Sequence[Call], results: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        return [(part,) for part in results[0].split([len(call.values[0]) for call in calls])]
 
 
 def lm_head_rows(draft: BlockDraft, target: Target) -> nn.Module:

@@ -28,8 +28,11 @@ class BlockSession(JointSession):
     """Session of a draft with `num_slots` and `num_levels`.
 
     Its `pass_functions` are the pass over accepted tokens and slots (`BlockPass`), which gives hidden states [K, D] and logits
-    [K, U], and optionally the correction of a level (`ConditionalPass`). A subclass may read the prompt in another way
-    (`_read_prompt`) or have other rope positions (`_positions`).
+    [K, U], and optionally the corrections of a level (`ConditionalPass`) and of the trunk (`TrunkPass`). A subclass may read
+    the prompt in another way (`_read_prompt`) or have other rope positions (`_positions`).
+
+    The trunk is the path of most probable tokens. As long as a policy expands its nodes alone, their logits and candidates are
+    looked up, since one call computed them for all levels; without a conditional, those of all nodes are.
 
     A draft in training runs eagerly. Prefill, whose length varies, is always eager.
 
@@ -45,7 +48,8 @@ class BlockSession(JointSession):
         self._executor = EAGER if draft.training else executor_of(target.passes)
         self._function, *conditional = draft.pass_functions(target)
         self._block = BoundPass(self._executor, self._function, COMMIT_ORDER)
-        self._correction = BoundPass(self._executor, conditional[0], LEVEL_ORDER) if conditional else None
+        self._correction, *trunk = [BoundPass(self._executor, one, LEVEL_ORDER) for one in conditional] or [None]
+        self._trunk = trunk[0] if trunk and self._executor is not EAGER else None
         self.levels, self.token_map, self.max_depth = draft.levels, draft.token_map, draft.num_levels
         self.committed = self.depth = self.offset = 0
         self._staging = TokenStagingBuffer(draft.device)
@@ -130,10 +134,45 @@ class BlockSession(JointSession):
         """Starts a tree from the pass's results [K, D] and [K, U]; `root` and its predecessor `parent` are LongTensor [1]."""
         self._hidden, self._logits, self._root, self._frontier = hidden, logits, root, root
         self.depth = 0
-        found = yield from self._below(root, parent)
-        return found
+        if self._trunk is None:
+            self._set_trunk(logits if self._correction is None else None)
+            found = yield from self._below(root, parent)
+            return found
+        corrected, tokens = yield from self._trunk.steps(None, root, parent, hidden, logits)
+        self._set_trunk(corrected, tokens)
+        return self._row_of_trunk()
+
+    def _set_trunk(self, logits: Tensor | None, tokens: Tensor | None = None) -> None:
+        """Sets the logits [K, U] below the nodes of the trunk, None if they are not known, and the nodes below the root [K];
+        without these, all nodes of a level share its logits.
+        """
+        self._trunk_logits, self._trunk_tokens, self._best = logits, tokens, {}
+        self._expected = None if tokens is None else tokens.tolist()
+        self._place: int | None = 0  # of the trunk's node in the frontier; None if it is not expanded
+        self._row: Tensor | None = None
+
+    def _row_of_trunk(self) -> Tensor:
+        """Returns the logits [1, U] below the trunk's node of the current depth."""
+        assert self._trunk_logits is not None
+        self._row = self._trunk_logits.narrow(0, self.depth, 1)
+        return self._row
+
+    def propose(self, scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+        if self._row is None or scores is not self._row:
+            return super().propose(scores, num_candidates)
+        if num_candidates not in self._best:
+            assert self._trunk_logits is not None
+            self._best[num_candidates] = super().propose(self._trunk_logits, num_candidates)
+        probs, tokens = self._best[num_candidates]
+        return probs.narrow(0, self.depth, 1), tokens.narrow(0, self.depth, 1)
 
     def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
+        if self._trunk is not None:
+            self._place = self._place_on_trunk(rows, tokens)
+            if self._place == 0 and len(tokens) == 1 and self._trunk_tokens is not None:
+                self._frontier = self._trunk_tokens.narrow(0, self.depth, 1)
+                self.depth += 1
+                return self._row_of_trunk()
         staged = self._staging.stage(tokens)
         parents = staged
         if self._correction is not None:
@@ -143,14 +182,21 @@ class BlockSession(JointSession):
         logits = yield from self._below(staged, parents)
         return logits
 
+    def _place_on_trunk(self, rows: Tensor, tokens: Tokens) -> int | None:
+        """Returns which of the expanded nodes belongs to the trunk, None if none does or the host does not know."""
+        if self._place is None or self._expected is None or isinstance(tokens, Tensor):
+            return None
+        wanted = (self._place, self._expected[self.depth])
+        return next((place for place, node in enumerate(zip(rows.tolist(), tokens, strict=True)) if node == wanted), None)
+
     def _below(self, tokens: Tensor, parents: Tensor) -> Steps[Tensor]:
         """Returns the logits [F, U] below nodes of the current depth."""
         assert self.depth < self.draft.num_levels, "the decoder drafts at most `max_depth` levels"
-        logits = self._logits.narrow(0, self.depth, 1)
         if self._correction is None:
-            return logits.expand(len(tokens), -1)
-        hidden = self._hidden.narrow(0, self.depth, 1)
-        (corrected,) = yield from self._correction.steps(None, tokens, parents, hidden, logits)
+            return self._row_of_trunk() if len(tokens) == 1 else self._row_of_trunk().expand(len(tokens), -1)
+        self._row = None
+        inputs = (self._hidden.narrow(0, self.depth, 1), self._logits.narrow(0, self.depth, 1))
+        (corrected,) = yield from self._correction.steps(None, tokens, parents, *inputs)
         return corrected
 
     def set_synthetic_state(self, context: int, width: int) -> None:
@@ -161,3 +207,7 @@ class BlockSession(JointSession):
         self._logits = self._hidden.new_zeros(draft.num_levels, draft.num_draft_tokens)
         self._root = torch.zeros(1, dtype=torch.long, device=draft.device)
         self._frontier = self._root.new_zeros(width)
+        if self._trunk is not None:
+            self._set_trunk(self._logits, self._root.new_zeros(draft.num_levels))
+        else:
+            self._set_trunk(self._logits if self._correction is None else None)

@@ -96,17 +96,20 @@ class BlockOptions(HeadSizes):
     `feed=false conditional=none` is DFlash, `feed=false conditional=markov` is DSpark.
 
     Attributes:
-        feature_levels: indices of the target's hidden_states; null: low, middle, high and last.
+        feature_levels: indices of the target's hidden_states; null: the last with `feed`, else low, middle, high and last.
         draft_vocab_size: tokens of the draft vocabulary, the most frequent ones of the training answers; null: all.
         block_size: slots of a block; each predicts a token, except the first slot of DFlash.
         num_layers: decoder layers.
-        conditional: correction of a slot's logits: none, by the last token (markov), or by the last two tokens and the slot's
-            hidden state (mlp).
+        conditional: correction of a slot: none, of its logits by the last token (markov), or of its hidden state by that state
+            and the last two tokens (mlp).
         conditional_rank: rank of the correction.
-        feed: add the last fused feature and the last token's embedding to the slots.
-        causal: a slot attends to the slots before it, instead of all slots.
+        feed: compute the slots from the last fused feature and the last token's embedding, instead of a mask's embedding.
+        causal: a slot attends to the slots before it, instead of all slots; null: with `feed`.
         confidence: train a head that predicts the acceptance of each slot, for engines.
         mask_token: token whose embedding fills the slots; null: one that the target does not use.
+        down_sample_ratio: share of the anchors that training keeps from one level of a block to the next; null: 0.5 where
+            slots are causal, else 1.
+        down_sample_ratio_min: share of the anchors that training keeps at every level.
     """
 
     feature_levels: list[Level] | None = None
@@ -116,9 +119,20 @@ class BlockOptions(HeadSizes):
     conditional: Conditional = Conditional.mlp
     conditional_rank: PositiveInt = 128
     feed: bool = True
-    causal: bool = False
+    causal: bool | None = None
     confidence: bool = False
     mask_token: NonNegativeInt | None = None
+    down_sample_ratio: Share | None = field(default=None, metadata=TRAINING_ONLY)
+    down_sample_ratio_min: Share = field(default=0.1, metadata=TRAINING_ONLY)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.feed if self.causal is None else self.causal
+
+    def kept_shares(self, num_levels: int) -> list[float]:
+        """Returns the share of the anchors from which training drafts each level."""
+        ratio = self.down_sample_ratio or (0.5 if self.is_causal else 1.0)
+        return [max(ratio**level, self.down_sample_ratio_min) for level in range(num_levels)]
 
 
 @dataclass(kw_only=True)

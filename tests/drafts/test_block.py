@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,17 @@ def block(target: sage.Target, form: str = "mlp", **options: Any) -> BlockDraft:
     return draft
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_slots_see_the_context_before_their_anchor_and_their_block(is_causal: bool) -> None:
-    anchors, length, slots = torch.tensor([[3, 1], [5, 5]]), 5, 3
-    found = visible_to_blocks(anchors, length, slots, is_causal)
-    expected = torch.zeros(2, 6, 11, dtype=torch.bool)
-    for batch, anchor, slot in itertools.product(range(2), range(2), range(slots)):
-        row = anchor * slots + slot
+@pytest.mark.parametrize(("is_causal", "sizes"), [(False, (2, 2, 2)), (True, (2, 2, 1))])
+def test_slots_see_the_context_before_their_anchor_and_their_block(is_causal: bool, sizes: tuple[int, ...]) -> None:
+    anchors, length = torch.tensor([[3, 1], [5, 5]]), 5
+    found = visible_to_blocks(anchors, length, sizes, is_causal)
+    rows = [(slot, anchor) for slot, size in enumerate(sizes) for anchor in range(size)]
+    expected = torch.zeros(2, len(rows), length + len(rows), dtype=torch.bool)
+    for batch, (row, (slot, anchor)) in itertools.product(range(2), enumerate(rows)):
         for token in range(length):
             expected[batch, row, token] = token < anchors[batch, anchor]
-        for other in range(slots):
-            expected[batch, row, length + anchor * slots + other] = not is_causal or other <= slot
+        for key, (other, owner) in enumerate(rows):
+            expected[batch, row, length + key] = owner == anchor and (not is_causal or other <= slot)
     assert torch.equal(found, expected)
 
 
@@ -64,6 +65,19 @@ def chain_logits(session: BlockSession, first: Tensor, tokens: list[int]) -> Ten
     """The logits [K, V] below the root and the chain of `tokens`."""
     rows = torch.zeros(1, dtype=torch.long)
     return torch.cat([first, *(session.expand(rows, [token]) for token in tokens)])
+
+
+def level_logits(
+    draft: BlockDraft, target: sage.Target, tokens: Tensor, states: Tensor, embeds: Tensor | None = None
+) -> Tensor:
+    """The logits [K, V] of the levels of a block with hidden states [K, D]; `tokens` [K + 1] are the anchor's predecessor, the
+    anchor and the tokens after it, `embeds` their embeddings."""
+    if draft.path_head is not None:
+        embeds = target.embed_tokens(tokens) if embeds is None else embeds
+        last, before = embeds[1:], embeds[:-1]
+        return target.lm_head(states + draft.path_head.out(draft.path_head(last, before, states)))
+    logits = target.lm_head(states)
+    return logits if draft.markov_head is None else logits + draft.markov_head.markov_w2(draft.markov_head(tokens[1:]))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -77,14 +91,10 @@ def test_a_block_from_the_cache_is_the_block_of_training(form: str, monkeypatch:
     levels = draft.num_levels
     with torch.no_grad():
         anchors = torch.tensor([[10, 11]])
-        hidden = draft.read_blocks(draft.fuse(features), anchors, prompt.embeds[:, anchors[0]])[0]
+        hidden = draft.read_blocks(draft.fuse(features), anchors, prompt.embeds[:, anchors[0]], [2] * levels)[0]
         expected = []
-        for anchor, states in zip((10, 11), hidden, strict=True):
-            logits = target.lm_head(states)
-            if draft.markov_head is not None:
-                last, before = (torch.tensor(ids[anchor - back : anchor - back + levels]) for back in (0, 1))
-                logits = logits + draft.markov_head.markov_w2(draft.markov_head(last, before, states))
-            expected.append(logits)
+        for anchor, states in zip((10, 11), hidden.view(levels, 2, -1).unbind(1), strict=True):
+            expected.append(level_logits(draft, target, torch.tensor(ids[anchor - 1 : anchor + levels]), states))
     for shift, is_equal in ((0, True), (1, False)):
         session = new_session(draft, target, 40)
         assert isinstance(session, BlockSession) and session.max_depth == levels
@@ -98,6 +108,53 @@ def test_a_block_from_the_cache_is_the_block_of_training(form: str, monkeypatch:
         for mine, theirs in zip(found, expected, strict=True):
             assert torch.allclose(mine, theirs, rtol=0, atol=1e-10) == is_equal
         assert session.context == 11
+
+
+def test_a_causal_block_of_few_levels_has_the_rows_of_a_complete_one(double: sage.Target) -> None:
+    draft, prompt = block(double), double.embed(in_double(make_inputs(double)))
+    context = draft.fuse(double.features(prompt, draft.levels))
+    anchors = torch.tensor([[6, 9, 4]])
+    inputs = context, anchors, prompt.embeds[:, anchors[0]]
+    complete = draft.read_blocks(*inputs, [3] * 4)[0].view(4, 3, -1)
+    few = draft.read_blocks(*inputs, [3, 2, 1, 1])[0]
+    expected = torch.cat([rows[:size] for rows, size in zip(complete, (3, 2, 1, 1), strict=True)])
+    torch.testing.assert_close(few, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_chain_asks_for_one_correction_a_round(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trunk's. Its tokens, logits and candidates are those of a correction per level."""
+    without_compiler(monkeypatch)
+    draft, prompt = block(tiny_qwen), tiny_qwen.embed(make_inputs(tiny_qwen))
+    chains = []
+    for mode in (PassMode.eager, PassMode.compiled):
+        tiny_qwen.passes = mode
+        session = new_session(draft, tiny_qwen, 60)
+        assert isinstance(session, BlockSession) and session._correction is not None
+        logits = session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
+        if mode is PassMode.compiled:
+            monkeypatch.setattr(session, "_correction", None)
+        chain = [session.propose(logits, 3)]
+        for _ in range(draft.num_levels - 1):
+            logits = session.expand(torch.zeros(1, dtype=torch.long), [int(chain[-1][1][0, 0])])
+            chain.append(session.propose(logits, 3))
+        chains.append(chain)
+    for eager, compiled in zip(*chains, strict=True):
+        assert torch.equal(eager[1], compiled[1])
+        torch.testing.assert_close(eager[0], compiled[0])
+
+
+def test_a_draft_that_is_trained_further_decodes_with_its_new_weights(tiny_qwen: sage.Target) -> None:
+    """The product of lm_head and the path head's output map is kept between requests."""
+    draft, prompt = block(tiny_qwen), tiny_qwen.embed(make_inputs(tiny_qwen))
+    assert draft.path_head is not None
+    features, path = tiny_qwen.features(prompt, draft.levels), torch.tensor([int(prompt.input_ids[0, -1]), 5])
+    for _ in range(2):
+        session = new_session(draft, tiny_qwen, 60)
+        logits = session.prefill(prompt, features, torch.tensor([5]))
+        expected = level_logits(draft, tiny_qwen, path, session._hidden[:1])  # type: ignore[attr-defined]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
+        with torch.no_grad():
+            draft.path_head.out.weight.neg_()
 
 
 @pytest.mark.parametrize("mode", ["compiled", "captured"])
@@ -158,9 +215,8 @@ def test_a_draft_vocabulary_restricts_the_proposals(tiny_qwen: sage.Target) -> N
     draft = block(tiny_qwen, vocabulary=ids)
     session, prompt = new_session(draft, tiny_qwen, 60), tiny_qwen.embed(make_inputs(tiny_qwen))
     logits = session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
-    hidden = session._hidden[:1]
-    correction = draft.markov_head.markov_w2(draft.markov_head(torch.tensor([5]), prompt.input_ids[0, -1:], hidden))  # type: ignore
-    torch.testing.assert_close(logits, tiny_qwen.lm_head(hidden)[:, ids] + correction)
+    path = torch.tensor([int(prompt.input_ids[0, -1]), 5])
+    torch.testing.assert_close(logits, level_logits(draft, tiny_qwen, path, session._hidden[:1])[:, ids])
     assert set(session.propose(logits, 7)[1][0].tolist()) <= set(ids.tolist())
 
 
@@ -200,10 +256,12 @@ def test_costs_have_a_part_per_round_and_a_part_per_level(tiny_qwen: sage.Target
 # -- training --------------------------------------------------------------------------------------------------------------
 
 
-def student_of(draft: BlockDraft, target: sage.Target, **objective: Any) -> tuple[BlockStudent, Teacher]:
+def student_of(
+    draft: BlockDraft, target: sage.Target, keep: Sequence[float] | None = None, **objective: Any
+) -> tuple[BlockStudent, Teacher]:
     options: dict[str, Any] = {"ce_weight": 1.0, "feature_weight": 0.0, "step_decay": 0.5} | objective
-    config = ObjectiveConfig(**options, steps=draft.num_levels)
-    student = BlockStudent(draft.requires_grad_(True), Objective(config))
+    config, keep = ObjectiveConfig(**options, steps=draft.num_levels), keep or [1.0] * draft.num_levels
+    student = BlockStudent(draft.requires_grad_(True), Objective(config), keep)
     return student, Teacher(target, levels=student.levels, token_map=student.token_map)
 
 
@@ -229,15 +287,14 @@ def test_the_loss_is_that_of_every_block_alone(form: str, double: sage.Target) -
     total = torch.zeros((), dtype=torch.float64)
     context = draft.fuse(pairs.features)
     for row, start in pairs.mask.nonzero().tolist():
-        states = draft.read_blocks(context[[row]], torch.tensor([[start + 1]]), pairs.embeds_next[[row], start][None])[0, 0]
+        place, embeds = torch.tensor([[start + 1]]), pairs.embeds_next[[row], start][None]
+        states = draft.read_blocks(context[[row]], place, embeds, [1] * draft.num_levels)[0]
         for level in range(draft.num_levels):
             pair = start + level
             if pair >= pairs.mask.shape[1] or not pairs.mask[row, pair]:
                 break
-            logits = double.lm_head(states[level])
-            if draft.markov_head is not None:
-                last, before = batch["input_ids"][row, pair + 1], batch["input_ids"][row, pair]
-                logits = logits + draft.markov_head.markov_w2(draft.markov_head(last, before, states[level]))
+            embeds, tokens = pairs.embeds_next[row, pair - 1 : pair + 1], batch["input_ids"][row, pair : pair + 2]
+            logits = level_logits(draft, double, tokens, states[[level]], embeds)[0]
             p = double.lm_head(pairs.features_next[row, pair]).softmax(-1)
             total = total - weights[level] * (p * logits.log_softmax(-1)).sum()
     expected = torch.autograd.grad(total, list(draft.parameters()), allow_unused=True)
@@ -249,7 +306,7 @@ def test_the_loss_is_that_of_every_block_alone(form: str, double: sage.Target) -
 
 def test_rows_end_with_the_turn() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1]]).bool()
-    anchors = block_anchors(mask, None, 3)
+    anchors = block_anchors(mask, None, [1.0] * 3)
     rows = {int(root): scale.tolist() for root, scale in zip(anchors.root_BA[0], anchors.scale_BR.view(3, -1).T, strict=True)}
     assert rows == {2: [1, 1, 1], 3: [1, 1, 0], 4: [1, 0, 0], 6: [1, 0, 0]}
 

@@ -326,8 +326,7 @@ def train(made: World, kind: str, options: dict[str, Any]) -> Any:
             if "self_attn" in name and weight.dim() == 2:
                 weight += 0.1 * torch.randn(weight.shape, generator=generator)
     config = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=draft.num_levels, anchors=ANCHORS)
-    more = ([1.0] * draft.num_levels,) if kind == "peagle" else ()
-    student = draft_kind(kind).student_class()(draft, Objective(config), *more).train()
+    student = draft_kind(kind).student_class()(draft, Objective(config), [1.0] * draft.num_levels).train()
     teacher = Teacher(target, "token", draft.levels, draft.token_map)
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
     torch.manual_seed(0)

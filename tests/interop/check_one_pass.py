@@ -113,12 +113,13 @@ def compare_blocks(model: Any, draft: Any, target: sage.Target) -> tuple[torch.T
         )
     logits = model.lm_head(model.norm(hidden))[0]
     root = torch.tensor([[CONTEXT]])
-    ours = draft.read_blocks(draft.hidden_norm(draft.fc(levels[:, :CONTEXT])), root, target.embed_tokens(anchor))[0, 0]
+    fused = draft.hidden_norm(draft.fc(levels[:, :CONTEXT]))
+    ours = draft.read_blocks(fused, root, target.embed_tokens(anchor), [1] * draft.num_levels)[0]
     rows = target.lm_head.weight if draft.token_map is None else target.lm_head.weight[draft.token_map]
     own = ours @ rows.T
     if draft.markov_head is not None:
         tokens = ids[:, :SLOTS]
-        state = draft.markov_head(tokens[0], tokens[0], ours)
+        state = draft.markov_head(tokens[0])
         own = own + draft.markov_head.markov_w2(state)
         normed = model.norm(hidden)
         logits = logits + model.markov_head.block_bias(prev_token_ids=tokens, hidden_states=normed)[0]

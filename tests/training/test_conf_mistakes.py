@@ -101,6 +101,7 @@ WRONG = {
     "draft=peagle objective=distill": ["objective.feature_weight=1.0:", "objective=peagle"],
     "draft=block draft.block_size=1": ["draft.block_size=1:", "at least 2"],
     "draft=block draft.num_layers=6": ["draft.num_layers=6:", "at most 5"],
+    "draft=block draft.feed=false draft.down_sample_ratio=0.5": ["draft.down_sample_ratio=0.5:", "draft.causal=true"],
     "draft=block objective.steps=3": ["objective.steps=3:", "1 with draft=block", "draft.block_size"],
     "draft=block draft/compressor=pool": ["draft/compressor=pool:", "none with draft=block"],
     "draft=eagle3 objective.dpace_alpha=0.1": ["objective.dpace_alpha=0.1:", "null with draft=eagle3"],

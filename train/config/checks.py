@@ -19,7 +19,7 @@ from data_prep.server.address import check_server
 from data_prep.sources import KINDS as SOURCE_KINDS
 from data_prep.splits import Split
 from sage.drafts.location import find_draft
-from sage.drafts.options import TrainedPart
+from sage.drafts.options import BlockOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from sage.io.files import CannotWrite, check_writable
 from sage.io.ranges import FieldError, check_fields
@@ -253,6 +253,9 @@ def _check_objective(config: Config) -> None:
     if hasattr(config.draft, "block_size") and objective.steps != 1:
         kind, remedy = config.draft.kind, "draft.block_size sets the levels, which one pass computes"
         _refuse("objective.steps", objective.steps, f"1 with draft={kind}", remedy)
+    if isinstance(config.draft, BlockOptions) and not config.draft.is_causal and (config.draft.down_sample_ratio or 1) < 1:
+        remedy = "slots attend to the later slots of their block; set draft.causal=true"
+        _refuse("draft.down_sample_ratio", config.draft.down_sample_ratio, "1 with draft.causal=false", remedy)
     if objective.dpace_alpha is not None and not KINDS[config.draft.kind].is_parallel:
         remedy = "it weighs the levels of a block; remove it, or choose draft=block"
         _refuse("objective.dpace_alpha", objective.dpace_alpha, f"null with draft={config.draft.kind}", remedy)

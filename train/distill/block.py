@@ -13,6 +13,7 @@ Shapes: B batch, P pairs, A anchors, K levels, R = K * A, N rows, D hidden, r ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sage.drafts.block import BlockDraft
+from sage.drafts.options import BlockOptions
 from sage.drafts.unroll import at_rows
 from train.config.schema import Config
 from train.distill.anchors import Anchors, draw_anchors, gather_chains, within_turns
@@ -29,16 +31,21 @@ from train.distill.student import Student
 
 
 class BlockStudent(Student):
-    """A block head; `objective.feature_noise` is added to the target's features."""
+    """A block head; `objective.feature_noise` is added to the target's features.
 
-    def __init__(self, draft: BlockDraft, objective: Objective) -> None:
+    Args:
+        keep: share of the anchors whose blocks have each level.
+    """
+
+    def __init__(self, draft: BlockDraft, objective: Objective, keep: Sequence[float]) -> None:
         super().__init__(draft, objective)
-        self.levels = draft.levels
+        self.levels, self.keep = draft.levels, keep
 
     @classmethod
     def of(cls, draft: BlockDraft, config: Config) -> Self:
+        assert isinstance(config.draft, BlockOptions)
         objective = Objective(replace(config.objective, steps=draft.num_levels))
-        return cls(draft.float().train().requires_grad_(True), objective)
+        return cls(draft.float().train().requires_grad_(True), objective, config.draft.kept_shares(draft.num_levels))
 
     @property
     def token_map(self) -> Tensor | None:  # type: ignore[override]
@@ -51,37 +58,47 @@ class BlockStudent(Student):
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         draft, dtype, config = self.draft, self.draft.dtype, self.objective.config
-        anchors = block_anchors(pairs.mask, config.anchors, draft.num_levels)
+        anchors = block_anchors(pairs.mask, config.anchors, self.keep)
         context = draft.fuse(with_noise(pairs.features, config.feature_noise)).to(dtype)
         embeds = at_rows(pairs.embeds_next, anchors.root_BA, 1).to(dtype)
-        hidden_BRD = draft.read_blocks(context, anchors.root_BA + 1, embeds).transpose(1, 2).flatten(1, 2)
-        if draft.markov_head is None:
-            hidden_ND, rows = gather_chains(hidden_BRD, pairs.mask, anchors)
-            state_NX, correction = hidden_ND[:, :0], None
-        else:
-            state_BRX = draft.markov_head(*last_tokens(pairs.inputs["input_ids"], anchors), hidden_BRD)
-            both_NX, rows = gather_chains(torch.cat((hidden_BRD, state_BRX), -1), pairs.mask, anchors)
-            hidden_ND, state_NX = both_NX.split((hidden_BRD.shape[-1], state_BRX.shape[-1]), -1)
-            correction = (state_NX, draft.markov_head.markov_w2.weight)
+        hidden_BRD = draft.read_blocks(context, anchors.root_BA + 1, embeds, anchors.sizes)
+        state_BRX = hidden_BRD[..., :0]
+        if draft.markov_head is not None:
+            state_BRX = draft.markov_head(last_tokens(pairs.inputs["input_ids"], anchors))
+        if draft.path_head is not None:
+            state_BRX = draft.path_head(*last_embeds(pairs.embeds_next.to(dtype), anchors), hidden_BRD)
+            hidden_BRD = hidden_BRD + draft.path_head.out(state_BRX)
+        both_NX, rows = gather_chains(torch.cat((hidden_BRD, state_BRX), -1), pairs.mask, anchors)
+        hidden_ND, state_NX = both_NX.split((hidden_BRD.shape[-1], state_BRX.shape[-1]), -1)
+        correction = None if draft.markov_head is None else (state_NX, draft.markov_head.markov_w2.weight)
         confidence = None
         if draft.confidence_head is not None:
-            confidence = draft.confidence_head(torch.cat((hidden_ND, state_NX), -1).detach())
+            confidence = draft.confidence_head(both_NX.detach())
         return DraftOutput(hidden_ND, target_lm_head, rows, correction=correction, confidence=confidence)
 
 
-def last_tokens(input_ids: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
-    """Returns the token before the predicted one, and the one before that, of every row, LongTensor [B, R] each."""
+def last_tokens(input_ids: Tensor, anchors: Anchors) -> Tensor:
+    """Returns the token before the predicted one of every row, LongTensor [B, R]."""
     (root_BR,) = anchors.per_row(anchors.root_BA)
-    last_BR = (root_BR + anchors.step_R + 1).clamp(max=input_ids.shape[1] - 1)
-    return input_ids.gather(1, last_BR), input_ids.gather(1, last_BR - 1)
+    return input_ids.gather(1, (root_BR + anchors.step_R + 1).clamp(max=input_ids.shape[1] - 1))
 
 
-def block_anchors(mask_BP: Tensor, num_anchors: int | None, num_levels: int) -> Anchors:
+def last_embeds(embeds_next: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
+    """Returns the embeddings of the token before the predicted one, and of the one before that, of every row, [B, R, D] each.
+
+    The first token of a sequence has no embedding among the pairs; the second one stands for it.
+    """
+    (root_BR,) = anchors.per_row(anchors.root_BA)
+    last_BR = (root_BR + anchors.step_R).clamp(max=embeds_next.shape[1] - 1)
+    return at_rows(embeds_next, last_BR, 1), at_rows(embeds_next, (last_BR - 1).clamp(min=0), 1)
+
+
+def block_anchors(mask_BP: Tensor, num_anchors: int | None, keep: Sequence[float]) -> Anchors:
     """Draws supervised pairs; the rows of their blocks end with the turn.
 
     Args:
         mask_BP: supervised pairs.
         num_anchors: most anchors per sequence; None for all supervised pairs.
-        num_levels: K.
+        keep: as of `draw_anchors`, K shares.
     """
-    return within_turns(draw_anchors(mask_BP, num_anchors, [1.0] * num_levels), mask_BP)
+    return within_turns(draw_anchors(mask_BP, num_anchors, keep), mask_BP)
