@@ -271,7 +271,10 @@ class BlockDraft(DraftVocabulary, DraftHead):
 
     def fuse(self, features: Features) -> Tensor:
         """Returns the context [B, T, D], fused from the target's feature levels."""
-        return self.hidden_norm(self.fc(torch.cat(features.levels, -1).to(self.fc.weight.dtype)))
+        *others, last = features.levels
+        if self.feed is not None:
+            others = [nn.functional.rms_norm(level, level.shape[-1:], eps=self.config.rms_norm_eps) for level in others]
+        return self.hidden_norm(self.fc(torch.cat((*others, last), -1).to(self.fc.weight.dtype)))
 
     def slots(self, anchors: Tensor, context: Tensor) -> Tensor:
         """Returns the inputs of blocks, [B, A, S, D].

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sage.drafts.compressor.operators import Conv, Resampler
-from sage.drafts.options import PEagleOptions
+from sage.drafts.options import BlockOptions, PEagleOptions
 from sage.drafts.registry import KINDS
 from train.config.checks import MAX_STAGE, zero_stage
 from train.config.schema import Config, Offload, Precision
@@ -200,7 +200,8 @@ def steps_per_anchor(config: Config, draft: Any) -> float:
     """Returns the predictions that a training step computes from each position, on average."""
     if not KINDS[config.draft.kind].is_parallel:
         return config.objective.steps
-    return sum(config.draft.kept_shares(draft.num_levels)) if isinstance(config.draft, PEagleOptions) else draft.num_levels
+    assert isinstance(config.draft, BlockOptions | PEagleOptions)
+    return sum(config.draft.kept_shares(draft.num_levels))
 
 
 def draft_layers(draft: Any) -> tuple[Any, int, int]:
