@@ -364,18 +364,19 @@ class BlockFormat(ExportFormat):
 
     @torch.no_grad()
     def outputs(self, draft: DraftHead) -> Tensor:
-        """Returns the input of the lm_head and the heads' outputs for every slot, [B, A, K, D + ..]."""
+        """Returns the input of the lm_head and the heads' outputs for every slot of A blocks, [B, K * A, D + ..]."""
         assert isinstance(draft, BlockDraft)
         embeds, levels, _ = fixed_batch(draft)
         mask, own = embeds[0, -1], draft.mask_embedding.clone()
         draft.mask_embedding.copy_(mask)
         anchors = torch.tensor([[1, TOKENS]] * BATCH)
-        hidden = draft.read_blocks(draft.hidden_norm(draft.fc(levels)), anchors, embeds[:, :2])
+        sizes = [anchors.shape[1]] * draft.num_levels
+        hidden = draft.read_blocks(draft.hidden_norm(draft.fc(levels)), anchors, embeds[:, :2], sizes)
         draft.mask_embedding.copy_(own)
         parts = [hidden]
         if draft.markov_head is not None:
             tokens = torch.arange(hidden[..., 0].numel()).view(hidden.shape[:-1]) % draft.config.vocab_size
-            state = draft.markov_head(tokens, tokens, hidden)
+            state = draft.markov_head(tokens)
             parts += [draft.markov_head.markov_w2(state)]
             parts += [] if draft.confidence_head is None else [draft.confidence_head(torch.cat((hidden, state), -1))[..., None]]
         return torch.cat(parts, -1)
