@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -113,7 +114,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", metavar="DIR", help="folder of the target; default: the one the draft was trained for")
     add_widen_option(parser)
     parser.add_argument("--policies", default="cost_aware", metavar="A,B", help="of sage-serve (default: %(default)s)")
-    text = "of vLLM, 0 for no draft (default: %(default)s)"
+    text = "of vLLM, 0 for no draft, none to measure sage-serve alone (default: %(default)s)"
     parser.add_argument("--num-speculative-tokens", default="3", metavar="N,N", help=text)
     text = "requests at the same time (default: %(default)s)"
     parser.add_argument("--concurrency", default="1,2,4,8,16", metavar="N,..", help=text)
@@ -136,7 +137,8 @@ def _settings(args: argparse.Namespace) -> list[ServerSetting]:
             raise ValueError(f"--{option}: {getattr(args, option)} is not allowed; give at least 1")
     if args.max_new_tokens < 2:  # noqa: PLR2004
         raise ValueError(f"--max-new-tokens: {args.max_new_tokens} is not allowed; give at least 2")
-    depths = [0 if word == "0" else counts(word)[0] for word in args.num_speculative_tokens.split(",")]
+    words = [] if args.num_speculative_tokens == "none" else args.num_speculative_tokens.split(",")
+    depths = [0 if word == "0" else counts(word)[0] for word in words]
     for name in names(args.policies):
         check_name(name)
     ours = [ServerSetting(side=OURS, policy=name) for name in names(args.policies)]
@@ -209,4 +211,5 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the servers end as well
     sys.exit(run(main))
