@@ -326,7 +326,7 @@ class BlockDraft(DraftVocabulary, DraftHead):
             [B, R, D], the input of the lm_head: the rows of level 0, then those of level 1, ..
         """
         size, length = context.shape[-1], context.shape[1]
-        sizes = [*sizes[:1] * (self.num_slots - self.num_levels), *sizes]
+        sizes = [sizes[0]] * (self.num_slots - self.num_levels) + list(sizes)
         before = (anchors - 1)[..., None].expand(-1, -1, size)
         blocks = self.slots(embeds, context.gather(1, before)).unbind(2)
         slots = torch.cat([slot[:, :count] for slot, count in zip(blocks, sizes, strict=True)], 1)

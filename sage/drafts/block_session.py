@@ -48,8 +48,9 @@ class BlockSession(JointSession):
         self._executor = EAGER if draft.training else executor_of(target.passes)
         self._function, *conditional = draft.pass_functions(target)
         self._block = BoundPass(self._executor, self._function, COMMIT_ORDER)
-        self._correction, *trunk = [BoundPass(self._executor, one, LEVEL_ORDER) for one in conditional] or [None]
-        self._trunk = trunk[0] if trunk and self._executor is not EAGER else None
+        bound = [BoundPass(self._executor, one, LEVEL_ORDER) for one in conditional]
+        self._correction = bound[0] if bound else None
+        self._trunk = bound[1] if bound[1:] and self._executor is not EAGER else None
         self.levels, self.token_map, self.max_depth = draft.levels, draft.token_map, draft.num_levels
         self.committed = self.depth = self.offset = 0
         self._staging = TokenStagingBuffer(draft.device)
@@ -146,7 +147,8 @@ class BlockSession(JointSession):
         """Sets the logits [K, U] below the nodes of the trunk, None if they are not known, and the nodes below the root [K];
         without these, all nodes of a level share its logits.
         """
-        self._trunk_logits, self._trunk_tokens, self._best = logits, tokens, {}
+        self._trunk_logits, self._trunk_tokens = logits, tokens
+        self._best: dict[int, tuple[Tensor, Tensor]] = {}  # of all levels, by number of candidates
         self._expected = None if tokens is None else tokens.tolist()
         self._place: int | None = 0  # of the trunk's node in the frontier; None if it is not expanded
         self._row: Tensor | None = None
