@@ -8,14 +8,12 @@ threads of its own, which stop waiting actively for each other where there are m
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -115,7 +113,7 @@ class DecodingProcess(Decoding):
             ValueError: the user's mistake that `load` has found, or a process that has ended.
         """
         try:
-            found = pickle.loads(self._connection.recv_bytes())
+            found = self._connection.recv()
         except EOFError as error:
             self._process.join()
             raise ValueError(f"the decoding process has ended with exit code {self._process.exitcode}") from error
@@ -149,7 +147,7 @@ class DecodingProcess(Decoding):
         try:
             while True:
                 command = self._outbox.get()
-                self._connection.send_bytes(packed(command))
+                self._connection.send(as_arrays(command))
                 if command is Order.CLOSE:
                     return
         except OSError:  # the process has ended, which `_read` reports
@@ -158,22 +156,21 @@ class DecodingProcess(Decoding):
     def _read(self, receive: Callable[[Events], object]) -> None:
         try:
             while True:
-                receive(pickle.loads(self._connection.recv_bytes()))
+                receive(self._connection.recv())
         except (EOFError, OSError):
             receive([(ALL, Mark.ENDED)])
 
 
-def packed(command: Command) -> bytes:
-    """Returns a command as bytes. Tensors are sent as arrays, which are copied at once."""
-    if isinstance(command, Add):
-        arrays = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in command.inputs.items()}
-        command = replace(command, inputs=arrays)
-    return pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL)
+def as_arrays(command: Command) -> Command:
+    """Returns a command with arrays instead of tensors: a connection copies arrays, and shares the memory of tensors."""
+    if not isinstance(command, Add):
+        return command
+    arrays = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in command.inputs.items()}
+    return replace(command, inputs=arrays)
 
 
-def unpacked(data: bytes) -> Command:
-    """Returns the command of `packed`."""
-    command: Command = pickle.loads(data)
+def as_tensors(command: Command) -> Command:
+    """Returns the command of `as_arrays`."""
     return replace(command, inputs=_tensors(command.inputs)) if isinstance(command, Add) else command
 
 
@@ -194,21 +191,17 @@ def _work(connection: Connection, load: Callable[..., Plan], args: tuple[Any, ..
     try:
         plan = load(*args)
     except (ValueError, OSError) as error:
-        connection.send_bytes(pickle.dumps(" ".join(str(error).split())))
+        connection.send(" ".join(str(error).split()))
         return
-    connection.send_bytes(pickle.dumps((plan.max_context, plan.end_token_ids)))
+    connection.send((plan.max_context, plan.end_token_ids))
     with frozen_heap():
-        DecodingLoop(plan.new_decoder, plan.max_requests, inbox, partial(_send, connection)).run()
+        DecodingLoop(plan.new_decoder, plan.max_requests, inbox, connection.send).run()
 
 
 def _receive(connection: Connection, inbox: SimpleQueue[Command]) -> None:
     try:
         while True:
-            inbox.put(unpacked(connection.recv_bytes()))
+            inbox.put(as_tensors(connection.recv()))
     except (EOFError, OSError):
         sys.stderr.flush()
         os._exit(1)  # the server is gone, so nothing waits for an answer
-
-
-def _send(connection: Connection, events: Events) -> None:
-    connection.send_bytes(pickle.dumps(events, protocol=pickle.HIGHEST_PROTOCOL))
