@@ -20,7 +20,7 @@ from sage.drafts.session import JointSession
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, BoundPass, Steps, alone
-from sage.runtime.pass_function import Value
+from sage.runtime.pass_function import PROMPT, Value
 from sage.targets import Features, Prompt, Target
 
 
@@ -34,7 +34,8 @@ class BlockSession(JointSession):
     The trunk is the path of most probable tokens. As long as a policy expands its nodes alone, their logits and candidates are
     looked up, since one call computed them for all levels; without a conditional, those of all nodes are.
 
-    A draft in training runs eagerly. Prefill, whose length varies, is always eager.
+    A draft in training runs eagerly. So does the prefill of a prompt that is long or pruned; others are read in the same way as
+    accepted tokens.
 
     Args:
         target: provides embedding, lm_head and pass mode.
@@ -98,7 +99,11 @@ class BlockSession(JointSession):
             features = features.at(prompt.kept)
         self._set_origin(torch.full_like(root, length))
         rope = self.draft.rope(places[None], self.draft.dtype)
-        hidden, logits = self._function(*self._arguments(root, features, rope, len(places)))
+        if prompt.kept is None and PROMPT.minimum <= length <= self._executor.max_prompt:
+            tokens = torch.cat((prompt.input_ids[0, 1:], root))
+            hidden, logits = alone(self._block.steps(self.cache, *self._arguments(tokens, features, rope, length)))
+        else:
+            hidden, logits = self._function(*self._arguments(root, features, rope, len(places)))
         return hidden, logits
 
     def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
