@@ -34,7 +34,7 @@ BLOCK = [
     "draft.draft_vocab_size=200",
     "draft.confidence=true",
 ]
-KINDS = {"eagle3": EAGLE3, "model": MODEL, "block": [*BLOCK, "objective.anchors=99"]}
+KINDS = {"eagle3": EAGLE3, "model": MODEL, "block": [*BLOCK, "objective.anchors=99", "draft.down_sample_ratio=1"]}
 
 
 @pytest.fixture(scope="module")
