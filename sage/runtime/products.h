@@ -30,7 +30,8 @@ struct Job {
     int64_t rows, depth, width;  // depth: K
 };
 
-// Prefetches, for a block of NB rows of w, what follows AHEAD_BYTES later: in the present block or in one of the next ones.
+// Prefetches, for a block of NB rows of w, what follows AHEAD_BYTES later: in the present block or in one of the next ones. It goes
+// to the second-level cache (locality 2), because the first has fewer lines in flight.
 template <typename T, int NB>
 struct Ahead {
     static constexpr int64_t distance = AHEAD_BYTES / (NB * sizeof(T));  // along k

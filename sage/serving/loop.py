@@ -1,7 +1,7 @@
 """The decoding loop: requests join and leave between rounds, and end without touching one another.
 
-It owns the decoder, and knows requests by number only. Commands arrive in an inbox, what becomes of requests leaves through
-`send`, all of a round at once. Whether the loop has a thread or a process of its own is decided elsewhere (`decoding.py`).
+It owns the decoder, and identifies requests by number. Commands arrive in an inbox, events of requests leave through `send`,
+all of a round at once. Whether the loop has a thread or a process of its own is decided elsewhere (`decoding.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Refused:
 
 
 class Mark(Enum):
-    """What becomes of a request, without further content; or of all: none is left after `Order.DRAIN`, the loop has ended."""
+    """An event without further content: of a request, or of all (none is left after `Order.DRAIN`, the loop has ended)."""
 
     STARTED = "started"
     FAILED = "failed"
