@@ -14,6 +14,7 @@ Shapes: M labelled nodes, R candidates per node, X features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import exp, inf, log
 from typing import Any
 
@@ -25,6 +26,8 @@ MIN_PROB = 1e-5
 MARGIN = 1.5  # a factor above e^1.5 between a candidate and its strongest rival carries no further information
 BINS = 10
 MAX_DEPTH = 32
+
+Acceptance = Callable[[list[float], int, float], list[float]]  # as `Calibrator.leading`
 
 
 class Calibrator:

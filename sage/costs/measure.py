@@ -55,7 +55,7 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     cache = empty_cache(passes, longer + room)
     commit, level = draft_commit(session, target, context), draft_level(session, target, 1, context)
     drafting = [_after(verify_pass(passes, target, cache, LONGER_NODES, context), then=commit)]
-    drafting += [draft_level(session, target, width, context) for width in DRAFT_WIDTHS]
+    drafting += [_after(level, then=draft_level(session, target, width, context)) for width in DRAFT_WIDTHS]
     commit_s, *levels = _median_s(drafting, target.device)
     is_stepped = target.passes is PassMode.captured
     counts = list(dict.fromkeys(map(node_bucket, VERIFY_NODES))) if is_stepped else list(VERIFY_NODES)

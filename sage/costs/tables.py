@@ -58,6 +58,18 @@ class Curve:
         """Moves the correction towards a timing of `seconds`, predicted as `expected`, by a learning rate in [0, 1]."""
         self.scale *= correction(expected, seconds, rate)
 
+    def correct_at(self, count: int, seconds: float, rate: float) -> None:
+        """Moves the curve towards a timing of `count`: half of the way as a whole, half around `count` only.
+
+        In a round a count may be dearer or cheaper than the others, compared with the table, and most counts are never seen.
+        """
+        factor = correction(self(count), seconds, rate / 2)
+        self.scale *= factor
+        upper = min(bisect_left(self.counts, count), len(self.counts) - 1)
+        lower = upper if self.counts[upper] <= count else max(upper - 1, 0)
+        for place in {lower, upper}:
+            self.seconds[place] *= factor
+
 
 def _non_decreasing(values: Sequence[float]) -> list[float]:
     """Returns the non-decreasing sequence of least squared distance, by pooling of adjacent violators."""

@@ -55,7 +55,6 @@ class HeadSession(JointSession):
         self._staging = TokenStagingBuffer(draft.device)
         self.cache = self._executor.new_cache(draft, capacity, draft.new_cache)
         self._set_capacity(capacity)
-        self._set_origin(torch.zeros(1, dtype=torch.long, device=draft.device))
 
     def _set_capacity(self, capacity: int) -> None:
         """Makes room for `capacity` tokens."""
@@ -64,12 +63,15 @@ class HeadSession(JointSession):
         self._steps = torch.arange(self.cache.capacity, device=self.draft.device)
         self._zeros = torch.zeros(1, self.cache.capacity, dtype=self.dtype, device=self.draft.device)
 
-    def _set_origin(self, position: Tensor) -> None:
-        """Precomputes the rope of all positions from `position` [1] on; the root is at index `offset`, a level is a slice."""
-        steps = torch.arange(self.capacity, device=position.device)
-        positions = self.target.family.decode_positions(position + steps)
+    def _set_origin(self, position: Tensor, before: Tensor | None = None) -> None:
+        """Precomputes the rope of all positions from `position` [1] on, and of those `before`, as far as they are given; the
+        root is at index `offset`, a level is a slice.
+        """
+        positions = self.target.family.decode_positions(position + self._steps[: self.capacity])
+        self.offset = 0 if before is None else before.shape[-1]
+        if before is not None:
+            positions = torch.cat((before, positions), -1)
         self.cos, self.sin = self.draft.rope(positions, self.dtype)
-        self.offset = 0
 
     @property
     def context(self) -> int:
@@ -82,9 +84,8 @@ class HeadSession(JointSession):
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
         if self._is_read_as_tokens(prompt):
             embeds = next_embeds(self.draft, self.target, prompt, root)
-            rope = self.draft.rope(prompt.position_ids, self.dtype)
-            hidden, logits = alone(self._read_steps(embeds, features, *rope))
-            self._set_origin(prompt.next_position)
+            self._set_origin(prompt.next_position, before=prompt.position_ids)
+            hidden, logits = alone(self._read_steps(embeds, features, *self._rope(0, self.offset)))
             self._start_tree(hidden)
             return logits
         pairs = pairs_of_prompt(self.draft, self.target, prompt, features, root)
@@ -163,7 +164,8 @@ class HeadSession(JointSession):
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.zero_to(context)
-        self.committed, self.depth, self.offset, self.visible = context, 0, 0, None
+        self._set_origin(torch.zeros(1, dtype=torch.long, device=self.draft.device))
+        self.committed, self.depth, self.visible = context, 0, None
         self.hidden = self.hidden.new_zeros(width, self.draft.config.hidden_size)
 
     def _start_tree(self, hidden: Tensor) -> None:

@@ -63,8 +63,10 @@ class Pruning:
             prompt: batch 1.
             features: features of the target's prefill, with `attention` if `needs_attention`.
         """
+        if self.ratio == 0:
+            return prompt
         visual = prompt.visual_mask[0].nonzero()[:, 0]
-        if self.ratio == 0 or len(visual) == 0:
+        if len(visual) == 0:
             return prompt
         budget = int(len(visual) * (1 - self.ratio))
         kept = ~prompt.visual_mask[0]

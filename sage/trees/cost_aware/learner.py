@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sage.costs.calibration import Calibrator, Reliability
+from sage.costs.calibration import Acceptance, Calibrator, Reliability
 from sage.costs.tables import Costs
 from sage.planning.tree import RoundOutcome
 from sage.runtime.host_tensors import CPU, double_tensor, long_tensor
@@ -21,7 +21,7 @@ OFF_PATH_WEIGHT = 0.1
 LIVE_RATE = 0.05
 LABELLED_RANKS = 4
 LEARN_ALL_ROUNDS = 256  # number of initial rounds that are all learned from; after them, one in LEARN_ONE_IN
-LEARN_ONE_IN = 4
+LEARN_ONE_IN = 8
 LEARN_EVERY = 64  # pending rounds per learning step; the first steps are after 1, 2, 4, .. and 32 rounds
 ALONE = (0, 1)  # rows of other requests in a pass, and number of requests
 OUTLIER = 3  # times an expected time: timings beyond are interruptions
@@ -90,11 +90,12 @@ class Learner:
         """Returns whether the round about to start is learned from; `num_skipped` rounds were not drafted for before it."""
         return self.rounds < LEARN_ALL_ROUNDS or num_skipped > 0 or self.rounds % LEARN_ONE_IN == 0
 
-    def acceptance(self, probs: list[float], depth: int, least: float) -> list[float]:
-        """Returns the acceptance probabilities of a node's candidates up to the first below `least`."""
-        if self.calibrate:
-            return self.calibrator.leading(probs, depth, least)
-        return [prob for prob in probs if prob >= least]
+    @property
+    def acceptance(self) -> Acceptance:
+        """Returns the function from a node's candidates, their depth and a least probability to their acceptance probabilities
+        up to the first below it.
+        """
+        return self.calibrator.leading if self.calibrate else _own_leading
 
     def is_due(self) -> bool:
         """Returns whether enough rounds are pending for a learning step."""
@@ -170,6 +171,10 @@ class Learner:
         self.pending.clear()
 
 
+def _own_leading(probs: list[float], depth: int, least: float) -> list[float]:
+    return [prob for prob in probs if prob >= least]
+
+
 def correct_costs(costs: Costs, outcome: RoundOutcome) -> None:
     """Moves the cost tables towards the timings of a round."""
     times = outcome.times()
@@ -179,7 +184,7 @@ def correct_costs(costs: Costs, outcome: RoundOutcome) -> None:
         if width == 0:
             costs.correct_commit(seconds, LIVE_RATE)
         else:
-            costs.draft.correct(costs.draft(width), seconds, LIVE_RATE)
+            costs.draft.correct_at(width, seconds, LIVE_RATE)
     explained = times.verify_s + sum(seconds for _, seconds in times.draft)
     costs.overhead += LIVE_RATE * (max(times.total_s - explained, 0.0) - costs.overhead)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from sage.costs.calibration import Acceptance
 from sage.planning.tree import Frontier, NextLevel
 from sage.trees.cost_aware.pricing import CONFIDENCE_BINS, Prices
 
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from sage.trees.cost_aware.policy import CostAware
 
 MIN_PATH_PROB = 1e-12  # divisor in place of an acceptance probability of 0
+NEXT_OF_CHAIN, LAST_OF_CHAIN = NextLevel([0], [0]), NextLevel([0], [])
 
 Children = tuple[list[float], list[float], list[int]]  # P, own acceptance probability and pick of each, by increasing pick
-Acceptance = Callable[[list[float], int, float], list[float]]  # as `Calibrator.leading`
 
 
-@dataclass
+@dataclass(slots=True)
 class CostPlan:
     """Plan of one round.
 
@@ -43,6 +44,7 @@ class CostPlan:
         masses: depth, own acceptance probability and acceptance mass of the candidates of each expanded node.
         paths: P of each drafted node.
         frontier: P and own acceptance probability of each frontier node.
+        is_chain: whether every level so far has a single node, the draft's most probable candidate.
     """
 
     prices: Prices
@@ -56,6 +58,7 @@ class CostPlan:
     masses: list[tuple[int, float, float]] = field(default_factory=list)
     paths: list[float] = field(default_factory=list)
     frontier: list[tuple[float, float]] = field(default_factory=lambda: [(1.0, 1.0)])
+    is_chain: bool = True
 
     def log_entry(self) -> dict[str, float]:
         """Returns the figures for `Stats.rounds_log`."""
@@ -79,9 +82,26 @@ def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, front
         return None
     plan.levels = level
     plan.paths += paths
+    if plan.is_chain and len(paths) == 1 and picks[0] == 0:
+        return _next_of_chain(options, plan, frontier, paths[0], acceptances[0])
+    plan.is_chain = False
     expand = _worth_expanding(options, plan, children, frontier) if level < options.max_depth else []
     plan.frontier = [(paths[i], acceptances[i]) for i in expand]
     return NextLevel(picks, [picks[i] for i in expand])
+
+
+def _next_of_chain(options: CostAware, plan: CostPlan, frontier: Frontier, path: float, own: float) -> NextLevel:
+    """Does what `_worth_expanding` does for a single candidate, in the fewest steps: most levels of a small tree have one."""
+    level = frontier.level
+    if level >= options.max_depth:
+        return LAST_OF_CHAIN
+    plan.level_cost = plan.prices.levels[0]
+    if options.sees_ends and 0 in frontier.ends():
+        plan.gain = 0.0
+        return LAST_OF_CHAIN
+    plan.gain = path * plan.prices.masses[level][int(own * CONFIDENCE_BINS)]
+    plan.frontier = [(path, own)]
+    return NEXT_OF_CHAIN if plan.gain > plan.level_cost or not options.stop else LAST_OF_CHAIN
 
 
 def _children(options: CostAware, acceptance: Acceptance, plan: CostPlan, frontier: Frontier) -> Children:
@@ -93,11 +113,8 @@ def _children(options: CostAware, acceptance: Acceptance, plan: CostPlan, fronti
     first = 0
     for (path, own), probs in zip(plan.frontier, frontier.rows, strict=True):
         accepted = acceptance(probs, level, node_price / (path or MIN_PATH_PROB))
-        pick = first
-        for probability in accepted:
-            paths.append(path * probability)
-            picks.append(pick)
-            pick += 1
+        paths += [path * probability for probability in accepted]
+        picks += range(first, first + len(accepted))
         acceptances += accepted
         if plan.has_feedback:
             plan.masses.append((level - 1, own, sum(accepted)))
@@ -112,9 +129,8 @@ def _worth_expanding(options: CostAware, plan: CostPlan, children: Children, fro
     """Selects the nodes to expand: the width that maximizes expected gain minus cost; empty if that is negative."""
     prices, masses = plan.prices.levels, plan.prices.masses[frontier.level]
     paths, acceptances, picks = children
-    gains: list[tuple[float, int]] = []
-    for i, path in enumerate(paths):
-        gains.append((path * masses[int(acceptances[i] * CONFIDENCE_BINS)], i))
+    means = [masses[int(acceptance * CONFIDENCE_BINS)] for acceptance in acceptances]
+    gains = [(path * mean, i) for i, (path, mean) in enumerate(zip(paths, means, strict=True))]
     if options.sees_ends and (ends := frontier.ends()):
         gains = [(gain, i) for gain, i in gains if picks[i] not in ends]
     gains.sort(reverse=True)
@@ -130,16 +146,16 @@ def _worth_expanding(options: CostAware, plan: CostPlan, children: Children, fro
 
 
 def select(options: CostAware, plan: CostPlan) -> list[int] | None:
-    """Returns the top n nodes by P in that order, n maximizing expected tokens minus priced time.
+    """Returns the top n nodes by P in that order, n maximizing expected tokens minus priced time; None for all of a chain.
 
     Ancestors are included because P never increases along a path. The path most likely to be accepted tends to come first.
     """
     if not plan.paths:
         return None
-    order = _by_path(options, plan)
-    verify_s = plan.prices.verify_s
-    size = _best_size([plan.paths[i] for i in order], plan.prices.time, verify_s.__getitem__)
-    return _chosen(plan, order[:size])
+    order = range(len(plan.paths)) if plan.is_chain else _by_path(options, plan)
+    size = _best_size([plan.paths[i] for i in order], plan.prices.time, plan.prices.verify_s.__getitem__)
+    chosen = _chosen(plan, order[:size])
+    return None if plan.is_chain and size == len(order) else chosen
 
 
 def select_together(policies: Sequence[CostAware], verify_s: Callable[[int], float]) -> list[list[int] | None]:
