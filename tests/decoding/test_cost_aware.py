@@ -28,7 +28,7 @@ from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware import learner as learning
 from sage.trees.cost_aware.learner import LEARN_ALL_ROUNDS, LEARN_EVERY, Learner, labelled_candidates
 from sage.trees.cost_aware.pace import Pace
-from sage.trees.cost_aware.pricing import ChildMass
+from sage.trees.cost_aware.pricing import ChildMass, Prices
 
 COUPLED = Sampling(temperature=1.0, seed=3, max_new_tokens=10)
 PLAIN = replace(COUPLED, couple=False)
@@ -290,17 +290,19 @@ class TestTree:
     def test_a_chain_is_planned_like_any_tree(self, options: dict[str, Any]) -> None:
         """Levels of a single candidate take fewer steps; a round that is not known to be a chain is the slow twin."""
         for seed, probs in enumerate(random_probs(200, 4, seed=0).tolist()):
-            plans = []
+            plans, has_end = [], seed % 5 == 0
             for is_chain in (True, False):
                 policy = self.policy(flat_costs(node=0.15, level=0.1), **options)
                 policy.begin()
-                policy.plan.is_chain, levels = is_chain, []
+                policy.plan.is_chain, policy.plan.has_feedback, levels = is_chain, False, []
                 for level in range(1, 6):
-                    chosen = policy.next_level(Frontier(level, [probs], ends=lambda seed=seed: [0] if seed % 5 == 0 else []))
+                    chosen = policy.next_level(Frontier(level, [probs], ends=lambda has_end=has_end: [0] if has_end else []))
                     levels.append(chosen and (list(chosen.picks), list(chosen.expand)))
                     if chosen is None or len(chosen.expand) != 1:
                         break
                 entry = policy.plan.log_entry()
+                if has_end:
+                    entry.pop("gain")  # of a level that is not drafted in any case
                 keep = policy.select()
                 levels.append(list(range(1 + entry["drafted"])) if keep is None else sorted(keep))
                 plans.append((levels, entry, policy.plan.expected))
@@ -331,6 +333,12 @@ class TestTree:
         chosen = policy.next_level(Frontier(1, [[0.4, 0.2, 0.2, 0.2]]))
         keep = policy.select()
         assert len(chosen.picks) == len(keep) == 4 and keep[0] == 0
+
+    def test_a_tile_of_rows_beyond_the_usual_tree_makes_no_node_dearer(self) -> None:
+        """Up to 8 nodes one more costs 0.01, the ninth 5: trees of 8 nodes are priced by what their nodes cost."""
+        verify = Curve([1, 2, 8, 9, 64], [1.0, 1.0, 1.06, 6.0, 7.0])
+        prices = [Prices.of(1.0, Costs(verify, Curve([1], [0.1]), 0), size, 64, 10, [[]]) for size in (2.0, 8.0, 9.0)]
+        assert [one.node for one in prices] == pytest.approx([0.01, 0.01, 5 / 7])
 
     def test_drafting_that_does_not_pay_is_skipped_and_retried(self) -> None:
         policy = self.policy(flat_costs(node=0.1, level=50.0))

@@ -76,32 +76,42 @@ class CostPlan:
 def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, frontier: Frontier) -> NextLevel | None:
     """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
     level = plan.expanded = frontier.level
-    plan.drafting_s += plan.prices.first_s if level == 1 else plan.prices.level_s[len(frontier.rows) - 1]
+    prices, rows = plan.prices, frontier.rows
+    if plan.is_chain and not plan.has_feedback:
+        ((path, _),) = plan.frontier
+        accepted = acceptance(rows[0], level, prices.node / (path or MIN_PATH_PROB))
+        if len(accepted) == 1:
+            return _next_of_chain(options, plan, frontier, path * accepted[0], accepted[0])
+    plan.drafting_s += prices.first_s if level == 1 else prices.level_s[len(rows) - 1]
     children = paths, acceptances, picks = _children(options, acceptance, plan, frontier)
     if not paths:
         return None
     plan.levels = level
     plan.paths += paths
-    if plan.is_chain and len(paths) == 1 and picks[0] == 0:
-        return _next_of_chain(options, plan, frontier, paths[0], acceptances[0])
-    plan.is_chain = False
+    plan.is_chain = plan.is_chain and len(paths) == 1 and picks[0] == 0
     expand = _worth_expanding(options, plan, children, frontier) if level < options.max_depth else []
     plan.frontier = [(paths[i], acceptances[i]) for i in expand]
     return NextLevel(picks, [picks[i] for i in expand])
 
 
 def _next_of_chain(options: CostAware, plan: CostPlan, frontier: Frontier, path: float, own: float) -> NextLevel:
-    """Does what `_worth_expanding` does for a single candidate, in the fewest steps: most levels of a small tree have one."""
-    level = frontier.level
+    """Does what `next_level` does for a single candidate of a round without feedback, in the fewest steps: most levels of a
+    small tree are such, and the host takes longer than usual between passes, which leave nothing of it in the caches.
+    """
+    plan.paths.append(path)
+    plan.levels = level = frontier.level
     if level >= options.max_depth:
         return LAST_OF_CHAIN
-    plan.level_cost = plan.prices.levels[0]
+    prices = plan.prices
+    plan.level_cost = price = prices.levels[0]
+    plan.gain = gain = path * prices.masses[level][int(own * CONFIDENCE_BINS)]
+    if gain <= price and options.stop:
+        return LAST_OF_CHAIN
     if options.sees_ends and 0 in frontier.ends():
         plan.gain = 0.0
         return LAST_OF_CHAIN
-    plan.gain = path * plan.prices.masses[level][int(own * CONFIDENCE_BINS)]
     plan.frontier = [(path, own)]
-    return NEXT_OF_CHAIN if plan.gain > plan.level_cost or not options.stop else LAST_OF_CHAIN
+    return NEXT_OF_CHAIN
 
 
 def _children(options: CostAware, acceptance: Acceptance, plan: CostPlan, frontier: Frontier) -> Children:

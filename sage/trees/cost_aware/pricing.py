@@ -7,6 +7,7 @@ from typing import NamedTuple
 from sage.costs.tables import Costs
 
 CONFIDENCE_BINS = 4
+LEAST_SIZE = 4  # nodes of the smallest tree that the price of a node is taken from
 
 
 class ChildMass:
@@ -62,12 +63,13 @@ class Prices(NamedTuple):
 
         Args:
             time: tokens per second.
-            usual_size: usual number of nodes of a tree. The slope of the cost curve around it is the price of a node while
-                levels are drafted; the final selection uses the curve itself.
+            usual_size: usual number of nodes of a tree. The mean slope of the cost curve up to it is the price of a node while
+                levels are drafted; the final selection uses the curve itself. Beyond it, a kernel may need one more tile of
+                rows, at the price of a third of a pass: no reason to draft less than fits into those that are needed anyway.
             nodes, width: maximum number of verified nodes, and of expanded nodes of a level.
         """
-        low, high = max(round(usual_size / 2), 2), max(round(1.5 * usual_size), 4)
-        node = time * (costs.verify(high) - costs.verify(low)) / (high - low)
+        size = max(round(usual_size), LEAST_SIZE)
+        node = time * (costs.verify(size) - costs.verify(2)) / (size - 2)
         level_s = costs.draft.up_to(width)
         levels = [time * seconds + count * node for count, seconds in enumerate(level_s, start=1)]
         return cls(time, node, levels, level_s, costs.first_level_s, costs.verify.up_to(nodes + 1), masses)
