@@ -280,8 +280,7 @@ def _draw(found: Mapping[str, Json]) -> Figure:
         axes.axhline(1.0, **style.BASELINE)
     large = ratio_of_large()
     figure.axes[1].axvline(large, color=style.FAINT, linewidth=1, linestyle=":")
-    label = f"{LARGE_NAME}: {large:.2f}"
-    figure.axes[1].text(large, 0.08, label, fontsize=8.5, color=style.FAINT, rotation=90, va="bottom", ha="right")
+    figure.axes[1].text(large, 0.08, f"{LARGE_NAME}: {large:.2f} ", fontsize=8.5, color=style.FAINT, va="bottom", ha="right")
     return figure
 
 
