@@ -138,6 +138,20 @@ class TestCurve:
         assert curve(1) == pytest.approx(1.0, rel=0.02) and curve(3) == pytest.approx(2.0, rel=0.02)
         assert 1.2 < curve(8) < 1.7, "never seen: half of the way"
 
+    @pytest.mark.parametrize("table,truth", [((2.0, 2.0), (2.0, 3.4)), ((2.0, 3.4), (2.4, 2.4)), ((2.0, 3.4), (2.0, 3.4))])
+    def test_live_timings_move_its_slope(self, table: tuple[float, float], truth: tuple[float, float]) -> None:
+        """Nodes become dearer while reading the weights does not, or cheaper while it becomes dearer; timings vary by 10%."""
+        curve, real = Curve([1, 8], list(table)), Curve([1, 8], list(truth))
+        generator = torch.Generator().manual_seed(0)
+        for count in torch.randint(3, 9, (400,), generator=generator).tolist():
+            noise = 0.1 * float(torch.randn((), generator=generator))
+            seconds, expected = real(count) * math.exp(noise), curve(count)
+            curve.correct_growth(count, expected, seconds, 0.02)
+            curve.correct(expected, seconds, 0.05)
+        assert curve(8) == pytest.approx(real(8), rel=0.1)
+        assert curve(8) - curve(3) == pytest.approx(real(8) - real(3), abs=0.25)
+        assert curve(2) >= curve(1) > 0
+
     def test_nodes_of_a_joint_pass_cost_what_they_add_to_it(self) -> None:
         """Four requests, 16 nodes of the three others; draft passes are shared by as many nodes of all."""
         costs = Costs(Curve([1, 8, 64], [1.0, 1.0, 8.0]), Curve([1, 64], [0.1, 0.73]), context=0, commit_s=0.2, overhead=0.01)

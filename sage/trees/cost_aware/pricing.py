@@ -69,7 +69,7 @@ class Prices(NamedTuple):
             nodes, width: maximum number of verified nodes, and of expanded nodes of a level.
         """
         size = max(round(usual_size), LEAST_SIZE)
-        node = time * (costs.verify(size) - costs.verify(2)) / (size - 2)
+        node = time * max(costs.verify(size) - costs.verify(2), 0.0) / (size - 2)
         level_s = costs.draft.up_to(width)
         levels = [time * seconds + count * node for count, seconds in enumerate(level_s, start=1)]
         return cls(time, node, levels, level_s, costs.first_level_s, costs.verify.up_to(nodes + 1), masses)
