@@ -40,7 +40,7 @@ class CostPlan:
         expanded: deepest level for which the draft ran.
         levels: deepest level with nodes worth verifying.
         expected: expected accepted tokens of the selected nodes.
-        drafting_s: seconds of the draft passes by the cost tables.
+        drafting_s: seconds of the draft passes by the cost tables, of a round with feedback.
         masses: depth, own acceptance probability and acceptance mass of the candidates of each expanded node.
         paths: P of each drafted node.
         frontier: P and own acceptance probability of each frontier node.
