@@ -436,7 +436,7 @@ class TestLearning:
         assert policy.learner.rounds == LEARN_ALL_ROUNDS + 16 and len(policy.learner.pending) == 2
 
     def test_while_drafting_does_not_pay_every_round_is_learned_from(self) -> None:
-        """These rounds decide whether drafting resumes; one in four could miss every round in which it was retried."""
+        """These rounds decide whether drafting resumes; one in eight could miss every round in which it was retried."""
         policy = self.after(0)
         policy.learner.rounds = LEARN_ALL_ROUNDS + 1
         for has_feedback in (False, True, True, True, True):

@@ -77,13 +77,14 @@ def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, front
     """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
     level = plan.expanded = frontier.level
     prices, rows = plan.prices, frontier.rows
-    if plan.is_chain and not plan.has_feedback:
-        ((path, _),) = plan.frontier
-        accepted = acceptance(rows[0], level, prices.node / (path or MIN_PATH_PROB))
-        if len(accepted) == 1:
-            return _next_of_chain(options, plan, frontier, path * accepted[0], accepted[0])
+    found = [
+        acceptance(probs, level, prices.node / (path or MIN_PATH_PROB))
+        for (path, _), probs in zip(plan.frontier, rows, strict=True)
+    ]
+    if plan.is_chain and not plan.has_feedback and len(found[0]) == 1:
+        return _next_of_chain(options, plan, frontier, plan.frontier[0][0] * found[0][0], found[0][0])
     plan.drafting_s += prices.first_s if level == 1 else prices.level_s[len(rows) - 1]
-    children = paths, acceptances, picks = _children(options, acceptance, plan, frontier)
+    children = paths, acceptances, picks = _children(options, plan, frontier, found)
     if not paths:
         return None
     plan.levels = level
@@ -114,20 +115,22 @@ def _next_of_chain(options: CostAware, plan: CostPlan, frontier: Frontier, path:
     return NEXT_OF_CHAIN
 
 
-def _children(options: CostAware, acceptance: Acceptance, plan: CostPlan, frontier: Frontier) -> Children:
-    """Returns the candidates whose P pays for a node of a tree of usual size, at most the `max_nodes` most probable."""
-    level, node_price = frontier.level, plan.prices.node
+def _children(options: CostAware, plan: CostPlan, frontier: Frontier, found: Sequence[list[float]]) -> Children:
+    """Returns the candidates whose P pays for a node of a tree of usual size, at most the `max_nodes` most probable.
+
+    Args:
+        found: acceptance probabilities of those below each frontier node.
+    """
     paths: list[float] = []
     acceptances: list[float] = []
     picks: list[int] = []
     first = 0
-    for (path, own), probs in zip(plan.frontier, frontier.rows, strict=True):
-        accepted = acceptance(probs, level, node_price / (path or MIN_PATH_PROB))
+    for (path, own), probs, accepted in zip(plan.frontier, frontier.rows, found, strict=True):
         paths += [path * probability for probability in accepted]
         picks += range(first, first + len(accepted))
         acceptances += accepted
         if plan.has_feedback:
-            plan.masses.append((level - 1, own, sum(accepted)))
+            plan.masses.append((frontier.level - 1, own, sum(accepted)))
         first += len(probs)
     if len(paths) <= options.max_nodes:
         return paths, acceptances, picks
