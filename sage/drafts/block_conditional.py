@@ -118,33 +118,50 @@ class ConditionalPass(CorrectionPass):
         return (logits + self.to_logits(self.state(tokens, parents, hidden)),)
 
 
-class TrunkPass(CorrectionPass):
-    """Logits along the trunk: the path on which each level has its most probable token below the level before.
+def trunk_levels(num_levels: int) -> int:
+    """Returns the levels of a part of the trunk: many rounds end in the first half of a block of more than four levels."""
+    return num_levels // 2 if num_levels > 4 and num_levels % 2 == 0 else num_levels
 
-    Drafts follow it mostly. One call then replaces those of every level, whose cost is that of a call.
+
+class TrunkPass(CorrectionPass):
+    """Logits along a part of the trunk: the path on which each level has its most probable token below the level before.
+
+    Drafts follow it mostly. One call then replaces those of several levels, whose cost is that of a call. Shapes: T levels of
+    a part.
     """
 
     def __init__(self, draft: BlockDraft, target: Target, to_logits: nn.Linear) -> None:
-        names = ("the draft's correction of all levels", "the draft's correction of all levels")
-        super().__init__(draft, target, to_logits, names, 1, slots=draft.num_levels, outputs=draft.num_levels)
-        self.results = (*self.results, Result((draft.num_levels,)))
+        names = ("the draft's correction of the most probable path",) * 2
+        levels = trunk_levels(draft.num_levels)
+        super().__init__(draft, target, to_logits, names, 1, slots=levels, outputs=levels)
+        self.results = (*self.results, Result((levels,)))
 
     def forward(self, tokens: Tensor, parents: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns logits [K, U] below the nodes of the trunk, the root first, and their most probable tokens, LongTensor [K].
+        """Returns logits [T, U] below the nodes of the part, and their most probable tokens, LongTensor [T].
 
         Args:
-            tokens, parents: LongTensor [1], the root and the token before it.
-            hidden, logits: results [K, D] and [K, U] of the block.
+            tokens, parents: LongTensor [1], the first node of the part, the root at first, and the token before it.
+            hidden, logits: results [T, D] and [T, U] of the block.
         """
-        rows, found = [], []
-        for level in range(self.draft.num_levels):
-            one = slice(level, level + 1)
-            row = logits[one] + self.to_logits(self.state(tokens, parents, hidden[one]))
+        slots = None if self.path_head is None else self.path_head.hidden(hidden).split(1)
+        above, rows, found = self._parts(parents)[1], [], []
+        for level, slot_logits in enumerate(logits.split(1)):
+            own, below = self._parts(tokens)
+            state = own if slots is None else nn.functional.silu(own + above + slots[level])
+            row = slot_logits + self.to_logits(state)
             best = row.argmax(-1)
-            parents, tokens = tokens, best + self.draft.d2t.index_select(0, best)
+            tokens, above = best + self.draft.d2t.index_select(0, best), below
             rows.append(row)
             found.append(tokens)
         return torch.cat(rows), torch.cat(found)
+
+    def _parts(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what tokens [1] add to the state of their node and to those of the nodes below, [1, r] each."""
+        if self.path_head is None:
+            assert self.markov_head is not None
+            state = self.markov_head(tokens)
+            return state, state
+        return self.path_head.parts(self.embed_tokens(tokens).to(self.draft.dtype))
 
 
 class JointConditionalPass(CorrectionPass, JointFunction):

@@ -78,8 +78,18 @@ class PathHead(nn.Module):
 
     def forward(self, tokens: Tensor, parents: Tensor, hidden: Tensor) -> Tensor:
         """Returns the state [.., r] of nodes from the embeddings [.., D] of their token and its parent, in slots `hidden`."""
-        token, parent = (nn.functional.rms_norm(part, part.shape[-1:], eps=self.eps) for part in (tokens, parents))
-        return nn.functional.silu(self.token(token) + self.parent(parent) + self.hidden(hidden))
+        own, parent = self.token(self._normalize(tokens)), self.parent(self._normalize(parents))
+        return nn.functional.silu(own + parent + self.hidden(hidden))
+
+    def parts(self, embeds: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what tokens with embeddings [.., D] add to the state of their node and to those of its children, before the
+        activation, [.., r] each.
+        """
+        embeds = self._normalize(embeds)
+        return self.token(embeds), self.parent(embeds)
+
+    def _normalize(self, embeds: Tensor) -> Tensor:
+        return nn.functional.rms_norm(embeds, embeds.shape[-1:], eps=self.eps)
 
 
 class ConfidenceHead(nn.Module):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage.drafts.block_conditional import trunk_levels
 from sage.drafts.layer import fuse_linears
 from sage.drafts.session import JointSession
 from sage.runtime.executors import EAGER, executor_of
@@ -32,7 +33,7 @@ class BlockSession(JointSession):
     the prompt in another way (`_read_prompt`) or have other rope positions (`_positions`).
 
     The trunk is the path of most probable tokens. As long as a policy expands its nodes alone, their logits and candidates are
-    looked up, since one call computed them for all levels; without a conditional, those of all nodes are.
+    looked up, since one call computes them for several levels; without a conditional, those of all nodes are.
 
     A draft in training runs eagerly. So does the prefill of a prompt that is long or pruned; others are read in the same way as
     accepted tokens.
@@ -53,6 +54,7 @@ class BlockSession(JointSession):
         self._correction = bound[0] if bound else None
         self._trunk = bound[1] if bound[1:] and self._executor is not EAGER else None
         self.levels, self.token_map, self.max_depth = draft.levels, draft.token_map, draft.num_levels
+        self._part = trunk_levels(draft.num_levels)
         self.committed = self.depth = self.offset = 0
         self._staging = TokenStagingBuffer(draft.device)
         self.cache = self._executor.new_cache(draft, capacity + draft.num_slots, draft.new_cache)
@@ -140,28 +142,36 @@ class BlockSession(JointSession):
         """Starts a tree from the pass's results [K, D] and [K, U]; `root` and its predecessor `parent` are LongTensor [1]."""
         self._hidden, self._logits, self._root, self._frontier = hidden, logits, root, root
         self.depth = 0
-        if self._trunk is None:
-            self._set_trunk(logits if self._correction is None else None)
-            found = yield from self._below(root, parent)
+        if self._trunk is not None:
+            found = yield from self._continue_trunk(root, parent)
             return found
-        corrected, tokens = yield from self._trunk.steps(None, root, parent, hidden, logits)
-        self._set_trunk(corrected, tokens)
+        self._set_trunk(logits if self._correction is None else None)
+        found = yield from self._below(root, parent)
+        return found
+
+    def _continue_trunk(self, token: Tensor, parent: Tensor) -> Steps[Tensor]:
+        """Computes the part of the trunk from the current depth on; returns the logits [1, U] below its first node, which has
+        `token` [1] below `parent` [1].
+        """
+        assert self._trunk is not None
+        inputs = (part.narrow(0, self.depth, self._part) for part in (self._hidden, self._logits))
+        self._set_trunk(*(yield from self._trunk.steps(None, token, parent, *inputs)))
         return self._row_of_trunk()
 
     def _set_trunk(self, logits: Tensor | None, tokens: Tensor | None = None) -> None:
-        """Sets the logits [K, U] below the nodes of the trunk, None if they are not known, and the nodes below the root [K];
-        without these, all nodes of a level share its logits.
+        """Sets the logits [T, U] below the trunk's nodes from the current depth on, None if they are not known, and the most
+        probable tokens [T] below them; without these, all nodes of a level share its logits.
         """
-        self._trunk_logits, self._trunk_tokens = logits, tokens
-        self._best: dict[int, tuple[Tensor, Tensor]] = {}  # of all levels, by number of candidates
-        self._expected = None if tokens is None else tokens.tolist()
+        self._trunk_start, self._trunk_logits, self._trunk_tokens = self.depth, logits, tokens
+        self._best: dict[int, tuple[Tensor, Tensor]] = {}  # candidates below these nodes, by their number
+        self._expected = [] if tokens is None else tokens.tolist()
         self._place: int | None = 0  # of the trunk's node in the frontier; None if it is not expanded
         self._row: Tensor | None = None
 
     def _row_of_trunk(self) -> Tensor:
         """Returns the logits [1, U] below the trunk's node of the current depth."""
         assert self._trunk_logits is not None
-        self._row = self._trunk_logits.narrow(0, self.depth, 1)
+        self._row = self._trunk_logits.narrow(0, self.depth - self._trunk_start, 1)
         return self._row
 
     def propose(self, scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
@@ -170,16 +180,15 @@ class BlockSession(JointSession):
         if num_candidates not in self._best:
             assert self._trunk_logits is not None
             self._best[num_candidates] = super().propose(self._trunk_logits, num_candidates)
-        probs, tokens = self._best[num_candidates]
-        return probs.narrow(0, self.depth, 1), tokens.narrow(0, self.depth, 1)
+        probs, tokens = (part.narrow(0, self.depth - self._trunk_start, 1) for part in self._best[num_candidates])
+        return probs, tokens
 
     def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
         if self._trunk is not None:
             self._place = self._place_on_trunk(rows, tokens)
-            if self._place == 0 and len(tokens) == 1 and self._trunk_tokens is not None:
-                self._frontier = self._trunk_tokens.narrow(0, self.depth, 1)
-                self.depth += 1
-                return self._row_of_trunk()
+            if self._place == 0 and len(tokens) == 1:
+                logits = yield from self._follow_trunk()
+                return logits
         staged = self._staging.stage(tokens)
         parents = staged
         if self._correction is not None:
@@ -191,10 +200,22 @@ class BlockSession(JointSession):
 
     def _place_on_trunk(self, rows: Tensor, tokens: Tokens) -> int | None:
         """Returns which of the expanded nodes belongs to the trunk, None if none does or the host does not know."""
-        if self._place is None or self._expected is None or isinstance(tokens, Tensor):
+        level = self.depth - self._trunk_start
+        if self._place is None or level >= len(self._expected) or isinstance(tokens, Tensor):
             return None
-        wanted = (self._place, self._expected[self.depth])
+        wanted = (self._place, self._expected[level])
         return next((place for place, node in enumerate(zip(rows.tolist(), tokens, strict=True)) if node == wanted), None)
+
+    def _follow_trunk(self) -> Steps[Tensor]:
+        """Goes one level deeper along the trunk; returns the logits [1, U] below its next node."""
+        assert self._trunk_tokens is not None
+        level = self.depth - self._trunk_start
+        self._frontier = self._trunk_tokens.narrow(0, level, 1)
+        self.depth += 1
+        if level + 1 < len(self._expected):
+            return self._row_of_trunk()
+        logits = yield from self._continue_trunk(self._frontier, self._trunk_tokens.narrow(0, level - 1, 1))
+        return logits
 
     def _below(self, tokens: Tensor, parents: Tensor) -> Steps[Tensor]:
         """Returns the logits [F, U] below nodes of the current depth."""
@@ -215,6 +236,6 @@ class BlockSession(JointSession):
         self._root = torch.zeros(1, dtype=torch.long, device=draft.device)
         self._frontier = self._root.new_zeros(width)
         if self._trunk is not None:
-            self._set_trunk(self._logits, self._root.new_zeros(draft.num_levels))
+            self._set_trunk(self._logits.narrow(0, 0, self._part), self._root.new_zeros(self._part))
         else:
             self._set_trunk(self._logits if self._correction is None else None)

@@ -19,6 +19,7 @@ from torch import Tensor
 import sage
 from sage.costs.measure import measure_costs
 from sage.drafts.block import BlockDraft, visible_to_blocks
+from sage.drafts.block_conditional import trunk_levels
 from sage.drafts.block_session import BlockSession
 from sage.drafts.draft import new_session
 from sage.runtime.captured import call_again
@@ -40,7 +41,7 @@ POLICIES = [name for name in sage.POLICIES if name != "autoregressive"]
 
 
 def block(target: sage.Target, form: str = "mlp", **options: Any) -> BlockDraft:
-    draft: BlockDraft = random_draft(target, "block", **SMALL, **FORMATS[form], **options).eval()
+    draft: BlockDraft = random_draft(target, "block", **(SMALL | FORMATS[form] | options)).eval()
     return draft
 
 
@@ -121,26 +122,32 @@ def test_a_causal_block_of_few_levels_has_the_rows_of_a_complete_one(double: sag
     torch.testing.assert_close(few, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_chain_asks_for_one_correction_a_round(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trunk's. Its tokens, logits and candidates are those of a correction per level."""
+@pytest.mark.parametrize("form", ["dspark", "mlp"])
+def test_the_trunk_has_the_logits_of_a_correction_per_level(
+    form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens and candidates, too: in two parts, also where a level has a sibling; a chain asks for no other correction."""
     without_compiler(monkeypatch)
-    draft, prompt = block(tiny_qwen), tiny_qwen.embed(make_inputs(tiny_qwen))
-    chains = []
-    for mode in (PassMode.eager, PassMode.compiled):
-        tiny_qwen.passes = mode
-        session = new_session(draft, tiny_qwen, 60)
-        assert isinstance(session, BlockSession) and session._correction is not None
-        logits = session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
-        if mode is PassMode.compiled:
-            monkeypatch.setattr(session, "_correction", None)
-        chain = [session.propose(logits, 3)]
-        for _ in range(draft.num_levels - 1):
-            logits = session.expand(torch.zeros(1, dtype=torch.long), [int(chain[-1][1][0, 0])])
-            chain.append(session.propose(logits, 3))
-        chains.append(chain)
-    for eager, compiled in zip(*chains, strict=True):
-        assert torch.equal(eager[1], compiled[1])
-        torch.testing.assert_close(eager[0], compiled[0])
+    draft, prompt = block(tiny_qwen, form, block_size=6), tiny_qwen.embed(make_inputs(tiny_qwen))
+    assert trunk_levels(draft.num_levels) == 3
+    for siblings in ({}, {1}, {3}):
+        found = []
+        for mode in (PassMode.eager, PassMode.compiled):
+            tiny_qwen.passes = mode
+            session = new_session(draft, tiny_qwen, 60)
+            assert isinstance(session, BlockSession) and session._correction is not None
+            logits = session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
+            if mode is PassMode.compiled and not siblings:
+                monkeypatch.setattr(session, "_correction", None)
+            levels = [session.propose(logits, 3)]
+            for level in range(1, draft.num_levels):
+                nodes = levels[-1][1][0, : 2 if level in siblings else 1].tolist()
+                logits = session.expand(torch.zeros(len(nodes), dtype=torch.long), nodes)
+                levels.append(session.propose(logits, 3))
+            found.append(levels)
+        for eager, compiled in zip(*found, strict=True):
+            assert torch.equal(eager[1], compiled[1])
+            torch.testing.assert_close(eager[0], compiled[0])
 
 
 def test_a_draft_that_is_trained_further_decodes_with_its_new_weights(tiny_qwen: sage.Target) -> None:
