@@ -33,6 +33,8 @@ def facts(
     """Facts of a run of 50 steps with a steady estimate of 2.0 tokens per pass, and own answers."""
     policies = {"autoregressive": policy(1.0, 1.0, None), "chain": chain, **(others or {})}
     report = {"policies": policies, "prompts": prompts}
+    if (batch_size := changes.pop("batch_size", 1)) > 1:
+        report["batch_size"] = batch_size
     if not run:
         return Facts(report=report, draft="exports/d")
     estimates = changes.pop("estimates", (1.2, 1.6, 2.0, 2.0, 2.0))
@@ -75,6 +77,13 @@ CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
         "other_prompts",
         ("1.10", "2.00"),
         "sage-train target=pocket_qwen2_5_vl data.path=FILE run.dir=runs/a-like_prompts",
+    ),
+    "prompts together": (
+        facts(policy(3.5, 0.95, (0.9, 1.05)), batch_size=8, estimates=(3.0, 3.1, 3.2, 3.4, 3.6)),
+        Result.unclear,
+        "prompts_together",
+        ("8 prompts",),
+        "sage-validate checkpoint=runs/a/draft decode.batch_size=1",
     ),
     "too few steps": (
         facts(SLOW, estimates=(1.0, 1.1, 1.2, 1.4, 1.6)),

@@ -6,6 +6,7 @@ rule about a cause states its figures; the first one that applies is reported. M
     foreign answers      few supervised tokens are the target's own choice (data_prep.own_answers)
     no own outputs       trained with objective.steps=1, and its second token is accepted far less often than its first
     other prompts        far fewer tokens per pass than estimated on the training batches
+    prompts together     several prompts share their passes, in which every drafted token is one more row
     too few steps        the estimate of acceptance was still rising at the end
     cost of a round      drafted tokens are accepted, but drafting and verifying them takes longer than it saves
 
@@ -222,6 +223,17 @@ def _other_prompts(facts: Facts, name: str) -> Cause | None:
     return Cause("other_prompts", sentence, changed_command(facts.command, facts.run, "data.path=FILE", "like_prompts"))
 
 
+def _prompts_together(facts: Facts, name: str) -> Cause | None:
+    count = facts.report.get("batch_size", 1)
+    if count == 1:
+        return None
+    sentence = (
+        f"{count} prompts decoded together: without a draft, their passes verify a token of each already, and every drafted "
+        "token adds a row; the speedup of one request is measured with a batch size of 1"
+    )
+    return Cause("prompts_together", sentence, f"sage-validate {_checkpoint(facts)} decode.batch_size=1")
+
+
 def _too_few_steps(facts: Facts, name: str) -> Cause | None:
     last = facts.lines[-1]["step"] if facts.lines else 0
     quarters: tuple[list[float], list[float]] = ([], [])
@@ -261,7 +273,7 @@ def _low_acceptance(facts: Facts, name: str) -> Cause | None:
 
 Rule = Callable[[Facts, str], Cause | None]
 CAUSES: list[Rule] = [
-    _foreign_answers, _no_own_outputs, _other_prompts, _too_few_steps, _cost_of_a_round, _low_acceptance
+    _foreign_answers, _no_own_outputs, _other_prompts, _prompts_together, _too_few_steps, _cost_of_a_round, _low_acceptance
 ]  # fmt: skip
 
 
