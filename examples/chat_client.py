@@ -8,8 +8,8 @@ Without a server, it starts one in this process.
 
 from __future__ import annotations
 
+import argparse
 import base64
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -63,4 +63,6 @@ def main(url: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", nargs="?", metavar="URL", help="address of a server, such as http://127.0.0.1:8000")
+    main(parser.parse_args().url)
