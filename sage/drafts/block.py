@@ -191,7 +191,7 @@ class BlockDraft(DraftVocabulary, DraftHead):
             raise ValueError("draft.compressor: a block head reads the features of every visual token; drop it")
         levels = config.get("feature_levels")
         if not levels:
-            levels = [*([] if config.get("feed") else levels_for(target)), target.num_layers]
+            levels = [*([0] if config.get("feed") else levels_for(target)), target.num_layers]
         token = mask_token_of(target, config.get("mask_token"))
         causal = config.get("causal")
         own = {"feature_levels": levels, "mask_token": token, "causal": bool(config.get("feed")) if causal is None else causal}

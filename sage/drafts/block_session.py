@@ -54,7 +54,7 @@ class BlockSession(JointSession):
         self._correction = bound[0] if bound else None
         self._trunk = bound[1] if bound[1:] and self._executor is not EAGER else None
         self.levels, self.token_map, self.max_depth = draft.levels, draft.token_map, draft.num_levels
-        self._part = trunk_levels(draft.num_levels)
+        self._part, self._num_candidates = trunk_levels(draft.num_levels), 0
         self.committed = self.depth = self.offset = 0
         self._staging = TokenStagingBuffer(draft.device)
         self.cache = self._executor.new_cache(draft, capacity + draft.num_slots, draft.new_cache)
@@ -163,10 +163,17 @@ class BlockSession(JointSession):
         probable tokens [T] below them; without these, all nodes of a level share its logits.
         """
         self._trunk_start, self._trunk_logits, self._trunk_tokens = self.depth, logits, tokens
-        self._best: dict[int, tuple[Tensor, Tensor]] = {}  # candidates below these nodes, by their number
         self._expected = [] if tokens is None else tokens.tolist()
         self._place: int | None = 0  # of the trunk's node in the frontier; None if it is not expanded
         self._row: Tensor | None = None
+        self._best: tuple[Tensor, Tensor] | None = None  # candidates below these nodes
+        if self._num_candidates:
+            self._set_candidates(self._num_candidates)
+
+    def _set_candidates(self, num_candidates: int) -> None:
+        """Selects candidates below all nodes of the trunk's part, as many as the policy asked for last."""
+        self._num_candidates = num_candidates
+        self._best = None if self._trunk_logits is None else super().propose(self._trunk_logits, num_candidates)
 
     def _row_of_trunk(self) -> Tensor:
         """Returns the logits [1, U] below the trunk's node of the current depth."""
@@ -177,10 +184,10 @@ class BlockSession(JointSession):
     def propose(self, scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
         if self._row is None or scores is not self._row:
             return super().propose(scores, num_candidates)
-        if num_candidates not in self._best:
-            assert self._trunk_logits is not None
-            self._best[num_candidates] = super().propose(self._trunk_logits, num_candidates)
-        probs, tokens = (part.narrow(0, self.depth - self._trunk_start, 1) for part in self._best[num_candidates])
+        if self._best is None or num_candidates != self._num_candidates:
+            self._set_candidates(num_candidates)
+        assert self._best is not None
+        probs, tokens = (part.narrow(0, self.depth - self._trunk_start, 1) for part in self._best)
         return probs, tokens
 
     def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:

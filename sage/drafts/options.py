@@ -96,7 +96,8 @@ class BlockOptions(HeadSizes):
     `feed=false conditional=none` is DFlash, `feed=false conditional=markov` is DSpark.
 
     Attributes:
-        feature_levels: indices of the target's hidden_states; null: the last with `feed`, else low, middle, high and last.
+        feature_levels: indices of the target's hidden_states; null: with `feed` the embeddings and the last, else low, middle,
+            high and last.
         draft_vocab_size: tokens of the draft vocabulary, the most frequent ones of the training answers; null: all.
         block_size: slots of a block; each predicts a token, except the first slot of DFlash.
         num_layers: decoder layers.
