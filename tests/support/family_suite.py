@@ -320,6 +320,15 @@ class FamilySuite:
     # -- decoding, training, files ---------------------------------------------------------------------------------------------
 
     @pytest.mark.slow
+    def test_prompts_decoded_together_have_the_texts_of_each_alone(self, target: sage.Target) -> None:
+        prompts, draft = list(self.prompts(target).values()), sage.new_draft(target, "eagle", seed=0)
+        for options in ({}, {"temperature": 0.9, "seed": 3}):
+            more: dict[str, Any] = {"policy": "static", "max_new_tokens": NEW_TOKENS, **options}
+            together = sage.generate_batch(target, draft, prompts, batch_size=3, **more)
+            for one, inputs in zip(together, prompts, strict=True):
+                assert one.tokens.tolist() == sage.generate(target, draft, inputs, **more).tokens.tolist()
+
+    @pytest.mark.slow
     def test_texts_of_every_policy_are_generates(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = self.longest(target)
         expected = greedy_text(target, inputs, NEW_TOKENS)
