@@ -351,8 +351,20 @@ class TestTree:
     def test_a_tile_of_rows_beyond_the_usual_tree_makes_no_node_dearer(self) -> None:
         """Up to 8 nodes one more costs 0.01, the ninth 5: trees of 8 nodes are priced by what their nodes cost."""
         verify = Curve([1, 2, 8, 9, 64], [1.0, 1.0, 1.06, 6.0, 7.0])
-        prices = [Prices.of(1.0, Costs(verify, Curve([1], [0.1]), 0), size, 64, 10, [[]]) for size in (2.0, 8.0, 9.0)]
+        prices = [Prices.of(1.0, Costs(verify, Curve([1], [0.1]), 0), size, 0.0, 64, 10, [[]]) for size in (2.0, 8.0, 9.0)]
         assert [one.node for one in prices] == pytest.approx([0.01, 0.01, 5 / 7])
+
+    def test_free_rows_do_not_let_a_round_draft_far_more_than_it_verifies(self) -> None:
+        """Up to 8 nodes a pass costs the same, and the ninth node is never worth it: what is left out makes nodes dearer."""
+        verify = Curve([1, 8, 9, 64], [1.0, 1.0, 100.0, 200.0])
+        policy = self.policy(Costs(verify, Curve([1, 10], [0.01, 0.01]), context=0), max_depth=5)
+        drafted = []
+        for _ in range(80):
+            tree, _ = toy_tree(policy, root=(1,), levels=5)
+            drafted.append(len(policy.plan.paths))
+            assert len(tree) <= 9
+            policy.observe(RoundOutcome(1, tree, [0, 1], 0, times=lambda: RoundTimes(1.0, [], 1.1)))
+        assert 7 <= drafted[-1] < drafted[0] / 2
 
     def test_drafting_that_does_not_pay_is_skipped_and_retried(self) -> None:
         policy = self.policy(flat_costs(node=0.1, level=50.0))

@@ -39,11 +39,12 @@ class Extras:
 
 @dataclass
 class PendingRound:
-    """A round that the learner has not processed yet; `drafting_s` and `masses` as in `CostPlan`, `others` as in `ALONE`."""
+    """A round that the learner has not processed yet; fields as in `CostPlan`, `others` as in `ALONE`."""
 
     outcome: RoundOutcome
     drafting_s: float
     masses: list[tuple[int, float, float]]
+    left_out: float = 0.0
     others: tuple[int, int] = ALONE
 
 
@@ -54,6 +55,7 @@ class Learner:
         before, after: reliability of the draft's own and of the calibrated probabilities.
         rounds: rounds observed.
         usual_size: moving average of the number of verified nodes.
+        left_out: moving average of `CostPlan.left_out`, of requests that do not share their passes.
         pending: rounds that are not processed yet.
         extras: of a request that shares its passes, by the number of requests.
     """
@@ -65,6 +67,7 @@ class Learner:
         self.before, self.after = Reliability(), Reliability()
         self.rounds = 0
         self.usual_size = 8.0
+        self.left_out = 0.0
         self.pending: list[PendingRound] = []
         self.extras: dict[int, Extras] = {}
         self._tokens = self._seconds = 0.0
@@ -77,7 +80,8 @@ class Learner:
         other.mass.sums = [
             [mean * count for mean, count in zip(*row, strict=False)] for row in zip(means, other.mass.counts, strict=True)
         ]
-        other._tokens, other._seconds, other.usual_size = self._tokens, self._seconds, self.usual_size
+        other._tokens, other._seconds = self._tokens, self._seconds
+        other.usual_size, other.left_out = self.usual_size, self.left_out
         return other
 
     def price(self, costs: Costs, requests: int = 1) -> float:
@@ -135,6 +139,7 @@ class Learner:
         if one.others == ALONE:
             correct_costs(costs, outcome)
             seconds = costs.verify_s(size, outcome.context) + one.drafting_s + costs.overhead
+            self.left_out += LIVE_RATE * (one.left_out - self.left_out)
         else:
             seconds = self._learn_joint(one, costs)
         self._tokens = self.memory * self._tokens + requests * (outcome.accepted + 1)

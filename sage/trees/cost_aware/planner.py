@@ -40,6 +40,7 @@ class CostPlan:
         expanded: deepest level for which the draft ran.
         levels: deepest level with nodes worth verifying.
         expected: expected accepted tokens of the selected nodes.
+        left_out: P of the most probable node that was drafted and not selected; 0 if all were.
         drafting_s: seconds of the draft passes by the cost tables, of a round with feedback.
         masses: depth, own acceptance probability and acceptance mass of the candidates of each expanded node.
         paths: P of each drafted node.
@@ -54,6 +55,7 @@ class CostPlan:
     expanded: int = 0
     levels: int = 0
     expected: float = 0.0
+    left_out: float = 0.0
     drafting_s: float = 0.0
     masses: list[tuple[int, float, float]] = field(default_factory=list)
     paths: list[float] = field(default_factory=list)
@@ -167,7 +169,7 @@ def select(options: CostAware, plan: CostPlan) -> list[int] | None:
         return None
     order = range(len(plan.paths)) if plan.is_chain else _by_path(options, plan)
     size = _best_size([plan.paths[i] for i in order], plan.prices.time, plan.prices.verify_s.__getitem__)
-    chosen = _chosen(plan, order[:size])
+    chosen = _chosen(plan, order, size)
     return None if plan.is_chain and size == len(order) else chosen
 
 
@@ -187,7 +189,7 @@ def select_together(policies: Sequence[CostAware], verify_s: Callable[[int], flo
     for _, number in pairs[: _best_size([path for path, _ in pairs], price, verify_s)]:
         sizes[number] += 1
     chosen = zip(plans, orders, sizes, strict=True)
-    return [_chosen(plan, order[:size]) if plan.paths else None for plan, order, size in chosen]
+    return [_chosen(plan, order, size) if plan.paths else None for plan, order, size in chosen]
 
 
 def _by_path(options: CostAware, plan: CostPlan) -> list[int]:
@@ -207,6 +209,8 @@ def _best_size(paths: Sequence[float], price: float, verify_s: Callable[[int], f
     return size
 
 
-def _chosen(plan: CostPlan, nodes: Sequence[int]) -> list[int]:
-    plan.expected = sum(plan.paths[i] for i in nodes)
-    return [0, *[i + 1 for i in nodes]]
+def _chosen(plan: CostPlan, order: Sequence[int], size: int) -> list[int]:
+    """Returns the root and the first `size` nodes in the order of selection."""
+    plan.expected = sum(plan.paths[i] for i in order[:size])
+    plan.left_out = plan.paths[order[size]] if size < len(order) else 0.0
+    return [0, *[i + 1 for i in order[:size]]]

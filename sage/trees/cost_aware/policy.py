@@ -81,7 +81,8 @@ class CostAware(Policy):
             return known[1]
         costs = self.learner.costs_of(self.costs, self._others)
         time, masses = self.learner.price(costs, self._others[1]), self.learner.mass.table(self.max_depth)
-        found = Prices.of(time, costs, self.learner.usual_size, self.max_nodes, self.max_width, masses)
+        left_out = self.learner.left_out if self._others == ALONE else 0.0
+        found = Prices.of(time, costs, self.learner.usual_size, left_out, self.max_nodes, self.max_width, masses)
         self._prices[self._is_coupled, *self._others] = self.costs, found
         return found
 
@@ -178,7 +179,7 @@ class CostAware(Policy):
         self.learner.rounds += 1
         self._num_skipped = 0 if len(outcome.tree) > 1 else self._num_skipped + 1
         if plan.has_feedback:
-            self.learner.pending.append(PendingRound(outcome, plan.drafting_s, plan.masses, self._others))
+            self.learner.pending.append(PendingRound(outcome, plan.drafting_s, plan.masses, plan.left_out, self._others))
             if self.learner.is_due():
                 self._learn()
         return plan.log_entry()

@@ -41,7 +41,7 @@ class Prices(NamedTuple):
 
     Attributes:
         time: lambda, tokens per second.
-        node: price of verifying one more node of a tree of usual size, in tokens.
+        node: price of one more node of a tree of usual size, in tokens.
         levels: price of a level of 1, 2, .. expanded nodes, verification of as many nodes included, in tokens.
         level_s: seconds of drafting such a level.
         first_s: seconds of the draft pass over the accepted tokens, whose candidates are the first level.
@@ -58,7 +58,9 @@ class Prices(NamedTuple):
     masses: list[list[float]]
 
     @classmethod
-    def of(cls, time: float, costs: Costs, usual_size: float, nodes: int, width: int, masses: list[list[float]]) -> Prices:
+    def of(
+        cls, time: float, costs: Costs, usual_size: float, left_out: float, nodes: int, width: int, masses: list[list[float]]
+    ) -> Prices:
         """Returns the prices under measured costs.
 
         Args:
@@ -66,10 +68,12 @@ class Prices(NamedTuple):
             usual_size: usual number of nodes of a tree. The mean slope of the cost curve up to it is the price of a node while
                 levels are drafted; the final selection uses the curve itself. Beyond it, a kernel may need one more tile of
                 rows, at the price of a third of a pass: no reason to draft less than fits into those that are needed anyway.
+            left_out: usual P of the best node that was drafted and not verified. A node must promise half of it at least:
+                where rows of a tile are free, the slope alone would let any number of nodes be drafted for a few rows.
             nodes, width: maximum number of verified nodes, and of expanded nodes of a level.
         """
         size = max(round(usual_size), LEAST_SIZE)
-        node = time * max(costs.verify(size) - costs.verify(2), 0.0) / (size - 2)
+        node = max(time * (costs.verify(size) - costs.verify(2)) / (size - 2), left_out / 2, 0.0)
         level_s = costs.draft.up_to(width)
         levels = [time * seconds + count * node for count, seconds in enumerate(level_s, start=1)]
         return cls(time, node, levels, level_s, costs.first_level_s, costs.verify.up_to(nodes + 1), masses)
