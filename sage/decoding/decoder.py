@@ -216,9 +216,9 @@ def grow(request: Request) -> Steps[TreeBuilder | None]:
     builder = TreeBuilder(request.root, logits.device, request.stop.eos)
     for level in range(1, last_level + 1):
         scores = request.verifier.sampler.coupled(logits, level, session.token_map)
-        probs, tokens = session.propose(scores, policy.num_candidates_at(level))
-        clock.lap("draft_steps", len(probs) if level > 1 else 0)
-        frontier = builder.open_level(probs, tokens)
+        candidates = session.propose(scores, policy.num_candidates_at(level))
+        clock.lap("draft_steps", len(scores) if level > 1 else 0)
+        frontier = builder.open_level(*candidates)
         check_probabilities(frontier.rows, level, request.stats.new_tokens)
         next_level = policy.next_level(frontier)
         if next_level is None:

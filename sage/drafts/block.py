@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from sage.drafts.block_conditional import ConditionalPass, TrunkPass
+from sage.drafts.block_conditional import ConditionalPass
 from sage.drafts.block_heads import ConfidenceHead, Feed, MarkovHead, PathHead
 from sage.drafts.block_passes import BlockPass
 from sage.drafts.config import HeadConfig
@@ -39,6 +39,7 @@ from sage.drafts.mask_token import mask_token_of
 from sage.drafts.options import Conditional
 from sage.drafts.rollout import steps_of_rows
 from sage.drafts.rope import Rope
+from sage.drafts.trunk import Trunk, TrunkPass
 from sage.drafts.vocabulary import DraftVocabulary
 from sage.runtime.attention import joint_attention
 from sage.runtime.pass_function import PassFunction
@@ -252,22 +253,26 @@ class BlockDraft(DraftVocabulary, DraftHead):
         return {name: getattr(self.config, name) for name in names}
 
     def pass_functions(self, target: Target) -> tuple[PassFunction, ...]:
-        """Returns the function of a block and, with a conditional, those of a level and, on a CPU, of the trunk, which the host
-        compares with the tree. They live as long as the head.
+        """Returns the function of a block and, with a conditional, those of a level and, on a CPU, where the host can compare
+        the trunk with the tree, of the rest of the trunk. They live as long as the head.
         """
         key = (target, self.dtype, self.device)
         if key not in self._functions:
-            functions: tuple[PassFunction, ...] = (BlockPass(self, target),)
-            if self.config.conditional != Conditional.none:
-                level = ConditionalPass(self, target)
-                functions = (*functions, level)
-                if self.device.type == "cpu":
-                    functions = (*functions, TrunkPass(self, target, level.to_logits))
-            self._functions[key] = functions
+            self._functions[key] = self._new_functions(target)
         for function in self._functions[key]:
             if isinstance(function, ConditionalPass):
                 function.refresh()
         return self._functions[key]
+
+    def _new_functions(self, target: Target) -> tuple[PassFunction, ...]:
+        if self.config.conditional == Conditional.none:
+            return (BlockPass(self, target, None),)
+        level = ConditionalPass(self, target)
+        if self.device.type != "cpu":
+            return BlockPass(self, target, None), level
+        trunk = Trunk(self, target, level.to_logits)
+        rest = [TrunkPass(self, target, trunk)] if trunk.num_levels < self.num_levels else []
+        return BlockPass(self, target, trunk), level, *rest
 
     def fuse(self, features: Features) -> Tensor:
         """Returns the context [B, T, D], fused from the target's feature levels."""

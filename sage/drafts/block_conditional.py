@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.block_passes import HEADS, lm_head_rows
+from sage.drafts.block_heads import PathHead
+from sage.drafts.block_passes import lm_head_rows
 from sage.runtime.host_tensors import cached_index
 from sage.runtime.joint import Call
 from sage.runtime.pass_function import (
@@ -40,7 +41,6 @@ class CorrectionPass(PassFunction):
         nodes: the dimension of the nodes.
         own: arguments after the nodes.
         slots: the dimension of the slots that they are in.
-        outputs: the dimension of the result; None: the nodes.
     """
 
     def __init__(
@@ -49,10 +49,9 @@ class CorrectionPass(PassFunction):
         target: Target,
         to_logits: nn.Linear,
         names: tuple[str, str],
-        nodes: Dim | int,
+        nodes: Dim,
         own: Sequence[Argument] = (),
         slots: Dim | int = 1,
-        outputs: int | None = None,
     ) -> None:
         num_tokens = draft.num_draft_tokens
         arguments = (
@@ -62,8 +61,8 @@ class CorrectionPass(PassFunction):
             Argument("hidden", (slots, draft.config.hidden_size), draft.dtype),
             Argument("logits", (slots, num_tokens), draft.dtype),
         )
-        facts, modules = (describe_target(target), without_paths(draft.config)), (type(draft).__module__, HEADS)
-        super().__init__("draft", names, arguments, (Result((outputs or nodes, num_tokens)),), facts, modules)
+        facts, modules = (describe_target(target), without_paths(draft.config)), (type(draft).__module__, PathHead.__module__)
+        super().__init__("draft", names, arguments, (Result((nodes, num_tokens)),), facts, modules)
         self.draft, self._target, self.embed_tokens, self.to_logits = draft, target, target.embed_tokens, to_logits
         self.path_head, self.markov_head = draft.path_head, draft.markov_head
 
@@ -116,52 +115,6 @@ class ConditionalPass(CorrectionPass):
             hidden, logits: results [1, D] and [1, U] of the block at the nodes' level.
         """
         return (logits + self.to_logits(self.state(tokens, parents, hidden)),)
-
-
-def trunk_levels(num_levels: int) -> int:
-    """Returns the levels of a part of the trunk: many rounds end in the first half of a block of more than four levels."""
-    return num_levels // 2 if num_levels > 4 and num_levels % 2 == 0 else num_levels
-
-
-class TrunkPass(CorrectionPass):
-    """Logits along a part of the trunk: the path on which each level has its most probable token below the level before.
-
-    Drafts follow it mostly. One call then replaces those of several levels, whose cost is that of a call. Shapes: T levels of
-    a part.
-    """
-
-    def __init__(self, draft: BlockDraft, target: Target, to_logits: nn.Linear) -> None:
-        names = ("the draft's correction of the most probable path",) * 2
-        levels = trunk_levels(draft.num_levels)
-        super().__init__(draft, target, to_logits, names, 1, slots=levels, outputs=levels)
-        self.results = (*self.results, Result((levels,)))
-
-    def forward(self, tokens: Tensor, parents: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns logits [T, U] below the nodes of the part, and their most probable tokens, LongTensor [T].
-
-        Args:
-            tokens, parents: LongTensor [1], the first node of the part, the root at first, and the token before it.
-            hidden, logits: results [T, D] and [T, U] of the block.
-        """
-        slots = None if self.path_head is None else self.path_head.hidden(hidden).split(1)
-        above, rows, found = self._parts(parents)[1], [], []
-        for level, slot_logits in enumerate(logits.split(1)):
-            own, below = self._parts(tokens)
-            state = own if slots is None else nn.functional.silu(own + above + slots[level])
-            row = slot_logits + self.to_logits(state)
-            best = row.argmax(-1)
-            tokens, above = best + self.draft.d2t.index_select(0, best), below
-            rows.append(row)
-            found.append(tokens)
-        return torch.cat(rows), torch.cat(found)
-
-    def _parts(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what tokens [1] add to the state of their node and to those of the nodes below, [1, r] each."""
-        if self.path_head is None:
-            assert self.markov_head is not None
-            state = self.markov_head(tokens)
-            return state, state
-        return self.path_head.parts(self.embed_tokens(tokens).to(self.draft.dtype))
 
 
 class JointConditionalPass(CorrectionPass, JointFunction):

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sage.drafts.block_heads import PathHead
+from sage.drafts.trunk import Trunk
 from sage.runtime.attention import tile_mask
 from sage.runtime.cache import RowCache
 from sage.runtime.host_tensors import cached_index
@@ -41,9 +43,6 @@ if TYPE_CHECKING:
     from sage.drafts.peagle import PEagleDraft
 
 
-HEADS = "sage.drafts.block_heads"
-
-
 class SlotPass(PassFunction):
     """A pass over accepted tokens and the slots behind them; a subclass implements `forward`.
 
@@ -53,6 +52,7 @@ class SlotPass(PassFunction):
         blocks: of several requests, the dimension of their blocks of slots; None for one.
         attention: arguments between the cache rows and the buffers.
         num_rows: rows of the cache.
+        num_trunk: T, the levels of the trunk that the pass computes, from the token before the anchor; 0 for none.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class SlotPass(PassFunction):
         blocks: Dim | None = None,
         attention: Sequence[Argument] = (Argument("columns", (KEYS,), torch.long, Padding.counting),),
         num_rows: Dim | int = 1,
+        num_trunk: int = 0,
     ) -> None:
         config, dtype, slots = draft.config, draft.dtype, draft.num_slots
         of_target, rope = (1, count, target.hidden_size), (1, 1, count, config.head_dim)
@@ -79,15 +80,19 @@ class SlotPass(PassFunction):
             Argument("slot_sin", slot_rope, dtype),
             Argument("rows", (count,), torch.long, Padding.spare_row),
             Argument("slot_rows", (*of_each, slots), torch.long, Padding.spare_row),  # of one, while a graph is captured
+            Argument("parents", (blocks or 1,), torch.long),
             *attention,
             Argument("keys", (*buffers, config.head_dim), dtype, Padding.cache, draft.num_layers),
             Argument("values", (*buffers, config.head_dim), dtype, Padding.cache, draft.num_layers),
         )
-        hidden, logits = (Result((*of_each, draft.num_levels, size)) for size in (config.hidden_size, draft.num_draft_tokens))
-        modules = (type(draft).__module__, HEADS, *family_modules(target))
-        facts = describe_target(target), without_paths(config)
-        super().__init__("draft", names, arguments, (hidden, logits), facts, modules)
-        self.draft, self.embed_tokens, self._target = draft, target.embed_tokens, target
+        sizes: list[tuple[int, ...]] = [(draft.num_levels, config.hidden_size), (draft.num_levels, draft.num_draft_tokens)]
+        if num_trunk:
+            sizes += [(num_trunk, draft.num_draft_tokens), (num_trunk,)]
+        results = [Result((*of_each, *size)) for size in sizes]
+        modules = (type(draft).__module__, PathHead.__module__, Trunk.__module__, *family_modules(target))
+        facts = describe_target(target), without_paths(config), num_trunk
+        super().__init__("draft", names, arguments, results, facts, modules)
+        self.draft, self.embed_tokens, self._target, self.num_trunk = draft, target.embed_tokens, target, num_trunk
 
     @property
     def _group(self) -> int:
@@ -97,16 +102,16 @@ class SlotPass(PassFunction):
 
 
 class BlockPass(SlotPass):
-    """A pass of a block head."""
+    """A pass of a block head; with `trunk`, it also computes the first part of the trunk."""
 
     draft: BlockDraft
 
-    def __init__(self, draft: BlockDraft, target: Target) -> None:
-        super().__init__(draft, target)
-        self.lm_head = lm_head_rows(draft, target)
+    def __init__(self, draft: BlockDraft, target: Target, trunk: Trunk | None) -> None:
+        super().__init__(draft, target, num_trunk=0 if trunk is None else trunk.num_levels)
+        self.lm_head, self.trunk = lm_head_rows(draft, target), trunk
 
     def _new_joint(self) -> JointFunction | None:
-        return JointBlockPass(self.draft, self._target)
+        return JointBlockPass(self.draft, self._target, self.lm_head, self.trunk)
 
     def forward(
         self,
@@ -119,10 +124,11 @@ class BlockPass(SlotPass):
         slot_sin: Tensor,
         rows: Tensor,
         slot_rows: Tensor,
+        parents: Tensor,
         columns: Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Extends the cache by M tokens and runs the block of the last one's successor.
 
         Args:
@@ -130,11 +136,13 @@ class BlockPass(SlotPass):
             last, levels: `Features` of the M tokens, 1 + L tensors [1, M, D].
             cos, sin, slot_cos, slot_sin: rope of the M tokens and of the slots, [1, 1, M or S, d].
             rows, slot_rows: LongTensor [M] and [S], their cache rows.
+            parents: LongTensor [1], the token before the anchor.
             columns: LongTensor [keys], 0, 1, .. up to the last slot's row.
             keys, values: buffers of every layer, [1, H, C, d].
 
         Returns:
-            the input of the lm_head [K, D] and logits [K, U] of the levels.
+            the input of the lm_head [K, D] and logits [K, U] of the levels; with a trunk also logits [T, U] and tokens [T] of
+            its first part.
         """
         draft = self.draft
         context = draft.fuse(Features(last, tuple(levels)))
@@ -144,28 +152,35 @@ class BlockPass(SlotPass):
         seen = slot_rows if draft.config.causal else slot_rows[-1:].expand(slot_rows.shape[0])
         mask = tile_mask(columns <= seen[:, None], self._group, context.dtype)
         hidden = draft.at_levels(draft.run(context, slots, rope, mask, cache)[0])
-        return hidden, self.lm_head(hidden)
+        logits = self.lm_head(hidden)
+        if self.trunk is None:
+            return hidden, logits
+        part = slice(self.num_trunk)
+        rows_of_trunk, found = self.trunk(tokens[-1:], parents, hidden[None, part], logits[None, part])
+        return hidden, logits, rows_of_trunk[0], found[0]
 
 
 class JointSlotPass(SlotPass, JointFunction):
     """A pass over the accepted tokens of several requests and the slots behind those of each."""
 
-    def __init__(self, draft: BlockDraft | PEagleDraft, target: Target, layout_: Sequence[Argument]) -> None:
+    def __init__(
+        self, draft: BlockDraft | PEagleDraft, target: Target, layout_: Sequence[Argument], num_trunk: int = 0
+    ) -> None:
         names = ("the draft's block after one token of every request", "the draft's block of several requests")
         attention = (
             *layout_,
             Argument("ends", (CALLS,), torch.long),
             Argument("columns", (KEYS,), torch.long, Padding.counting),
         )
-        super().__init__(draft, target, names, ALL_NODES, CALLS, attention, ROWS)
+        super().__init__(draft, target, names, ALL_NODES, CALLS, attention, ROWS, num_trunk)
 
     @abstractmethod
     def _layout(self, calls: Sequence[Call], counts: Sequence[int], num_rows: int) -> Sequence[Tensor]:
         """Returns the arguments that `layout_` describes, for calls with `counts` [R] tokens each."""
 
     def join(self, calls: Sequence[Call], num_rows: int) -> Sequence[Value]:
-        tokens, last, levels, cos, sin, slot_cos, slot_sin, rows, slot_rows = (
-            [call.values[place] for call in calls] for place in range(9)
+        tokens, last, levels, cos, sin, slot_cos, slot_sin, rows, slot_rows, parents = (
+            [call.values[place] for call in calls] for place in range(10)
         )
         counts, shared = [len(one) for one in tokens], shared_cache(calls)
         return (
@@ -178,6 +193,7 @@ class JointSlotPass(SlotPass, JointFunction):
             torch.cat(slot_sin),
             torch.cat(rows),
             torch.stack(slot_rows),
+            torch.cat(parents),
             *self._layout(calls, counts, num_rows),
             layout(calls, counts, num_rows, rows[0].device).ends,
             shared.steps.narrow(0, 0, max(length_of(call) for call in calls)),
@@ -193,9 +209,10 @@ class JointBlockPass(JointSlotPass):
 
     draft: BlockDraft
 
-    def __init__(self, draft: BlockDraft, target: Target) -> None:
-        super().__init__(draft, target, (Argument("owners", (ALL_NODES,), torch.long), Argument("calls", (ROWS,), torch.long)))
-        self.lm_head = lm_head_rows(draft, target)
+    def __init__(self, draft: BlockDraft, target: Target, lm_head: nn.Module, trunk: Trunk | None) -> None:
+        own = (Argument("owners", (ALL_NODES,), torch.long), Argument("calls", (ROWS,), torch.long))
+        super().__init__(draft, target, own, 0 if trunk is None else trunk.num_levels)
+        self.lm_head, self.trunk = lm_head, trunk
 
     def _layout(self, calls: Sequence[Call], counts: Sequence[int], num_rows: int) -> Sequence[Tensor]:
         device = calls[0].values[0].device
@@ -214,31 +231,34 @@ class JointBlockPass(JointSlotPass):
         slot_sin: Tensor,
         rows: Tensor,
         slot_rows: Tensor,
+        parents: Tensor,
         owners: Tensor,
         calls: Tensor,
         ends: Tensor,
         columns: Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Runs the pass.
 
         Args:
             tokens, last, levels, cos, sin, rows, columns: as for `BlockPass.forward`, T tokens of all requests.
             slot_cos, slot_sin: rope of the slots, [R, 1, S, d].
             slot_rows: LongTensor [R, S].
+            parents: LongTensor [R], the tokens before the anchors.
             owners: LongTensor [T], the cache row of each token.
             calls: LongTensor [B], the request of each cache row, 0 for none.
             ends: LongTensor [R], the last token of each request.
             keys, values: buffers of every layer, [B, H, C, d].
 
         Returns:
-            the input of the lm_head [R, K, D] and logits [R, K, U].
+            the input of the lm_head [R, K, D] and logits [R, K, U]; with a trunk also logits [R, T, U] and tokens [R, T] of
+            its first part.
         """
         draft, slots = self.draft, self.draft.num_slots
         context = draft.fuse(Features(last, tuple(levels)))
-        anchors = self.embed_tokens(tokens.index_select(0, ends))[None]
-        blocks = draft.slots(anchors, context.index_select(1, ends)).flatten(1, 2)
+        anchors = tokens.index_select(0, ends)
+        blocks = draft.slots(self.embed_tokens(anchors)[None], context.index_select(1, ends)).flatten(1, 2)
         steps = torch.arange(slots, device=rows.device)
         slot_owners = owners.index_select(0, ends)[:, None].expand_as(slot_rows).flatten()
         places = calls[:, None] * slots + steps
@@ -249,7 +269,11 @@ class JointBlockPass(JointSlotPass):
         seen = slot_rows if draft.config.causal else slot_rows[:, -1:].expand_as(slot_rows)
         mask = tile_mask(columns <= seen.index_select(0, calls)[..., None], self._group, context.dtype)
         hidden = draft.at_levels(draft.run(context, blocks, rope, mask, cache)[0].unflatten(0, slot_rows.shape))
-        return hidden, self.lm_head(hidden)
+        logits = self.lm_head(hidden)
+        if self.trunk is None:
+            return hidden, logits
+        part = slice(self.num_trunk)
+        return hidden, logits, *self.trunk(anchors, parents, hidden[:, part], logits[:, part])
 
 
 def join_slots(states: Tensor) -> Tensor:

@@ -9,15 +9,15 @@ Shapes: T prompt tokens, M tokens committed, F nodes of one tree level, S slots,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sage.drafts.block_conditional import trunk_levels
 from sage.drafts.layer import fuse_linears
-from sage.drafts.session import JointSession
+from sage.drafts.session import Candidates, JointSession
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, BoundPass, Steps, alone
@@ -29,11 +29,12 @@ class BlockSession(JointSession):
     """Session of a draft with `num_slots` and `num_levels`.
 
     Its `pass_functions` are the pass over accepted tokens and slots (`BlockPass`), which gives hidden states [K, D] and logits
-    [K, U], and optionally the corrections of a level (`ConditionalPass`) and of the trunk (`TrunkPass`). A subclass may read
-    the prompt in another way (`_read_prompt`) or have other rope positions (`_positions`).
+    [K, U], and optionally the corrections of a level (`ConditionalPass`) and of the trunk (`TrunkPass`), whose first part
+    the pass then gives, too. A subclass may read the prompt in another way (`_read_prompt`) or have other rope positions
+    (`_positions`).
 
-    The trunk is the path of most probable tokens. As long as a policy expands its nodes alone, their logits and candidates are
-    looked up, since one call computes them for several levels; without a conditional, those of all nodes are.
+    As long as a policy expands nodes of the trunk alone, their logits and candidates are looked up, since one call computes
+    them for several levels; without a conditional, those of all nodes are.
 
     A draft in training runs eagerly. So does the prefill of a prompt that is long or pruned; others are read in the same way as
     accepted tokens.
@@ -52,9 +53,9 @@ class BlockSession(JointSession):
         self._block = BoundPass(self._executor, self._function, COMMIT_ORDER)
         bound = [BoundPass(self._executor, one, LEVEL_ORDER) for one in conditional]
         self._correction = bound[0] if bound else None
-        self._trunk = bound[1] if bound[1:] and self._executor is not EAGER else None
+        self._trunk = bound[1] if bound[1:] else None
         self.levels, self.token_map, self.max_depth = draft.levels, draft.token_map, draft.num_levels
-        self._part, self._num_candidates = trunk_levels(draft.num_levels), 0
+        self._part, self._num_candidates = self._function.num_trunk, 0
         self.committed = self.depth = self.offset = 0
         self._staging = TokenStagingBuffer(draft.device)
         self.cache = self._executor.new_cache(draft, capacity + draft.num_slots, draft.new_cache)
@@ -88,25 +89,24 @@ class BlockSession(JointSession):
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
         self.committed = 0
-        hidden, logits = self._read_prompt(prompt, features, root)
-        return alone(self._start_tree(hidden, logits, root, prompt.input_ids[0, -1:]))
+        results = self._read_prompt(prompt, features, root)
+        return alone(self._start_tree(results, root, prompt.input_ids[0, -1:]))
 
-    def _read_prompt(self, prompt: Prompt, features: Features, root: Tensor) -> tuple[Tensor, Tensor]:
+    def _read_prompt(self, prompt: Prompt, features: Features, root: Tensor) -> Sequence[Tensor]:
         """Sets the origin and runs the pass over the prompt, or the tokens of it that the draft reads, and the first slots;
-        returns hidden states [K, D] and logits [K, U].
+        returns the results of the pass.
         """
         length = prompt.input_ids.shape[1]
         places = torch.arange(length, device=root.device) if prompt.kept is None else prompt.kept
         if prompt.kept is not None:
             features = features.at(prompt.kept)
         self._set_origin(torch.full_like(root, length))
-        rope = self.draft.rope(places[None], self.draft.dtype)
+        rope, parent = self.draft.rope(places[None], self.draft.dtype), prompt.input_ids[0, -1:]
         if prompt.kept is None and PROMPT.minimum <= length <= self._executor.max_prompt:
             tokens = torch.cat((prompt.input_ids[0, 1:], root))
-            hidden, logits = alone(self._block.steps(self.cache, *self._arguments(tokens, features, rope, length)))
-        else:
-            hidden, logits = self._function(*self._arguments(root, features, rope, len(places)))
-        return hidden, logits
+            return alone(self._block.steps(self.cache, *self._arguments(tokens, parent, features, rope, length)))
+        results: Sequence[Tensor] = self._function(*self._arguments(root, parent, features, rope, len(places)))
+        return results
 
     def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
         length = len(tokens)
@@ -114,13 +114,19 @@ class BlockSession(JointSession):
         parent = self._root if length == 1 else staged[-2:-1].clone()
         rope = self._rope(self.offset, length)
         self.offset += length
-        arguments = self._arguments(staged, features, rope, length)
-        hidden, logits = yield from self._block.steps(self.cache, *arguments)
-        logits = yield from self._start_tree(hidden, logits, staged[-1:].clone(), parent)
+        arguments = self._arguments(staged, parent, features, rope, length)
+        results = yield from self._block.steps(self.cache, *arguments)
+        logits = yield from self._start_tree(results, staged[-1:].clone(), parent)
         return logits
 
-    def _arguments(self, tokens: Tensor, features: Features, rope: tuple[Tensor, Tensor], length: int) -> Sequence[Value]:
-        """Commits `length` tokens at `rope`; returns the arguments of the pass over them and the slots from `offset` on."""
+    def _arguments(
+        self, tokens: Tensor, parent: Tensor, features: Features, rope: tuple[Tensor, Tensor], length: int
+    ) -> Sequence[Value]:
+        """Commits `length` tokens at `rope`; returns the arguments of the pass over them and the slots from `offset` on.
+
+        Args:
+            parent: LongTensor [1], the token before the last one.
+        """
         slots = self.draft.num_slots
         self.cache.crop_to(self.committed)
         first = self.cache.reserve(length + slots)
@@ -133,19 +139,20 @@ class BlockSession(JointSession):
             *self._rope(self.offset, slots),
             self._steps.narrow(0, first, length),
             self._steps.narrow(0, first + length, slots),
+            parent,
             self._steps.narrow(0, 0, first + length + slots),
             self.cache.keys,
             self.cache.values,
         )
 
-    def _start_tree(self, hidden: Tensor, logits: Tensor, root: Tensor, parent: Tensor) -> Steps[Tensor]:
-        """Starts a tree from the pass's results [K, D] and [K, U]; `root` and its predecessor `parent` are LongTensor [1]."""
-        self._hidden, self._logits, self._root, self._frontier = hidden, logits, root, root
-        self.depth = 0
-        if self._trunk is not None:
-            found = yield from self._continue_trunk(root, parent)
-            return found
-        self._set_trunk(logits if self._correction is None else None)
+    def _start_tree(self, results: Sequence[Tensor], root: Tensor, parent: Tensor) -> Steps[Tensor]:
+        """Starts a tree from the pass's results; `root` and its predecessor `parent` are LongTensor [1]."""
+        self._hidden, self._logits, *trunk = results
+        self._root, self._frontier, self._width, self.depth = root, root, 1, 0
+        if trunk:
+            self._set_trunk(*trunk)
+            return self._row_of_trunk()
+        self._set_trunk(self._logits if self._correction is None else None)
         found = yield from self._below(root, parent)
         return found
 
@@ -154,46 +161,53 @@ class BlockSession(JointSession):
         `token` [1] below `parent` [1].
         """
         assert self._trunk is not None
-        inputs = (part.narrow(0, self.depth, self._part) for part in (self._hidden, self._logits))
-        self._set_trunk(*(yield from self._trunk.steps(None, token, parent, *inputs)))
+        inputs = (part.narrow(0, self.depth, self._part)[None] for part in (self._hidden, self._logits))
+        logits, tokens = yield from self._trunk.steps(None, token, parent, *inputs)
+        self._set_trunk(logits[0], tokens[0])
         return self._row_of_trunk()
 
     def _set_trunk(self, logits: Tensor | None, tokens: Tensor | None = None) -> None:
         """Sets the logits [T, U] below the trunk's nodes from the current depth on, None if they are not known, and the most
         probable tokens [T] below them; without these, all nodes of a level share its logits.
         """
-        self._trunk_start, self._trunk_logits, self._trunk_tokens = self.depth, logits, tokens
+        self._trunk_start, self._trunk_logits = self.depth, logits
+        self._trunk_rows = () if logits is None else logits.split(1)
+        self._trunk_tokens = () if tokens is None else tokens.split(1)
         self._expected = [] if tokens is None else tokens.tolist()
         self._place: int | None = 0  # of the trunk's node in the frontier; None if it is not expanded
         self._row: Tensor | None = None
-        self._best: tuple[Tensor, Tensor] | None = None  # candidates below these nodes
+        self._best: Sequence[Candidates] = ()  # below these nodes
         if self._num_candidates:
             self._set_candidates(self._num_candidates)
 
     def _set_candidates(self, num_candidates: int) -> None:
         """Selects candidates below all nodes of the trunk's part, as many as the policy asked for last."""
         self._num_candidates = num_candidates
-        self._best = None if self._trunk_logits is None else super().propose(self._trunk_logits, num_candidates)
+        if self._trunk_logits is None:
+            return
+        probs, tokens, _ = super().propose(self._trunk_logits, num_candidates)
+        host: Iterable[Any] = repeat(None)
+        if probs.is_cpu:
+            host = (([row], [ids]) for row, ids in zip(probs.tolist(), tokens.tolist(), strict=True))
+        self._best = [Candidates(*one) for one in zip(probs.split(1), tokens.split(1), host, strict=False)]
 
     def _row_of_trunk(self) -> Tensor:
         """Returns the logits [1, U] below the trunk's node of the current depth."""
-        assert self._trunk_logits is not None
-        self._row = self._trunk_logits.narrow(0, self.depth - self._trunk_start, 1)
+        self._row = self._trunk_rows[self.depth - self._trunk_start]
         return self._row
 
-    def propose(self, scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+    def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
         if self._row is None or scores is not self._row:
             return super().propose(scores, num_candidates)
-        if self._best is None or num_candidates != self._num_candidates:
+        if not self._best or num_candidates != self._num_candidates:
             self._set_candidates(num_candidates)
-        assert self._best is not None
-        probs, tokens = (part.narrow(0, self.depth - self._trunk_start, 1) for part in self._best)
-        return probs, tokens
+        return self._best[self.depth - self._trunk_start]
 
     def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
-        if self._trunk is not None:
+        if self._expected:
             self._place = self._place_on_trunk(rows, tokens)
-            if self._place == 0 and len(tokens) == 1:
+            self._width = len(tokens)
+            if self._place == 0 and self._width == 1:
                 logits = yield from self._follow_trunk()
                 return logits
         staged = self._staging.stage(tokens)
@@ -210,18 +224,19 @@ class BlockSession(JointSession):
         level = self.depth - self._trunk_start
         if self._place is None or level >= len(self._expected) or isinstance(tokens, Tensor):
             return None
+        if self._width == 1 == len(tokens):
+            return 0 if tokens[0] == self._expected[level] else None
         wanted = (self._place, self._expected[level])
         return next((place for place, node in enumerate(zip(rows.tolist(), tokens, strict=True)) if node == wanted), None)
 
     def _follow_trunk(self) -> Steps[Tensor]:
         """Goes one level deeper along the trunk; returns the logits [1, U] below its next node."""
-        assert self._trunk_tokens is not None
         level = self.depth - self._trunk_start
-        self._frontier = self._trunk_tokens.narrow(0, level, 1)
+        self._frontier = self._trunk_tokens[level]
         self.depth += 1
         if level + 1 < len(self._expected):
             return self._row_of_trunk()
-        logits = yield from self._continue_trunk(self._frontier, self._trunk_tokens.narrow(0, level - 1, 1))
+        logits = yield from self._continue_trunk(self._frontier, self._trunk_tokens[level - 1])
         return logits
 
     def _below(self, tokens: Tensor, parents: Tensor) -> Steps[Tensor]:
@@ -241,8 +256,8 @@ class BlockSession(JointSession):
         self._hidden = torch.zeros(draft.num_levels, draft.config.hidden_size, dtype=draft.dtype, device=draft.device)
         self._logits = self._hidden.new_zeros(draft.num_levels, draft.num_draft_tokens)
         self._root = torch.zeros(1, dtype=torch.long, device=draft.device)
-        self._frontier = self._root.new_zeros(width)
-        if self._trunk is not None:
+        self._frontier, self._width = self._root.new_zeros(width), width
+        if self._part:
             self._set_trunk(self._logits.narrow(0, 0, self._part), self._root.new_zeros(self._part))
         else:
             self._set_trunk(self._logits if self._correction is None else None)

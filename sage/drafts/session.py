@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,21 @@ from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens
 from sage.runtime.joint import Steps, alone
 from sage.targets import Features, Prompt
+
+
+class Candidates(NamedTuple):
+    """The draft's best next tokens below each node of a level, [F, K], in descending order.
+
+    Attributes:
+        probs: float32, the softmax of the scores: the draft's probability of a token, or with noise a confidence that the token
+            is the target's draw.
+        tokens: LongTensor, target ids.
+        host: both as lists, if they have been read already.
+    """
+
+    probs: Tensor
+    tokens: Tensor
+    host: tuple[list[list[float]], list[list[int]]] | None = None
 
 
 class DraftSession(ABC):
@@ -74,19 +90,15 @@ class DraftSession(ABC):
         yield from ()
         return self.commit(features, tokens)
 
-    def propose(self, scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+    def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
         """Selects the best next tokens below each node.
 
         Args:
             scores: [F, U], the result of `prefill`, `expand` or `commit`, or `TargetSampler.coupled` of it.
             num_candidates: K, at most U of them are returned.
-
-        Returns:
-            softmax of the scores (float32) and target token ids, [F, K] each, in descending order. The softmax is the draft's
-            probability of a token, or with noise a confidence that the token is the target's draw.
         """
         probs, tokens = scores.float().softmax(-1).topk(min(num_candidates, scores.shape[-1]))
-        return probs, tokens if self.token_map is None else self.token_map[tokens]
+        return Candidates(probs, tokens if self.token_map is None else self.token_map.take(tokens))
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         """Sets a context of `context` rows and a frontier of `width` nodes, both of zeros, so that `expand` and

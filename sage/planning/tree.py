@@ -197,13 +197,19 @@ class TreeBuilder:
         self._levels: list[_Level] = []
         self._frontier: Sequence[int] = [0]
 
-    def open_level(self, probs: Tensor, tokens: Tensor) -> Frontier:
-        """Returns the policy's view of the candidates below each frontier node, [F, K] each, descending. Synchronizes with the
-        device.
+    def open_level(
+        self, probs: Tensor, tokens: Tensor, host: tuple[list[list[float]], list[list[int]]] | None = None
+    ) -> Frontier:
+        """Returns the policy's view of the candidates below each frontier node, [F, K] each, descending.
+
+        Args:
+            host: both as lists; None to read them, which synchronizes with the device.
         """
         self._tokens_FK = tokens
-        host_tokens, host_probs = read_together(tokens, probs)
-        level = _Level(self._frontier, host_probs.tolist(), host_tokens.tolist())
+        if host is None:
+            host_tokens, host_probs = read_together(tokens, probs)
+            host = host_probs.tolist(), host_tokens.tolist()
+        level = _Level(self._frontier, *host)
         self._levels.append(level)
         return Frontier(len(self._levels), level.rows, partial(_ends, level.tokens, self.eos))
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from sage.decoding.generation import start
 from sage.drafts.draft import Draft
-from sage.drafts.session import DraftSession
+from sage.drafts.session import Candidates, DraftSession
 from sage.planning.base import Policy
 from sage.runtime.host_tensors import Tokens
 from sage.targets import Features, Prompt, Target
 from sage.trees import policy as new_policy
 
 TokenPath = tuple[int, ...]  # tokens from below the root to a node
-Candidates = tuple[Tensor, Tensor]  # probabilities and target tokens, [K] each, in descending order of probability
+NodeCandidates = tuple[Tensor, Tensor]  # probabilities and target tokens, [K] each, in descending order of probability
 
 WIDE: Mapping[str, Any] = {"total": 64, "depth": 12, "top_k": 10}  # options of `eagle2`, the default policy of a recording
 
@@ -33,7 +33,7 @@ class RecordedRound:
     """
 
     position: int
-    candidates: dict[TokenPath, Candidates]
+    candidates: dict[TokenPath, NodeCandidates]
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Recorder(DraftSession):
     def __init__(self, session: DraftSession, num_candidates: int) -> None:
         self.session, self.num_candidates = session, num_candidates
         self.levels, self.token_map, self.max_depth = session.levels, session.token_map, session.max_depth
-        self.rounds: list[dict[TokenPath, Candidates]] = []
+        self.rounds: list[dict[TokenPath, NodeCandidates]] = []
         self._frontier: list[TokenPath] = []
 
     @property
@@ -78,11 +78,11 @@ class Recorder(DraftSession):
         self._frontier = [(*self._frontier[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
         return logits
 
-    def propose(self, scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-        probs, tokens = self.session.propose(scores, max(self.num_candidates, num_candidates))
+    def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
+        probs, tokens, _ = self.session.propose(scores, max(self.num_candidates, num_candidates))
         for path, row in zip(self._frontier, zip(probs.cpu(), tokens.cpu(), strict=True), strict=True):
             self.rounds[-1][path] = row
-        return probs[:, :num_candidates], tokens[:, :num_candidates]
+        return Candidates(probs[:, :num_candidates], tokens[:, :num_candidates])
 
     def _start(self) -> None:
         self.rounds.append({})

@@ -19,9 +19,10 @@ import torch
 
 from sage.costs.tables import Costs
 from sage.decoding.verify import Verdict
+from sage.drafts.session import Candidates
 from sage.planning.base import Policy
 from sage.planning.tree import RoundOutcome, Tree, TreeBuilder
-from sage.replay.recording import Candidates, RecordedRound, Recording, TokenPath
+from sage.replay.recording import RecordedRound, Recording, TokenPath
 from sage.runtime.host_tensors import CPU
 from sage.runtime.timing import RoundTimes
 
@@ -181,7 +182,8 @@ class _RoundReplayer:
         self.uncovered.update(path for path in paths if path not in self.candidates)
         rows = [self.candidates.get(path, uniform) for path in paths]
         assert all(len(probs) >= count for probs, _ in rows), "the recording has fewer candidates than the policy needs"
-        return torch.stack([probs[:count] for probs, _ in rows]), torch.stack([tokens[:count] for _, tokens in rows])
+        probs, tokens = (torch.stack([one[:count] for one in column]) for column in zip(*rows, strict=True))
+        return Candidates(probs, tokens)
 
     def _outcome(self, tree: Tree, verdict: Verdict, accepted: int) -> RoundOutcome:
         outcome = RoundOutcome(accepted, tree, verdict.path, self.context)

@@ -9,6 +9,8 @@ Shapes: B batch, H KV heads, R query rows of a KV head, S keys, d head size.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,6 +45,15 @@ def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     Returns:
         [B, H, R, d].
     """
+    out, call = prepared(query, key, value, mask, scale, threads)
+    call()
+    return out
+
+
+def prepared(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, threads: int
+) -> tuple[Tensor, Callable[[], object]]:
+    """Returns the tensor for the result of `folded_attention`, and the call that computes it, as `joint_linear.prepared`."""
     library = kernels()
     assert library is not None, "callers check it"
     out = _fake(query, key, value, mask, scale, threads)
@@ -51,8 +62,7 @@ def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     sizes = (ctypes.c_int64 * 13)(*query.shape[:3], key.shape[2], query.shape[3], *strides, *of_mask)
     data = [ctypes.c_void_p(given if given is None else given.data_ptr()) for given in (query, key, value, mask, out)]
     is_half = ctypes.c_int32(query.dtype == torch.bfloat16)
-    library.sage_folded_attention(*data, sizes, ctypes.c_double(scale), is_half, ctypes.c_int64(threads))
-    return out
+    return out, partial(library.sage_folded_attention, *data, sizes, ctypes.c_double(scale), is_half, ctypes.c_int64(threads))
 
 
 OPERATORS.impl("folded_attention", folded_attention, "CPU")

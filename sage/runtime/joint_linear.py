@@ -10,7 +10,8 @@ Shapes: M rows, K inputs, N outputs of one layer.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ def joint_linear(input: Tensor, weights: Sequence[Tensor], threads: int) -> Tens
     Returns:
         [.., sum of N].
     """
+    out, call = prepared(input, weights, threads)
+    call()
+    return out
+
+
+def prepared(input: Tensor, weights: Sequence[Tensor], threads: int) -> tuple[Tensor, Callable[[], object]]:
+    """Returns the tensor for the result of `joint_linear`, and the call that computes it without any work in Python, as in a
+    compiled pass. The caller keeps all tensors alive.
+    """
     library = kernels()
     assert library is not None and len(weights) <= MAX_WEIGHTS, "callers check both"
     count, depth = len(weights), input.shape[-1]
@@ -54,8 +64,7 @@ def joint_linear(input: Tensor, weights: Sequence[Tensor], threads: int) -> Tens
     numbers = [ctypes.c_int64(number) for number in (input.numel() // depth, depth, count)]
     is_half = ctypes.c_int32(input.dtype == torch.bfloat16)
     x, y = ctypes.c_void_p(input.data_ptr()), ctypes.c_void_p(out.data_ptr())
-    library.sage_joint_linear(x, *numbers, pointers, sizes, y, is_half, ctypes.c_int64(threads))
-    return out
+    return out, partial(library.sage_joint_linear, x, *numbers, pointers, sizes, y, is_half, ctypes.c_int64(threads))
 
 
 OPERATORS.impl("joint_linear", joint_linear, "CPU")

