@@ -22,6 +22,7 @@ from typing import Any
 from sage.runtime.buckets import key_bucket, node_bucket
 
 USUAL_SPREAD = 2.0  # variance of the numbers of nodes of trees; the least that corrections assume
+GROWTH_BOUND = 0.1  # share of an expected time that a timing may differ by when the slope is corrected
 
 
 @dataclass
@@ -71,14 +72,16 @@ class Curve:
         """Moves `growth` towards a timing of `count`, predicted as `expected`: on a machine that is shared, the time to read
         weights and the time to multiply change independently of each other.
 
-        One step of least mean squares on the deviations of the counts from their mean.
+        One step of least mean squares on the deviations of the counts from their mean. The difference between timing and
+        prediction is bounded, since a single pass that was delayed by half would move the slope by as much as a node costs.
         """
         if self.is_stepped or correction(expected, seconds, rate) == 1.0:
             return
         deviation = count - (self._usual_count or count)
         self._usual_count = count - (1 - rate) * deviation
         self._spread += rate * (deviation**2 - self._spread)
-        self.growth += rate * (seconds - expected) * deviation / max(self._spread, USUAL_SPREAD)
+        difference = min(max(seconds - expected, -GROWTH_BOUND * expected), GROWTH_BOUND * expected)
+        self.growth += rate * difference * deviation / max(self._spread, USUAL_SPREAD)
 
     def correct_at(self, count: int, seconds: float, rate: float) -> None:
         """Moves the curve towards a timing of `count`: half of the way as a whole, half around `count` only.

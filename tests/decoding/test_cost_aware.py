@@ -26,7 +26,7 @@ from sage.planning.tree import Frontier, RoundOutcome, Tree
 from sage.runtime.timing import RoundTimes, TimedCall
 from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware import learner as learning
-from sage.trees.cost_aware.learner import LEARN_ALL_ROUNDS, LEARN_EVERY, Learner, labelled_candidates
+from sage.trees.cost_aware.learner import GROWTH_RATE, LEARN_ALL_ROUNDS, LEARN_EVERY, LIVE_RATE, Learner, labelled_candidates
 from sage.trees.cost_aware.pace import Pace
 from sage.trees.cost_aware.pricing import ChildMass, Prices
 
@@ -146,11 +146,23 @@ class TestCurve:
         for count in torch.randint(3, 9, (400,), generator=generator).tolist():
             noise = 0.1 * float(torch.randn((), generator=generator))
             seconds, expected = real(count) * math.exp(noise), curve(count)
-            curve.correct_growth(count, expected, seconds, 0.02)
-            curve.correct(expected, seconds, 0.05)
+            curve.correct_growth(count, expected, seconds, GROWTH_RATE)
+            curve.correct(expected, seconds, LIVE_RATE)
         assert curve(8) == pytest.approx(real(8), rel=0.1)
         assert curve(8) - curve(3) == pytest.approx(real(8) - real(3), abs=0.25)
         assert curve(2) >= curve(1) > 0
+
+    def test_delayed_passes_hardly_move_its_slope(self) -> None:
+        """One pass in twenty takes 2.5 times as long, whatever its nodes."""
+        curve, slopes = Curve([1, 8], [1.5, 1.85]), []
+        generator = torch.Generator().manual_seed(0)
+        for count in torch.randint(2, 9, (2000,), generator=generator).tolist():
+            delay = 2.5 if float(torch.rand((), generator=generator)) < 0.05 else 1.0
+            seconds, expected = delay * (1.45 + 0.05 * count), curve(count)
+            curve.correct_growth(count, expected, seconds, GROWTH_RATE)
+            curve.correct(expected, seconds, LIVE_RATE)
+            slopes.append((curve(8) - curve(2)) / 6)
+        assert min(slopes) > 0.035 and max(slopes) < 0.065
 
     def test_nodes_of_a_joint_pass_cost_what_they_add_to_it(self) -> None:
         """Four requests, 16 nodes of the three others; draft passes are shared by as many nodes of all."""

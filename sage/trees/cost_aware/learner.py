@@ -19,11 +19,11 @@ from sage.trees.cost_aware.pricing import ChildMass
 
 OFF_PATH_WEIGHT = 0.1
 LIVE_RATE = 0.05
-GROWTH_RATE = 0.02
+GROWTH_RATE = 0.01
 LABELLED_RANKS = 4
 LEARN_ALL_ROUNDS = 256  # number of initial rounds that are all learned from; after them, one in LEARN_ONE_IN
 LEARN_ONE_IN = 8
-LEARN_EVERY = 64  # pending rounds per learning step; the first steps are after 1, 2, 4, .. and 32 rounds
+LEARN_EVERY = 16  # pending rounds per learning step; the first steps are after 1, 2, 4, 8 and 16 rounds
 ALONE = (0, 1)  # rows of other requests in a pass, and number of requests
 OUTLIER = 3  # times an expected time: timings beyond are interruptions
 FIRST_TOKENS = 1.5  # tokens of a round without drafting, assumed before any round
@@ -167,6 +167,8 @@ class Learner:
             "tokens": self._tokens,
             "seconds": self._seconds,
             "rounds": self.rounds,
+            "usual_size": self.usual_size,
+            "left_out": self.left_out,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -174,6 +176,8 @@ class Learner:
         self.calibrator.load_state(state["calibrator"])
         self.mass.sums, self.mass.counts = ([[*row] for row in state["mass"][key]] for key in ("sums", "counts"))
         self._tokens, self._seconds, self.rounds = state["tokens"], state["seconds"], state["rounds"]
+        self.usual_size = state.get("usual_size", self.usual_size)  # missing in states of earlier versions
+        self.left_out = state.get("left_out", self.left_out)
         self.pending.clear()
 
 
