@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from statistics import mean
+from itertools import pairwise
+from statistics import mean, median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -74,16 +75,26 @@ def _head(lab: Lab, target: str, run: str) -> Json:
     first, limit = lab.test_prompts(target, "drafts")[0], lab.settings.max_new_tokens
     context = int(first.inputs["input_ids"].shape[1]) + limit // 4
     costs = measure_costs(model, draft, context, context + limit)
-    last = read_metrics(lab.run(run) / METRICS)[-1]
+    metrics = read_metrics(lab.run(run) / METRICS)
     return {
         "command": runs.command_line(lab.settings, run),
         "parameters": sum(weight.numel() for weight in draft.network.parameters()),
-        **{key: last[key] for key in ("step", "tokens")},
-        "training_s": last["time_s"],
+        **{key: metrics[-1][key] for key in ("step", "tokens")},
+        "training_s": _training_s(metrics),
         "start_ms": 1e3 * costs.first_level_s,
         "level_ms": 1e3 * costs.draft(1),
         "pass_ms": 1e3 * costs.verify(1),
     }
+
+
+def _training_s(metrics: Sequence[Json]) -> float:
+    """Returns the seconds of all steps at the median time of a step, which interruptions of a run do not change."""
+    paces = [
+        (after["time_s"] - before["time_s"]) / (after["step"] - before["step"])
+        for before, after in pairwise(metrics)
+        if after["step"] > before["step"]
+    ]
+    return metrics[-1]["step"] * median(paces) if paces else float(metrics[-1]["time_s"])
 
 
 def _tokens(lab: Lab, target: str, found: Mapping[str, str]) -> Json:
