@@ -14,7 +14,9 @@ import sys
 import time
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -22,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from benchmarks.papers.figures import Json, digest
+from checkpoints.run_folder import METRICS, read_metrics
 from sage.io.files import write_text
 from sage.io.manifest import sha256
 
@@ -169,6 +172,21 @@ def command_line(settings: Settings, name: str) -> str:
     """Returns the run as a shell command."""
     words = [word if " " not in word else f"'{word}'" for word in overrides(settings, name)]
     return " ".join(["sage-train", *words, f"run.dir={run_folder(settings, name)}"])
+
+
+def training_of(settings: Settings, name: str) -> Json:
+    """Returns how a run is trained: its command, steps and tokens, and the seconds of all steps at the median time of a step,
+    which interruptions of the run do not change; trains it if it is missing.
+    """
+    metrics = read_metrics(ensure_trained(settings, name) / METRICS)
+    paces = [
+        (after["time_s"] - before["time_s"]) / (after["step"] - before["step"])
+        for before, after in pairwise(metrics)
+        if after["step"] > before["step"]
+    ]
+    step, tokens, time_s = (metrics[-1][key] for key in ("step", "tokens", "time_s"))
+    training_s = step * median(paces) if paces else time_s
+    return {"command": command_line(settings, name), "step": step, "tokens": tokens, "training_s": training_s}
 
 
 def is_trained(settings: Settings, name: str) -> bool:

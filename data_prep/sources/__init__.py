@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep.sources.prompt_layouts import LAYOUTS
-from sage.io.ranges import NonNegativeInt, PositiveFloat
+from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     from data_prep.sources.base import Source, Stream
@@ -80,6 +80,7 @@ class SourceConfig:
         streaming: read on the fly, in order, shuffled within blocks.
         prompt: question for sources that have none (folders of images and videos).
         long_answers: request a detailed explanation in place of a one-word answer.
+        joined: consecutive conversations that are joined into one of several turns, for long sequences.
     """
 
     kind: str = "pocket"
@@ -94,12 +95,13 @@ class SourceConfig:
     streaming: bool = False
     prompt: str = ""
     long_answers: bool = False
+    joined: PositiveInt = 1
 
 
 _PROMPT_SET = Kind("data_prep.sources.prompt_sets", ("path", "media_root", "subset", "split", "long_answers"), Content.any)
 _TABLE = Kind("data_prep.sources.hub", ("path", "media_root", "subset", "split", "columns", "streaming"), Content.table)
 KINDS = {
-    "pocket": Kind("data_prep.sources.pocket", ("families",)),
+    "pocket": Kind("data_prep.sources.pocket", ("families", "joined")),
     "llava_json": Kind("data_prep.sources.llava_json", content=Content.json),
     "sharegpt": Kind("data_prep.sources.llava_json", ("path",), Content.json),
     "messages": Kind("data_prep.sources.messages", content=Content.json),

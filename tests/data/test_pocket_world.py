@@ -9,6 +9,8 @@ from support.messages import refused
 
 from data_prep.pocket import grammar, palette, world
 from data_prep.pocket.phrases import Phraser
+from data_prep.sources.pocket import PocketSource
+from data_prep.splits import Split
 
 
 def images(conversation):
@@ -38,6 +40,14 @@ def test_the_same_index_gives_the_same_conversation():
     assert texts(first) == texts(again)
     assert [p.tobytes() for p in images(first)] == [p.tobytes() for p in images(again)]
     assert texts(first) != texts(world.sample("validation", 12))
+
+
+def test_conversations_are_joined_into_one_of_several_turns():
+    source = PocketSource(Split.train, [], 10, joined=3)
+    parts = [world.sample("train", index) for index in (6, 7, 8)]
+    assert texts(source.conversation(2)) == [text for part in parts for text in texts(part)]
+    alone = PocketSource(Split.train, [], 10)
+    assert source.fingerprint() != alone.fingerprint() and texts(alone.conversation(7)) == texts(parts[1])
 
 
 def test_splits_share_no_image():

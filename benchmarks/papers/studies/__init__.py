@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.papers.studies import (
     ablations,
+    anchors,
     confidence,
     drafts,
     engines,
@@ -24,12 +25,12 @@ STUDIES: dict[str, Study] = {
     for study in (
         *(policies.STUDY, confidence.CALIBRATION, projection.STUDY, epochs.STUDY, ablations.STUDY, sampling.TEMPERATURE),
         *(sampling.COUPLING, visual.COMPRESSOR, visual.PRUNING, length.STUDY, confidence.ENTROPY, engines.STUDY, regimes.STUDY),
-        drafts.STUDY,
+        *(drafts.STUDY, anchors.STUDY),
     )
 }
 SECTIONS = (
     *("policies", "epochs", "compressor", "pruning", "length", "entropy", "calibration", "ablations", "temperature"),
-    *("coupling", "projection", "engines", "regimes", "drafts"),
+    *("coupling", "projection", "engines", "regimes", "drafts", "anchors"),
 )
 
 

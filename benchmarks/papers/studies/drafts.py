@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -25,7 +24,6 @@ from benchmarks.papers.markdown import times_with_interval
 from benchmarks.papers.plots import Curve, plot_curves
 from benchmarks.papers.study import OURS, TARGET_TITLES, Expectation, Study
 from benchmarks.papers.wide_lab import WideLab, using_threads
-from checkpoints.run_folder import METRICS, read_metrics
 from sage.bench.measurement import Measurement
 from sage.bench.runners import AUTOREGRESSIVE
 from sage.bench.summary import pooled_counts, speed_ratio, tokens_ratio
@@ -75,26 +73,13 @@ def _head(lab: Lab, target: str, run: str) -> Json:
     first, limit = lab.test_prompts(target, "drafts")[0], lab.settings.max_new_tokens
     context = int(first.inputs["input_ids"].shape[1]) + limit // 4
     costs = measure_costs(model, draft, context, context + limit)
-    metrics = read_metrics(lab.run(run) / METRICS)
     return {
-        "command": runs.command_line(lab.settings, run),
+        **runs.training_of(lab.settings, run),
         "parameters": sum(weight.numel() for weight in draft.network.parameters()),
-        **{key: metrics[-1][key] for key in ("step", "tokens")},
-        "training_s": _training_s(metrics),
         "start_ms": 1e3 * costs.first_level_s,
         "level_ms": 1e3 * costs.draft(1),
         "pass_ms": 1e3 * costs.verify(1),
     }
-
-
-def _training_s(metrics: Sequence[Json]) -> float:
-    """Returns the seconds of all steps at the median time of a step, which interruptions of a run do not change."""
-    paces = [
-        (after["time_s"] - before["time_s"]) / (after["step"] - before["step"])
-        for before, after in pairwise(metrics)
-        if after["step"] > before["step"]
-    ]
-    return metrics[-1]["step"] * median(paces) if paces else float(metrics[-1]["time_s"])
 
 
 def _tokens(lab: Lab, target: str, found: Mapping[str, str]) -> Json:
