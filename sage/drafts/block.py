@@ -32,6 +32,7 @@ from sage.drafts.block_conditional import ConditionalPass
 from sage.drafts.block_heads import ConfidenceHead, Feed, MarkovHead, PathHead
 from sage.drafts.block_passes import BlockPass
 from sage.drafts.config import HeadConfig
+from sage.drafts.correction import Correction
 from sage.drafts.eagle3 import levels_for
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import MLP, FusedLinear, GatedLayer, rotate
@@ -39,7 +40,6 @@ from sage.drafts.mask_token import mask_token_of
 from sage.drafts.options import Conditional
 from sage.drafts.rollout import steps_of_rows
 from sage.drafts.rope import Rope
-from sage.drafts.trunk import Trunk, TrunkPass
 from sage.drafts.vocabulary import DraftVocabulary
 from sage.runtime.attention import joint_attention
 from sage.runtime.pass_function import PassFunction
@@ -253,26 +253,22 @@ class BlockDraft(DraftVocabulary, DraftHead):
         return {name: getattr(self.config, name) for name in names}
 
     def pass_functions(self, target: Target) -> tuple[PassFunction, ...]:
-        """Returns the function of a block and, with a conditional, those of a level and, on a CPU, where the host can compare
-        the trunk with the tree, of the rest of the trunk. They live as long as the head.
-        """
+        """Returns the function of a block and, with a conditional, that of a level. They live as long as the head."""
         key = (target, self.dtype, self.device)
         if key not in self._functions:
             self._functions[key] = self._new_functions(target)
         for function in self._functions[key]:
             if isinstance(function, ConditionalPass):
-                function.refresh()
+                function.correction.refresh()
         return self._functions[key]
 
     def _new_functions(self, target: Target) -> tuple[PassFunction, ...]:
+        """On a CPU, where the host can compare the trunk with the tree, the function of a block computes the trunk, too."""
         if self.config.conditional == Conditional.none:
             return (BlockPass(self, target, None),)
-        level = ConditionalPass(self, target)
-        if self.device.type != "cpu":
-            return BlockPass(self, target, None), level
-        trunk = Trunk(self, target, level.to_logits)
-        rest = [TrunkPass(self, target, trunk)] if trunk.num_levels < self.num_levels else []
-        return BlockPass(self, target, trunk), level, *rest
+        correction = Correction(self, target)
+        trunk = correction if self.device.type == "cpu" else None
+        return BlockPass(self, target, trunk), ConditionalPass(self, target, correction)
 
     def fuse(self, features: Features) -> Tensor:
         """Returns the context [B, T, D], fused from the target's feature levels."""

@@ -60,6 +60,8 @@ class PathHead(nn.Module):
     similar ones. Since the lm_head is linear, the logits change by the product of lm_head and `out`, a matrix [U, r].
     """
 
+    activation = staticmethod(nn.functional.silu)
+
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         size, rank = config.hidden_size, config.conditional_rank
@@ -78,15 +80,17 @@ class PathHead(nn.Module):
 
     def forward(self, tokens: Tensor, parents: Tensor, hidden: Tensor) -> Tensor:
         """Returns the state [.., r] of nodes from the embeddings [.., D] of their token and its parent, in slots `hidden`."""
-        own, parent = self.token(self._normalize(tokens)), self.parent(self._normalize(parents))
-        return nn.functional.silu(own + parent + self.hidden(hidden))
+        return self.activation(self.of_token(tokens) + self.of_parent(parents) + self.hidden(hidden))
 
-    def parts(self, embeds: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what tokens with embeddings [.., D] add to the state of their node and to those of its children, before the
-        activation, [.., r] each.
-        """
-        embeds = self._normalize(embeds)
-        return self.token(embeds), self.parent(embeds)
+    def of_token(self, embeds: Tensor) -> Tensor:
+        """Returns what tokens with embeddings [.., D] add to the states of their nodes, before the activation, [.., r]."""
+        part: Tensor = self.token(self._normalize(embeds))
+        return part
+
+    def of_parent(self, embeds: Tensor) -> Tensor:
+        """Returns what tokens with embeddings [.., D] add to the states of the nodes below theirs, [.., r]."""
+        part: Tensor = self.parent(self._normalize(embeds))
+        return part
 
     def _normalize(self, embeds: Tensor) -> Tensor:
         return nn.functional.rms_norm(embeds, embeds.shape[-1:], eps=self.eps)

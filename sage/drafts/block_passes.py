@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.block_heads import PathHead
-from sage.drafts.trunk import Trunk
+from sage.drafts.correction import Correction, lm_head_rows
 from sage.runtime.attention import tile_mask
 from sage.runtime.cache import RowCache
 from sage.runtime.host_tensors import cached_index
@@ -52,7 +51,7 @@ class SlotPass(PassFunction):
         blocks: of several requests, the dimension of their blocks of slots; None for one.
         attention: arguments between the cache rows and the buffers.
         num_rows: rows of the cache.
-        num_trunk: T, the levels of the trunk that the pass computes, from the token before the anchor; 0 for none.
+        has_trunk: whether the pass computes the trunk, for which it reads the token before the anchor.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class SlotPass(PassFunction):
         blocks: Dim | None = None,
         attention: Sequence[Argument] = (Argument("columns", (KEYS,), torch.long, Padding.counting),),
         num_rows: Dim | int = 1,
-        num_trunk: int = 0,
+        has_trunk: bool = False,
     ) -> None:
         config, dtype, slots = draft.config, draft.dtype, draft.num_slots
         of_target, rope = (1, count, target.hidden_size), (1, 1, count, config.head_dim)
@@ -86,13 +85,13 @@ class SlotPass(PassFunction):
             Argument("values", (*buffers, config.head_dim), dtype, Padding.cache, draft.num_layers),
         )
         sizes: list[tuple[int, ...]] = [(draft.num_levels, config.hidden_size), (draft.num_levels, draft.num_draft_tokens)]
-        if num_trunk:
-            sizes += [(num_trunk, draft.num_draft_tokens), (num_trunk,)]
+        if has_trunk:
+            sizes += [(draft.num_levels, draft.num_draft_tokens), (draft.num_levels,)]
         results = [Result((*of_each, *size)) for size in sizes]
-        modules = (type(draft).__module__, PathHead.__module__, Trunk.__module__, *family_modules(target))
-        facts = describe_target(target), without_paths(config), num_trunk
+        modules = (type(draft).__module__, Correction.__module__, *family_modules(target))
+        facts = describe_target(target), without_paths(config), has_trunk
         super().__init__("draft", names, arguments, results, facts, modules)
-        self.draft, self.embed_tokens, self._target, self.num_trunk = draft, target.embed_tokens, target, num_trunk
+        self.draft, self.embed_tokens, self._target, self.has_trunk = draft, target.embed_tokens, target, has_trunk
 
     @property
     def _group(self) -> int:
@@ -102,16 +101,16 @@ class SlotPass(PassFunction):
 
 
 class BlockPass(SlotPass):
-    """A pass of a block head; with `trunk`, it also computes the first part of the trunk."""
+    """A pass of a block head; with `correction`, it also computes its trunk."""
 
     draft: BlockDraft
 
-    def __init__(self, draft: BlockDraft, target: Target, trunk: Trunk | None) -> None:
-        super().__init__(draft, target, num_trunk=0 if trunk is None else trunk.num_levels)
-        self.lm_head, self.trunk = lm_head_rows(draft, target), trunk
+    def __init__(self, draft: BlockDraft, target: Target, correction: Correction | None) -> None:
+        super().__init__(draft, target, has_trunk=correction is not None)
+        self.lm_head, self.correction = lm_head_rows(draft, target), correction
 
     def _new_joint(self) -> JointFunction | None:
-        return JointBlockPass(self.draft, self._target, self.lm_head, self.trunk)
+        return JointBlockPass(self.draft, self._target, self.lm_head, self.correction)
 
     def forward(
         self,
@@ -141,8 +140,7 @@ class BlockPass(SlotPass):
             keys, values: buffers of every layer, [1, H, C, d].
 
         Returns:
-            the input of the lm_head [K, D] and logits [K, U] of the levels; with a trunk also logits [T, U] and tokens [T] of
-            its first part.
+            the input of the lm_head [K, D] and logits [K, U] of the levels; with a trunk also its logits [K, U] and tokens [K].
         """
         draft = self.draft
         context = draft.fuse(Features(last, tuple(levels)))
@@ -153,18 +151,17 @@ class BlockPass(SlotPass):
         mask = tile_mask(columns <= seen[:, None], self._group, context.dtype)
         hidden = draft.at_levels(draft.run(context, slots, rope, mask, cache)[0])
         logits = self.lm_head(hidden)
-        if self.trunk is None:
+        if self.correction is None:
             return hidden, logits
-        part = slice(self.num_trunk)
-        rows_of_trunk, found = self.trunk(tokens[-1:], parents, hidden[None, part], logits[None, part])
-        return hidden, logits, rows_of_trunk[0], found[0]
+        (of_trunk,), (found,) = self.correction.trunk(tokens[-1:], parents, hidden[None], logits[None])
+        return hidden, logits, of_trunk, found
 
 
 class JointSlotPass(SlotPass, JointFunction):
     """A pass over the accepted tokens of several requests and the slots behind those of each."""
 
     def __init__(
-        self, draft: BlockDraft | PEagleDraft, target: Target, layout_: Sequence[Argument], num_trunk: int = 0
+        self, draft: BlockDraft | PEagleDraft, target: Target, layout_: Sequence[Argument], has_trunk: bool = False
     ) -> None:
         names = ("the draft's block after one token of every request", "the draft's block of several requests")
         attention = (
@@ -172,7 +169,7 @@ class JointSlotPass(SlotPass, JointFunction):
             Argument("ends", (CALLS,), torch.long),
             Argument("columns", (KEYS,), torch.long, Padding.counting),
         )
-        super().__init__(draft, target, names, ALL_NODES, CALLS, attention, ROWS, num_trunk)
+        super().__init__(draft, target, names, ALL_NODES, CALLS, attention, ROWS, has_trunk)
 
     @abstractmethod
     def _layout(self, calls: Sequence[Call], counts: Sequence[int], num_rows: int) -> Sequence[Tensor]:
@@ -209,10 +206,10 @@ class JointBlockPass(JointSlotPass):
 
     draft: BlockDraft
 
-    def __init__(self, draft: BlockDraft, target: Target, lm_head: nn.Module, trunk: Trunk | None) -> None:
+    def __init__(self, draft: BlockDraft, target: Target, lm_head: nn.Module, correction: Correction | None) -> None:
         own = (Argument("owners", (ALL_NODES,), torch.long), Argument("calls", (ROWS,), torch.long))
-        super().__init__(draft, target, own, 0 if trunk is None else trunk.num_levels)
-        self.lm_head, self.trunk = lm_head, trunk
+        super().__init__(draft, target, own, correction is not None)
+        self.lm_head, self.correction = lm_head, correction
 
     def _layout(self, calls: Sequence[Call], counts: Sequence[int], num_rows: int) -> Sequence[Tensor]:
         device = calls[0].values[0].device
@@ -252,8 +249,7 @@ class JointBlockPass(JointSlotPass):
             keys, values: buffers of every layer, [B, H, C, d].
 
         Returns:
-            the input of the lm_head [R, K, D] and logits [R, K, U]; with a trunk also logits [R, T, U] and tokens [R, T] of
-            its first part.
+            the input of the lm_head [R, K, D] and logits [R, K, U]; with a trunk also its logits [R, K, U] and tokens [R, K].
         """
         draft, slots = self.draft, self.draft.num_slots
         context = draft.fuse(Features(last, tuple(levels)))
@@ -270,22 +266,11 @@ class JointBlockPass(JointSlotPass):
         mask = tile_mask(columns <= seen.index_select(0, calls)[..., None], self._group, context.dtype)
         hidden = draft.at_levels(draft.run(context, blocks, rope, mask, cache)[0].unflatten(0, slot_rows.shape))
         logits = self.lm_head(hidden)
-        if self.trunk is None:
+        if self.correction is None:
             return hidden, logits
-        part = slice(self.num_trunk)
-        return hidden, logits, *self.trunk(anchors, parents, hidden[:, part], logits[:, part])
+        return hidden, logits, *self.correction.trunk(anchors, parents, hidden, logits)
 
 
 def join_slots(states: Tensor) -> Tensor:
     """Returns states [R, 1, S, d] as [1, 1, R * S, d]."""
     return states.flatten(0, 2)[None, None]
-
-
-def lm_head_rows(draft: BlockDraft, target: Target) -> nn.Module:
-    """Returns the target's lm_head, or a layer with its rows of the draft vocabulary."""
-    if draft.token_map is None:
-        return target.lm_head
-    with torch.inference_mode(False), torch.no_grad():
-        rows = nn.Linear(target.hidden_size, draft.num_draft_tokens, bias=False, device="meta")
-        rows.weight = nn.Parameter(target.lm_head.weight[draft.token_map.to(target.device)], requires_grad=False)
-    return rows

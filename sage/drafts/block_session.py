@@ -29,12 +29,11 @@ class BlockSession(JointSession):
     """Session of a draft with `num_slots` and `num_levels`.
 
     Its `pass_functions` are the pass over accepted tokens and slots (`BlockPass`), which gives hidden states [K, D] and logits
-    [K, U], and optionally the corrections of a level (`ConditionalPass`) and of the trunk (`TrunkPass`), whose first part
-    the pass then gives, too. A subclass may read the prompt in another way (`_read_prompt`) or have other rope positions
-    (`_positions`).
+    [K, U], and optionally the correction of a level (`ConditionalPass`). A subclass may read the prompt in another way
+    (`_read_prompt`) or have other rope positions (`_positions`).
 
-    As long as a policy expands nodes of the trunk alone, their logits and candidates are looked up, since one call computes
-    them for several levels; without a conditional, those of all nodes are.
+    As long as a policy expands nodes of the trunk alone (`Correction.trunk`), their logits and candidates are looked up, if the
+    pass gives them; without a conditional, those of all nodes are.
 
     A draft in training runs eagerly. So does the prefill of a prompt that is long or pruned; others are read in the same way as
     accepted tokens.
@@ -51,12 +50,9 @@ class BlockSession(JointSession):
         self._executor = EAGER if draft.training else executor_of(target.passes)
         self._function, *conditional = draft.pass_functions(target)
         self._block = BoundPass(self._executor, self._function, COMMIT_ORDER)
-        bound = [BoundPass(self._executor, one, LEVEL_ORDER) for one in conditional]
-        self._correction = bound[0] if bound else None
-        self._trunk = bound[1] if bound[1:] else None
+        self._correction = BoundPass(self._executor, conditional[0], LEVEL_ORDER) if conditional else None
         self.levels, self.token_map, self.max_depth = draft.levels, draft.token_map, draft.num_levels
-        self._part, self._num_candidates = self._function.num_trunk, 0
-        self.committed = self.depth = self.offset = 0
+        self._num_candidates = self.committed = self.depth = self.offset = 0
         self._staging = TokenStagingBuffer(draft.device)
         self.cache = self._executor.new_cache(draft, capacity + draft.num_slots, draft.new_cache)
         self._set_capacity(capacity + draft.num_slots)
@@ -149,28 +145,17 @@ class BlockSession(JointSession):
         """Starts a tree from the pass's results; `root` and its predecessor `parent` are LongTensor [1]."""
         self._hidden, self._logits, *trunk = results
         self._root, self._frontier, self._width, self.depth = root, root, 1, 0
-        if trunk:
-            self._set_trunk(*trunk)
+        self._set_trunk(*trunk or [self._logits if self._correction is None else None])
+        if self._trunk_logits is not None:
             return self._row_of_trunk()
-        self._set_trunk(self._logits if self._correction is None else None)
         found = yield from self._below(root, parent)
         return found
 
-    def _continue_trunk(self, token: Tensor, parent: Tensor) -> Steps[Tensor]:
-        """Computes the part of the trunk from the current depth on; returns the logits [1, U] below its first node, which has
-        `token` [1] below `parent` [1].
-        """
-        assert self._trunk is not None
-        inputs = (part.narrow(0, self.depth, self._part)[None] for part in (self._hidden, self._logits))
-        logits, tokens = yield from self._trunk.steps(None, token, parent, *inputs)
-        self._set_trunk(logits[0], tokens[0])
-        return self._row_of_trunk()
-
     def _set_trunk(self, logits: Tensor | None, tokens: Tensor | None = None) -> None:
-        """Sets the logits [T, U] below the trunk's nodes from the current depth on, None if they are not known, and the most
-        probable tokens [T] below them; without these, all nodes of a level share its logits.
+        """Sets the logits [K, U] below the trunk's nodes, None if they are not known, and the most probable tokens [K] below
+        them; without these, all nodes of a level share its logits.
         """
-        self._trunk_start, self._trunk_logits = self.depth, logits
+        self._trunk_logits = logits
         self._trunk_rows = () if logits is None else logits.split(1)
         self._trunk_tokens = () if tokens is None else tokens.split(1)
         self._expected = [] if tokens is None else tokens.tolist()
@@ -181,7 +166,7 @@ class BlockSession(JointSession):
             self._set_candidates(self._num_candidates)
 
     def _set_candidates(self, num_candidates: int) -> None:
-        """Selects candidates below all nodes of the trunk's part, as many as the policy asked for last."""
+        """Selects candidates below all nodes of the trunk, as many as the policy asked for last."""
         self._num_candidates = num_candidates
         if self._trunk_logits is None:
             return
@@ -193,7 +178,7 @@ class BlockSession(JointSession):
 
     def _row_of_trunk(self) -> Tensor:
         """Returns the logits [1, U] below the trunk's node of the current depth."""
-        self._row = self._trunk_rows[self.depth - self._trunk_start]
+        self._row = self._trunk_rows[self.depth]
         return self._row
 
     def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
@@ -201,15 +186,16 @@ class BlockSession(JointSession):
             return super().propose(scores, num_candidates)
         if not self._best or num_candidates != self._num_candidates:
             self._set_candidates(num_candidates)
-        return self._best[self.depth - self._trunk_start]
+        return self._best[self.depth]
 
     def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
         if self._expected:
             self._place = self._place_on_trunk(rows, tokens)
             self._width = len(tokens)
             if self._place == 0 and self._width == 1:
-                logits = yield from self._follow_trunk()
-                return logits
+                self._frontier = self._trunk_tokens[self.depth]
+                self.depth += 1
+                return self._row_of_trunk()
         staged = self._staging.stage(tokens)
         parents = staged
         if self._correction is not None:
@@ -221,23 +207,13 @@ class BlockSession(JointSession):
 
     def _place_on_trunk(self, rows: Tensor, tokens: Tokens) -> int | None:
         """Returns which of the expanded nodes belongs to the trunk, None if none does or the host does not know."""
-        level = self.depth - self._trunk_start
-        if self._place is None or level >= len(self._expected) or isinstance(tokens, Tensor):
+        if self._place is None or isinstance(tokens, Tensor):
             return None
+        expected = self._expected[self.depth]
         if self._width == 1 == len(tokens):
-            return 0 if tokens[0] == self._expected[level] else None
-        wanted = (self._place, self._expected[level])
+            return 0 if tokens[0] == expected else None
+        wanted = (self._place, expected)
         return next((place for place, node in enumerate(zip(rows.tolist(), tokens, strict=True)) if node == wanted), None)
-
-    def _follow_trunk(self) -> Steps[Tensor]:
-        """Goes one level deeper along the trunk; returns the logits [1, U] below its next node."""
-        level = self.depth - self._trunk_start
-        self._frontier = self._trunk_tokens[level]
-        self.depth += 1
-        if level + 1 < len(self._expected):
-            return self._row_of_trunk()
-        logits = yield from self._continue_trunk(self._frontier, self._trunk_tokens[level - 1])
-        return logits
 
     def _below(self, tokens: Tensor, parents: Tensor) -> Steps[Tensor]:
         """Returns the logits [F, U] below nodes of the current depth."""
@@ -257,7 +233,7 @@ class BlockSession(JointSession):
         self._logits = self._hidden.new_zeros(draft.num_levels, draft.num_draft_tokens)
         self._root = torch.zeros(1, dtype=torch.long, device=draft.device)
         self._frontier, self._width = self._root.new_zeros(width), width
-        if self._part:
-            self._set_trunk(self._logits.narrow(0, 0, self._part), self._root.new_zeros(self._part))
+        if self._function.has_trunk:
+            self._set_trunk(self._logits, self._root.new_zeros(draft.num_levels))
         else:
             self._set_trunk(self._logits if self._correction is None else None)

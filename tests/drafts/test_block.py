@@ -21,7 +21,6 @@ from sage.costs.measure import measure_costs
 from sage.drafts.block import BlockDraft, visible_to_blocks
 from sage.drafts.block_session import BlockSession
 from sage.drafts.draft import new_session
-from sage.drafts.trunk import trunk_levels
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.pass_modes import PassMode
@@ -126,10 +125,9 @@ def test_a_causal_block_of_few_levels_has_the_rows_of_a_complete_one(double: sag
 def test_the_trunk_has_the_logits_of_a_correction_per_level(
     form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokens and candidates, too: in two parts, also where a level has a sibling; a chain asks for no other correction."""
+    """Its tokens and candidates, too, also where a level has a sibling; a chain asks for no other correction."""
     without_compiler(monkeypatch)
     draft, prompt = block(tiny_qwen, form, block_size=6), tiny_qwen.embed(make_inputs(tiny_qwen))
-    assert trunk_levels(draft.num_levels) == 3
     for siblings in ({}, {1}, {3}):
         found = []
         for mode in (None, PassMode.eager, PassMode.compiled):
@@ -154,17 +152,19 @@ def test_the_trunk_has_the_logits_of_a_correction_per_level(
 
 
 def test_a_draft_that_is_trained_further_decodes_with_its_new_weights(tiny_qwen: sage.Target) -> None:
-    """The product of lm_head and the path head's output map is kept between requests."""
+    """What depends on a token alone, and the product of lm_head and the path head's output map, are kept between requests."""
     draft, prompt = block(tiny_qwen), tiny_qwen.embed(make_inputs(tiny_qwen))
-    assert draft.path_head is not None
+    head = draft.path_head
+    assert head is not None
     features, path = tiny_qwen.features(prompt, draft.levels), torch.tensor([int(prompt.input_ids[0, -1]), 5])
-    for _ in range(2):
+    for changed in (None, head.out, head.token, head.parent, head.hidden):
+        if changed is not None:
+            with torch.no_grad():
+                changed.weight.neg_()
         session = new_session(draft, tiny_qwen, 60)
         logits = session.prefill(prompt, features, torch.tensor([5]))
         expected = level_logits(draft, tiny_qwen, path, session._hidden[:1])  # type: ignore[attr-defined]
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
-        with torch.no_grad():
-            draft.path_head.out.weight.neg_()
 
 
 @pytest.mark.parametrize("mode", ["compiled", "captured"])
