@@ -227,7 +227,7 @@ def test_every_run_in_the_settings_composes() -> None:
     for name in set(settings.training.runs) - set(runs.matched_runs(settings)):
         check(compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config))
     named = [*settings.main_runs.values(), *settings.assistant_runs.values()]
-    named += [name for study in ("epochs", "compressor") for name in settings.sizes[study]["runs"]]
+    named += [name for study in ("epochs", "compressor", "anchors") for name in settings.sizes[study]["runs"]]
     named += [settings.sizes["regimes"]["run"]]
     named += [name for drafts in settings.sizes["engines"]["runs"].values() for name in drafts.values()]
     assert set(named) == set(settings.training.runs) - set(runs.matched_runs(settings))
@@ -399,15 +399,35 @@ def test_drafts_are_compared_with_their_goals_and_over_seeds(measured: Path) -> 
             tokens = {"eagle": 3.0, "block": 3.25 + seed}.get(head, 2.0)
             figures["tokens"]["heads"][head]["chain"]["2"]["tokens"] = tokens
             figures["speed"][head]["over"]["ratio"] = tokens / 3
+    eager = {key: value for key, value in wide.items() if key != "megabytes"} | {"passes": "eager"}
+    files["drafts_qwen_eager_time_0"] = second | {"figures": eager}
     study = STUDIES["drafts"]
     claims = {one.claim: one for one in study.expectations(study.select(render._figures(files)))}
     title = "pocket Qwen2.5-VL, equal training time"
     level = claims[f"{title}: the best one-pass head at least level with `eagle` in tokens per pass of a chain"]
     assert level.is_met and level.evidence.startswith("`block` 3.75, `eagle` 3.00")
     fast = f"{title}: the fastest one-pass head at least 1.15 times as fast as `eagle` under `cost_aware`"
-    assert claims[fast].is_met and claims[fast].evidence.startswith("`block`: 1.25x")
+    assert claims[fast].is_met and claims[fast].evidence == "`block`: 1.25x (1.08-1.42), range over seeds"
+    assert claims[fast.replace("time:", "time, eager passes:")].evidence.endswith("95% interval")
     text = render.render(files)
-    assert "| 3.75 (3.25-4.25) |" in text and "Seeds 0, 1." in text
+    assert "| 3.75 (3.25-4.25) |" in text and "Seeds 0, 1." in text and "| 1.25x (1.08-1.42) |" in text
+
+
+@pytest.mark.slow
+def test_anchors_are_compared_with_all_positions(measured: Path) -> None:
+    files = FigureStore(measured / "docs" / FIGURES_DIR).read_all()
+    found = files["anchors"]["figures"]
+    assert found["match"] == found["total"] == 2 and list(found["runs"]) == ["eagle_qwen", "eagle3_qwen"]
+    chain = found["runs"]["eagle3_qwen"]["chain"]["2"]
+    chain["tokens"], chain["over"] = 2.5, {"ratio": 1.25, "ci": [1.1, 1.4]}
+    study = STUDIES["anchors"]
+    (claim,) = study.expectations(study.select(render._figures(files)))
+    assert (
+        claim.is_met
+        and claim.evidence.startswith("2.50 and ")
+        and claim.evidence.endswith("tokens per pass, 1.25x (1.10-1.40)")
+    )
+    assert "| 2.50 | 1.25x | 1.10-1.40 |" in render.render(files)
 
 
 def test_ratio_of_a_large_target_by_hand() -> None:
