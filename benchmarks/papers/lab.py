@@ -17,7 +17,7 @@ from benchmarks.papers.figures import FigureStore, Json
 from benchmarks.papers.runs import Settings
 from sage.bench.measurement import BenchPrompt, Measurement, measure
 from sage.bench.runners import AUTOREGRESSIVE, HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
-from sage.bench.summary import summarize
+from sage.bench.summary import pooled_counts, summarize, tokens_ratio
 from sage.costs.measure import measure_costs
 from sage.costs.tables import Costs
 from sage.drafts.draft import Draft
@@ -206,6 +206,24 @@ def summary(measurement: Measurement, target: Any, labels: Sequence[str]) -> Jso
     found = summarize(measurement, target, labels)
     parts = {kind: {name: select(part, STORED) for name, part in found[kind].items()} for kind in ("policies", "baselines")}
     return {"prompts": len(measurement.prompts), **select(found, ("fastest_baseline", "failed_baselines", "margins")), **parts}
+
+
+def tokens_over(measurement: Measurement, label: str, base: str) -> Json:
+    """Returns the tokens per target pass of a runner, and their ratio to those of another one."""
+    over = tokens_ratio(measurement.runs[label], measurement.runs[base])
+    return {"tokens": mean_tokens(measurement, label), "over": over}
+
+
+def mean_tokens(measurement: Measurement, label: str) -> float:
+    """Returns the tokens per target pass of a runner."""
+    return pooled_counts(measurement.runs[label])["tokens_per_target_pass"]
+
+
+def matching_texts(measurement: Measurement, labels: Sequence[str]) -> Json:
+    """Returns how many texts of the runners equal those of our autoregressive loop, of how many, and the number of prompts."""
+    texts, count = measurement.runs[AUTOREGRESSIVE], len(measurement.prompts)
+    match = sum(measurement.runs[label][i][0].tokens == texts[i][0].tokens for label in labels for i in range(count))
+    return {"prompts": count, "match": match, "total": len(labels) * count}
 
 
 def of_family(measurement: Measurement, family: str) -> Measurement:

@@ -145,16 +145,18 @@ class BlockSession(JointSession):
         """Starts a tree from the pass's results; `root` and its predecessor `parent` are LongTensor [1]."""
         self._hidden, self._logits, *trunk = results
         self._root, self._frontier, self._width, self.depth = root, root, 1, 0
-        self._set_trunk(*trunk or [self._logits if self._correction is None else None])
+        self._set_trunk(*trunk)
         if self._trunk_logits is not None:
             return self._row_of_trunk()
         found = yield from self._below(root, parent)
         return found
 
-    def _set_trunk(self, logits: Tensor | None, tokens: Tensor | None = None) -> None:
-        """Sets the logits [K, U] below the trunk's nodes, None if they are not known, and the most probable tokens [K] below
-        them; without these, all nodes of a level share its logits.
+    def _set_trunk(self, logits: Tensor | None = None, tokens: Tensor | None = None) -> None:
+        """Sets the logits [K, U] below the trunk's nodes and the most probable tokens [K] below them, as far as the pass gives
+        them. Without a conditional, all nodes of a level share the block's logits.
         """
+        if self._correction is None:
+            logits = self._logits
         self._trunk_logits = logits
         self._trunk_rows = () if logits is None else logits.split(1)
         self._trunk_tokens = () if tokens is None else tokens.split(1)
@@ -236,4 +238,4 @@ class BlockSession(JointSession):
         if self._function.has_trunk:
             self._set_trunk(self._logits, self._root.new_zeros(draft.num_levels))
         else:
-            self._set_trunk(self._logits if self._correction is None else None)
+            self._set_trunk()

@@ -9,7 +9,7 @@ from support.messages import refused
 
 from data_prep.pocket import grammar, palette, world
 from data_prep.pocket.phrases import Phraser
-from data_prep.sources.pocket import PocketSource
+from data_prep.sources import SourceConfig, open_source
 from data_prep.splits import Split
 
 
@@ -43,10 +43,10 @@ def test_the_same_index_gives_the_same_conversation():
 
 
 def test_conversations_are_joined_into_one_of_several_turns():
-    source = PocketSource(Split.train, [], 10, joined=3)
+    source = open_source("pocket", SourceConfig(num_examples=10, joined=3), Split.train)
     parts = [world.sample("train", index) for index in (6, 7, 8)]
     assert texts(source.conversation(2)) == [text for part in parts for text in texts(part)]
-    alone = PocketSource(Split.train, [], 10)
+    alone = open_source("pocket", SourceConfig(num_examples=10), Split.train)
     assert source.fingerprint() != alone.fingerprint() and texts(alone.conversation(7)) == texts(parts[1])
 
 

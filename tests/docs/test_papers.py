@@ -25,7 +25,18 @@ from benchmarks.papers.figures import FIGURES_DIR, FigureStore, digest
 from benchmarks.papers.lab import Lab
 from benchmarks.papers.markdown import fill
 from benchmarks.papers.runs import load_settings
-from benchmarks.papers.studies import SECTIONS, STUDIES, ablations, confidence, epochs, projection, regimes, select_studies
+from benchmarks.papers.studies import (
+    SECTIONS,
+    STUDIES,
+    ablations,
+    confidence,
+    drafts,
+    epochs,
+    projection,
+    regimes,
+    select_studies,
+)
+from checkpoints.run_folder import METRICS
 from sage.bench.costs import measure_shape_costs
 from sage.bench.shapes import Shape
 from sage.costs.tables import Costs, Curve
@@ -413,6 +424,22 @@ def test_drafts_are_compared_with_their_goals_and_over_seeds(measured: Path) -> 
     assert "| 3.75 (3.25-4.25) |" in text and "Seeds 0, 1." in text and "| 1.25x (1.08-1.42) |" in text
 
 
+def test_a_part_of_the_drafts_may_have_passes_of_another_mode(tmp_path: Path) -> None:
+    lab = Lab(load_settings(), FigureStore(tmp_path))
+    part = {"target": "qwen", "budget": "time", "seed": 0}
+    assert drafts._lab_of(lab, part) is lab
+    assert drafts._lab_of(lab, part | {"passes": "eager"}).settings.passes == "eager" != lab.settings.passes
+    assert drafts.part_name(part | {"passes": "eager"}) == "drafts_qwen_eager_time_0"
+
+
+def test_training_times_leave_interruptions_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps of two seconds each, one of them interrupted for a minute."""
+    monkeypatch.setattr(runs, "ensure_trained", lambda settings, name: tmp_path)
+    lines = [{"step": step, "tokens": 9, "time_s": 2.0 * step + 60 * (step > 6)} for step in range(2, 11, 2)]
+    (tmp_path / METRICS).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert runs.training_of(load_settings(), "eagle_qwen")["training_s"] == pytest.approx(20.0)
+
+
 @pytest.mark.slow
 def test_anchors_are_compared_with_all_positions(measured: Path) -> None:
     files = FigureStore(measured / "docs" / FIGURES_DIR).read_all()
@@ -422,11 +449,8 @@ def test_anchors_are_compared_with_all_positions(measured: Path) -> None:
     chain["tokens"], chain["over"] = 2.5, {"ratio": 1.25, "ci": [1.1, 1.4]}
     study = STUDIES["anchors"]
     (claim,) = study.expectations(study.select(render._figures(files)))
-    assert (
-        claim.is_met
-        and claim.evidence.startswith("2.50 and ")
-        and claim.evidence.endswith("tokens per pass, 1.25x (1.10-1.40)")
-    )
+    assert claim.is_met and claim.evidence.startswith("2.50 and ")
+    assert claim.evidence.endswith("tokens per pass, 1.25x (1.10-1.40)")
     assert "| 2.50 | 1.25x | 1.10-1.40 |" in render.render(files)
 
 

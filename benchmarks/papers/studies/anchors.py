@@ -8,11 +8,9 @@ from typing import Any
 
 from benchmarks.papers import runs
 from benchmarks.papers.figures import Json
-from benchmarks.papers.lab import Lab, time_runs
+from benchmarks.papers.lab import Lab, matching_texts, time_runs, tokens_over
 from benchmarks.papers.markdown import times_with_interval
 from benchmarks.papers.study import Expectation, Study
-from sage.bench.runners import AUTOREGRESSIVE
-from sage.bench.summary import pooled_counts, tokens_ratio
 
 
 def _measure(lab: Lab) -> None:
@@ -27,18 +25,14 @@ def _compare(lab: Lab) -> Json:
     target = lab.settings.training.runs[names[0]].target
     runners = [lab.runner(target, f"{name} {depth}", "chain", {"depth": depth}, name) for name in names for depth in depths]
     measured = time_runs(lab, target, runners, lab.test_prompts(target, "anchors"), 1)
-
-    def chain(name: str, depth: int) -> Json:
-        own, base = measured.runs[f"{name} {depth}"], measured.runs[f"{names[0]} {depth}"]
-        return {"tokens": pooled_counts(own)["tokens_per_target_pass"], "over": tokens_ratio(own, base)}
-
-    texts, count = measured.runs[AUTOREGRESSIVE], len(measured.prompts)
-    same = sum(measured.runs[one.name][i][0].tokens == texts[i][0].tokens for one in runners for i in range(count))
     found = {
-        name: {**runs.training_of(lab.settings, name), "chain": {str(depth): chain(name, depth) for depth in depths}}
+        name: {
+            **runs.training_of(lab.settings, name),
+            "chain": {str(depth): tokens_over(measured, f"{name} {depth}", f"{names[0]} {depth}") for depth in depths},
+        }
         for name in names
     }
-    return {"target": target, "prompts": count, "match": same, "total": len(runners) * count, "runs": found}
+    return {"target": target, **matching_texts(measured, [one.name for one in runners]), "runs": found}
 
 
 def _values(found: Json) -> Mapping[str, Any]:

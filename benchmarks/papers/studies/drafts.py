@@ -22,14 +22,13 @@ from matplotlib.figure import Figure
 
 from benchmarks.papers import runs
 from benchmarks.papers.figures import Json
-from benchmarks.papers.lab import Lab, of_family, summary, time_runs
+from benchmarks.papers.lab import Lab, matching_texts, mean_tokens, of_family, summary, time_runs, tokens_over
 from benchmarks.papers.markdown import times_with_interval
 from benchmarks.papers.plots import Curve, plot_curves
 from benchmarks.papers.study import OURS, TARGET_TITLES, Expectation, Study
 from benchmarks.papers.wide_lab import WideLab, using_threads
 from sage.bench.measurement import Measurement
-from sage.bench.runners import AUTOREGRESSIVE
-from sage.bench.summary import pooled_counts, speed_ratio, tokens_ratio
+from sage.bench.summary import speed_ratio
 from sage.costs.measure import measure_costs
 
 REFERENCE, RIVAL = "eagle", "eagle3"
@@ -115,23 +114,14 @@ def _tokens(lab: Lab, target: str, found: Mapping[str, str]) -> Json:
         }
         for head in found
     }
-    texts = measured.runs[AUTOREGRESSIVE]
-    same = sum(
-        measured.runs[one.name][i][0].tokens == texts[i][0].tokens for one in runners for i in range(len(measured.prompts))
-    )
-    return {"prompts": len(prompts), "match": same, "total": len(runners) * len(prompts), "heads": kept}
+    return {**matching_texts(measured, [one.name for one in runners]), "heads": kept}
 
 
 def _counted(measured: Measurement, label: str, base: str) -> Json:
     """Returns the tokens per target pass of a runner over all prompts, over those of another, and by task family."""
     families = dict.fromkeys(prompt.family for prompt in measured.prompts)
-    by_family = {family: _mean_tokens(of_family(measured, family), label) for family in families}
-    over = tokens_ratio(measured.runs[label], measured.runs[base])
-    return {"tokens": _mean_tokens(measured, label), "over": over, "by_family": by_family}
-
-
-def _mean_tokens(measured: Measurement, label: str) -> float:
-    return pooled_counts(measured.runs[label])["tokens_per_target_pass"]
+    by_family = {family: mean_tokens(of_family(measured, family), label) for family in families}
+    return {**tokens_over(measured, label, base), "by_family": by_family}
 
 
 def _speed(lab: Lab, target: str, found: Mapping[str, str]) -> Json:
