@@ -9,8 +9,7 @@ Shapes: T prompt tokens, M tokens committed, F nodes of one tree level, S slots,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ class BlockSession(JointSession):
 
     Its `pass_functions` are the pass over accepted tokens and slots (`BlockPass`), which gives hidden states [K, D] and logits
     [K, U], and optionally the correction of a level (`ConditionalPass`). A subclass may read the prompt in another way
-    (`_read_prompt`) or have other rope positions (`_positions`).
+    (`_read_prompt`) or have other rope positions (`_set_origin`).
 
     As long as a policy expands nodes of the trunk alone (`Correction.trunk`), their logits and candidates are looked up, if the
     pass gives them; without a conditional, those of all nodes are.
@@ -56,7 +55,7 @@ class BlockSession(JointSession):
         self._staging = TokenStagingBuffer(draft.device)
         self.cache = self._executor.new_cache(draft, capacity + draft.num_slots, draft.new_cache)
         self._set_capacity(capacity + draft.num_slots)
-        self._set_origin(torch.zeros(1, dtype=torch.long, device=draft.device))
+        self._set_origin(0, torch.zeros(1, dtype=torch.long, device=draft.device))
         self.set_synthetic_state(0, 1)
 
     def _set_capacity(self, capacity: int) -> None:
@@ -69,15 +68,14 @@ class BlockSession(JointSession):
     def context(self) -> int:
         return self.committed
 
-    def _positions(self, places: Tensor) -> Tensor:
-        """Returns rope positions, [1, M] or [3, 1, M], of the tokens after the prompt at `places` [M]."""
-        return places[None]
+    def _set_origin(self, length: int, position: Tensor) -> None:
+        """Provides the rope of what follows a prompt of `length` tokens, from index `offset` on.
 
-    def _set_origin(self, position: Tensor) -> None:
-        """Precomputes the rope from the first token after the prompt on, at `position` [1]; it is at index `offset`."""
-        steps = torch.arange(self.capacity, device=position.device)
-        self.cos, self.sin = self.draft.rope(self._positions(position + steps), self.draft.dtype)
-        self.offset = 0
+        Args:
+            position: LongTensor [1], the target's rope position there.
+        """
+        self.cos, self.sin = self.draft.rope.table(length + self.capacity, self.draft.device, self.draft.dtype)
+        self.offset = length
 
     def _rope(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         return self.cos.narrow(2, start, length), self.sin.narrow(2, start, length)
@@ -92,16 +90,16 @@ class BlockSession(JointSession):
         """Sets the origin and runs the pass over the prompt, or the tokens of it that the draft reads, and the first slots;
         returns the results of the pass.
         """
-        length = prompt.input_ids.shape[1]
-        places = torch.arange(length, device=root.device) if prompt.kept is None else prompt.kept
-        if prompt.kept is not None:
-            features = features.at(prompt.kept)
-        self._set_origin(torch.full_like(root, length))
-        rope, parent = self.draft.rope(places[None], self.draft.dtype), prompt.input_ids[0, -1:]
+        length, parent = prompt.input_ids.shape[1], prompt.input_ids[0, -1:]
+        self._set_origin(length, prompt.next_position)
+        rope = self._rope(0, length)
         if prompt.kept is None and PROMPT.minimum <= length <= self._executor.max_prompt:
             tokens = torch.cat((prompt.input_ids[0, 1:], root))
             return alone(self._block.steps(self.cache, *self._arguments(tokens, parent, features, rope, length)))
-        results: Sequence[Tensor] = self._function(*self._arguments(root, parent, features, rope, len(places)))
+        if prompt.kept is not None:
+            cos, sin = (table.index_select(2, prompt.kept) for table in rope)
+            features, rope, length = features.at(prompt.kept), (cos, sin), len(prompt.kept)
+        results: Sequence[Tensor] = self._function(*self._arguments(root, parent, features, rope, length))
         return results
 
     def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
@@ -157,50 +155,40 @@ class BlockSession(JointSession):
         """
         if self._correction is None:
             logits = self._logits
-        self._trunk_logits = logits
-        self._trunk_rows = () if logits is None else logits.split(1)
-        self._trunk_tokens = () if tokens is None else tokens.split(1)
+        self._trunk_logits, self._trunk_tokens = logits, tokens
         self._expected = [] if tokens is None else tokens.tolist()
         self._place: int | None = 0  # of the trunk's node in the frontier; None if it is not expanded
         self._row: Tensor | None = None
-        self._best: Sequence[Candidates] = ()  # below these nodes
-        if self._num_candidates:
-            self._set_candidates(self._num_candidates)
-
-    def _set_candidates(self, num_candidates: int) -> None:
-        """Selects candidates below all nodes of the trunk, as many as the policy asked for last."""
-        self._num_candidates = num_candidates
-        if self._trunk_logits is None:
-            return
-        probs, tokens, _ = super().propose(self._trunk_logits, num_candidates)
-        host: Iterable[Any] = repeat(None)
-        if probs.is_cpu:
-            host = (([row], [ids]) for row, ids in zip(probs.tolist(), tokens.tolist(), strict=True))
-        self._best = [Candidates(*one) for one in zip(probs.split(1), tokens.split(1), host, strict=False)]
+        self._best: Candidates | None = None  # below the trunk's nodes [K], once one of them is asked for
 
     def _row_of_trunk(self) -> Tensor:
         """Returns the logits [1, U] below the trunk's node of the current depth."""
-        self._row = self._trunk_rows[self.depth]
+        assert self._trunk_logits is not None
+        self._row = self._trunk_logits.narrow(0, self.depth, 1)
         return self._row
 
     def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
         if self._row is None or scores is not self._row:
             return super().propose(scores, num_candidates)
-        if not self._best or num_candidates != self._num_candidates:
-            self._set_candidates(num_candidates)
-        return self._best[self.depth]
+        if self._best is None or num_candidates != self._num_candidates:
+            assert self._trunk_logits is not None
+            self._best, self._num_candidates = super().propose(self._trunk_logits, num_candidates).on_host(), num_candidates
+        return self._best.below(self.depth)
 
     def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
         if self._expected:
             self._place = self._place_on_trunk(rows, tokens)
             self._width = len(tokens)
             if self._place == 0 and self._width == 1:
-                self._frontier = self._trunk_tokens[self.depth]
+                self._frontier = None  # the trunk's node alone
                 self.depth += 1
                 return self._row_of_trunk()
         staged = self._staging.stage(tokens)
         parents = staged
         if self._correction is not None:
+            if self._frontier is None:
+                assert self._trunk_tokens is not None
+                self._frontier = self._trunk_tokens.narrow(0, self.depth - 1, 1)
             parents = self._frontier.index_select(0, rows)
             self._frontier = staged if isinstance(tokens, Tensor) else staged.clone()
         self.depth += 1

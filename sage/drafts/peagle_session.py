@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 class PEagleSession(BlockSession):
     """Session of a P-EAGLE head: the cache holds pairs, and slots have the positions of the tokens that they stand for."""
 
-    def _positions(self, places: Tensor) -> Tensor:
-        return self.target.family.decode_positions(places)
+    def _set_origin(self, length: int, position: Tensor) -> None:
+        steps = torch.arange(self.capacity, device=position.device)
+        positions = self.target.family.decode_positions(position + steps)
+        self.cos, self.sin = self.draft.rope(positions, self.draft.dtype)
+        self.offset = 0
 
     def _read_prompt(self, prompt: Prompt, features: Features, root: Tensor) -> Sequence[Tensor]:
         draft: PEagleDraft = self.draft
@@ -39,7 +42,7 @@ class PEagleSession(BlockSession):
         length = pairs.features.shape[1]
         if length > prompt.input_ids.shape[1]:  # tiny images become longer
             self._set_capacity(self.capacity + length - prompt.input_ids.shape[1])
-        self._set_origin(prompt.next_position)
+        self._set_origin(length, prompt.next_position)
         slot_embeds, slot_features = draft.slots(1, draft.num_slots)
         embeds, fused = torch.cat((pairs.embeds_next, slot_embeds), 1), torch.cat((pairs.features, slot_features), 1)
         parts = zip(draft.rope(pairs.position_ids, draft.dtype), self._rope(0, draft.num_slots), strict=True)

@@ -32,6 +32,15 @@ class Candidates(NamedTuple):
     tokens: Tensor
     host: tuple[list[list[float]], list[list[int]]] | None = None
 
+    def on_host(self) -> Candidates:
+        """Returns these candidates with their lists if they are on the CPU."""
+        return Candidates(self.probs, self.tokens, (self.probs.tolist(), self.tokens.tolist())) if self.probs.is_cpu else self
+
+    def below(self, node: int) -> Candidates:
+        """Returns those below one node."""
+        host = None if self.host is None else ([self.host[0][node]], [self.host[1][node]])
+        return Candidates(self.probs.narrow(0, node, 1), self.tokens.narrow(0, node, 1), host)
+
 
 class DraftSession(ABC):
     """Interface of the decoder to a draft of any kind, for one request.

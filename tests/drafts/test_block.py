@@ -100,7 +100,7 @@ def test_a_block_from_the_cache_is_the_block_of_training(form: str, monkeypatch:
         assert isinstance(session, BlockSession) and session.max_depth == levels
         read = torch.arange(10)
         if shift:
-            monkeypatch.setattr(session, "_positions", lambda places: places[None] + 1)
+            monkeypatch.setattr(session, "_set_origin", lambda *place, set_=session._set_origin: set_(place[0] + 1, place[1]))
         first = session.prefill(prompt.at(read), features.at(read), prompt.input_ids[0, 10:11])
         found = [chain_logits(session, first, ids[11 : 10 + levels])]
         first = session.commit(features.at(torch.tensor([10])), [ids[11]])
