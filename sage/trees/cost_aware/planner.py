@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sage.trees.cost_aware.policy import CostAware
 
 MIN_PATH_PROB = 1e-12  # divisor in place of an acceptance probability of 0
-NEXT_OF_CHAIN, LAST_OF_CHAIN = NextLevel([0], [0]), NextLevel([0], [])
+NEXT_OF_PATH, LAST_OF_PATH = NextLevel([0], [0]), NextLevel([0], [])
 
 Children = tuple[list[float], list[float], list[int]]  # P, own acceptance probability and pick of each, by increasing pick
 
@@ -83,8 +83,8 @@ def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, front
         acceptance(probs, level, prices.node / (path or MIN_PATH_PROB))
         for (path, _), probs in zip(plan.frontier, rows, strict=True)
     ]
-    if plan.is_chain and not plan.has_feedback and len(found[0]) == 1:
-        return _next_of_chain(options, plan, frontier, plan.frontier[0][0] * found[0][0], found[0][0])
+    if len(rows) == 1 == len(found[0]) and not plan.has_feedback:
+        return _next_of_path(options, plan, frontier, plan.frontier[0][0] * found[0][0], found[0][0])
     plan.drafting_s += prices.first_s if level == 1 else prices.level_s[len(rows) - 1]
     children = paths, acceptances, picks = _children(options, plan, frontier, found)
     if not paths:
@@ -97,24 +97,25 @@ def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, front
     return NextLevel(picks, [picks[i] for i in expand])
 
 
-def _next_of_chain(options: CostAware, plan: CostPlan, frontier: Frontier, path: float, own: float) -> NextLevel:
-    """Does what `next_level` does for a single candidate of a round without feedback, in the fewest steps: most levels of a
-    small tree are such, and the host takes longer than usual between passes, which leave nothing of it in the caches.
+def _next_of_path(options: CostAware, plan: CostPlan, frontier: Frontier, path: float, own: float) -> NextLevel:
+    """Does what `next_level` does for a single candidate below a single node in a round without feedback, in the fewest steps:
+    most levels of a small tree are such, and the host takes longer than usual between passes, which leave nothing of it in the
+    caches.
     """
     plan.paths.append(path)
     plan.levels = level = frontier.level
     if level >= options.max_depth:
-        return LAST_OF_CHAIN
+        return LAST_OF_PATH
     prices = plan.prices
     plan.level_cost = price = prices.levels[0]
     plan.gain = gain = path * prices.masses[level][int(own * CONFIDENCE_BINS)]
     if gain <= price and options.stop:
-        return LAST_OF_CHAIN
+        return LAST_OF_PATH
     if options.sees_ends and 0 in frontier.ends():
         plan.gain = 0.0
-        return LAST_OF_CHAIN
+        return LAST_OF_PATH
     plan.frontier = [(path, own)]
-    return NEXT_OF_CHAIN
+    return NEXT_OF_PATH
 
 
 def _children(options: CostAware, plan: CostPlan, frontier: Frontier, found: Sequence[list[float]]) -> Children:
