@@ -60,8 +60,8 @@ class MatchedHead:
 class TrainingSettings:
     """`common` arguments precede those of each run, `last` follow them.
 
-    `matched`: the drafts of the study `drafts`, by name. Every part of the study has a run of each of them, with
-    `matched_common` arguments; runs of as many steps are shared.
+    `matched`: the drafts of the study `drafts`, by name. Every part of the study without `runs` of its own has a run of each of
+    them, with `matched_common` arguments; runs of as many steps are shared.
     """
 
     common: list[str] = MISSING
@@ -112,9 +112,11 @@ def load_settings(*names_or_paths: str | Path) -> Settings:
 
 
 def matched_runs(settings: Settings) -> dict[str, RunSettings]:
-    """Returns the runs that the parts of the study `drafts` compare, by name."""
+    """Returns the runs that the parts of the study `drafts` compare, by name, except those that a part names itself."""
     training, found = settings.training, {}
     for part in settings.sizes["drafts"]["parts"]:
+        if "runs" in part:
+            continue
         target = Path(settings.targets[part["target"]]).name
         for head, chosen in training.matched.items():
             fixed = [f"target={target}", f"seed={part['seed']}", "train.epochs=null", *training.matched_common]

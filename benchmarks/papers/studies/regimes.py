@@ -41,8 +41,12 @@ LARGE, LARGE_NAME = "qwen2_5_vl_7b", "7B on an H100"
 BESIDE = "vllm"
 NEAR = 0.97  # of the fastest tuned policy
 CLOSE = 0.2  # relative error of the projection
-SPEEDUPS = {20: 1.5, 62: 1.9, 226: 3.0}  # goals for our policy, by megabytes
-RATIOS = {"autoregressive": {20: 2.0, 62: 2.0, 226: 1.0}, "same draft": {20: 2.5, 62: 2.5, 226: 1.5}}  # goals, ours / vLLM's
+SPEEDUPS = {20: 2.0, 62: 2.5, 226: 3.5}  # goals for our policy, by megabytes
+RATIOS = {  # goals, ours / vLLM's
+    "autoregressive": {20: 2.0, 62: 2.0, 226: 1.0},
+    "same draft": {20: 2.5, 62: 2.5, 226: 1.5},
+    "any draft": {62: 3.0},
+}
 
 
 def _measure(lab: Lab) -> None:
@@ -54,7 +58,8 @@ def _measure(lab: Lab) -> None:
     for megabytes in sizes["megabytes"]:
         inputs = {"study": {**sizes, "megabytes": megabytes}, "tuning": lab.sizes["tuning"], "first": first}
         compute = partial(_regime, lab, target, megabytes, first)
-        found = lab.figures("regimes", f"regimes_{megabytes}", compute, lab.main_runs(target), **inputs)
+        runs = [*lab.main_runs(target), *sizes["drafts"]]
+        found = lab.figures("regimes", f"regimes_{megabytes}", compute, runs, **inputs)
         first = first or found
     if not has_engine(engines, "regimes"):
         return
@@ -77,6 +82,7 @@ def _regime(lab: Lab, target: str, megabytes: float, first: Json) -> Json:
     with using_threads(sizes["threads"]):
         options = {name: tuned_options(wide, target, name) for name in sizes["policies"]}
         runners = [wide.runner(target, name, name, chosen) for name, chosen in options.items()]
+        runners += [wide.runner(target, _with(run), OURS, {}, run) for run in sizes["drafts"]]
         prompts, also = wide.test_prompts(target, "regimes"), [AUTOREGRESSIVE]
         compared = compare(wide, target, runners, prompts, sizes["repeats"], also_as_policies=also)
         recordings, costs = wide.recordings(target, prompts), wide.costs(target)
@@ -85,6 +91,7 @@ def _regime(lab: Lab, target: str, megabytes: float, first: Json) -> Json:
     return {
         "target": target,
         "run": sizes["run"],
+        "drafts": sizes["drafts"],
         "megabytes": megabytes,
         "weights_mb": shape.pass_parameters * DTYPE.itemsize / 1e6,
         "mlp": shape.intermediate_size,
@@ -99,6 +106,11 @@ def _regime(lab: Lab, target: str, megabytes: float, first: Json) -> Json:
         "bound": _speedups(recordings, options, costs, compared, has_overhead=False),
         **compared,
     }
+
+
+def _with(run: str) -> str:
+    """Returns the label of our policy with the draft of a run."""
+    return f"{OURS}, {run}"
 
 
 def _shape(path: str) -> Shape:
@@ -174,6 +186,7 @@ def _by_size(found: Mapping[str, Json]) -> dict[str, Json]:
 def _values(found: Mapping[str, Json]) -> Json:
     sizes = _by_size(found)
     policies = list(dict.fromkeys(name for part in sizes.values() for name in part["options"]))
+    runs = list(dict.fromkeys(run for part in sizes.values() for run in part["drafts"]))
     beside = [{"size": label, **_beside(part[BESIDE])} for label, part in sizes.items() if part[BESIDE]]
 
     def parts(name: str) -> list[Json]:
@@ -192,12 +205,13 @@ def _values(found: Mapping[str, Json]) -> Json:
             for label, part in sizes.items()
         },
         "large": {"name": LARGE_NAME, "ratio": ratio_of_large()},
-        "decoders": [{"name": name, "parts": parts(name)} for name in (AUTOREGRESSIVE, *policies)],
+        "decoders": [{"name": name, "parts": parts(name)} for name in (AUTOREGRESSIVE, *policies, *map(_with, runs))],
         "drafting": [{"name": name, "parts": parts(name)} for name in policies],
         "tuned": [
             {"name": name, "texts": [options_text(part["options"].get(name, {})) or "defaults" for part in sizes.values()]}
             for name in policies
         ],
+        "others": " and ".join(f"`{run}`" for run in runs),
         "beside": [{"rows": beside, "engine": beside[0]["engine"]}] if beside else [],
     }
 
@@ -226,10 +240,10 @@ def _expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
     for label, part in _by_size(found).items():
         where, policies = f"{part['target']} of {label}", part["policies"]
         if (goal := SPEEDUPS.get(part["megabytes"])) is not None:
-            speedup = times_with_interval(policies[OURS]["speedup"], policies[OURS].get("speedup_ci"))
-            bound, in_place = times(part["bound"][OURS]), times(_passes_alone(part, OURS))
-            evidence = f"{speedup}; its passes alone: {in_place} as timed in its rounds, {bound} as timed in a loop"
-            yield Expectation(f"{where}: `{OURS}` at least {times(goal)}", policies[OURS]["speedup"] >= goal, evidence)
+            drafts = {part["run"]: OURS, **{run: _with(run) for run in part["drafts"]}}
+            best = max(policies[name]["speedup"] for name in drafts.values())
+            evidence = "; ".join(_speedup_text(part, run, name) for run, name in drafts.items())
+            yield Expectation(f"{where}: `{OURS}` at least {times(goal)}", best >= goal, evidence)
         speeds = {name: float(policies[name]["tokens_per_s"]) for name in part["options"]}
         best = max((name for name in speeds if name != OURS), key=speeds.__getitem__)
         evidence = f"{times(speeds[OURS] / speeds[best])} the speed of `{best}`"
@@ -237,6 +251,11 @@ def _expectations(found: Mapping[str, Json]) -> Iterator[Expectation]:
         yield Expectation(claim, speeds[OURS] >= NEAR * speeds[best], evidence)
         yield _projection(where, part)
         yield from _ratios(where, part)
+
+
+def _speedup_text(part: Json, run: str, name: str) -> str:
+    speedup = times_with_interval(part["policies"][name]["speedup"], part["policies"][name].get("speedup_ci"))
+    return f"`{run}` {speedup}, its passes alone {times(_passes_alone(part, name))}"
 
 
 def _projection(where: str, part: Json) -> Expectation:
