@@ -159,7 +159,17 @@ class BlockSession(JointSession):
         self._expected = [] if tokens is None else tokens.tolist()
         self._place: int | None = 0  # of the trunk's node in the frontier; None if it is not expanded
         self._row: Tensor | None = None
-        self._best: Candidates | None = None  # below the trunk's nodes [K], once one of them is asked for
+        self._best: Candidates | None = None  # below the trunk's nodes [K]
+        if self._num_candidates:
+            self._select(self._num_candidates)
+
+    def _select(self, num_candidates: int) -> None:
+        """Selects candidates below all nodes of the trunk, as many as the policy asked for last. A level looks them up, and
+        the time is part of the start, in decoding and where costs are measured.
+        """
+        self._num_candidates = num_candidates
+        if self._trunk_logits is not None:
+            self._best = super().propose(self._trunk_logits, num_candidates).on_host()
 
     def _row_of_trunk(self) -> Tensor:
         """Returns the logits [1, U] below the trunk's node of the current depth."""
@@ -171,8 +181,8 @@ class BlockSession(JointSession):
         if self._row is None or scores is not self._row:
             return super().propose(scores, num_candidates)
         if self._best is None or num_candidates != self._num_candidates:
-            assert self._trunk_logits is not None
-            self._best, self._num_candidates = super().propose(self._trunk_logits, num_candidates).on_host(), num_candidates
+            self._select(num_candidates)
+        assert self._best is not None
         return self._best.below(self.depth)
 
     def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:

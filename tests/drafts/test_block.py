@@ -21,6 +21,7 @@ from sage.costs.measure import measure_costs
 from sage.drafts.block import BlockDraft, visible_to_blocks
 from sage.drafts.block_session import BlockSession
 from sage.drafts.draft import new_session
+from sage.drafts.session import DraftSession
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.pass_modes import PassMode
@@ -149,6 +150,16 @@ def test_the_trunk_has_the_logits_of_a_correction_per_level(
             for of_trunk in others:
                 assert torch.equal(by_level[1], of_trunk[1])
                 torch.testing.assert_close(by_level[0], of_trunk[0])
+
+
+def test_candidates_of_the_trunk_are_selected_at_its_start(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where costs are measured: the price of a level is that of a look-up."""
+    draft, prompt = block(tiny_qwen, "mlp"), tiny_qwen.embed(make_inputs(tiny_qwen))
+    session = new_session(draft, tiny_qwen, 60)
+    session.propose(session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5])), 3)
+    session.set_synthetic_state(4, 1)
+    monkeypatch.setattr(DraftSession, "propose", lambda *_: pytest.fail("selected in a level"))
+    assert session.propose(session.expand(torch.tensor([0]), [0]), 3).probs.shape == (1, 3)
 
 
 def test_a_draft_that_is_trained_further_decodes_with_its_new_weights(tiny_qwen: sage.Target) -> None:
