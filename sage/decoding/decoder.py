@@ -29,6 +29,7 @@ from sage.targets.prompt_pass import read_prompt
 from sage.targets.tree_passes import TreePasses
 
 MAX_UNREAD = 256  # rounds whose features are kept while a policy does not draft
+TRUNK = [0]  # `NextLevel.expand` of a level that the trunk alone leads on from
 
 
 @dataclass
@@ -214,11 +215,17 @@ def grow(request: Request) -> Steps[TreeBuilder | None]:
     if logits is None or session is None or last_level == 0:
         return None
     builder = TreeBuilder(request.root, logits.device, request.stop.eos)
+    trunk = None if request.verifier.sampler.is_coupled else session.trunk(policy.num_candidates)
     for level in range(1, last_level + 1):
-        scores = request.verifier.sampler.coupled(logits, level, session.token_map)
-        candidates = session.propose(scores, policy.num_candidates_at(level))
-        clock.lap("draft_steps", len(scores) if level > 1 else 0)
-        frontier = builder.open_level(*candidates)
+        if trunk is None:
+            scores = request.verifier.sampler.coupled(logits, level, session.token_map)
+            candidates = session.propose(scores, policy.num_candidates_at(level))
+            clock.lap("draft_steps", len(scores) if level > 1 else 0)
+            frontier = builder.open_level(*candidates)
+        else:
+            clock.lap("draft_steps", 1 if level > 1 else 0)
+            count = policy.num_candidates_at(level)
+            frontier = builder.open_known([trunk[0][level - 1][:count]], [trunk[1][level - 1][:count]])
         check_probabilities(frontier.rows, level, request.stats.new_tokens)
         next_level = policy.next_level(frontier)
         if next_level is None:
@@ -226,10 +233,17 @@ def grow(request: Request) -> Steps[TreeBuilder | None]:
         builder.add(next_level)
         if len(next_level.expand) == 0 or level == last_level:
             break
+        request.stats.draft_steps += 1
+        if trunk is not None and level < len(trunk[0]) and next_level.expand == TRUNK:
+            builder.follow(next_level)
+            clock.lap("policy")
+            continue
         rows, tokens = builder.advance(next_level)
         clock.lap("policy")
+        if trunk is not None:
+            session.follow(level - 1)
+            trunk = None
         logits = yield from session.expand_steps(rows, tokens)
-        request.stats.draft_steps += 1
     return builder
 
 

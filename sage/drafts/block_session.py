@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sage.drafts.layer import fuse_linears
-from sage.drafts.session import Candidates, JointSession
+from sage.drafts.session import Candidates, HostCandidates, JointSession
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, BoundPass, Steps, alone
@@ -184,6 +184,21 @@ class BlockSession(JointSession):
             self._select(num_candidates)
         assert self._best is not None
         return self._best.below(self.depth)
+
+    def trunk(self, num_candidates: int) -> HostCandidates | None:
+        if self._best is None or num_candidates != self._num_candidates:
+            self._select(num_candidates)
+        if self._best is None or self._best.host is None:
+            return None
+        probs, tokens = self._best.host
+        for level, expected in enumerate(self._expected, start=1):
+            if tokens[level - 1][0] != expected:  # of two equally probable tokens, the pass followed the other one
+                return probs[:level], tokens[:level]
+        return probs, tokens
+
+    def follow(self, depth: int) -> None:
+        self.depth, self._width, self._place = depth, 1, 0
+        self._frontier = None if depth else self._root
 
     def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
         if self._expected:

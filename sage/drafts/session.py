@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens
 from sage.runtime.joint import Steps, alone
 from sage.targets import Features, Prompt
+
+HostCandidates: TypeAlias = tuple[list[list[float]], list[list[int]]]  # probabilities and tokens, [F, K] each
 
 
 class Candidates(NamedTuple):
@@ -30,7 +32,7 @@ class Candidates(NamedTuple):
 
     probs: Tensor
     tokens: Tensor
-    host: tuple[list[list[float]], list[list[int]]] | None = None
+    host: HostCandidates | None = None
 
     def on_host(self) -> Candidates:
         """Returns these candidates with their lists if they are on the CPU."""
@@ -108,6 +110,20 @@ class DraftSession(ABC):
         """
         probs, tokens = scores.float().softmax(-1).topk(min(num_candidates, scores.shape[-1]))
         return Candidates(probs, tokens if self.token_map is None else self.token_map.take(tokens))
+
+    def trunk(self, num_candidates: int) -> HostCandidates | None:
+        """Returns the candidates [L, K] below the first L nodes of the trunk, the path from the root on which every node is the
+        draft's first candidate; None unless the host knows them since `prefill` or `commit`.
+        """
+        return None
+
+    def follow(self, depth: int) -> None:
+        """Makes the trunk's node at `depth` the frontier, without the calls of `expand` that lead to it.
+
+        Args:
+            depth: 0 = the root, at most L - 1 of `trunk`.
+        """
+        raise NotImplementedError
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         """Sets a context of `context` rows and a frontier of `width` nodes, both of zeros, so that `expand` and

@@ -195,6 +195,9 @@ class TreeBuilder:
         self.device, self.eos = device, frozenset(eos)
         self._tokens, self._parents, self._depths = [root], [-1], [0]
         self._levels: list[_Level] = []
+        self._on_device: Tensor | None = (
+            None  # tokens of the last level's candidates [F, K], unless the host has read them alone
+        )
         self._frontier: Sequence[int] = [0]
 
     def open_level(
@@ -205,13 +208,18 @@ class TreeBuilder:
         Args:
             host: both as lists; None to read them, which synchronizes with the device.
         """
-        self._tokens_FK = tokens
         if host is None:
             host_tokens, host_probs = read_together(tokens, probs)
             host = host_probs.tolist(), host_tokens.tolist()
-        level = _Level(self._frontier, *host)
-        self._levels.append(level)
-        return Frontier(len(self._levels), level.rows, partial(_ends, level.tokens, self.eos))
+        frontier = self.open_known(*host)
+        self._on_device = None if tokens.is_cpu else tokens
+        return frontier
+
+    def open_known(self, probs: list[list[float]], tokens: list[list[int]]) -> Frontier:
+        """Does what `open_level` does for candidates that the host knows, without tensors of them."""
+        self._on_device = None
+        self._levels.append(_Level(self._frontier, probs, tokens))
+        return Frontier(len(self._levels), probs, partial(_ends, tokens, self.eos))
 
     def add(self, level: NextLevel) -> None:
         """Adds the nodes that the policy chose below the current frontier."""
@@ -231,12 +239,16 @@ class TreeBuilder:
             self._frontier = [node_of[pick] for pick in level.expand]
         else:
             self._frontier = nodes
-        if self._tokens_FK.is_cpu:
+        if self._on_device is None:
             width = len(self._levels[-1].tokens[0])
             rows = cached_index(tuple([pick // width for pick in level.expand]), self.device)
             return rows, [self._tokens[node] for node in self._frontier]
-        rows_FK = _rows(*self._tokens_FK.shape, self.device)
-        return take_runs(rows_FK, level.expand), take_runs(self._tokens_FK.reshape(-1), level.expand)
+        rows_FK = _rows(*self._on_device.shape, self.device)
+        return take_runs(rows_FK, level.expand), take_runs(self._on_device.reshape(-1), level.expand)
+
+    def follow(self, level: NextLevel) -> None:
+        """Makes the node of the first candidate the frontier, whose own candidates are known already."""
+        self._frontier = [len(self._tokens) - len(level.picks)]
 
     def tree(self, keep: Sequence[int] | None = None) -> Tree:
         """Returns the tree of the nodes `keep` [R], given by `Policy.select`; AssertionError if an ancestor is missing."""

@@ -22,6 +22,8 @@ from sage.drafts.block import BlockDraft, visible_to_blocks
 from sage.drafts.block_session import BlockSession
 from sage.drafts.draft import new_session
 from sage.drafts.session import DraftSession
+from sage.planning.base import Policy
+from sage.planning.tree import Frontier, NextLevel
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.pass_modes import PassMode
@@ -160,6 +162,55 @@ def test_candidates_of_the_trunk_are_selected_at_its_start(tiny_qwen: sage.Targe
     session.set_synthetic_state(4, 1)
     monkeypatch.setattr(DraftSession, "propose", lambda *_: pytest.fail("selected in a level"))
     assert session.propose(session.expand(torch.tensor([0]), [0]), 3).probs.shape == (1, 3)
+
+
+class LateBranch(Policy):
+    """Two leaves at the first level, a chain, two expanded nodes at the third level, and their two best children each."""
+
+    name, num_candidates, tree_capacity = "late_branch", 3, 24
+
+    def next_level(self, frontier: Frontier) -> NextLevel:
+        expand = {1: [0], 2: [0], 3: [0, 1], 4: [0, 3]}
+        return NextLevel([0, 1] if frontier.level < 4 else [0, 1, 3, 4], expand.get(frontier.level, []))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_levels_of_the_trunk_are_planned_without_the_draft(
+    form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trees are those of a call per level, also where a policy leaves the trunk; a chain makes no call."""
+    draft, departures, follow = block(tiny_qwen, form, block_size=6), set(), BlockSession.follow
+
+    def answers() -> list[Any]:
+        policies: list[Any] = [*map(new_policy, POLICIES), LateBranch()]
+        return [answer(tiny_qwen, draft, PassMode.eager, policy) for policy in policies]
+
+    def noted(session: BlockSession, depth: int) -> None:
+        departures.add(depth)
+        follow(session, depth)
+
+    monkeypatch.setattr(BlockSession, "follow", noted)
+    found = answers()
+    assert departures >= {0, 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockSession, "trunk", DraftSession.trunk)
+        by_level = answers()
+    for name, ours, other in zip([*POLICIES, "late_branch"], found, by_level, strict=True):
+        assert ours[0] == other[0] and (ours[1] == other[1] or name == "cost_aware"), "which learns from timings"
+    monkeypatch.setattr(BlockSession, "expand_steps", lambda *_: pytest.fail("called for a level of the trunk"))
+    assert answer(tiny_qwen, draft, PassMode.eager, "chain") == found[POLICIES.index("chain")]
+
+
+def test_the_trunk_ends_where_two_tokens_are_equally_probable(tiny_qwen: sage.Target) -> None:
+    """The pass may have followed one of them, and the host another."""
+    draft, prompt = block(tiny_qwen, "mlp"), tiny_qwen.embed(make_inputs(tiny_qwen))
+    session = new_session(draft, tiny_qwen, 60)
+    assert isinstance(session, BlockSession)
+    session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
+    probs, tokens = session.trunk(3) or ([], [])
+    assert len(probs) == len(tokens) == draft.num_levels
+    session._expected[1] = tokens[1][1]
+    assert session.trunk(3) == (probs[:2], tokens[:2])
 
 
 def test_a_draft_that_is_trained_further_decodes_with_its_new_weights(tiny_qwen: sage.Target) -> None:
