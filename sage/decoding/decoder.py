@@ -16,9 +16,9 @@ from torch import Tensor
 from sage.decoding.answer import Stats, StopCriterion
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.drafts.session import DraftSession, check_probabilities
+from sage.drafts.session import DraftSession, HostCandidates, check_probabilities
 from sage.planning.base import Policy
-from sage.planning.tree import Columns, RoundOutcome, Tree, TreeBuilder
+from sage.planning.tree import Columns, Frontier, RoundOutcome, Tree, TreeBuilder
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens, cached_index, join_tokens
 from sage.runtime.joint import Steps, alone
@@ -217,16 +217,7 @@ def grow(request: Request) -> Steps[TreeBuilder | None]:
     builder = TreeBuilder(request.root, logits.device, request.stop.eos)
     trunk = None if request.verifier.sampler.is_coupled else session.trunk(policy.num_candidates)
     for level in range(1, last_level + 1):
-        if trunk is None:
-            scores = request.verifier.sampler.coupled(logits, level, session.token_map)
-            candidates = session.propose(scores, policy.num_candidates_at(level))
-            clock.lap("draft_steps", len(scores) if level > 1 else 0)
-            frontier = builder.open_level(*candidates)
-        else:
-            clock.lap("draft_steps", 1 if level > 1 else 0)
-            count = policy.num_candidates_at(level)
-            frontier = builder.open_known([trunk[0][level - 1][:count]], [trunk[1][level - 1][:count]])
-        check_probabilities(frontier.rows, level, request.stats.new_tokens)
+        frontier = _open_level(request, session, builder, level, logits, trunk)
         next_level = policy.next_level(frontier)
         if next_level is None:
             break
@@ -245,6 +236,23 @@ def grow(request: Request) -> Steps[TreeBuilder | None]:
             trunk = None
         logits = yield from session.expand_steps(rows, tokens)
     return builder
+
+
+def _open_level(
+    request: Request, session: DraftSession, builder: TreeBuilder, level: int, logits: Tensor, trunk: HostCandidates | None
+) -> Frontier:
+    """Returns the candidates of a level: those of the trunk, which the host knows, or else those of the draft's logits."""
+    count, sampler = request.policy.num_candidates_at(level), request.verifier.sampler
+    if trunk is not None:
+        request.clock.lap("draft_steps", 1 if level > 1 else 0)
+        frontier = builder.open_known([trunk[0][level - 1][:count]], [trunk[1][level - 1][:count]])
+    else:
+        scores = sampler.coupled(logits, level, session.token_map)
+        candidates = session.propose(scores, count)
+        request.clock.lap("draft_steps", len(scores) if level > 1 else 0)
+        frontier = builder.open_level(*candidates)
+    check_probabilities(frontier.rows, level, request.stats.new_tokens)
+    return frontier
 
 
 def verify(request: Request, tree: Tree) -> Steps[tuple[Verdict, Features]]:
