@@ -161,15 +161,16 @@ class BlockSession(JointSession):
         self._row: Tensor | None = None
         self._best: Candidates | None = None  # below the trunk's nodes [K]
         if self._num_candidates:
-            self._select(self._num_candidates)
+            self._candidates(self._num_candidates)
 
-    def _select(self, num_candidates: int) -> None:
-        """Selects candidates below all nodes of the trunk, as many as the policy asked for last. A level looks them up, and
-        the time is part of the start, in decoding and where costs are measured.
+    def _candidates(self, num_candidates: int) -> Candidates | None:
+        """Returns the candidates below all nodes of the trunk, None without their logits. They are selected once, at the start
+        of a tree as many as the policy asked for last: that is part of the start, in decoding and where costs are measured.
         """
-        self._num_candidates = num_candidates
-        if self._trunk_logits is not None:
+        if self._trunk_logits is not None and (self._best is None or num_candidates != self._num_candidates):
             self._best = super().propose(self._trunk_logits, num_candidates).on_host()
+        self._num_candidates = num_candidates
+        return self._best
 
     def _row_of_trunk(self) -> Tensor:
         """Returns the logits [1, U] below the trunk's node of the current depth."""
@@ -180,17 +181,15 @@ class BlockSession(JointSession):
     def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
         if self._row is None or scores is not self._row:
             return super().propose(scores, num_candidates)
-        if self._best is None or num_candidates != self._num_candidates:
-            self._select(num_candidates)
-        assert self._best is not None
-        return self._best.below(self.depth)
+        best = self._candidates(num_candidates)
+        assert best is not None, "there are logits of the trunk"
+        return best.below(self.depth)
 
     def trunk(self, num_candidates: int) -> HostCandidates | None:
-        if self._best is None or num_candidates != self._num_candidates:
-            self._select(num_candidates)
-        if self._best is None or self._best.host is None:
+        best = self._candidates(num_candidates)
+        if best is None or best.host is None:
             return None
-        probs, tokens = self._best.host
+        probs, tokens = best.host
         for level, expected in enumerate(self._expected, start=1):
             if tokens[level - 1][0] != expected:  # of two equally probable tokens, the pass followed the other one
                 return probs[:level], tokens[:level]

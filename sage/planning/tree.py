@@ -195,9 +195,7 @@ class TreeBuilder:
         self.device, self.eos = device, frozenset(eos)
         self._tokens, self._parents, self._depths = [root], [-1], [0]
         self._levels: list[_Level] = []
-        self._on_device: Tensor | None = (
-            None  # tokens of the last level's candidates [F, K], unless the host has read them alone
-        )
+        self._on_device: Tensor | None = None  # tokens of the last level's candidates [F, K], if they lie on an accelerator
         self._frontier: Sequence[int] = [0]
 
     def open_level(
