@@ -16,9 +16,9 @@ from torch import Tensor
 from sage.decoding.answer import Stats, StopCriterion
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.drafts.session import DraftSession, HostCandidates, check_probabilities
+from sage.drafts.session import DraftSession, check_probabilities
 from sage.planning.base import Policy
-from sage.planning.tree import Columns, Frontier, RoundOutcome, Tree, TreeBuilder
+from sage.planning.tree import Columns, NextLevel, RoundOutcome, Tree, TreeBuilder, Trunk
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens, cached_index, join_tokens
 from sage.runtime.joint import Steps, alone
@@ -29,7 +29,6 @@ from sage.targets.prompt_pass import read_prompt
 from sage.targets.tree_passes import TreePasses
 
 MAX_UNREAD = 256  # rounds whose features are kept while a policy does not draft
-TRUNK = [0]  # `NextLevel.expand` of a level that the trunk alone leads on from
 
 
 @dataclass
@@ -215,44 +214,43 @@ def grow(request: Request) -> Steps[TreeBuilder | None]:
     if logits is None or session is None or last_level == 0:
         return None
     builder = TreeBuilder(request.root, logits.device, request.stop.eos)
-    trunk = None if request.verifier.sampler.is_coupled else session.trunk(policy.num_candidates)
-    for level in range(1, last_level + 1):
-        frontier = _open_level(request, session, builder, level, logits, trunk)
-        next_level = policy.next_level(frontier)
-        if next_level is None:
-            break
-        builder.add(next_level)
-        if len(next_level.expand) == 0 or level == last_level:
-            break
-        request.stats.draft_steps += 1
-        if trunk is not None and level < len(trunk[0]) and next_level.expand == TRUNK:
-            builder.follow(next_level)
-            clock.lap("policy")
-            continue
-        rows, tokens = builder.advance(next_level)
+    known = None if request.verifier.sampler.is_coupled else session.trunk(policy.num_candidates_at(1))
+    if known is None:
+        chosen = _add_level(request, session, builder, logits)
+    else:
+        chosen = _add_trunk(request, session, builder, Trunk(*known, builder.eos).up_to(last_level))
+    while chosen is not None and len(chosen.expand) and builder.depth < last_level:
+        rows, tokens = builder.advance(chosen)
         clock.lap("policy")
-        if trunk is not None:
-            session.follow(level - 1)
-            trunk = None
         logits = yield from session.expand_steps(rows, tokens)
+        request.stats.draft_steps += 1
+        chosen = _add_level(request, session, builder, logits)
     return builder
 
 
-def _open_level(
-    request: Request, session: DraftSession, builder: TreeBuilder, level: int, logits: Tensor, trunk: HostCandidates | None
-) -> Frontier:
-    """Returns the candidates of a level: those of the trunk, which the host knows, or else those of the draft's logits."""
-    count, sampler = request.policy.num_candidates_at(level), request.verifier.sampler
-    if trunk is not None:
-        request.clock.lap("draft_steps", 1 if level > 1 else 0)
-        frontier = builder.open_known([trunk[0][level - 1][:count]], [trunk[1][level - 1][:count]])
-    else:
-        scores = sampler.coupled(logits, level, session.token_map)
-        candidates = session.propose(scores, count)
-        request.clock.lap("draft_steps", len(scores) if level > 1 else 0)
-        frontier = builder.open_level(*candidates)
+def _add_level(request: Request, session: DraftSession, builder: TreeBuilder, logits: Tensor) -> NextLevel | None:
+    """Adds the policy's choice below the frontier, for which the draft gave `logits` [F, U], and returns it; None for none."""
+    policy, level, sampler = request.policy, builder.depth + 1, request.verifier.sampler
+    candidates = session.propose(sampler.coupled(logits, level, session.token_map), policy.num_candidates_at(level))
+    request.clock.lap("draft_steps", len(logits) if level > 1 else 0)
+    frontier = builder.open_level(*candidates)
     check_probabilities(frontier.rows, level, request.stats.new_tokens)
-    return frontier
+    chosen = policy.next_level(frontier)
+    if chosen is not None:
+        builder.add(chosen)
+    return chosen
+
+
+def _add_trunk(request: Request, session: DraftSession, builder: TreeBuilder, trunk: Trunk) -> NextLevel | None:
+    """Adds the policy's choices along the trunk, for which the draft is not called; returns the last of them."""
+    request.clock.lap("draft_steps")
+    for level, probs in enumerate(trunk.probs, start=1):
+        check_probabilities([probs], level, request.stats.new_tokens)
+    chosen = request.policy.next_levels(trunk)
+    builder.add_trunk(trunk, chosen)
+    session.follow(len(chosen) - 1)
+    request.stats.draft_steps += len(chosen) - 1
+    return chosen[-1]
 
 
 def verify(request: Request, tree: Tree) -> Steps[tuple[Verdict, Features]]:

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 
 from sage.costs.tables import Costs
 from sage.planning.options import check_values
-from sage.planning.tree import Frontier, NextLevel, RoundOutcome
+from sage.planning.tree import Frontier, NextLevel, RoundOutcome, Trunk
+
+FOLLOWED = [0]  # `NextLevel.expand` of a level that leads on along the trunk
 
 
 class Policy(ABC):
@@ -77,12 +79,27 @@ class Policy(ABC):
         return self.num_candidates > 0
 
     def num_candidates_at(self, level: int) -> int:
-        """Returns the candidates per node that the policy needs at a level (1 = below the root), at most `num_candidates`."""
+        """Returns the candidates per node that the policy needs at a level (1 = below the root) of this round: at most
+        `num_candidates`, and no more than at the level before.
+        """
         return self.num_candidates
 
     @abstractmethod
     def next_level(self, frontier: Frontier) -> NextLevel | None:
         """Chooses the nodes of the next level; None ends the drafting without a level."""
+
+    def next_levels(self, trunk: Trunk) -> list[NextLevel | None]:
+        """Chooses the first levels of a round, whose candidates are known: as many as `next_level` expands the first candidate
+        of alone, and the one after them.
+        """
+        return self._further_levels(trunk, [])
+
+    def _further_levels(self, trunk: Trunk, levels: list[NextLevel | None]) -> list[NextLevel | None]:
+        """Appends to the first levels of a trunk what `next_level` chooses."""
+        while len(levels) < len(trunk.probs) and (not levels or (levels[-1] is not None and levels[-1].expand == FOLLOWED)):
+            level = len(levels) + 1
+            levels.append(self.next_level(trunk.frontier(level, self.num_candidates_at(level))))
+        return levels
 
     def select(self) -> Sequence[int] | None:
         """Returns the indices of the drafted nodes to verify; None = all.

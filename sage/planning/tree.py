@@ -152,6 +152,34 @@ class NextLevel(NamedTuple):
     expand: Sequence[int]
 
 
+class Trunk(NamedTuple):
+    """Candidates of several levels that the host knows at the start of a round.
+
+    They are those below the root, below its first candidate, below the first one of these, and so on.
+
+    Attributes:
+        probs, tokens: of L levels, K candidates each: probabilities, descending, and their tokens.
+        eos: tokens that end the answer.
+    """
+
+    probs: list[list[float]]
+    tokens: list[list[int]]
+    eos: frozenset[int] = frozenset()
+
+    def frontier(self, level: int, num_candidates: int) -> Frontier:
+        """Returns a policy's view of a level, 1 = below the root."""
+        tokens = [self.tokens[level - 1][:num_candidates]]
+        return Frontier(level, [self.probs[level - 1][:num_candidates]], partial(_ends, tokens, self.eos))
+
+    def has_end(self, place: int) -> bool:
+        """Returns whether candidates end the answer, of the level at this place."""
+        return not self.eos.isdisjoint(self.tokens[place])
+
+    def up_to(self, level: int) -> Trunk:
+        """Returns the first levels."""
+        return Trunk(self.probs[:level], self.tokens[:level], self.eos) if level < len(self.probs) else self
+
+
 @dataclass
 class RoundOutcome:
     """Result of one round, as input of `Policy.observe`.
@@ -185,6 +213,8 @@ class _Level(NamedTuple):
 class TreeBuilder:
     """Builds the tree of one round: `open_level`, `add` and `advance` once per level, then `tree`.
 
+    Several levels of a trunk may come first (`add_trunk`).
+
     Args:
         root: token of the root.
         device: of the draft's candidates and of the tree.
@@ -209,15 +239,9 @@ class TreeBuilder:
         if host is None:
             host_tokens, host_probs = read_together(tokens, probs)
             host = host_probs.tolist(), host_tokens.tolist()
-        frontier = self.open_known(*host)
         self._on_device = None if tokens.is_cpu else tokens
-        return frontier
-
-    def open_known(self, probs: list[list[float]], tokens: list[list[int]]) -> Frontier:
-        """Does what `open_level` does for candidates that the host knows, without tensors of them."""
-        self._on_device = None
-        self._levels.append(_Level(self._frontier, probs, tokens))
-        return Frontier(len(self._levels), probs, partial(_ends, tokens, self.eos))
+        self._levels.append(_Level(self._frontier, *host))
+        return Frontier(len(self._levels), host[0], partial(_ends, host[1], self.eos))
 
     def add(self, level: NextLevel) -> None:
         """Adds the nodes that the policy chose below the current frontier."""
@@ -228,6 +252,23 @@ class TreeBuilder:
             self._tokens.append(tokens[row][rank])
             self._parents.append(nodes[row])
         self._depths += [len(self._levels)] * len(level.picks)
+
+    def add_trunk(self, trunk: Trunk, levels: Sequence[NextLevel | None]) -> None:
+        """Opens levels of a trunk and adds what the policy chose of each; all but the last expand the first candidate alone."""
+        for depth, (probs, tokens, level) in enumerate(zip(trunk.probs, trunk.tokens, levels, strict=False), start=1):
+            self._levels.append(_Level(self._frontier, [probs], [tokens]))
+            if level is None:
+                return
+            parent, self._frontier = self._frontier[0], [len(self._tokens)]
+            for pick in level.picks:
+                self._tokens.append(tokens[pick])
+                self._parents.append(parent)
+                self._depths.append(depth)
+
+    @property
+    def depth(self) -> int:
+        """Number of levels that were opened."""
+        return len(self._levels)
 
     def advance(self, level: NextLevel) -> tuple[Tensor, Tokens]:
         """Makes the nodes in `level.expand` the frontier; returns their parents' rows in the last one and their tokens, [X]."""
@@ -243,10 +284,6 @@ class TreeBuilder:
             return rows, [self._tokens[node] for node in self._frontier]
         rows_FK = _rows(*self._on_device.shape, self.device)
         return take_runs(rows_FK, level.expand), take_runs(self._on_device.reshape(-1), level.expand)
-
-    def follow(self, level: NextLevel) -> None:
-        """Makes the node of the first candidate the frontier, whose own candidates are known already."""
-        self._frontier = [len(self._tokens) - len(level.picks)]
 
     def tree(self, keep: Sequence[int] | None = None) -> Tree:
         """Returns the tree of the nodes `keep` [R], given by `Policy.select`; AssertionError if an ancestor is missing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,12 +23,14 @@ from sage.decoding.sampling import Sampling
 from sage.decoding.verify import Verdict
 from sage.drafts.draft import new_session
 from sage.drafts.model import ModelDraft
-from sage.planning.tree import Frontier, RoundOutcome, Tree
+from sage.planning.base import Policy
+from sage.planning.tree import Frontier, RoundOutcome, Tree, Trunk
 from sage.runtime.timing import RoundTimes, TimedCall
 from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware import learner as learning
 from sage.trees.cost_aware.learner import GROWTH_RATE, LEARN_ALL_ROUNDS, LEARN_EVERY, LIVE_RATE, Learner, labelled_candidates
 from sage.trees.cost_aware.pace import Pace
+from sage.trees.cost_aware.planner import along_path
 from sage.trees.cost_aware.pricing import ChildMass, Prices
 
 COUPLED = Sampling(temperature=1.0, seed=3, max_new_tokens=10)
@@ -312,27 +315,34 @@ class TestTree:
         assert chosen.picks == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
         assert chosen.expand == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
 
-    @pytest.mark.parametrize("options", [{}, {"stop": False}, {"sees_ends": False}, {"calibrate": True}, {"max_depth": 3}])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"stop": False}, {"sees_ends": False}, {"calibrate": True}, {"max_depth": 3}, {"max_width": 1, "max_nodes": 3}],
+    )
     def test_a_chain_is_planned_like_any_tree(self, options: dict[str, Any]) -> None:
-        """A single candidate below a single node takes fewer steps; a round with feedback is the slow twin."""
-        for seed, probs in enumerate(random_probs(200, 4, seed=0).tolist()):
-            plans, has_end = [], seed % 5 == 0
-            for has_feedback in (False, True):
-                policy = self.policy(flat_costs(node=0.15, level=0.1), **options)
+        """Levels below a single node take fewer steps, those of a trunk are decided at once; a round with feedback is the slow
+        twin of both.
+        """
+        fast = 0
+        for seed, probs in enumerate(random_probs(300, 4, seed=0).tolist()):
+            plans, has_end, node = [], seed % 5 == 0, (0.15, 0.03)[seed % 2]
+            for has_feedback, is_trunk in ((False, False), (False, True), (True, False), (True, True)):
+                policy = self.policy(flat_costs(node=node, level=0.1), **options)
                 policy.begin()
-                policy.plan.has_feedback, levels = has_feedback, []
-                for level in range(1, 6):
-                    chosen = policy.next_level(Frontier(level, [probs], ends=lambda has_end=has_end: [0] if has_end else []))
-                    levels.append(chosen and (list(chosen.picks), list(chosen.expand)))
-                    if chosen is None or len(chosen.expand) != 1:
-                        break
+                policy.plan.has_feedback = has_feedback
+                trunk = Trunk([probs] * 5, [[*range(4)]] * 5, frozenset([0] if has_end else []))
+                plan = copy.deepcopy(policy.plan)
+                fast += len(along_path(policy, policy.learner.acceptance, plan, trunk.probs, trunk.has_end, 1))
+                chosen = policy.next_levels(trunk) if is_trunk else Policy.next_levels(policy, trunk)
+                levels = [level and (list(level.picks), list(level.expand)) for level in chosen]
                 entry = policy.plan.log_entry()
                 if has_end:
                     entry.pop("gain")  # of a level that is not drafted in any case
                 keep = policy.select()
                 levels.append(list(range(1 + entry["drafted"])) if keep is None else sorted(keep))
                 plans.append((levels, entry, policy.plan.expected))
-            assert plans[0] == plans[1]
+            assert all(plan == plans[0] for plan in plans)
+        assert fast > 200 or not options.get("stop", True)
 
     def test_nothing_is_drafted_below_a_token_that_ends_the_answer(self) -> None:
         """The more probable of two candidates ends the answer: both are verified, only the other is expanded."""

@@ -14,9 +14,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sage.costs.calibration import Acceptance
+from sage.planning.base import FOLLOWED
 from sage.planning.tree import Frontier, NextLevel
 from sage.trees.cost_aware.pricing import CONFIDENCE_BINS, Prices
 
@@ -77,14 +78,14 @@ class CostPlan:
 
 def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, frontier: Frontier) -> NextLevel | None:
     """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
-    level = plan.expanded = frontier.level
-    prices, rows = plan.prices, frontier.rows
+    level, prices, rows = frontier.level, plan.prices, frontier.rows
+    if len(rows) == 1 and (chosen := along_path(options, acceptance, plan, rows, lambda _: frontier.ends(), level)):
+        return chosen[0]
+    plan.expanded = level
     found = [
         acceptance(probs, level, prices.node / (path or MIN_PATH_PROB))
         for (path, _), probs in zip(plan.frontier, rows, strict=True)
     ]
-    if len(rows) == 1 == len(found[0]) and not plan.has_feedback:
-        return _next_of_path(options, plan, frontier, plan.frontier[0][0] * found[0][0], found[0][0])
     plan.drafting_s += prices.first_s if level == 1 else prices.level_s[len(rows) - 1]
     children = paths, acceptances, picks = _children(options, plan, frontier, found)
     if not paths:
@@ -97,25 +98,52 @@ def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, front
     return NextLevel(picks, [picks[i] for i in expand])
 
 
-def _next_of_path(options: CostAware, plan: CostPlan, frontier: Frontier, path: float, own: float) -> NextLevel:
-    """Does what `next_level` does for a single candidate below a single node in a round without feedback, in the fewest steps:
-    most levels of a small tree are such, and the host takes longer than usual between passes, which leave nothing of it in the
-    caches.
+def along_path(
+    options: CostAware,
+    acceptance: Acceptance,
+    plan: CostPlan,
+    rows: Sequence[list[float]],
+    ends: Callable[[int], Any],
+    first: int,
+) -> list[NextLevel]:
+    """Does what `next_level` does for levels of a single node each, in the fewest steps: most of a small tree are such, and the
+    host takes longer than usual between passes, which leave nothing of it in the caches. Ends where the first candidate is not
+    worth expanding, and before a level that takes more to decide because another one may be; empty in rounds with feedback.
+
+    Args:
+        rows: the draft's probabilities [K] below the frontier's node, below its first candidate, and so on.
+        ends: returns whether candidates of a row end the answer.
+        first: level of the first row's candidates.
     """
-    plan.paths.append(path)
-    plan.levels = level = frontier.level
-    if level >= options.max_depth:
-        return LAST_OF_PATH
-    prices = plan.prices
-    plan.level_cost = price = prices.levels[0]
-    plan.gain = gain = path * prices.masses[level][int(own * CONFIDENCE_BINS)]
-    if gain <= price and options.stop:
-        return LAST_OF_PATH
-    if options.sees_ends and 0 in frontier.ends():
-        plan.gain = 0.0
-        return LAST_OF_PATH
-    plan.frontier = [(path, own)]
-    return NEXT_OF_PATH
+    if plan.has_feedback or not options.stop:
+        return []
+    prices, chosen = plan.prices, list[NextLevel]()
+    price = prices.levels[0]
+    further = prices.levels[1] - price if options.max_width > 1 else math.inf  # price of a second node
+    ((path, own),) = plan.frontier
+    for level, row in enumerate(rows, start=first):
+        found = acceptance(row, level, prices.node / (path or MIN_PATH_PROB))
+        if not 0 < len(found) <= options.max_nodes:
+            break
+        child, is_expanded = path * found[0], False
+        if level < options.max_depth:
+            gain, others = child * prices.masses[level][int(found[0] * CONFIDENCE_BINS)], path * (sum(found) - found[0])
+            is_expanded = gain > price
+            if not others <= min(gain, further) or (is_expanded and options.sees_ends and ends(level - first)):
+                break
+            plan.gain, plan.level_cost = gain, price
+        if len(found) == 1:
+            plan.paths.append(child)
+            chosen.append(NEXT_OF_PATH if is_expanded else LAST_OF_PATH)
+        else:
+            plan.is_chain = False
+            plan.paths += [path * probability for probability in found]
+            chosen.append(NextLevel(range(len(found)), FOLLOWED if is_expanded else []))
+        path, own, plan.levels = child, found[0], level
+        if not is_expanded:
+            break
+    plan.expanded, plan.frontier = plan.levels, [(path, own)]
+    return chosen
 
 
 def _children(options: CostAware, plan: CostPlan, frontier: Frontier, found: Sequence[list[float]]) -> Children:
@@ -168,10 +196,11 @@ def select(options: CostAware, plan: CostPlan) -> list[int] | None:
     """
     if not plan.paths:
         return None
-    order = range(len(plan.paths)) if plan.is_chain else _by_path(options, plan)
+    drafted = len(plan.paths)
+    order = range(min(drafted, options.max_nodes)) if plan.is_chain else _by_path(options, plan)
     size = _best_size([plan.paths[i] for i in order], plan.prices.time, plan.prices.verify_s.__getitem__)
     chosen = _chosen(plan, order, size)
-    return None if plan.is_chain and size == len(order) else chosen
+    return None if plan.is_chain and size == drafted else chosen
 
 
 def select_together(policies: Sequence[CostAware], verify_s: Callable[[int], float]) -> list[list[int] | None]:

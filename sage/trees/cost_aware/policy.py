@@ -19,12 +19,13 @@ from typing import Annotated, Any
 from sage.costs.tables import Costs
 from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
-from sage.planning.tree import Frontier, NextLevel, RoundOutcome
-from sage.trees.cost_aware.learner import ALONE, Learner, PendingRound
+from sage.planning.tree import Frontier, NextLevel, RoundOutcome, Trunk
+from sage.trees.cost_aware.learner import ALONE, LABELLED_RANKS, Learner, PendingRound
 from sage.trees.cost_aware.pace import Pace
-from sage.trees.cost_aware.planner import CostPlan, next_level, select, select_together
+from sage.trees.cost_aware.planner import CostPlan, along_path, next_level, select, select_together
 from sage.trees.cost_aware.pricing import Prices
 
+USED_RANKS = 0.5  # of a usual tree's nodes: no candidate of a later rank below a node is among them
 ROWS_STEP = 8  # prices are computed again when the nodes of other requests change by this many
 
 
@@ -36,7 +37,7 @@ class CostAware(Policy):
         max_depth: levels per round at most.
         max_nodes: verified nodes per round at most.
         max_width: expanded nodes of one level at most.
-        top_k: candidates per node.
+        top_k: candidates per node at most; of narrow trees fewer are looked at.
         calibrate: learn acceptance probabilities from outcomes; otherwise the draft's probabilities are used.
         stop: end the drafting where the next level does not pay; otherwise always draft `max_depth` levels.
         sees_ends: draft nothing below a token that ends the answer.
@@ -61,7 +62,7 @@ class CostAware(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.num_candidates = self.top_k
+        self.num_candidates = self._num_candidates = self.top_k
         self.tree_capacity = max(self.max_nodes + 1, self.max_depth * self.max_width)
         self.costs: Costs | None = None
         self.learner = Learner(self.calibrate, self.memory, self.max_depth)  # of the kind of the current request
@@ -149,11 +150,20 @@ class CostAware(Policy):
     def observe_together(cls, policies: Sequence[CostAware], tokens: int, seconds: float) -> None:
         policies[0].pace.observe(tokens, seconds)
 
+    def num_candidates_at(self, level: int) -> int:
+        return self._num_candidates
+
     def begin(self) -> None:
+        self._num_candidates = min(self.top_k, max(LABELLED_RANKS, round(self.learner.usual_size * USED_RANKS)))
         self.plan = CostPlan(self.prices, not self._is_paused and self.learner.needs_round(self._num_skipped))
 
     def next_level(self, frontier: Frontier) -> NextLevel | None:
         return next_level(self, self.learner.acceptance, self.plan, frontier)
+
+    def next_levels(self, trunk: Trunk) -> list[NextLevel | None]:
+        return self._further_levels(
+            trunk, [*along_path(self, self.learner.acceptance, self.plan, trunk.probs, trunk.has_end, 1)]
+        )
 
     def select(self) -> list[int] | None:
         return select(self, self.plan)
