@@ -131,6 +131,10 @@ class TargetAnswers:
         self.folder = cache_dir(config.cache_dir) / "answers" / json_digest(decisive)
         self.files = {label: self.folder / f"{label}.jsonl" for label in config.sources}
 
+    def __len__(self) -> int:
+        """Number of conversations."""
+        return len(self._dataset)
+
     @property
     def is_complete(self) -> bool:
         """Whether every conversation is answered."""

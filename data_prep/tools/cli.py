@@ -151,7 +151,7 @@ def regenerate_data(
     data_prep.tools.regenerate.
     """
     dataset = answerable_items(config, target.processor, split)
-    drive = own_answers(target, draft, settings, config.num_frames)
+    drive = own_answers(target, draft, settings, config.num_frames, len(dataset) // world_size)
     provenance = provenance_of(dataset, decoder_origin(target, settings), settings)
     return regenerate(dataset, drive, out, provenance, settings.seed, rank, world_size)
 

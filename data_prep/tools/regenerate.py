@@ -96,7 +96,7 @@ def regenerate(
     _drop_unfinished_line(part)
     dialogs = (Dialog.open(dataset, position, seed) for position in remaining)
     media = MediaFolder(out)
-    for dialog in _with_progress(drive(dialogs), len(dataset), len(done), len(remaining), is_shown=rank == 0):
+    for dialog in _with_progress(drive(dialogs), len(done), len(remaining), rank, world_size):
         row = {"position": dialog.position, "kept": dialog.kept, "outcome": dialog.outcome, "reason": dialog.reason}
         line = as_line(dialog.answered(), media, **row, provenance=provenance)
         with naming_write_errors(part), part.open("a", encoding="utf-8") as file:
@@ -109,25 +109,45 @@ def regenerate(
 
 
 def _with_progress(
-    dialogs: Iterable[Dialog], total: int, num_before: int, num_remaining: int, is_shown: bool
+    dialogs: Iterable[Dialog], num_before: int, num_remaining: int, rank: int, world_size: int
 ) -> Iterator[Dialog]:
-    """Reports the number of conversations, the rate and the remaining time: as a bar on a terminal, elsewhere in the log."""
+    """Reports the number of conversations, the rate and the remaining time: as a bar on a terminal, elsewhere in the log.
+
+    Rank 0 reports, and counts its own share of those that remained.
+    """
     start = last = time.monotonic()
-    bar = progress_bar(dialogs, "answering", total, num_before, is_shown)
+    total, share, is_shown = num_before + num_remaining, f" of rank 0 of {world_size}" if world_size > 1 else "", rank == 0
+    bar = progress_bar(dialogs, f"answering{share}", total, num_before, is_shown)
     for count, dialog in enumerate(bar, 1):
         yield dialog
         now = time.monotonic()
         if is_shown and not sys.stderr.isatty() and now - last >= LOG_INTERVAL_S:
             last, rate = now, count / (now - start)
             left_s = (num_remaining - count) / rate
-            logger.info("%d of %d conversations, %.2f/s, %.0f min left", num_before + count, total, rate, left_s / 60)
+            logger.info("%d of %d conversations%s, %.2f/s, %.0f min left", num_before + count, total, share, rate, left_s / 60)
 
 
-def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int) -> Drive:
-    """Returns the source of the target's answers by our decoder, `settings.batch_size` conversations at a time."""
+def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, num_answers: int) -> Drive:
+    """Returns the source of the target's answers by our decoder, `settings.batch_size` conversations at a time.
+
+    While it answers, the target's passes run as is fastest for `num_answers` answers.
+    """
+    from sage.runtime.pass_modes import PassMode, resolve_pass_mode
+
     if settings.batch_size == 1:
-        return one_by_one(answerer(target, draft, settings, num_frames))
-    return partial(_together, target, draft, settings, num_frames)
+        drive = one_by_one(answerer(target, draft, settings, num_frames))
+    else:
+        drive = partial(_together, target, draft, settings, num_frames)
+
+    def with_fast_passes(dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
+        mode, before = resolve_pass_mode(PassMode.auto, target.device.type, num_answers, target.is_whole), target.passes
+        target.passes = mode
+        try:
+            yield from drive(dialogs)
+        finally:
+            target.passes = before
+
+    return with_fast_passes
 
 
 def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int) -> Answerer:

@@ -112,7 +112,8 @@ def _with_decoder(config: Config, target: sage.Target, answers: TargetAnswers, r
     """Decodes the answers of one of `world_size` shares of the conversations with the target."""
     settings = config.regenerate
     draft = sage.load_draft(settings.draft, target) if settings.draft else None
-    _answer(answers, own_answers(target, draft, settings, config.data.num_frames), rank, world_size)
+    drive = own_answers(target, draft, settings, config.data.num_frames, len(answers) // world_size)
+    _answer(answers, drive, rank, world_size)
 
 
 def _with_server(config: Config, target: sage.Target, answers: TargetAnswers) -> None:
