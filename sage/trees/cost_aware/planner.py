@@ -108,14 +108,14 @@ def along_path(
 ) -> list[NextLevel]:
     """Does what `next_level` does for levels of a single node each, in the fewest steps: most of a small tree are such, and the
     host takes longer than usual between passes, which leave nothing of it in the caches. Ends where the first candidate is not
-    worth expanding, and before a level that takes more to decide because another one may be; empty in rounds with feedback.
+    worth expanding, and before a level that takes more to decide because another one may be.
 
     Args:
         rows: the draft's probabilities [K] below the frontier's node, below its first candidate, and so on.
         ends: returns whether candidates of a row end the answer.
         first: level of the first row's candidates.
     """
-    if plan.has_feedback or not options.stop:
+    if not options.stop:
         return []
     prices, chosen = plan.prices, list[NextLevel]()
     price = prices.levels[0]
@@ -132,6 +132,9 @@ def along_path(
             if not others <= min(gain, further) or (is_expanded and options.sees_ends and ends(level - first)):
                 break
             plan.gain, plan.level_cost = gain, price
+        if plan.has_feedback:
+            plan.drafting_s += prices.first_s if level == 1 else prices.level_s[0]
+            plan.masses.append((level - 1, own, sum(found)))
         if len(found) == 1:
             plan.paths.append(child)
             chosen.append(NEXT_OF_PATH if is_expanded else LAST_OF_PATH)
