@@ -355,6 +355,14 @@ class TestTree:
             assert all(plan == found[0] for plan in found)
         assert fast > 200 or not options.get("stop", True)
 
+    @pytest.mark.parametrize(("usual_size", "top_k", "expected"), [(8, 10, 4), (13, 10, 6), (30, 10, 10), (8, 3, 3)])
+    def test_narrow_trees_look_at_few_candidates(self, usual_size: float, top_k: int, expected: int) -> None:
+        """Half as many as a usual tree has nodes, those that are learned from at least, and all that were allowed at most."""
+        policy = self.policy(flat_costs(), top_k=top_k)
+        policy.learner.usual_size = usual_size
+        policy.begin()
+        assert policy.num_candidates_at(1) == policy.num_candidates_at(5) == expected <= policy.num_candidates == top_k
+
     def test_nothing_is_drafted_below_a_token_that_ends_the_answer(self) -> None:
         """The more probable of two candidates ends the answer: both are verified, only the other is expanded."""
         for sees_ends, expected in ((True, [1]), (False, [0, 1])):
