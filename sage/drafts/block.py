@@ -263,12 +263,11 @@ class BlockDraft(DraftVocabulary, DraftHead):
         return self._functions[key]
 
     def _new_functions(self, target: Target) -> tuple[PassFunction, ...]:
-        """On a CPU, where the host can compare the trunk with the tree, the function of a block computes the trunk, too."""
+        """The function of a block with a conditional also computes the trunk, whose candidates the host reads at once."""
         if self.config.conditional == Conditional.none:
             return (BlockPass(self, target, None),)
         correction = Correction(self, target)
-        trunk = correction if self.device.type == "cpu" else None
-        return BlockPass(self, target, trunk), ConditionalPass(self, target, correction)
+        return BlockPass(self, target, correction), ConditionalPass(self, target, correction)
 
     def fuse(self, features: Features) -> Tensor:
         """Returns the context [B, T, D], fused from the target's feature levels."""

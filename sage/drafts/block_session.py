@@ -18,7 +18,7 @@ from torch import Tensor
 from sage.drafts.layer import fuse_linears
 from sage.drafts.session import Candidates, HostCandidates, JointSession
 from sage.runtime.executors import EAGER, executor_of
-from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
+from sage.runtime.host_tensors import Tokens, TokenStagingBuffer, read_together
 from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, BoundPass, Steps, alone
 from sage.runtime.pass_function import PROMPT, Value
 from sage.targets import Features, Prompt, Target
@@ -31,8 +31,8 @@ class BlockSession(JointSession):
     [K, U], and optionally the correction of a level (`ConditionalPass`). A subclass may read the prompt in another way
     (`_read_prompt`) or have other rope positions (`_set_origin`).
 
-    As long as a policy expands nodes of the trunk alone (`Correction.trunk`), their logits and candidates are looked up, if the
-    pass gives them; without a conditional, those of all nodes are.
+    As long as a policy expands nodes of the trunk alone (`Correction.trunk`), their logits and candidates are looked up.
+    Without a conditional, those of all nodes are.
 
     A draft in training runs eagerly. So does the prefill of a prompt that is long or pruned; others are read in the same way as
     accepted tokens.
@@ -156,7 +156,7 @@ class BlockSession(JointSession):
         if self._correction is None:
             logits = self._logits
         self._trunk_logits, self._trunk_tokens = logits, tokens
-        self._expected = [] if tokens is None else tokens.tolist()
+        self._expected: list[int] = tokens.tolist() if tokens is not None and tokens.is_cpu else []  # as far as the host knows
         self._place: int | None = 0  # of the trunk's node in the frontier; None if it is not expanded
         self._row: Tensor | None = None
         self._best: Candidates | None = None  # below the trunk's nodes [K]
@@ -164,11 +164,16 @@ class BlockSession(JointSession):
             self._candidates(self._num_candidates)
 
     def _candidates(self, num_candidates: int) -> Candidates | None:
-        """Returns the candidates below all nodes of the trunk, None without their logits. They are selected once, at the start
-        of a tree as many as the policy asked for last: that is part of the start, in decoding and where costs are measured.
+        """Returns the candidates below all nodes of the trunk, None without their logits.
+
+        They are selected once, at the start of a tree as many as the policy asked for last: that is part of the start, in
+        decoding and where costs are measured. From a GPU, they are read together with the trunk's tokens.
         """
         if self._trunk_logits is not None and (self._best is None or num_candidates != self._num_candidates):
-            self._best = super().propose(self._trunk_logits, num_candidates).on_host()
+            probs, tokens, _ = super().propose(self._trunk_logits, num_candidates)
+            host_tokens, expected, host_probs = read_together(tokens, self._trunk_tokens, probs)
+            self._best = Candidates(probs, tokens, (host_probs.tolist(), host_tokens.tolist()))
+            self._expected = [] if expected is None else expected.tolist()
         self._num_candidates = num_candidates
         return self._best
 
@@ -187,7 +192,7 @@ class BlockSession(JointSession):
 
     def trunk(self, num_candidates: int) -> HostCandidates | None:
         best = self._candidates(num_candidates)
-        if best is None or best.host is None:
+        if best is None or best.host is None:  # without logits of the trunk
             return None
         probs, tokens = best.host
         for level, expected in enumerate(self._expected, start=1):
@@ -226,6 +231,8 @@ class BlockSession(JointSession):
         expected = self._expected[self.depth]
         if self._width == 1 == len(tokens):
             return 0 if tokens[0] == expected else None
+        if not rows.is_cpu:
+            return None
         wanted = (self._place, expected)
         return next((place for place, node in enumerate(zip(rows.tolist(), tokens, strict=True)) if node == wanted), None)
 

@@ -34,10 +34,6 @@ class Candidates(NamedTuple):
     tokens: Tensor
     host: HostCandidates | None = None
 
-    def on_host(self) -> Candidates:
-        """Returns these candidates with their lists if they are on the CPU."""
-        return Candidates(self.probs, self.tokens, (self.probs.tolist(), self.tokens.tolist())) if self.probs.is_cpu else self
-
     def below(self, node: int) -> Candidates:
         """Returns those below one node."""
         host = None if self.host is None else ([self.host[0][node]], [self.host[1][node]])
@@ -113,7 +109,7 @@ class DraftSession(ABC):
 
     def trunk(self, num_candidates: int) -> HostCandidates | None:
         """Returns the candidates [L, K] below the first L nodes of the trunk, the path from the root on which every node is the
-        draft's first candidate; None unless the host knows them since `prefill` or `commit`.
+        draft's first candidate; None unless `prefill` or `commit` has computed them. From a GPU, all of them are read at once.
         """
         return None
 

@@ -308,16 +308,30 @@ def test_its_functions_are_compiled(tiny_qwen: sage.Target, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
-def test_it_is_captured_on_a_device(traffic: Traffic, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("policy", "temperature"), [("chain", 0.0), ("late_branch", 0.0), ("static", 0.0), ("chain", 1.0)])
+def test_it_is_captured_on_a_device(
+    form: str, policy: str, temperature: float, traffic: Traffic, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host reads all candidates of a trunk at once, so that a chain waits for the draft once; noise is added by level."""
     capture_with(monkeypatch, call_again)
-    draft, inputs = block(tiny_qwen), make_inputs(tiny_qwen)
-    expected = sage.generate(tiny_qwen, draft, inputs, "static", max_new_tokens=8).tokens.tolist()
+    draft, inputs = block(tiny_qwen, form), make_inputs(tiny_qwen)
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": temperature, "seed": 1}
+
+    def shaped() -> Policy:
+        return LateBranch() if policy == "late_branch" else new_policy(policy)
+
+    expected = sage.generate(tiny_qwen, draft, inputs, shaped(), **options).tokens.tolist()
     tiny_qwen.passes = PassMode.captured
     on_device(draft)
     on_device(tiny_qwen)
-    counts = count_rounds(traffic, tiny_qwen, draft, inputs, new_policy("static"), max_new_tokens=8)
+    counts = count_rounds(traffic, tiny_qwen, draft, inputs, shaped(), **options)
     assert counts.tokens == expected
-    assert all(one.synchronizations <= one.levels + 1 for one in counts.rounds)
+    for one in counts.rounds:
+        levels = one.levels + (temperature == 0.0)  # those beside the trunk, which is read at once
+        assert one.synchronizations <= levels + 1, counts.lines
+        assert policy != "chain" or temperature or one.levels == 0
+        assert one.blocking_uploads == 0
 
 
 def test_costs_have_a_part_per_round_and_a_part_per_level(tiny_qwen: sage.Target) -> None:
