@@ -109,17 +109,16 @@ class Package:
 
         index = -1 if device.index is None else device.index
         self._compiled = aoti_load_package(str(path), run_single_threaded=True, device_index=index)
-        self._owners = {name: _owner(module, name) for name in self._compiled.get_constant_fqns()}
+        self._places = {name: _place(module, name) for name in self._compiled.get_constant_fqns()}
         self._pointers: list[int] = []
         self._run: Callable[..., Any] = self._compiled.loader.run  # without the flattening of arguments, 60 us per call
         self.refresh()
 
     def refresh(self) -> None:
         """Looks up the addresses of the weights again. Call it when they may have moved, as by a cast."""
-        found = {name: getattr(owner, key) for name, (owner, key) in self._owners.items()}
-        pointers = [weight.data_ptr() for weight in found.values()]
+        pointers = [weights[key].data_ptr() for weights, key in self._places.values()]
         if pointers != self._pointers:
-            self._found = {name: weight.detach() for name, weight in found.items()}
+            self._found = {name: weights[key].detach() for name, (weights, key) in self._places.items()}
             self._compiled.load_constants(self._found, check_full_update=True, user_managed=True)
             self._pointers = pointers
 
@@ -128,10 +127,13 @@ class Package:
         return out
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Returns the submodule that has a weight, and the weight's name there."""
+def _place(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Returns the dictionary of a submodule that holds a weight, and the weight's key in it; a module finds its attributes more
+    slowly.
+    """
     prefix, _, key = name.rpartition(".")
-    return module.get_submodule(prefix), key
+    owner = module.get_submodule(prefix)
+    return (owner._parameters if key in owner._parameters else owner._buffers), key
 
 
 @preparation()
