@@ -3,8 +3,8 @@
 Ref: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840; P-EAGLE, arXiv 2602.01469; DFlash, arXiv 2602.06036; DSpark, arXiv
 2607.05147; claims of GLANCE, arXiv 2609.00355.
 
-`drafts_PART`: the figures of one entry of `drafts.parts`, a target with a seed and a budget of training, and for the budget
-`long` its runs by draft. Parts are also timed, except at equal steps; those with `megabytes` or `passes` are timed only, on the
+`drafts_PART`: the figures of one entry of `drafts.parts`, a target with a seed and a budget of training, and for the budgets
+`long` and `own` its runs by draft. Parts are also timed, except at equal steps; those with `megabytes` or `passes` are timed only, on the
 widened target, whose texts and drafts are the same, or with passes of that mode.
 """
 
@@ -33,8 +33,13 @@ from sage.costs.measure import measure_costs
 
 REFERENCE, RIVAL = "eagle", "eagle3"
 ONE_PASS = ("peagle", "dflash", "dspark", "block")
-TIME, LONG, STEPS = "time", "long", "steps"
-BUDGETS = {TIME: "equal training time", LONG: "equal time, longer training", STEPS: "equal steps"}
+TIME, STEPS = "time", "steps"
+BUDGETS = {
+    TIME: "equal training time",
+    "long": "equal time, longer training",
+    "own": "equal time, longer training on own answers",
+    STEPS: "equal steps",
+}
 DEFAULT_DEPTH = 5  # of `chain`
 FASTER = 1.15  # goal: of a one-pass head over `REFERENCE` under `cost_aware`
 COLORS = ("#2f6fa7", "#b23a6b", "#6f9e74", "#c97b4a", "#7a6fb0", "#5a5a5a")
