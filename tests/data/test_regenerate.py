@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,8 @@ from data_prep.dialog import Outcome, TargetAnswer, one_by_one
 from data_prep.sources import SourceConfig
 from data_prep.tools import regenerate as regeneration
 from data_prep.tools.cli import regenerate_data
-from data_prep.tools.regenerate import part_path, regenerate, skipped_path, with_open_media
+from data_prep.tools.regenerate import own_answers, part_path, regenerate, skipped_path, with_open_media
+from sage.runtime.pass_modes import PassMode
 
 PROVENANCE = {"target": "t", "draft": None, "data": "d"}
 
@@ -95,6 +98,34 @@ def test_progress_is_logged_where_stderr_is_no_terminal(
     with caplog.at_level("INFO"):
         run(tmp_path / "out.jsonl")
     assert "4 of 6 conversations, " in caplog.messages[3] and "/s, 0 min left" in caplog.messages[3]
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        for rank in (0, 1):
+            run(tmp_path / "ranks.jsonl", rank=rank, world_size=2)
+    assert ["3 of 3 conversations of rank 0 of 2, " in message for message in caplog.messages] == [False, False, True]
+
+
+@pytest.mark.parametrize(("num_answers", "mode"), [(299, PassMode.eager), (300, PassMode.compiled)])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_many_answers_run_compiled(batch_size: int, num_answers: int, mode: PassMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they are done, or fail."""
+    target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cpu"), is_whole=True)
+    monkeypatch.setattr(regeneration, "answerer", lambda *args: None)
+    seen = []
+
+    def drive(*args: Any) -> Iterator[str]:
+        for part in ("first", "second"):
+            seen.append(target.passes)
+            yield part
+
+    monkeypatch.setattr(regeneration, "one_by_one", lambda answer: drive)
+    monkeypatch.setattr(regeneration, "_together", drive)
+    answers: Any = own_answers(target, None, RegenerateConfig(batch_size=batch_size), 8, num_answers)(iter(()))
+    assert target.passes is PassMode.eager and [next(answers), next(answers)] == ["first", "second"]
+    assert seen == [mode] * 2 and target.passes is mode
+    with pytest.raises(KeyboardInterrupt):
+        answers.throw(KeyboardInterrupt())
+    assert target.passes is PassMode.eager
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 7])
