@@ -38,6 +38,7 @@ from sage.inputs.media import open_image, open_video_part
 from sage.inputs.video import TIME_KEYS
 from sage.io.files import locked, naming_write_errors, writing
 from sage.io.progress import progress_bar
+from sage.runtime.pass_modes import PassMode, passes_as
 
 logger = logging.getLogger(__name__)
 NEUTRAL_KEYS = {"draft", "policy"}  # keys of the provenance that affect the speed, not the answers
@@ -132,20 +133,14 @@ def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames:
 
     While it answers, the target's passes run as is fastest for `num_answers` answers.
     """
-    from sage.runtime.pass_modes import PassMode, resolve_pass_mode
-
     if settings.batch_size == 1:
         drive = one_by_one(answerer(target, draft, settings, num_frames))
     else:
         drive = partial(_together, target, draft, settings, num_frames)
 
     def with_fast_passes(dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
-        mode, before = resolve_pass_mode(PassMode.auto, target.device.type, num_answers, target.is_whole), target.passes
-        target.passes = mode
-        try:
+        with passes_as(PassMode.auto, target, num_answers):
             yield from drive(dialogs)
-        finally:
-            target.passes = before
 
     return with_fast_passes
 

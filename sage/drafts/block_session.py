@@ -84,7 +84,7 @@ class BlockSession(JointSession):
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
         self.committed = 0
         results = self._read_prompt(prompt, features, root)
-        return alone(self._start_tree(results, root, prompt.input_ids[0, -1:]))
+        return self._start_tree(results, root)
 
     def _read_prompt(self, prompt: Prompt, features: Features, root: Tensor) -> Sequence[Tensor]:
         """Sets the origin and runs the pass over the prompt, or the tokens of it that the draft reads, and the first slots;
@@ -110,8 +110,7 @@ class BlockSession(JointSession):
         self.offset += length
         arguments = self._arguments(staged, parent, features, rope, length)
         results = yield from self._block.steps(self.cache, *arguments)
-        logits = yield from self._start_tree(results, staged[-1:].clone(), parent)
-        return logits
+        return self._start_tree(results, staged[-1:].clone())
 
     def _arguments(
         self, tokens: Tensor, parent: Tensor, features: Features, rope: tuple[Tensor, Tensor], length: int
@@ -139,23 +138,19 @@ class BlockSession(JointSession):
             self.cache.values,
         )
 
-    def _start_tree(self, results: Sequence[Tensor], root: Tensor, parent: Tensor) -> Steps[Tensor]:
-        """Starts a tree from the pass's results; `root` and its predecessor `parent` are LongTensor [1]."""
+    def _start_tree(self, results: Sequence[Tensor], root: Tensor) -> Tensor:
+        """Starts a tree from the pass's results; returns the logits [1, U] below `root`, LongTensor [1]."""
         self._hidden, self._logits, *trunk = results
         self._root, self._frontier, self._width, self.depth = root, root, 1, 0
         self._set_trunk(*trunk)
-        if self._trunk_logits is not None:
-            return self._row_of_trunk()
-        found = yield from self._below(root, parent)
-        return found
+        return self._row_of_trunk()
 
     def _set_trunk(self, logits: Tensor | None = None, tokens: Tensor | None = None) -> None:
-        """Sets the logits [K, U] below the trunk's nodes and the most probable tokens [K] below them, as far as the pass gives
-        them. Without a conditional, all nodes of a level share the block's logits.
+        """Sets the logits [K, U] below the trunk's nodes and the most probable tokens [K] below them.
+
+        Without a conditional, the pass gives neither: all nodes of a level share the block's logits.
         """
-        if self._correction is None:
-            logits = self._logits
-        self._trunk_logits, self._trunk_tokens = logits, tokens
+        self._trunk_logits, self._trunk_tokens = self._logits if logits is None else logits, tokens
         self._expected: list[int] = tokens.tolist() if tokens is not None and tokens.is_cpu else []  # as far as the host knows
         self._place: int | None = 0  # of the trunk's node in the frontier; None if it is not expanded
         self._row: Tensor | None = None
@@ -163,13 +158,13 @@ class BlockSession(JointSession):
         if self._num_candidates:
             self._candidates(self._num_candidates)
 
-    def _candidates(self, num_candidates: int) -> Candidates | None:
-        """Returns the candidates below all nodes of the trunk, None without their logits.
+    def _candidates(self, num_candidates: int) -> Candidates:
+        """Returns the candidates below all nodes of the trunk, also as lists.
 
         They are selected once, at the start of a tree as many as the policy asked for last: that is part of the start, in
         decoding and where costs are measured. From a GPU, they are read together with the trunk's tokens.
         """
-        if self._trunk_logits is not None and (self._best is None or num_candidates != self._num_candidates):
+        if self._best is None or num_candidates != self._num_candidates:
             probs, tokens, _ = super().propose(self._trunk_logits, num_candidates)
             host_tokens, expected, host_probs = read_together(tokens, self._trunk_tokens, probs)
             self._best = Candidates(probs, tokens, (host_probs.tolist(), host_tokens.tolist()))
@@ -179,22 +174,18 @@ class BlockSession(JointSession):
 
     def _row_of_trunk(self) -> Tensor:
         """Returns the logits [1, U] below the trunk's node of the current depth."""
-        assert self._trunk_logits is not None
         self._row = self._trunk_logits.narrow(0, self.depth, 1)
         return self._row
 
     def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
         if self._row is None or scores is not self._row:
             return super().propose(scores, num_candidates)
-        best = self._candidates(num_candidates)
-        assert best is not None, "there are logits of the trunk"
-        return best.below(self.depth)
+        return self._candidates(num_candidates).below(self.depth)
 
-    def trunk(self, num_candidates: int) -> HostCandidates | None:
-        best = self._candidates(num_candidates)
-        if best is None or best.host is None:  # without logits of the trunk
-            return None
-        probs, tokens = best.host
+    def trunk(self, num_candidates: int) -> HostCandidates:
+        host = self._candidates(num_candidates).host
+        assert host is not None, "candidates of the trunk are read when they are selected"
+        probs, tokens = host
         for level, expected in enumerate(self._expected, start=1):
             if tokens[level - 1][0] != expected:  # of two equally probable tokens, the pass followed the other one
                 return probs[:level], tokens[:level]

@@ -255,15 +255,13 @@ class TreeBuilder:
 
     def add_trunk(self, trunk: Trunk, levels: Sequence[NextLevel | None]) -> None:
         """Opens levels of a trunk and adds what the policy chose of each; all but the last expand the first candidate alone."""
-        for depth, (probs, tokens, level) in enumerate(zip(trunk.probs, trunk.tokens, levels, strict=False), start=1):
+        for probs, tokens, level in zip(trunk.probs, trunk.tokens, levels, strict=False):
             self._levels.append(_Level(self._frontier, [probs], [tokens]))
             if level is None:
                 return
-            parent, self._frontier = self._frontier[0], [len(self._tokens)]
-            for pick in level.picks:
-                self._tokens.append(tokens[pick])
-                self._parents.append(parent)
-                self._depths.append(depth)
+            first = len(self._tokens)
+            self.add(level)
+            self._frontier = [first]
 
     @property
     def depth(self) -> int:

@@ -31,7 +31,7 @@ from sage.io.dtypes import torch_dtype
 from sage.io.files import atomic_path, write_json
 from sage.planning.base import Policy
 from sage.planning.options import OptionError
-from sage.runtime.pass_modes import resolve_pass_mode
+from sage.runtime.pass_modes import passes_as
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig
@@ -258,8 +258,7 @@ def _measuring(target: Any, draft: Any, decode: DecodeConfig) -> Iterator[None]:
     dtype = torch_dtype(decode.dtype) if decode.dtype is not None else target.dtype
     num_answers = decode.num_prompts * decode.repeats * len(decode.policies)
     with ExitStack() as stack:
-        stack.callback(setattr, target, "passes", target.passes)
-        target.passes = resolve_pass_mode(decode.passes, target.device.type, num_answers, target.is_whole)
+        stack.enter_context(passes_as(decode.passes, target, num_answers))
         stack.enter_context(torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []))
         stack.enter_context(_cast(target.model, dtype))
         if draft is not None:

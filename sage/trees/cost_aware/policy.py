@@ -25,7 +25,7 @@ from sage.trees.cost_aware.pace import Pace
 from sage.trees.cost_aware.planner import CostPlan, along_path, next_level, select, select_together
 from sage.trees.cost_aware.pricing import Prices
 
-USED_RANKS = 0.5  # of a usual tree's nodes: no candidate of a later rank below a node is among them
+USED_RANKS = 0.5  # of the nodes of a usual tree: candidates of later ranks below a node are seldom among them
 ROWS_STEP = 8  # prices are computed again when the nodes of other requests change by this many
 
 
