@@ -39,4 +39,6 @@ __all__ = [*_HOME, "trees"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'sage' has no attribute {name!r}")
-    return import_module("sage.trees") if name == "trees" else getattr(import_module(_HOME[name]), name)
+    value = import_module("sage.trees") if name == "trees" else getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # the next access does not come here
+    return value

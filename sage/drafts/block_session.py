@@ -44,6 +44,7 @@ class BlockSession(JointSession):
 
     def __init__(self, draft: Any, target: Target, capacity: int) -> None:
         self.draft, self.target = draft, target
+        self.device, self.dtype = draft.device, draft.dtype  # a model searches its modules for them
         if not draft.training:
             fuse_linears(draft)
         self._executor = EAGER if draft.training else executor_of(target.passes)
@@ -52,17 +53,17 @@ class BlockSession(JointSession):
         self._correction = BoundPass(self._executor, conditional[0], LEVEL_ORDER) if conditional else None
         self.levels, self.token_map, self.max_depth = draft.levels, draft.token_map, draft.num_levels
         self._num_candidates = self.committed = self.depth = self.offset = 0
-        self._staging = TokenStagingBuffer(draft.device)
+        self._staging = TokenStagingBuffer(self.device)
         self.cache = self._executor.new_cache(draft, capacity + draft.num_slots, draft.new_cache)
         self._set_capacity(capacity + draft.num_slots)
-        self._set_origin(0, torch.zeros(1, dtype=torch.long, device=draft.device))
+        self._set_origin(0, torch.zeros(1, dtype=torch.long, device=self.device))
         self.set_synthetic_state(0, 1)
 
     def _set_capacity(self, capacity: int) -> None:
         """Makes room for `capacity` tokens, slots included."""
         self.capacity = capacity
         self.cache.grow_to(self._executor.capacity(capacity))
-        self._steps = torch.arange(self.cache.capacity, device=self.draft.device)
+        self._steps = torch.arange(self.cache.capacity, device=self.device)
 
     @property
     def context(self) -> int:
@@ -74,7 +75,7 @@ class BlockSession(JointSession):
         Args:
             position: LongTensor [1], the target's rope position there.
         """
-        self.cos, self.sin = self.draft.rope.table(length + self.capacity, self.draft.device, self.draft.dtype)
+        self.cos, self.sin = self.draft.rope.table(length + self.capacity, self.device, self.dtype)
         self.offset = length
 
     def _rope(self, start: int, length: int) -> tuple[Tensor, Tensor]:
@@ -241,9 +242,9 @@ class BlockSession(JointSession):
         draft = self.draft
         self.cache.zero_to(context)
         self.committed, self.depth, self.offset = context, 0, 0
-        self._hidden = torch.zeros(draft.num_levels, draft.config.hidden_size, dtype=draft.dtype, device=draft.device)
+        self._hidden = torch.zeros(draft.num_levels, draft.config.hidden_size, dtype=self.dtype, device=self.device)
         self._logits = self._hidden.new_zeros(draft.num_levels, draft.num_draft_tokens)
-        self._root = torch.zeros(1, dtype=torch.long, device=draft.device)
+        self._root = torch.zeros(1, dtype=torch.long, device=self.device)
         self._frontier, self._width = self._root.new_zeros(width), width
         if self._function.has_trunk:
             self._set_trunk(self._logits, self._root.new_zeros(draft.num_levels))

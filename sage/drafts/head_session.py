@@ -40,6 +40,7 @@ class HeadSession(JointSession):
 
     def __init__(self, draft: DraftHead, target: Target, capacity: int) -> None:
         self.draft, self.target = draft, target
+        self.device, self.dtype = draft.device, draft.dtype  # a model searches its modules for them
         if not draft.training:
             fuse_linears(draft)
         self._executor = EAGER if draft.training else executor_of(target.passes)
@@ -47,12 +48,11 @@ class HeadSession(JointSession):
         self._level = BoundPass(self._executor, level, LEVEL_ORDER)
         self._commit = BoundPass(self._executor, commit, COMMIT_ORDER)
         self.levels, self.token_map = draft.levels, draft.token_map
-        self.dtype = draft.dtype
-        self.hidden = torch.zeros(1, draft.config.hidden_size, dtype=draft.dtype, device=draft.device)
+        self.hidden = torch.zeros(1, draft.config.hidden_size, dtype=self.dtype, device=self.device)
         self.visible: Tensor | None = None
         self.committed = self.depth = self.offset = 0
         self._siblings: dict[int, Tensor] = {}
-        self._staging = TokenStagingBuffer(draft.device)
+        self._staging = TokenStagingBuffer(self.device)
         self.cache = self._executor.new_cache(draft, capacity, draft.new_cache)
         self._set_capacity(capacity)
 
@@ -60,8 +60,8 @@ class HeadSession(JointSession):
         """Makes room for `capacity` tokens."""
         self.capacity = capacity
         self.cache.grow_to(self._executor.capacity(capacity))
-        self._steps = torch.arange(self.cache.capacity, device=self.draft.device)
-        self._zeros = torch.zeros(1, self.cache.capacity, dtype=self.dtype, device=self.draft.device)
+        self._steps = torch.arange(self.cache.capacity, device=self.device)
+        self._zeros = torch.zeros(1, self.cache.capacity, dtype=self.dtype, device=self.device)
 
     def _set_origin(self, position: Tensor, before: Tensor | None = None) -> None:
         """Precomputes the rope of all positions from `position` [1] on, and of those `before`, as far as they are given; the
@@ -164,7 +164,7 @@ class HeadSession(JointSession):
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.zero_to(context)
-        self._set_origin(torch.zeros(1, dtype=torch.long, device=self.draft.device))
+        self._set_origin(torch.zeros(1, dtype=torch.long, device=self.device))
         self.committed, self.depth, self.visible = context, 0, None
         self.hidden = self.hidden.new_zeros(width, self.draft.config.hidden_size)
 

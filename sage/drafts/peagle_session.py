@@ -33,7 +33,7 @@ class PEagleSession(BlockSession):
     def _set_origin(self, length: int, position: Tensor) -> None:
         steps = torch.arange(self.capacity, device=position.device)
         positions = self.target.family.decode_positions(position + steps)
-        self.cos, self.sin = self.draft.rope(positions, self.draft.dtype)
+        self.cos, self.sin = self.draft.rope(positions, self.dtype)
         self.offset = 0
 
     def _read_prompt(self, prompt: Prompt, features: Features, root: Tensor) -> Sequence[Tensor]:
@@ -45,7 +45,7 @@ class PEagleSession(BlockSession):
         self._set_origin(length, prompt.next_position)
         slot_embeds, slot_features = draft.slots(1, draft.num_slots)
         embeds, fused = torch.cat((pairs.embeds_next, slot_embeds), 1), torch.cat((pairs.features, slot_features), 1)
-        parts = zip(draft.rope(pairs.position_ids, draft.dtype), self._rope(0, draft.num_slots), strict=True)
+        parts = zip(draft.rope(pairs.position_ids, self.dtype), self._rope(0, draft.num_slots), strict=True)
         cos, sin = (torch.cat(both, 2) for both in parts)
         self.cache.crop_to(0)
         hidden = draft.read(embeds, fused, (cos, sin), None, self.cache)[0, -draft.num_levels :]
