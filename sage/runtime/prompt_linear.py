@@ -126,13 +126,20 @@ def _has_kernel() -> bool:
         return False
 
 
+def _has_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies matrices of `dtype` here: bfloat16 on few processors only, others raise an error."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @preparation()
 @torch.no_grad()
 def measured(layers: Sequence[nn.Linear]) -> list[Choice]:
     """Times every available kernel for each layer; returns the names of those with the fastest runs."""
     names = [
         "torch",
-        *(["onednn"] if torch.backends.mkldnn.is_available() else []),
+        *(["onednn"] if _has_onednn(layers[0].weight.dtype) else []),
         *(["joint_linear"] if _has_kernel() else []),
     ]
 
