@@ -236,7 +236,7 @@ class JointLevelPass(HeadPass, JointFunction):
         counts, device = [len(one) for one in tokens], hidden[0].device
         parts = layout(calls, counts, num_rows, device)
         longest = max(length_of(call) for call in calls)
-        lowest = torch.finfo(self.draft.dtype).min
+        lowest = torch.finfo(hidden[0].dtype).min
         ropes = [
             torch.cat([one.expand(-1, -1, count, -1) for one, count in zip(of_all, counts, strict=True)], 2)
             for of_all in (cos, sin)
