@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.models import random_draft
 from support.serving_helpers import LIMITS, MODEL, Running, serving
 
@@ -17,7 +18,7 @@ from sage.serving.settings import ServerLimits
 
 @pytest.fixture(scope="session")
 def models(target: Path) -> tuple[sage.Target, Any]:
-    loaded = sage.load_target(target)
+    loaded = sage.load_target(target, torch.float32)  # in bfloat16, passes of a tree and of one token differ at near-ties
     return loaded, random_draft(loaded)
 
 
