@@ -92,14 +92,17 @@ class Policy(ABC):
         """Chooses the first levels of a round, whose candidates are known: as many as `next_level` expands the first candidate
         of alone, and the one after them.
         """
-        return self._further_levels(trunk, [])
-
-    def _further_levels(self, trunk: Trunk, levels: list[NextLevel | None]) -> list[NextLevel | None]:
-        """Appends to the first levels of a trunk what `next_level` chooses."""
-        while len(levels) < len(trunk.probs) and (not levels or (levels[-1] is not None and levels[-1].expand == FOLLOWED)):
-            level = len(levels) + 1
-            levels.append(self.next_level(trunk.frontier(level, self.num_candidates_at(level))))
+        levels: list[NextLevel | None] = []
+        while _goes_on(trunk, levels):
+            levels += self.levels_along(trunk, len(levels) + 1)
+            if _goes_on(trunk, levels):
+                level = len(levels) + 1
+                levels.append(self.next_level(trunk.frontier(level, self.num_candidates_at(level))))
         return levels
+
+    def levels_along(self, trunk: Trunk, level: int) -> Sequence[NextLevel]:
+        """Chooses levels of a trunk at once, from `level` on, as far as `next_level` need not choose them."""
+        return ()
 
     def select(self) -> Sequence[int] | None:
         """Returns the indices of the drafted nodes to verify; None = all.
@@ -137,3 +140,11 @@ class Policy(ABC):
     def observe(self, outcome: RoundOutcome) -> dict[str, float]:
         """Learns from a verified round; returns figures of its plan for `Stats.rounds_log`."""
         return {}
+
+
+def _goes_on(trunk: Trunk, levels: Sequence[NextLevel | None]) -> bool:
+    """Returns whether the trunk has a level below those chosen, the last of which expands its first candidate alone."""
+    if not levels:
+        return len(trunk.probs) > 0
+    last = levels[-1]
+    return len(levels) < len(trunk.probs) and last is not None and last.expand == FOLLOWED

@@ -171,9 +171,9 @@ class Trunk(NamedTuple):
         tokens = [self.tokens[level - 1][:num_candidates]]
         return Frontier(level, [self.probs[level - 1][:num_candidates]], partial(_ends, tokens, self.eos))
 
-    def has_end(self, place: int) -> bool:
-        """Returns whether candidates end the answer, of the level at this place."""
-        return not self.eos.isdisjoint(self.tokens[place])
+    def has_end(self, level: int) -> bool:
+        """Returns whether candidates of a level end the answer, 1 = below the root."""
+        return not self.eos.isdisjoint(self.tokens[level - 1])
 
     def up_to(self, level: int) -> Trunk:
         """Returns the first levels."""
@@ -255,13 +255,17 @@ class TreeBuilder:
 
     def add_trunk(self, trunk: Trunk, levels: Sequence[NextLevel | None]) -> None:
         """Opens levels of a trunk and adds what the policy chose of each; all but the last expand the first candidate alone."""
-        for probs, tokens, level in zip(trunk.probs, trunk.tokens, levels, strict=False):
-            self._levels.append(_Level(self._frontier, [probs], [tokens]))
+        parent, nodes = self._frontier[0], self._tokens
+        for depth, (probs, tokens, level) in enumerate(zip(trunk.probs, trunk.tokens, levels, strict=False), start=1):
+            self._levels.append(_Level((parent,), [probs], [tokens]))
             if level is None:
                 return
-            first = len(self._tokens)
-            self.add(level)
-            self._frontier = [first]
+            count = len(level.picks)
+            nodes += [tokens[pick] for pick in level.picks]
+            self._parents += [parent] * count
+            self._depths += [depth] * count
+            parent = len(nodes) - count
+        self._frontier = [parent]
 
     @property
     def depth(self) -> int:

@@ -36,6 +36,7 @@ class CostPlan:
 
     Attributes:
         prices: of this round.
+        acceptance: acceptance probabilities of candidates, as learned before this round.
         has_feedback: whether the round is used for learning.
         gain, level_cost: expected tokens of the level considered last, and the price of its time in tokens.
         expanded: deepest level for which the draft ran.
@@ -47,9 +48,11 @@ class CostPlan:
         paths: P of each drafted node.
         frontier: P and own acceptance probability of each frontier node.
         is_chain: whether every level so far has a single node, the draft's most probable candidate.
+        undecided: acceptance probabilities of a level that `along_path` left to `next_level`; None for none.
     """
 
     prices: Prices
+    acceptance: Acceptance
     has_feedback: bool
     gain: float = 0.0
     level_cost: float = 0.0
@@ -62,6 +65,7 @@ class CostPlan:
     paths: list[float] = field(default_factory=list)
     frontier: list[tuple[float, float]] = field(default_factory=lambda: [(1.0, 1.0)])
     is_chain: bool = True
+    undecided: list[float] | None = None
 
     def log_entry(self) -> dict[str, float]:
         """Returns the figures for `Stats.rounds_log`."""
@@ -76,16 +80,20 @@ class CostPlan:
         }
 
 
-def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, frontier: Frontier) -> NextLevel | None:
+def next_level(options: CostAware, plan: CostPlan, frontier: Frontier) -> NextLevel | None:
     """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
     level, prices, rows = frontier.level, plan.prices, frontier.rows
-    if len(rows) == 1 and (chosen := along_path(options, acceptance, plan, rows, lambda _: frontier.ends(), level)):
+    is_untried = len(rows) == 1 and plan.undecided is None
+    if is_untried and (chosen := along_path(options, plan, rows, lambda _: frontier.ends(), level)):
         return chosen[0]
     plan.expanded = level
-    found = [
-        acceptance(probs, level, prices.node / (path or MIN_PATH_PROB))
-        for (path, _), probs in zip(plan.frontier, rows, strict=True)
-    ]
+    if plan.undecided is not None:
+        found, plan.undecided = [plan.undecided], None
+    else:
+        found = [
+            plan.acceptance(probs, level, prices.node / (path or MIN_PATH_PROB))
+            for (path, _), probs in zip(plan.frontier, rows, strict=True)
+        ]
     plan.drafting_s += prices.first_s if level == 1 else prices.level_s[len(rows) - 1]
     children = paths, acceptances, picks = _children(options, plan, frontier, found)
     if not paths:
@@ -99,37 +107,34 @@ def next_level(options: CostAware, acceptance: Acceptance, plan: CostPlan, front
 
 
 def along_path(
-    options: CostAware,
-    acceptance: Acceptance,
-    plan: CostPlan,
-    rows: Sequence[list[float]],
-    ends: Callable[[int], Any],
-    first: int,
+    options: CostAware, plan: CostPlan, rows: Sequence[list[float]], ends: Callable[[int], Any], first: int
 ) -> list[NextLevel]:
     """Does what `next_level` does for levels of a single node each, in the fewest steps: most of a small tree are such, and the
     host takes longer than usual between passes, which leave nothing of it in the caches. Ends where the first candidate is not
-    worth expanding, and before a level that takes more to decide because another one may be.
+    worth expanding, and before a level that takes more to decide because another one may be (`CostPlan.undecided`).
 
     Args:
         rows: the draft's probabilities [K] below the frontier's node, below its first candidate, and so on.
-        ends: returns whether candidates of a row end the answer.
+        ends: returns whether candidates of a level end the answer.
         first: level of the first row's candidates.
     """
     if not options.stop:
         return []
-    prices, chosen = plan.prices, list[NextLevel]()
+    prices, acceptance, chosen = plan.prices, plan.acceptance, list[NextLevel]()
     price = prices.levels[0]
     further = prices.levels[1] - price if options.max_width > 1 else math.inf  # price of a second node
     ((path, own),) = plan.frontier
     for level, row in enumerate(rows, start=first):
         found = acceptance(row, level, prices.node / (path or MIN_PATH_PROB))
         if not 0 < len(found) <= options.max_nodes:
+            plan.undecided = found
             break
         child, is_expanded = path * found[0], False
         if level < options.max_depth:
             gain, others = child * prices.masses[level][int(found[0] * CONFIDENCE_BINS)], path * (sum(found) - found[0])
             is_expanded = gain > price
-            if not others <= min(gain, further) or (is_expanded and options.sees_ends and ends(level - first)):
+            if not others <= min(gain, further) or (is_expanded and options.sees_ends and ends(level)):
+                plan.undecided = found
                 break
             plan.gain, plan.level_cost = gain, price
         if plan.has_feedback:

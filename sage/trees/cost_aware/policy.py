@@ -155,15 +155,14 @@ class CostAware(Policy):
 
     def begin(self) -> None:
         self._num_candidates = min(self.top_k, max(LABELLED_RANKS, round(self.learner.usual_size * USED_RANKS)))
-        self.plan = CostPlan(self.prices, not self._is_paused and self.learner.needs_round(self._num_skipped))
+        has_feedback = not self._is_paused and self.learner.needs_round(self._num_skipped)
+        self.plan = CostPlan(self.prices, self.learner.acceptance, has_feedback)
 
     def next_level(self, frontier: Frontier) -> NextLevel | None:
-        return next_level(self, self.learner.acceptance, self.plan, frontier)
+        return next_level(self, self.plan, frontier)
 
-    def next_levels(self, trunk: Trunk) -> list[NextLevel | None]:
-        return self._further_levels(
-            trunk, [*along_path(self, self.learner.acceptance, self.plan, trunk.probs, trunk.has_end, 1)]
-        )
+    def levels_along(self, trunk: Trunk, level: int) -> list[NextLevel]:
+        return along_path(self, self.plan, trunk.probs[level - 1 :], trunk.has_end, level)
 
     def select(self) -> list[int] | None:
         return select(self, self.plan)
