@@ -47,6 +47,7 @@ from train.state.resume import rng_state, set_rng_state
 pytestmark = pytest.mark.slow
 
 STAGES = (0, 1, 2, 3)
+MUON = ["optim=muon"]
 ports = iter(random.Random(os.getpid()).sample(RENDEZVOUS_PORTS, 100))
 LENGTH = ["train.max_steps=4", "objective.feature_noise=0"]
 ONE_BF16_STEP = ["target.dtype=bf16", "train.max_steps=1", "train.save_every=1", "optim.grad_clip=0", *LENGTH[1:]]
@@ -62,10 +63,12 @@ def home(tmp_path_factory: pytest.TempPathFactory, target: Path, commands: ForkS
         patch.delenv("SLURM_STEP_ID", raising=False)
         assert train_quickly(config(target, home / "one_2")) == 0
         assert train_quickly(config(target, home / "one_4", *LENGTH)) == 0
+        assert train_quickly(config(target, home / "one_muon", *LENGTH, *MUON)) == 0
         with process_group("cpu", 60) as ranks:
             train_until_signal(config(target, home / "to_two", *LENGTH), ranks, 2)
         run_two_ranks(commands, home, target)
         assert train_quickly(config(target, home / "from_two", *LENGTH, "run.resume=true", "deepspeed=zero1")) == 0
+        assert train_quickly(config(target, home / "muon_from_two", *LENGTH, *MUON, "run.resume=true")) == 0
     return home
 
 
@@ -83,6 +86,8 @@ def run_two_ranks(commands: ForkServer, home: Path, target: Path) -> None:
     jobs[-1]["arguments"].append("decode.baselines=[hf_generate]")  # not measured by default if the target is sharded
     jobs += [job(home, target, f"budget_{stage}", f"deepspeed=zero{stage}", *BUDGET) for stage in STAGES]
     jobs += [job(home, target, f"bf16_{stage}", f"deepspeed=zero{stage}", *ONE_BF16_STEP) for stage in STAGES]
+    jobs += [job(home, target, f"muon_{stage}", f"deepspeed=zero{stage}", *LENGTH, *MUON) for stage in STAGES[:2]]
+    jobs.append(job(home, target, "muon_from_two", "deepspeed=zero2", *LENGTH, *MUON) | {"stop": 2})
     jobs.append(job(home, target, "from_two", "deepspeed=zero3", *LENGTH) | {"stop": 2})
     jobs.append(job(home, target, "to_two", "deepspeed=zero2", "run.resume=true", "deepspeed.shard_target=true", *LENGTH))
     (home / "jobs.json").write_text(json.dumps(jobs))
@@ -133,6 +138,14 @@ def assert_same_run(one: Path, other: Path) -> None:
 def test_two_ranks_give_the_weights_of_one(home: Path, kind: str, stage: int) -> None:
     """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2, and against micro-batches by a budget of tokens."""
     assert_same_run(home / "one_2", home / f"{kind}_{stage}")
+
+
+@pytest.mark.parametrize("run", ["muon_0", "muon_1", "muon_from_two"])
+def test_muon_updates_whole_matrices_on_two_ranks(home: Path, run: str) -> None:
+    """Whole matrices, parts of them under ZeRO-1, and 2 ranks under ZeRO-2 followed by 1 without ZeRO."""
+    assert_same_run(home / "one_muon", home / run)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(draft_weights(home / "one_muon"), draft_weights(home / "one_4"), rtol=0, atol=5e-6)
 
 
 def test_a_sharded_target_gives_the_same_run_bit_for_bit(home: Path) -> None:

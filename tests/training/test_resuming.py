@@ -101,6 +101,7 @@ def test_changes_of_the_recipe_are_told_apart(tmp_path: Path, override: str) -> 
         *(("target=qwen2_5_vl_7b", "target.path="), ("train.global_batch_size=64", "train.global_batch_size=64")),
         *(("+data/validation=pocket", "data.validation.pocket"), ("score.metric=speedup", "score.metric=speedup")),
         *(("draft.image_inputs=token", "draft.image_inputs=token"), ("data.cache=rows", "data.cache=rows")),
+        ("optim=muon", "optim.kind=muon"),
     ],
 )
 def test_settings_that_make_another_run_are_refused_by_key(tmp_path: Path, override: str, key: str) -> None:

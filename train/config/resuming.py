@@ -2,7 +2,8 @@
 
     length, launch, saving, tracking, decoding   may change
     optim, objective                             may change; recorded with the step at which the change takes effect
-    seed, target, draft, data, score, batch      would make it another run: refused
+    seed, target, draft, data, score, batch,
+    optim.kind                                   would make it another run: refused
 
 Does not own: the states of a run (train.state), the files of a run folder (checkpoints.run_folder).
 """
@@ -27,7 +28,7 @@ from train.config.target_path import CHOICE
 # Prefixes of the keys that may not change when a run is resumed.
 FIXED = (
     *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
-    *("train.global_batch_size", "train.precision", "train.length_window"),
+    *("train.global_batch_size", "train.precision", "train.length_window", "optim.kind"),
     *(f"regenerate.{part.name}" for part in fields(AnswerSettings)),
 )
 CHANGEABLE = ("data.num_workers", "data.bad_list", "data.cache_keep")  # not data.cache: known lengths change the batches

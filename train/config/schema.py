@@ -31,6 +31,7 @@ MAX_STAGE = 3  # of ZeRO
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 DeviceMap = StrEnum("DeviceMap", ["auto", "balanced", "sequential"])
 Precision = StrEnum("Precision", ["fp32", "bf16"])
+OptimizerKind = StrEnum("OptimizerKind", ["adamw", "muon"])
 Schedule = StrEnum("Schedule", ["constant", "cosine"])
 Compile = StrEnum("Compile", ["auto", "layers", "none"])
 Offload = StrEnum("Offload", ["none", "cpu"])
@@ -196,12 +197,14 @@ class ObjectiveConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW.
+    """AdamW, or Muon.
 
     Attributes:
+        kind: adamw; or muon: orthogonalized momentum for the matrices of linear layers, AdamW for the rest.
         lr: peak learning rate.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
+        beta1: AdamW's decay of the first moment.
+        beta2: AdamW's decay of the second moment.
+        momentum: Muon's decay of the momentum.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         schedule: course of the learning rate after the warm-up.
@@ -210,9 +213,11 @@ class OptimConfig:
         grad_clip: maximum norm of the gradient; 0: no clipping.
     """
 
+    kind: OptimizerKind = OptimizerKind.adamw
     lr: Annotated[float, Range(gt=0, remedy="SpecVLM uses 8e-5 for a 7B target")] = MISSING
     beta1: Annotated[float, Range(ge=0, lt=1, remedy="see conf/optim")] = 0.9
     beta2: Annotated[float, Range(ge=0, lt=1, remedy="see conf/optim")] = 0.95
+    momentum: Annotated[float, Range(ge=0, lt=1, remedy="see conf/optim")] = 0.95
     eps: NonNegativeFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     schedule: Schedule = Schedule.constant

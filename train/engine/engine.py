@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from checkpoints.tensors import write_tensors
 from train.config.checks import zero_stage
-from train.config.schema import Config, Offload, Precision
+from train.config.schema import Config, Offload, OptimizerKind, Precision
 from train.distill.pairs import Pairs
 from train.distill.student import Student
+from train.engine.muon import Muon, matrices_of
 from train.engine.optimizer_state import KINDS, WEIGHT, OptimizerState
 from train.launch.ranks import Ranks
 
@@ -106,7 +107,7 @@ class Engine:
             return {name: value.detach().cpu().clone() for name, value in self.draft.state_dict().items()}
 
     def save(self, folder: Path) -> None:
-        """Writes float32 weights, AdamW's moments and the draft's buffers to `folder`, unsharded and by name.
+        """Writes float32 weights, the optimizer's moments and the draft's buffers to `folder`, unsharded and by name.
 
         They can be loaded under any ZeRO stage and world size. Every rank has to call it; rank 0 writes one file at a time.
 
@@ -126,15 +127,15 @@ class Engine:
             raise problem
 
     def load(self, folder: Path) -> None:
-        """Restores the files of `save`, on every rank; raises ValueError if they were saved from another draft."""
+        """Restores the files of `save`, on every rank; raises ValueError if they were saved from another draft or optimizer."""
         buffers = self._buffers()
         for kind in KINDS:
             path = folder / f"{kind}.safetensors"
             with safe_open(path, framework="pt") as file:
-                names = {**self._state.parameters, **(buffers if kind == WEIGHT else {})}
+                names = {**self._state.having(kind), **(buffers if kind == WEIGHT else {})}
                 if names.keys() != set(file.keys()):
                     other = sorted(names.keys() ^ set(file.keys()))
-                    raise ValueError(f"{path}: was saved from another draft; {other[0]} is on one side only")
+                    raise ValueError(f"{path}: was saved from another draft or optimizer; {other[0]} is on one side only")
                 for name in names:
                     value = file.get_tensor(name)
                     if name in buffers:
@@ -187,6 +188,7 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict
         "gradient_clipping": config.optim.grad_clip,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": config.optim.kind is OptimizerKind.muon,
         "bf16": {"enabled": config.train.precision is Precision.bf16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
@@ -196,16 +198,23 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict
 
 
 def make_optimizer(draft: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
-    """Builds torch's AdamW, which needs no compiler; fused in a run on GPUs, also if its state is offloaded to the CPU."""
+    """Builds torch's AdamW, which needs no compiler; fused in a run on GPUs, also if its state is offloaded to the CPU. With
+    `optim.kind=muon`, matrices are left to Muon.
+    """
     optim = config.optim
-    return torch.optim.AdamW(
-        [parameter for parameter in draft.parameters() if parameter.requires_grad],
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=device.type == "cuda",
-    )
+    options: dict[str, Any] = {
+        "lr": optim.lr,
+        "betas": (optim.beta1, optim.beta2),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "fused": device.type == "cuda",
+    }
+    trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+    if optim.kind is OptimizerKind.adamw:
+        return torch.optim.AdamW(trained, **options)
+    matrices = matrices_of(draft)
+    known = {id(matrix) for matrix in matrices}
+    return Muon(matrices, [parameter for parameter in trained if id(parameter) not in known], optim.momentum, **options)
 
 
 def import_deepspeed(device_type: str) -> Any:
