@@ -116,7 +116,7 @@ WRONG = {
     "draft=model draft.num_layers=2 deepspeed.shard_target=true": ["deepspeed.shard_target=true:"],
     "draft=model draft.num_layers=2 deepspeed=zero3 launch.ranks=2": ["deepspeed.stage=3:"],
     "draft=model draft.num_layers=2 draft.train_part=all deepspeed=zero1 launch.ranks=2": ["deepspeed.stage=1:"],
-    "optim=muon deepspeed=zero3": ["optim.kind=muon:", "deepspeed=zero2"],
+    "optim=muon deepspeed=zero3": ["optim.kind=muon:", "deepspeed.stage=3", "zero2"],
     "optim=muon deepspeed=zero2 deepspeed.offload_optimizer=cpu": ["optim.kind=muon:", "offload_optimizer"],
     "optim=sgd": ["optim"],
     "deepspeed=zero0 deepspeed.offload_optimizer=cpu": ["deepspeed.offload_optimizer=cpu:"],

@@ -21,6 +21,7 @@ from train.cli.train import train
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config
+from train.engine.muon import matrices_of
 from train.plan.data import _local_folder
 from train.plan.estimate import estimate
 from train.plan.memory import draft_activations, draft_memory
@@ -79,31 +80,40 @@ def test_a_planned_draft_has_the_parameters_of_the_real_one(target: Path, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "bf16")])
-def test_planned_weights_and_optimizer_states_match_the_engine(stage: int, dtype: str, alone: None) -> None:
-    """On one rank, without sharding: weights in the training precision, master weights and both moments in float32."""
+@pytest.mark.parametrize(
+    ("stage", "dtype", "optimizer"),
+    [
+        *((0, "fp32", "adamw"), (0, "bf16", "adamw"), (1, "bf16", "adamw"), (2, "fp32", "adamw"), (2, "bf16", "adamw")),
+        *((3, "bf16", "adamw"), (0, "fp32", "muon"), (1, "bf16", "muon"), (2, "bf16", "muon")),
+    ],
+)
+def test_planned_weights_and_optimizer_states_match_the_engine(stage: int, dtype: str, optimizer: str, alone: None) -> None:
+    """On one rank, without sharding: weights in the training precision, master weights and moments in float32."""
     from train.distill.build import new_student
     from train.engine.engine import Engine
     from train.launch.ranks import process_group
 
-    config = configure(f"deepspeed=zero{stage}", f"train.precision={dtype}", f"target.dtype={dtype}", "launch.device=cpu")
+    same = f"train.precision={dtype}", f"target.dtype={dtype}", "launch.device=cpu"
+    config = configure(f"deepspeed=zero{stage}", f"optim={optimizer}", *same)
     student = new_student(sage.new_draft(make_qwen(), "eagle", seed=0), config)
     parameters = sum(p.numel() for p in student.parameters())
     with process_group("cpu", 60) as ranks:
         engine = Engine(student, config, ranks, 1)
         try:
-            optimizer = base_optimizer(engine._optimizer)
+            base = base_optimizer(engine._optimizer)
             weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in engine.draft.parameters())
-            moments = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]
+            moments = [v for state in base.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]
             own = {p.data_ptr() for p in engine.draft.parameters()}
-            masters = [p for group in optimizer.param_groups for p in group["params"] if p.data_ptr() not in own]
+            masters = [p for group in base.param_groups for p in group["params"] if p.data_ptr() not in own]
             held = sum(v.numel() * v.element_size() for v in [*moments, *masters])
         finally:
             engine.close()
-    planned = draft_memory(config, parameters, parameters, 1)
+    matrices = sum(matrix.numel() for matrix in matrices_of(student.draft)) if optimizer == "muon" else 0
+    planned = draft_memory(config, parameters, parameters, 1, matrices)
+    assert moments or optimizer == "adamw"
     assert planned["draft weights"] == weights
     if moments:  # DeepSpeed may allocate them in the first step only
-        assert planned["AdamW, masters"] == pytest.approx(held, rel=0.01)  # flat buffers are padded
+        assert planned["optimizer, masters"] == pytest.approx(held, rel=0.01)  # flat buffers are padded
 
 
 def base_optimizer(wrapped: Any) -> Any:
@@ -117,10 +127,10 @@ def base_optimizer(wrapped: Any) -> Any:
 def test_each_stage_shards_its_components() -> None:
     one, eight = ({s: draft_memory(configure(f"deepspeed=zero{s}"), 1000, 1000, r) for s in range(4)} for r in (1, 8))
     for stage in range(4):
-        for part, first in (("AdamW, masters", 1), ("draft gradients", 2), ("draft weights", 3)):
+        for part, first in (("optimizer, masters", 1), ("draft gradients", 2), ("draft weights", 3)):
             assert eight[stage][part] == one[stage][part] / (8 if stage >= first else 1), (stage, part)
     offloaded = draft_memory(configure("deepspeed.offload_optimizer=cpu"), 1000, 1000, 1)
-    assert offloaded["AdamW, masters"] == 0.0
+    assert offloaded["optimizer, masters"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,17 @@ from train.plan.search import plan
 from train.plan.text import render
 
 
+def test_muon_adds_its_matrices_to_the_update() -> None:
+    """An EAGLE head for 7B, of hidden size 3584: q, o; k, v; fc; the MLP. 8 ranks of a node."""
+    sides = [3584, 3584, 512, 512, 7168, *[18944] * 3]
+    numbers = [(min(3584, side), max(3584, side)) for side in sides]
+    received = 2 * 4 * sum(m * n for m, n in numbers) * 7 / 8 / 100e9
+    flops = sum(5 * (4 * m**2 * n + 2 * m**3) for m, n in numbers)
+    adamw, muon = (big("qwen2_5_vl_7b", "draft=eagle", "launch.gpus=8", f"optim={name}") for name in ("adamw", "muon"))
+    added = muon.update_s - adamw.update_s
+    assert added == pytest.approx(received + flops / 8 / muon.flops_per_s, rel=1e-6)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Documented:
     """A documented plan with an EAGLE-3 draft in bf16, ZeRO 2, and the formulas of docs/plan.md, from published sizes."""
@@ -109,7 +120,7 @@ class Documented:
             **(shares if self.nodes > 1 else whole),
             "draft weights": P["all"] * 2,
             "draft gradients": 4 * P["all"] / self.R,
-            "AdamW, masters": 12 * P["all"] / self.R,
+            "optimizer, masters": 12 * P["all"] / self.R,
             "gradient buckets": 2 * 5e8 + 4 * min(5e8, P["all"]),
             "activations": activations,
             "objective": objective,

@@ -87,6 +87,7 @@ def run_two_ranks(commands: ForkServer, home: Path, target: Path) -> None:
     jobs += [job(home, target, f"budget_{stage}", f"deepspeed=zero{stage}", *BUDGET) for stage in STAGES]
     jobs += [job(home, target, f"bf16_{stage}", f"deepspeed=zero{stage}", *ONE_BF16_STEP) for stage in STAGES]
     jobs += [job(home, target, f"muon_{stage}", f"deepspeed=zero{stage}", *LENGTH, *MUON) for stage in STAGES[:2]]
+    jobs.append(job(home, target, "muon_bf16_two", "deepspeed=zero1", *ONE_BF16_STEP, *MUON))
     jobs.append(job(home, target, "muon_from_two", "deepspeed=zero2", *LENGTH, *MUON) | {"stop": 2})
     jobs.append(job(home, target, "from_two", "deepspeed=zero3", *LENGTH) | {"stop": 2})
     jobs.append(job(home, target, "to_two", "deepspeed=zero2", "run.resume=true", "deepspeed.shard_target=true", *LENGTH))
@@ -138,6 +139,14 @@ def assert_same_run(one: Path, other: Path) -> None:
 def test_two_ranks_give_the_weights_of_one(home: Path, kind: str, stage: int) -> None:
     """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2, and against micro-batches by a budget of tokens."""
     assert_same_run(home / "one_2", home / f"{kind}_{stage}")
+
+
+def test_muon_updates_parts_of_matrices_in_bf16(home: Path, target: Path) -> None:
+    """The float32 weights after a step of one rank and of two, whose parts end within a matrix."""
+    one = home / "muon_bf16_one"
+    assert train_quickly(config(target, one, "train.micro_batch_size=1", *ONE_BF16_STEP, *MUON)) == 0
+    weights = [load_file(run / "state" / "step_00000001" / "weight.safetensors") for run in (one, home / "muon_bf16_two")]
+    torch.testing.assert_close(*weights, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("run", ["muon_0", "muon_1", "muon_from_two"])

@@ -285,11 +285,11 @@ def check_deepspeed(config: Config, world_size: int) -> None:
     if deepspeed.offload_optimizer is not Offload.none and deepspeed.stage == 0:
         _refuse("deepspeed.offload_optimizer", deepspeed.offload_optimizer, "none with stage 0", "choose deepspeed=zero2")
     if config.optim.kind is OptimizerKind.muon:
-        reason = "it puts matrices together from the parts of ZeRO-1 and 2 on the device; a draft's optimizer state is small"
         if deepspeed.stage == MAX_STAGE:
-            _refuse("optim.kind", "muon", "adamw with stage 3", f"{reason}: choose deepspeed=zero2")
+            _refuse("optim.kind", "muon", f"adamw with deepspeed.stage={MAX_STAGE}", "choose deepspeed=zero1 or zero2")
         if deepspeed.offload_optimizer is not Offload.none:
-            _refuse("optim.kind", "muon", f"adamw with deepspeed.offload_optimizer={deepspeed.offload_optimizer}", reason)
+            allowed = f"adamw with deepspeed.offload_optimizer={deepspeed.offload_optimizer}"
+            _refuse("optim.kind", "muon", allowed, "a draft's optimizer state is small: set deepspeed.offload_optimizer=none")
     derived = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
     if deepspeed.shard_target and config.decode.dtype not in (None, config.target.dtype):
         _refuse("decode.dtype", config.decode.dtype, "null with deepspeed.shard_target=true", "sharded weights cannot be cast")

@@ -19,7 +19,7 @@ from train.distill.chunked_loss import BLOCK_LOGITS
 from train.plan.meta import MetaModels
 
 BYTES = {Precision.fp32: 4, Precision.bf16: 2}
-MASTER_BYTES = 4  # of a float32 master weight, and of each of AdamW's two moments
+MASTER_BYTES = 4  # of a float32 master weight, and of each moment: two of AdamW, one of a matrix under Muon
 VISUAL_SHARE = 0.5
 DEFAULT_LENGTH = 4096  # if `data.max_length` sets no limit
 RESERVED_BYTES = 1.5e9  # CUDA context, NCCL buffers, cuBLAS workspaces
@@ -116,7 +116,9 @@ class Workload:
 
 def memory_per_gpu(work: Workload) -> dict[str, float]:
     """Returns bytes by component."""
-    draft = draft_memory(work.config, work.models.draft_parameters, work.models.trained_parameters, work.ranks)
+    config, models = work.config, work.models
+    matrices = sum(rows * columns for rows, columns in models.muon_matrices(config))
+    draft = draft_memory(config, models.draft_parameters, models.trained_parameters, work.ranks, matrices)
     working = {"activations": _activations(work), "objective": _objective(work)}
     lost = FRAGMENTATION * sum(working.values())
     return {**_target_memory(work), **draft, **working, "fragmentation": lost, "CUDA context, NCCL": RESERVED_BYTES}
@@ -134,17 +136,17 @@ def _target_memory(work: Workload) -> dict[str, float]:
     }
 
 
-def draft_memory(config: Config, parameters: int, trained: int, ranks: int) -> dict[str, float]:
-    """Returns bytes per rank of the draft's weights, gradients and AdamW states under the chosen ZeRO stage.
+def draft_memory(config: Config, parameters: int, trained: int, ranks: int, matrices: int = 0) -> dict[str, float]:
+    """Returns bytes per rank of the draft's weights, gradients and optimizer states under the chosen ZeRO stage.
 
-    Of its `parameters`, only the `trained` ones have gradients and optimizer states.
+    Of its `parameters`, only the `trained` ones have gradients and optimizer states, those of `matrices` under Muon one moment.
 
     Gradients are summed over micro-batches and reduced over ranks in float32.
 
     Ref: ZeRO, arXiv 1910.02054, section 3.1. Stage 1 shards the optimizer states, 2 the gradients as well, 3 the weights.
     """
     stage, size = zero_stage(config), BYTES[config.train.precision]
-    optimizer = trained * MASTER_BYTES * (3 if stage else 2) / (ranks if stage >= 1 else 1)
+    optimizer = MASTER_BYTES * ((3 if stage else 2) * trained - matrices) / (ranks if stage >= 1 else 1)
     own_sum = size if stage == 1 and size < MASTER_BYTES else 0  # the bf16 gradient of a micro-batch, kept beside the sum
     gradients = trained * (MASTER_BYTES + own_sum) / (ranks if stage >= 2 else 1)
     bucket = config.deepspeed.bucket_elements * size * (2 if config.deepspeed.overlap_comm else 1) if stage else 0
@@ -152,7 +154,7 @@ def draft_memory(config: Config, parameters: int, trained: int, ranks: int) -> d
     return {
         "draft weights": parameters * size / (ranks if stage >= MAX_STAGE else 1),
         "draft gradients": gradients,
-        "AdamW, masters": 0.0 if config.deepspeed.offload_optimizer is Offload.cpu else optimizer,
+        "optimizer, masters": 0.0 if config.deepspeed.offload_optimizer is Offload.cpu else optimizer,
         "gradient buckets": bucket + reduced,
     }
 

@@ -23,8 +23,9 @@ from sage.drafts.location import find_draft
 from sage.io.files import config_dir
 from sage.io.hub import require_hub
 from sage.targets.loading import meta_target
-from train.config.schema import Config, ConfigError, TargetConfig
+from train.config.schema import Config, ConfigError, OptimizerKind, TargetConfig
 from train.distill.build import check_kind, fresh_draft, new_student
+from train.engine.muon import matrices_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,12 @@ class MetaModels:
     @cached_property
     def trained_parameters(self) -> int:
         return sum(p.numel() for p in self.draft.network.parameters() if p.requires_grad)
+
+    def muon_matrices(self, config: Config) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices that Muon trains; empty without Muon."""
+        if config.optim.kind is not OptimizerKind.muon:
+            return []
+        return [(matrix.shape[0], matrix.shape[1]) for matrix in matrices_of(self.draft.network)]
 
 
 def count(module: nn.Module) -> int:

@@ -14,6 +14,7 @@ from sage.runtime.vision_attention import VisionAttention
 from train.config.checks import MAX_STAGE, zero_stage
 from train.config.schema import Precision
 from train.distill.compiled_layers import is_compiling
+from train.engine.muon import ITERATIONS
 from train.plan.memory import BYTES, MASTER_BYTES, Workload, draft_layers, draft_rows
 
 NVLINK_BYTES_PER_S = 100e9  # received by a rank
@@ -142,7 +143,9 @@ def exposed_s(gather_s: float, text_s: float, layers: int) -> float:
 
 
 def update_s(work: Workload, accumulation: int) -> float:
-    """Returns the seconds of reducing the draft's gradients in float32, sending its weights, and AdamW; nothing overlaps."""
+    """Returns the seconds of reducing the draft's gradients in float32, sending its weights, and of the optimizer; nothing
+    overlaps.
+    """
     config, trained = work.config, work.models.trained_parameters
     stage = zero_stage(config)
     reduced = trained * MASTER_BYTES * (accumulation if stage > 1 else 1)
@@ -150,4 +153,15 @@ def update_s(work: Workload, accumulation: int) -> float:
         reduced *= 2  # every rank receives all sums
     weights = trained * BYTES[config.train.precision] * (2 * accumulation if stage == MAX_STAGE else min(stage, 1))
     shares = work.ranks if stage else 1
-    return transfer_s(work, reduced + weights, work.ranks) + trained * ADAMW_BYTES / shares / work.bytes_per_s
+    moved_s = transfer_s(work, reduced + weights, work.ranks) + trained * ADAMW_BYTES / shares / work.bytes_per_s
+    return moved_s + muon_s(work)
+
+
+def muon_s(work: Workload) -> float:
+    """Returns the seconds of putting together the matrices that Muon trains, in float32, and of orthogonalizing them. An
+    iteration takes two products of M x M with M x N and one of M x M with itself, M being the smaller side.
+    """
+    matrices, is_sharded = work.models.muon_matrices(work.config), zero_stage(work.config) > 0
+    gathered = 2 * MASTER_BYTES * sum(rows * columns for rows, columns in matrices) * is_sharded  # a sum, sent to all
+    flops = ITERATIONS * sum(4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3 for shape in matrices)
+    return transfer_s(work, gathered, work.ranks) + flops / (work.ranks if is_sharded else 1) / work.flops_per_s

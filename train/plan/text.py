@@ -60,7 +60,7 @@ def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
     if plan.gather_s:
         group = f"{plan.sharding_ranks} ranks" + (" of each node" if plan.sharding_ranks < plan.ranks else "")
         rows.append(("gathering", f"{seconds(plan.gather_s)} of waiting for layers of the sharded target, held by {group}"))
-    rows.append(("update", f"{seconds(plan.update_s)} for gradients, weights and AdamW"))
+    rows.append(("update", f"{seconds(plan.update_s)} for gradients, weights and the optimizer"))
     speed = f"{launch.gpu_tflops:g} TFLOP/s, {launch.gpu_tflops / launch.gpu_peak_tflops:.0%} of {launch.gpu_peak_tflops:g}"
     rows.append(("time", f"at most {seconds(plan.step_s)}, {plan.step_s / plan.floor_s:.2f} times the floor"))
     rows.append(("floor", f"{seconds(plan.floor_s)} at {speed} (launch.gpu_tflops, launch.gpu_peak_tflops)"))
