@@ -1,7 +1,7 @@
 """Exact resume: the content of a state, and how it is saved and loaded.
 
-A state holds the engine's files (float32 weights and the optimizer's moments, unsharded and by name), `trainer.json` (step, tokens,
-best score, fingerprints of the data) and one `rank_00000.safetensors` per rank (all random generators). The learning rate is a
+A state holds the engine's files (float32 weights and moments, unsharded and by name), `trainer.json` (step, tokens, best
+score, fingerprints of the data) and one `rank_00000.safetensors` per rank (all random generators). The learning rate is a
 function of the step, and the data position follows from step and seed, so neither is saved. No file is a pickle.
 
 With the same number of ranks a resumed run is bit-for-bit identical on a CPU; on GPUs, backward passes add in no fixed order
