@@ -68,7 +68,7 @@ def test_steps_are_those_of_torch(weight_decay: float) -> None:
 
 
 def test_matrices_are_weights_of_linear_layers_except_those_of_tokens() -> None:
-    draft = sage.new_draft(make_qwen(), "eagle3", feature_levels=[1, 2, 3], seed=0)
+    draft: Any = sage.new_draft(make_qwen(), "eagle3", feature_levels=[1, 2, 3], seed=0)
     names = {id(p): name for name, p in draft.named_parameters()}
     found = {names[id(matrix)] for matrix in matrices_of(draft)}
     assert "fc.weight" in found and any(name.endswith("down_proj.weight") for name in found)

@@ -4,8 +4,8 @@ Ref: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840; P-EAGLE, arXiv 2602.014
 2607.05147; claims of GLANCE, arXiv 2609.00355.
 
 `drafts_PART`: the figures of one entry of `drafts.parts`, a target with a seed and a budget of training, and for the budgets
-`long` and `own` its runs by draft. Parts are also timed, except at equal steps; those with `megabytes` or `passes` are timed
-only, on the widened target, whose texts and drafts are the same, or with passes of that mode.
+`muon`, `long` and `own` its runs by draft. Parts are also timed, except at equal steps; those with `megabytes` or `passes` are
+timed only, on the widened target, whose texts and drafts are the same, or with passes of that mode.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ ONE_PASS = ("peagle", "dflash", "dspark", "block")
 TIME, STEPS = "time", "steps"
 BUDGETS = {
     TIME: "equal training time",
+    "muon": "steps as at equal time, trained with Muon",
     "long": "equal time, longer training",
     "own": "equal time, longer training on own answers",
     STEPS: "equal steps",
