@@ -204,7 +204,6 @@ class OptimConfig:
         lr: peak learning rate.
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
-        momentum: Muon's decay of the momentum.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         schedule: course of the learning rate after the warm-up.
@@ -217,7 +216,6 @@ class OptimConfig:
     lr: Annotated[float, Range(gt=0, remedy="SpecVLM uses 8e-5 for a 7B target")] = MISSING
     beta1: Annotated[float, Range(ge=0, lt=1, remedy="see conf/optim")] = 0.9
     beta2: Annotated[float, Range(ge=0, lt=1, remedy="see conf/optim")] = 0.95
-    momentum: Annotated[float, Range(ge=0, lt=1, remedy="see conf/optim")] = 0.95
     eps: NonNegativeFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     schedule: Schedule = Schedule.constant

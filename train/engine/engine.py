@@ -214,7 +214,7 @@ def make_optimizer(draft: nn.Module, config: Config, device: torch.device) -> to
         return torch.optim.AdamW(trained, **options)
     matrices = matrices_of(draft)
     known = {id(matrix) for matrix in matrices}
-    return Muon(matrices, [parameter for parameter in trained if id(parameter) not in known], optim.momentum, **options)
+    return Muon(matrices, [parameter for parameter in trained if id(parameter) not in known], **options)
 
 
 def import_deepspeed(device_type: str) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+MOMENTUM = 0.95  # decay of the momentum
 SCALE = 0.2  # root mean square of the updates of AdamW, about
 MIN_NORM = 1e-7
 IS_MATRICES = "is_matrices"  # key of a parameter group: whether its updates are orthogonalized
@@ -30,17 +31,16 @@ class Muon(torch.optim.AdamW):
     The momentum is kept as `exp_avg`; matrices have no second moment.
 
     Args:
-        momentum: decay of the momentum, in [0, 1).
         options: of AdamW; learning rate and weight decay are those of Muon, too.
     """
 
-    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], momentum: float, **options: Any) -> None:
+    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], **options: Any) -> None:
         groups: list[dict[str, Any]] = [
             {"params": [*matrices], IS_MATRICES: True},
             {"params": [*others], IS_MATRICES: False},
         ]
         super().__init__([group for group in groups if group["params"]], **options)
-        self.matrices, self.momentum = tuple(matrices), momentum
+        self.matrices = tuple(matrices)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -62,8 +62,8 @@ class Muon(torch.optim.AdamW):
         if not state:
             state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(tensor))
         state["step"] += 1
-        average: Tensor = state["exp_avg"].lerp_(gradient, 1 - self.momentum)
-        return gradient.lerp(average, self.momentum)
+        average: Tensor = state["exp_avg"].lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(average, MOMENTUM)
 
     def _update(self, tensor: Tensor, average: Tensor, lr: float, weight_decay: float) -> None:
         """Updates a matrix, or the part of all matrices that ZeRO leaves to this rank, one flat tensor."""
