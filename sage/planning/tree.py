@@ -255,17 +255,13 @@ class TreeBuilder:
 
     def add_trunk(self, trunk: Trunk, levels: Sequence[NextLevel | None]) -> None:
         """Opens levels of a trunk and adds what the policy chose of each; all but the last expand the first candidate alone."""
-        parent, nodes = self._frontier[0], self._tokens
-        for depth, (probs, tokens, level) in enumerate(zip(trunk.probs, trunk.tokens, levels, strict=False), start=1):
-            self._levels.append(_Level((parent,), [probs], [tokens]))
+        for probs, tokens, level in zip(trunk.probs, trunk.tokens, levels, strict=False):
+            self._levels.append(_Level(self._frontier, [probs], [tokens]))
             if level is None:
                 return
-            count = len(level.picks)
-            nodes += [tokens[pick] for pick in level.picks]
-            self._parents += [parent] * count
-            self._depths += [depth] * count
-            parent = len(nodes) - count
-        self._frontier = [parent]
+            first = len(self._tokens)
+            self.add(level)
+            self._frontier = [first]
 
     @property
     def depth(self) -> int:

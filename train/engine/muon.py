@@ -72,11 +72,14 @@ class Muon(torch.optim.AdamW):
             tensor.sub_(orthogonalized(average), alpha=lr * step_size(tensor))
             return
         for matrix in self.matrices:
-            whole, mapping = _gathered(matrix, average), _mapping(matrix)
+            parts: Any = matrix  # DeepSpeed adds where this rank's part lies, None without one, and the ranks with the others
+            mapping, whole = parts._hp_mapping, average.new_zeros(matrix.shape)
             if mapping is not None:
-                own, held = mapping.lp_fragment_address, mapping.hp_fragment_address
-                part = orthogonalized(whole).flatten().narrow(0, own.start, own.numel)
-                tensor.narrow(0, held.start, held.numel).sub_(part, alpha=lr * step_size(matrix))
+                _in_matrix(mapping, whole).copy_(_in_flat(mapping, average))
+            torch.distributed.all_reduce(whole, group=parts._dp_group)
+            if mapping is not None:
+                change = _in_matrix(mapping, orthogonalized(whole))
+                _in_flat(mapping, tensor).sub_(change, alpha=lr * step_size(matrix))
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -103,23 +106,20 @@ def step_size(matrix: Tensor) -> float:
 def matrices_of(draft: nn.Module) -> list[nn.Parameter]:
     """Returns the trained weights of linear layers, except lm_heads, whose rows are tokens as those of an embedding are."""
     found = {
-        id(module.weight): module.weight
+        id(module.weight)
         for name, module in draft.named_modules()
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] != "lm_head" and min(module.weight.shape) > 1
     }
     return [parameter for parameter in draft.parameters() if id(parameter) in found and parameter.requires_grad]
 
 
-def _mapping(matrix: Any) -> Any:
-    """Returns where DeepSpeed keeps this rank's part of a matrix; None if it has none."""
-    return matrix._hp_mapping
+def _in_matrix(mapping: Any, whole: Tensor) -> Tensor:
+    """Returns this rank's part of a matrix [M, N], a vector; a view if the matrix is contiguous."""
+    place = mapping.lp_fragment_address
+    return whole.reshape(-1).narrow(0, place.start, place.numel)
 
 
-def _gathered(matrix: Any, flat: Tensor) -> Tensor:
-    """Returns the values of a matrix [M, N] of which every rank has a part in its flat tensor, or none."""
-    whole, mapping = flat.new_zeros(matrix.numel()), _mapping(matrix)
-    if mapping is not None:
-        own, held = mapping.lp_fragment_address, mapping.hp_fragment_address
-        whole.narrow(0, own.start, own.numel).copy_(flat.narrow(0, held.start, held.numel))
-    torch.distributed.all_reduce(whole, group=matrix._dp_group)
-    return whole.view(matrix.shape)
+def _in_flat(mapping: Any, flat: Tensor) -> Tensor:
+    """Returns the view of this rank's part of a matrix in its flat tensor."""
+    place = mapping.hp_fragment_address
+    return flat.narrow(0, place.start, place.numel)
