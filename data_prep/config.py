@@ -147,7 +147,7 @@ class RegenerateConfig(AnswerSettings):
     draft: str = ""
     policy: str = DEFAULT_POLICY
     max_new_tokens: PositiveInt = 512
-    batch_size: PositiveInt = 1
+    batch_size: PositiveInt = 16
     server: Any = ""
     model: str = ""
     concurrency: PositiveInt = 32

@@ -83,10 +83,13 @@ def display_name(name: str) -> str:
 
 
 def machine(device: torch.device | str) -> dict[str, Any]:
-    """Returns the hardware and load of this machine."""
+    """Returns the hardware and load of this machine.
+
+    The processor's name is followed by the vector instructions that torch uses: clouds give several generations one name.
+    """
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": processor_name(torch.device("cpu")),
+        "cpu": f"{processor_name(torch.device('cpu'))} ({torch.backends.cpu.get_cpu_capability()})",
         "cores": os.cpu_count() or 1,
         "torch_threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],

@@ -32,6 +32,7 @@ from train.job.answers import AnswersStopped
 from train.launch.ranks import Ranks
 
 SHORT = ("data.sources.pocket.families=[caption]", "train.max_steps=3", "train.log_every=1")
+ANSWERED = (*SHORT, "data.answers=target", "regenerate.batch_size=1")  # by `regenerate.answerer`
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ class Model:
 def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    words = (*SHORT, "data.answers=target", "data.cache=examples")
+    words = (*ANSWERED, "data.cache=examples")
     for stop, error in ((0, KeyboardInterrupt), (5, AnswersStopped)):
         monkeypatch.setattr(regenerate, "answerer", Model(stop))
         with pytest.raises(error) as stopped:
@@ -172,7 +173,7 @@ def test_a_run_says_once_that_it_waits_for_answers_of_another_process(
     monkeypatch.setattr(files.logger, "warning", lambda *line: (log(*line), others[0].release()))
     monkeypatch.setattr(regenerate, "answerer", Model())
     log = logging.getLogger("sage").warning
-    train_quickly(configured(target, tmp_path / "run", *SHORT, "data.answers=target"))
+    train_quickly(configured(target, tmp_path / "run", *ANSWERED))
     (line,) = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
     folder = next(path for path in (tmp_path / "cache" / "answers").iterdir() if path.is_dir())
     check_message(line.replace(folder.name, "KEY"), f"{tmp_path}/cache/answers/.KEY.lock", "another data.cache_dir")
@@ -181,7 +182,7 @@ def test_a_run_says_once_that_it_waits_for_answers_of_another_process(
 def test_answers_that_all_fail_are_an_error(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regenerate, "answerer", lambda *_: lambda messages, seed: TargetAnswer(" "))
     with refused("data.answers: target", "pocket", "regenerate.max_new_tokens"):
-        train_quickly(configured(target, tmp_path / "run", *SHORT, "data.answers=target"))
+        train_quickly(configured(target, tmp_path / "run", *ANSWERED))
 
 
 def test_weights_identify_a_target_wherever_it_lies(tmp_path: Path) -> None:
