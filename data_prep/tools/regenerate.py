@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from data_prep.config import RegenerateConfig
@@ -132,6 +133,9 @@ def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames:
     """Returns the source of the target's answers by our decoder, `settings.batch_size` conversations at a time.
 
     While it answers, the target's passes run as is fastest for `num_answers` answers.
+
+    Raises:
+        ValueError: from the returned source: the conversations do not fit into the device's memory together.
     """
     if settings.batch_size == 1:
         drive = one_by_one(answerer(target, draft, settings, num_frames))
@@ -140,7 +144,15 @@ def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames:
 
     def with_fast_passes(dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
         with passes_as(PassMode.auto, target, num_answers):
-            yield from drive(dialogs)
+            try:
+                yield from drive(dialogs)
+            except torch.OutOfMemoryError as error:
+                if settings.batch_size == 1:
+                    raise
+                raise ValueError(
+                    f"regenerate.batch_size={settings.batch_size}: so many conversations at once do not fit into the memory of "
+                    f"{target.device}; halve it, and the same command continues after the finished answers"
+                ) from error
 
     return with_fast_passes
 

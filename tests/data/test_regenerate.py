@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,13 +214,30 @@ def test_regeneration_and_training_use_the_same_frames(family: str) -> None:
         assert torch.equal(example[key], prompt[key]), key
 
 
+def test_too_many_conversations_for_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drive(*args: Any) -> Iterator[str]:
+        yield "first"
+        raise torch.OutOfMemoryError
+
+    target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cuda", 1), is_whole=True)
+    monkeypatch.setattr(regeneration, "passes_as", lambda *args: nullcontext())
+    monkeypatch.setattr(regeneration, "answerer", lambda *args: None)
+    monkeypatch.setattr(regeneration, "one_by_one", lambda answer: drive)
+    monkeypatch.setattr(regeneration, "_together", drive)
+    for batch_size, expected in ((16, refused("regenerate.batch_size", "halve")), (1, pytest.raises(torch.OutOfMemoryError))):
+        answers: Any = own_answers(target, None, RegenerateConfig(batch_size=batch_size), 8, 100)(iter(()))
+        assert next(answers) == "first"
+        with expected:
+            next(answers)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
 def test_answers_are_those_of_the_decoder(family: str, tmp_path: Path) -> None:
     target = make_target(family)
     target.eos_token_ids = list(range(0, len(target.processor.tokenizer), 2))  # a random target then ends soon
     config = DataConfig(num_examples=3, cache_dir=str(tmp_path), num_frames=2)
-    settings = RegenerateConfig(max_new_tokens=40)
+    settings = RegenerateConfig(max_new_tokens=40, batch_size=1)
     out = tmp_path / "own.jsonl"
     assert regenerate_data(config, target, None, settings, "train", out).is_merged
     greedy = rows(out)
