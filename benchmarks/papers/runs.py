@@ -61,13 +61,14 @@ class TrainingSettings:
     """`common` arguments precede those of each run, `last` follow them.
 
     `matched`: the drafts of the study `drafts`, by name. Every part of the study without `runs` of its own has a run of each of
-    them, with `matched_common` arguments; runs of as many steps are shared.
+    them, or of those that it names, with `matched_common` arguments and those of its budget; equal runs are shared.
     """
 
     common: list[str] = MISSING
     last: list[str] = field(default_factory=list)
     runs: dict[str, RunSettings] = MISSING
     matched_common: list[str] = MISSING
+    budget_overrides: dict[str, list[str]] = field(default_factory=dict)
     matched: dict[str, MatchedHead] = MISSING
 
 
@@ -117,18 +118,25 @@ def matched_runs(settings: Settings) -> dict[str, RunSettings]:
     for part in settings.sizes["drafts"]["parts"]:
         if "runs" in part:
             continue
-        target = Path(settings.targets[part["target"]]).name
-        for head, chosen in training.matched.items():
-            fixed = [f"target={target}", f"seed={part['seed']}", "train.epochs=null", *training.matched_common]
-            words = [*fixed, *chosen.overrides, f"train.max_steps={chosen.steps[part['budget']]}"]
-            found[matched_run(settings, head, part)] = RunSettings(target=part["target"], overrides=words)
+        target, budget = Path(settings.targets[part["target"]]).name, part["budget"]
+        fixed = [f"target={target}", f"seed={part['seed']}", "train.epochs=null", *training.matched_common]
+        for head in matched_heads(settings, part):
+            chosen = training.matched[head]
+            own = [*chosen.overrides, *training.budget_overrides.get(budget, ()), f"train.max_steps={chosen.steps[budget]}"]
+            found[matched_run(settings, head, part)] = RunSettings(target=part["target"], overrides=[*fixed, *own])
     return found
+
+
+def matched_heads(settings: Settings, part: Json) -> list[str]:
+    """Returns the drafts that a part of the study `drafts` compares, unless it names its runs."""
+    return list(part.get("drafts") or settings.training.matched)
 
 
 def matched_run(settings: Settings, head: str, part: Json) -> str:
     """Returns the name of a draft's run in a part of the study `drafts`."""
-    steps = settings.training.matched[head].steps[part["budget"]]
-    return f"{head}_{part['target']}_{steps}_{part['seed']}"
+    training, budget = settings.training, part["budget"]
+    kind = f"_{budget}" if budget in training.budget_overrides else ""
+    return f"{head}_{part['target']}_{training.matched[head].steps[budget]}{kind}_{part['seed']}"
 
 
 def _check_sizes(where: str, sizes: Json, known: Json) -> None:

@@ -245,11 +245,14 @@ def test_every_run_in_the_settings_composes() -> None:
         named += [name for drafts in engines["runs"].values() for name in drafts.values()]
     assert set(named) == set(settings.training.runs) - set(runs.matched_runs(settings))
     part = {"target": "llava", "budget": "steps", "seed": 3}
-    settings.sizes["drafts"]["parts"] = [part]
-    for name, run in runs.matched_runs(settings).items():
+    settings.sizes["drafts"]["parts"] = [part, {**part, "budget": "muon", "drafts": ["eagle", "block"]}]
+    matched = runs.matched_runs(settings)
+    assert [name for name in matched if "muon" in name] == ["eagle_llava_550_muon_3", "block_llava_465_muon_3"]
+    for name, run in matched.items():
         settings.training.runs[name] = run
         config = compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config)
         assert (config.seed, config.target.name) == (3, "pocket_llava_onevision")
+        assert (config.optim.kind == "muon") is ("muon" in name)
 
 
 # -- computations ----------------------------------------------------------------------------------------------------------

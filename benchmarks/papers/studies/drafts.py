@@ -3,9 +3,9 @@
 Ref: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840; P-EAGLE, arXiv 2602.01469; DFlash, arXiv 2602.06036; DSpark, arXiv
 2607.05147; claims of GLANCE, arXiv 2609.00355.
 
-`drafts_PART`: the figures of one entry of `drafts.parts`, a target with a seed and a budget of training, and for the budgets
-`muon`, `long` and `own` its runs by draft. Parts are also timed, except at equal steps; those with `megabytes` or `passes` are
-timed only, on the widened target, whose texts and drafts are the same, or with passes of that mode.
+`drafts_PART`: the figures of one entry of `drafts.parts`, a target with a seed and a budget of training, and with longer
+training its runs by draft. Parts are also timed, except at equal steps; those with `megabytes` or `passes` are timed only, on
+the widened target, whose texts and drafts are the same, or with passes of that mode.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ BUDGETS = {
     "muon": "steps as at equal time, trained with Muon",
     "long": "equal time, longer training",
     "own": "equal time, longer training on own answers",
+    "own_muon": "equal time, longer training on own answers with Muon",
     STEPS: "equal steps",
 }
 DEFAULT_DEPTH = 5  # of `chain`
@@ -66,7 +67,7 @@ def _runs(lab: Lab, part: Json) -> dict[str, str]:
     """Returns the run of every draft in a part."""
     if "runs" in part:
         return dict(part["runs"])
-    return {head: runs.matched_run(lab.settings, head, part) for head in lab.settings.training.matched}
+    return {head: runs.matched_run(lab.settings, head, part) for head in runs.matched_heads(lab.settings, part)}
 
 
 def _part(lab: Lab, part: Json) -> Json:
