@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
 
 from data_prep.config import RegenerateConfig
@@ -133,9 +132,6 @@ def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames:
     """Returns the source of the target's answers by our decoder, `settings.batch_size` conversations at a time.
 
     While it answers, the target's passes run as is fastest for `num_answers` answers.
-
-    Raises:
-        ValueError: from the returned source: the conversations do not fit into the device's memory together.
     """
     if settings.batch_size == 1:
         drive = one_by_one(answerer(target, draft, settings, num_frames))
@@ -144,15 +140,7 @@ def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames:
 
     def with_fast_passes(dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
         with passes_as(PassMode.auto, target, num_answers):
-            try:
-                yield from drive(dialogs)
-            except torch.OutOfMemoryError as error:
-                if settings.batch_size == 1:
-                    raise
-                raise ValueError(
-                    f"regenerate.batch_size={settings.batch_size}: so many conversations at once do not fit into the memory of "
-                    f"{target.device}; halve it, and the same command continues after the finished answers"
-                ) from error
+            yield from drive(dialogs)
 
     return with_fast_passes
 
@@ -176,7 +164,26 @@ def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: in
 def _together(
     target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, dialogs: Iterator[Dialog]
 ) -> Iterator[Dialog]:
-    """Answers several conversations at a time, as `Drive`; a conversation that ends makes room for the next one."""
+    """Answers several conversations at a time, as `Drive`.
+
+    Raises:
+        ValueError: they do not fit into the memory of the device.
+    """
+    import torch
+
+    try:
+        yield from _decoded_together(target, draft, settings, num_frames, dialogs)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"regenerate.batch_size={settings.batch_size}: so many conversations at once do not fit into the memory of "
+            f"{target.device}; halve it, and the same command continues after the finished answers"
+        ) from error
+
+
+def _decoded_together(
+    target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, dialogs: Iterator[Dialog]
+) -> Iterator[Dialog]:
+    """Decodes the answers of several conversations together; a conversation that ends makes room for the next one."""
     from sage.decoding.batch import BatchDecoder, BatchRequest
 
     decoder, options = BatchDecoder(target, draft, settings.batch_size), _options(draft, settings)

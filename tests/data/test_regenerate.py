@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,10 +219,9 @@ def test_too_many_conversations_for_the_memory_are_refused(monkeypatch: pytest.M
         raise torch.OutOfMemoryError
 
     target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cuda", 1), is_whole=True)
-    monkeypatch.setattr(regeneration, "passes_as", lambda *args: nullcontext())
     monkeypatch.setattr(regeneration, "answerer", lambda *args: None)
     monkeypatch.setattr(regeneration, "one_by_one", lambda answer: drive)
-    monkeypatch.setattr(regeneration, "_together", drive)
+    monkeypatch.setattr(regeneration, "_decoded_together", drive)
     for batch_size, expected in ((16, refused("regenerate.batch_size", "halve")), (1, pytest.raises(torch.OutOfMemoryError))):
         answers: Any = own_answers(target, None, RegenerateConfig(batch_size=batch_size), 8, 100)(iter(()))
         assert next(answers) == "first"
