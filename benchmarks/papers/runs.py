@@ -57,6 +57,14 @@ class MatchedHead:
 
 
 @dataclass(kw_only=True)
+class DerivedBudget:
+    """A budget of the study `drafts` with the steps of another one, `steps`, and further arguments of sage-train."""
+
+    steps: str = MISSING
+    overrides: list[str] = MISSING
+
+
+@dataclass(kw_only=True)
 class TrainingSettings:
     """`common` arguments precede those of each run, `last` follow them.
 
@@ -68,7 +76,7 @@ class TrainingSettings:
     last: list[str] = field(default_factory=list)
     runs: dict[str, RunSettings] = MISSING
     matched_common: list[str] = MISSING
-    budget_overrides: dict[str, list[str]] = field(default_factory=dict)
+    budgets: dict[str, DerivedBudget] = field(default_factory=dict)
     matched: dict[str, MatchedHead] = MISSING
 
 
@@ -118,11 +126,11 @@ def matched_runs(settings: Settings) -> dict[str, RunSettings]:
     for part in settings.sizes["drafts"]["parts"]:
         if "runs" in part:
             continue
-        target, budget = Path(settings.targets[part["target"]]).name, part["budget"]
+        target, budget = Path(settings.targets[part["target"]]).name, training.budgets.get(part["budget"])
         fixed = [f"target={target}", f"seed={part['seed']}", "train.epochs=null", *training.matched_common]
         for head in matched_heads(settings, part):
-            chosen = training.matched[head]
-            own = [*chosen.overrides, *training.budget_overrides.get(budget, ()), f"train.max_steps={chosen.steps[budget]}"]
+            own = [*training.matched[head].overrides, *(budget.overrides if budget else ())]
+            own.append(f"train.max_steps={_matched_steps(settings, head, part)}")
             found[matched_run(settings, head, part)] = RunSettings(target=part["target"], overrides=[*fixed, *own])
     return found
 
@@ -134,9 +142,14 @@ def matched_heads(settings: Settings, part: Json) -> list[str]:
 
 def matched_run(settings: Settings, head: str, part: Json) -> str:
     """Returns the name of a draft's run in a part of the study `drafts`."""
-    training, budget = settings.training, part["budget"]
-    kind = f"_{budget}" if budget in training.budget_overrides else ""
-    return f"{head}_{part['target']}_{training.matched[head].steps[budget]}{kind}_{part['seed']}"
+    kind = f"_{part['budget']}" if part["budget"] in settings.training.budgets else ""
+    return f"{head}_{part['target']}_{_matched_steps(settings, head, part)}{kind}_{part['seed']}"
+
+
+def _matched_steps(settings: Settings, head: str, part: Json) -> int:
+    """Returns the optimizer steps of a draft's run in a part of the study `drafts`."""
+    budget = settings.training.budgets.get(part["budget"])
+    return settings.training.matched[head].steps[budget.steps if budget else part["budget"]]
 
 
 def _check_sizes(where: str, sizes: Json, known: Json) -> None:
