@@ -27,7 +27,8 @@ from data_prep.server.chat_request import MediaPolicy
 from data_prep.sources.base import Source
 from data_prep.splits import Split
 from data_prep.tools.answers import answerable_items, decoder_origin, provenance_of, server_origin
-from data_prep.tools.regenerate import MediaFolder, RegenerationResult, as_line, finished_provenance, own_answers, regenerate
+from data_prep.tools.own_decoder import own_answers
+from data_prep.tools.regenerate import MediaFolder, RegenerationResult, as_line, finished_provenance, regenerate
 from data_prep.tools.stats import Statistics, measure, render_html
 from sage.inputs.processing import Processor
 from sage.io.files import writing

@@ -1,8 +1,7 @@
 """Regeneration: replaces every answer of a dataset by the target's own answer.
 
-Owns: resuming after an interruption, the division among ranks, the files, our own decoder as the source of answers.
-Does not own: the turns of a conversation (data_prep.dialog), answers of a server (data_prep.server), decoding
-(sage.generate, sage.decoding.batch).
+Owns: resuming after an interruption, the division among ranks, the files. Does not own: the turns of a conversation
+(data_prep.dialog), the source of the answers (data_prep.tools.own_decoder, data_prep.server).
 
 Ref: EAGLE-3, arXiv 2503.01840: drafts are trained on answers that the target generates.
 
@@ -25,20 +24,17 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from data_prep.config import RegenerateConfig
-from data_prep.conversation import Conversation, Message, Part
-from data_prep.dialog import Answerer, Dialog, Drive, Outcome, TargetAnswer, one_by_one
-from sage.inputs.media import open_image, open_video_part
+from data_prep.conversation import Conversation, Part
+from data_prep.dialog import Dialog, Drive, Outcome
+from sage.inputs.media import open_image
 from sage.inputs.video import TIME_KEYS
 from sage.io.files import locked, naming_write_errors, writing
 from sage.io.progress import progress_bar
-from sage.runtime.pass_modes import PassMode, passes_as
 
 logger = logging.getLogger(__name__)
 NEUTRAL_KEYS = {"draft", "policy"}  # keys of the provenance that affect the speed, not the answers
@@ -84,7 +80,7 @@ def regenerate(
 
     Args:
         dataset: `__len__` and `conversation(i)`, e.g. of `build_dataset` with data.cache=rows.
-        drive: the source of the answers, `own_answers` or that of a server.
+        drive: the source of the answers, `own_decoder.own_answers` or that of a server.
         provenance: the origin of the rows (target, draft, decoding settings, ...), stored in every row.
 
     Raises:
@@ -126,119 +122,6 @@ def _with_progress(
             last, rate = now, count / (now - start)
             left_s = (num_remaining - count) / rate
             logger.info("%d of %d conversations%s, %.2f/s, %.0f min left", num_before + count, total, share, rate, left_s / 60)
-
-
-def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, num_answers: int) -> Drive:
-    """Returns the source of the target's answers by our decoder, `settings.batch_size` conversations at a time.
-
-    While it answers, the target's passes run as is fastest for `num_answers` answers.
-    """
-    if settings.batch_size == 1:
-        drive = one_by_one(answerer(target, draft, settings, num_frames))
-    else:
-        drive = partial(_together, target, draft, settings, num_frames)
-
-    def with_fast_passes(dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
-        with passes_as(PassMode.auto, target, num_answers):
-            yield from drive(dialogs)
-
-    return with_fast_passes
-
-
-def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int) -> Answerer:
-    """Returns the function that generates the target's answer, with speculative decoding if there is a draft."""
-    import sage
-
-    options = _options(draft, settings)
-
-    def answer(messages: list[Message], seed: int) -> TargetAnswer:
-        try:
-            opened = with_open_media(messages, num_frames)
-        except ValueError as error:
-            return TargetAnswer("", Outcome.invalid, str(error))
-        return _as_answer(sage.generate(target, draft, target.prepare(opened), seed=seed, **options), target)
-
-    return answer
-
-
-def _together(
-    target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, dialogs: Iterator[Dialog]
-) -> Iterator[Dialog]:
-    """Answers several conversations at a time, as `Drive`.
-
-    Raises:
-        ValueError: they do not fit into the memory of the device.
-    """
-    import torch
-
-    try:
-        yield from _decoded_together(target, draft, settings, num_frames, dialogs)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"regenerate.batch_size={settings.batch_size}: so many conversations at once do not fit into the memory of "
-            f"{target.device}; halve it, and the same command continues after the finished answers"
-        ) from error
-
-
-def _decoded_together(
-    target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, dialogs: Iterator[Dialog]
-) -> Iterator[Dialog]:
-    """Decodes the answers of several conversations together; a conversation that ends makes room for the next one."""
-    from sage.decoding.batch import BatchDecoder, BatchRequest
-
-    decoder, options = BatchDecoder(target, draft, settings.batch_size), _options(draft, settings)
-    answering: dict[BatchRequest, Dialog] = {}
-
-    def is_asked(dialog: Dialog) -> bool:
-        """Adds the dialog's next request; returns whether there is one."""
-        while (request := dialog.next_request()) is not None:
-            try:
-                opened = with_open_media(request.messages, num_frames)
-            except ValueError as error:
-                dialog.add(TargetAnswer("", Outcome.invalid, str(error)))
-                continue
-            answering[decoder.add(target.prepare(opened), seed=request.seed, **options)] = dialog
-            return True
-        return False
-
-    while True:
-        while decoder.has_room and (dialog := next(dialogs, None)) is not None:
-            if not is_asked(dialog):
-                yield dialog
-        if not answering:
-            return
-        for done in [request for request, _ in decoder.step() if request.is_over]:
-            dialog = answering.pop(done)
-            dialog.add(_as_answer(done.output(), target))
-            if not is_asked(dialog):
-                yield dialog
-
-
-def _options(draft: Any, settings: RegenerateConfig) -> dict[str, Any]:
-    """Returns the arguments of `sage.generate` that all answers share."""
-    import sage
-
-    policy = settings.policy if draft is not None else "autoregressive"
-    return {"policy": policy, "sampling": sage.Sampling.from_attributes(settings)}
-
-
-def _as_answer(output: Any, target: Any) -> TargetAnswer:
-    is_finished = len(output.tokens) and int(output.tokens[-1]) in target.eos_token_ids
-    return TargetAnswer(output.text, Outcome.answered if is_finished else Outcome.cut)
-
-
-def with_open_media(messages: list[Message], num_frames: int) -> list[Message]:
-    """Opens images and videos as training does: the same rotation, the same frames of a video."""
-
-    def opened(part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] == "image":
-            return part | {"image": open_image(part["image"])}
-        if part["type"] == "video":
-            video = open_video_part(part, num_frames)
-            return {"type": "video", "video": video.frames, "fps": video.fps}  # without `start` and `end`: already applied
-        return part
-
-    return [{**message, "content": [opened(part) for part in message["content"]]} for message in messages]
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -24,9 +24,11 @@ from data_prep.config import DataConfig, RegenerateConfig
 from data_prep.conversation import Conversation, Message, text_of
 from data_prep.dialog import Outcome, TargetAnswer, one_by_one
 from data_prep.sources import SourceConfig
+from data_prep.tools import own_decoder
 from data_prep.tools import regenerate as regeneration
 from data_prep.tools.cli import regenerate_data
-from data_prep.tools.regenerate import own_answers, part_path, regenerate, skipped_path, with_open_media
+from data_prep.tools.own_decoder import own_answers, with_open_media
+from data_prep.tools.regenerate import part_path, regenerate, skipped_path
 from sage.runtime.pass_modes import PassMode
 
 PROVENANCE = {"target": "t", "draft": None, "data": "d"}
@@ -110,7 +112,7 @@ def test_progress_is_logged_where_stderr_is_no_terminal(
 def test_many_answers_run_compiled(batch_size: int, num_answers: int, mode: PassMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until they are done, or fail."""
     target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cpu"), is_whole=True)
-    monkeypatch.setattr(regeneration, "answerer", lambda *args: None)
+    monkeypatch.setattr(own_decoder, "answerer", lambda *args: None)
     seen = []
 
     def drive(*args: Any) -> Iterator[str]:
@@ -118,8 +120,8 @@ def test_many_answers_run_compiled(batch_size: int, num_answers: int, mode: Pass
             seen.append(target.passes)
             yield part
 
-    monkeypatch.setattr(regeneration, "one_by_one", lambda answer: drive)
-    monkeypatch.setattr(regeneration, "_together", drive)
+    monkeypatch.setattr(own_decoder, "one_by_one", lambda answer: drive)
+    monkeypatch.setattr(own_decoder, "_together", drive)
     answers: Any = own_answers(target, None, RegenerateConfig(batch_size=batch_size), 8, num_answers)(iter(()))
     assert target.passes is PassMode.eager and [next(answers), next(answers)] == ["first", "second"]
     assert seen == [mode] * 2 and target.passes is mode
@@ -219,9 +221,9 @@ def test_too_many_conversations_for_the_memory_are_refused(monkeypatch: pytest.M
         raise torch.OutOfMemoryError
 
     target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cuda", 1), is_whole=True)
-    monkeypatch.setattr(regeneration, "answerer", lambda *args: None)
-    monkeypatch.setattr(regeneration, "one_by_one", lambda answer: drive)
-    monkeypatch.setattr(regeneration, "_decoded_together", drive)
+    monkeypatch.setattr(own_decoder, "answerer", lambda *args: None)
+    monkeypatch.setattr(own_decoder, "one_by_one", lambda answer: drive)
+    monkeypatch.setattr(own_decoder, "_decoded_together", drive)
     for batch_size, expected in ((16, refused("regenerate.batch_size", "halve")), (1, pytest.raises(torch.OutOfMemoryError))):
         answers: Any = own_answers(target, None, RegenerateConfig(batch_size=batch_size), 8, 100)(iter(()))
         assert next(answers) == "first"

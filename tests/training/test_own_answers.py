@@ -22,7 +22,7 @@ from data_prep.conversation import Message
 from data_prep.dialog import TargetAnswer
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.pocket import world
-from data_prep.tools import regenerate
+from data_prep.tools import own_decoder
 from data_prep.tools.answers import TargetAnswers, weights_digest
 from sage.io import files
 from train.config.overrides import own_answers_command
@@ -32,7 +32,7 @@ from train.job.answers import AnswersStopped
 from train.launch.ranks import Ranks
 
 SHORT = ("data.sources.pocket.families=[caption]", "train.max_steps=3", "train.log_every=1")
-ANSWERED = (*SHORT, "data.answers=target", "regenerate.batch_size=1")  # by `regenerate.answerer`
+ANSWERED = (*SHORT, "data.answers=target", "regenerate.batch_size=1")  # by `own_decoder.answerer`
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
 ) -> None:
     words = (*ANSWERED, "data.cache=examples")
     for stop, error in ((0, KeyboardInterrupt), (5, AnswersStopped)):
-        monkeypatch.setattr(regenerate, "answerer", Model(stop))
+        monkeypatch.setattr(own_decoder, "answerer", Model(stop))
         with pytest.raises(error) as stopped:
             train_quickly(configured(target, tmp_path / "run", *words))
     assert stopped.value.exit_code == 3
@@ -137,7 +137,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     (part,) = (tmp_path / "cache" / "answers").glob("*/pocket.jsonl.part*")
     num_kept = sum(json.loads(line)["kept"] for line in part.read_text().splitlines())
     rest = Model()
-    monkeypatch.setattr(regenerate, "answerer", rest)
+    monkeypatch.setattr(own_decoder, "answerer", rest)
     train_quickly(configured(target, tmp_path / "run", *words))
     (file,) = (tmp_path / "cache" / "answers").glob("*/pocket.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -145,7 +145,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     assert rest.num_answers == sum(row["kept"] for row in rows) - num_kept
     assert {row["messages"][-1]["content"][0]["text"] for row in rows} == {"It is a red circle."}
     kept = Model(stop=0)
-    monkeypatch.setattr(regenerate, "answerer", kept)
+    monkeypatch.setattr(own_decoder, "answerer", kept)
     with caplog.at_level(logging.INFO):
         train_quickly(configured(target, tmp_path / "again", *words))
     assert "kept in" in caplog.text and not [r for r in caplog.records if "data.answers=target" in r.message]
@@ -171,7 +171,7 @@ def test_a_run_says_once_that_it_waits_for_answers_of_another_process(
     is_complete: Any = TargetAnswers.is_complete.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(TargetAnswers, "is_complete", property(hold))
     monkeypatch.setattr(files.logger, "warning", lambda *line: (log(*line), others[0].release()))
-    monkeypatch.setattr(regenerate, "answerer", Model())
+    monkeypatch.setattr(own_decoder, "answerer", Model())
     log = logging.getLogger("sage").warning
     train_quickly(configured(target, tmp_path / "run", *ANSWERED))
     (line,) = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
@@ -180,7 +180,7 @@ def test_a_run_says_once_that_it_waits_for_answers_of_another_process(
 
 
 def test_answers_that_all_fail_are_an_error(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regenerate, "answerer", lambda *_: lambda messages, seed: TargetAnswer(" "))
+    monkeypatch.setattr(own_decoder, "answerer", lambda *_: lambda messages, seed: TargetAnswer(" "))
     with refused("data.answers: target", "pocket", "regenerate.max_new_tokens"):
         train_quickly(configured(target, tmp_path / "run", *ANSWERED))
 

@@ -22,7 +22,7 @@ from data_prep.server.answers import ServedTarget, ServerAnswers
 from data_prep.server.chat_request import MediaPolicy
 from data_prep.splits import Split
 from data_prep.tools.answers import TargetAnswers, decoder_origin, server_origin, weights_digest
-from data_prep.tools.regenerate import own_answers
+from data_prep.tools.own_decoder import own_answers
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import locked
 from train.config.schema import Config, ConfigError
