@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +30,8 @@ class Curve:
 
 
 def policy_curve(label: str, x: Sequence[Any], y: Sequence[float], **options: Any) -> Curve:
-    """Returns a curve in the color of the policy that the label starts with."""
-    return Curve(label, x, y, style.policy_color(label.split(" ")[0]), options)
+    """Returns a curve in the color of the policy that the label starts with, such as `sage (published)` or `sage, DRAFT`."""
+    return Curve(label, x, y, style.policy_color(re.split("[, ]", label)[0]), options)
 
 
 def policy_curves(rows: Sequence[Json], x: str, y: str) -> list[Curve]:

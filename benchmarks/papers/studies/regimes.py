@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -41,6 +42,7 @@ LARGE, LARGE_NAME = "qwen2_5_vl_7b", "7B on an H100"
 BESIDE = "vllm"
 NEAR = 0.97  # of the fastest tuned policy
 CLOSE = 0.2  # relative error of the projection
+WEIGHTS = "weights, MB"  # title of a panel
 SPEEDUPS = {20: 2.0, 62: 2.5, 226: 3.5}  # goals for our policy, by megabytes
 RATIOS = {  # goals, ours / vLLM's
     "autoregressive": {20: 2.0, 62: 2.0, 226: 1.0},
@@ -282,15 +284,19 @@ def _ratios(where: str, part: Json) -> Iterator[Expectation]:
 def _draw(found: Mapping[str, Json]) -> Figure:
     sizes = _by_size(found)
     names = list(dict.fromkeys(name for part in sizes.values() for name in part["options"]))
-    places = {"weights, MB": "weights_mb", "time of a draft level / time of a pass": "ratio"}
+    others = list(dict.fromkeys(_with(run) for part in sizes.values() for run in part["drafts"]))
+    places = {WEIGHTS: "weights_mb", "time of a draft level / time of a pass": "ratio"}
 
-    def curve(name: str, key: str) -> Curve:
+    def curve(name: str, key: str, **look: Any) -> Curve:
         speedups = [part["policies"][name]["speedup"] for part in sizes.values()]
-        return policy_curve(name, [part[key] for part in sizes.values()], speedups)
+        return policy_curve(name, [part[key] for part in sizes.values()], speedups, **look)
 
     panels = {title: [curve(name, key) for name in names] for title, key in places.items()}
+    look = {"linestyle": "--", "markerfacecolor": "white"}
+    panels[WEIGHTS] += [curve(name, "weights_mb", **look) for name in others]  # the ratio is that of the first draft
     subtitle = "tuned policies, decoding only, over our autoregressive loop of the same size"
-    figure = plot_curves("Speedup by size of the weights", subtitle, panels, ylabel="speedup", height=3.8, legend=len(names))
+    columns = len(names) + len(others)
+    figure = plot_curves("Speedup by size of the weights", subtitle, panels, ylabel="speedup", height=3.8, legend=columns)
     for axes, key in zip(figure.axes, places.values(), strict=True):
         axes.set_xscale("log")
         ticks = [part[key] for part in sizes.values()]
