@@ -235,7 +235,9 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
 def test_every_run_in_the_settings_composes() -> None:
     """Composes each command line of full.yaml with Hydra."""
     settings = load_settings()
-    for name in set(settings.training.runs) - set(runs.matched_runs(settings)):
+    matched = set(runs.matched_runs(settings))
+    listed = set(settings.training.runs) - matched
+    for name in listed:
         check(compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config))
     named = [*settings.main_runs.values(), *settings.assistant_runs.values()]
     named += [name for study in ("epochs", "compressor", "anchors") for name in settings.sizes[study]["runs"]]
@@ -243,12 +245,12 @@ def test_every_run_in_the_settings_composes() -> None:
     named += [name for part in settings.sizes["drafts"]["parts"] for name in part.get("runs", {}).values()]
     for engines in (settings.sizes["engines"], settings.sizes["regimes"]["engines"]):
         named += [name for drafts in engines["runs"].values() for name in drafts.values()]
-    assert set(named) == set(settings.training.runs) - set(runs.matched_runs(settings))
+    assert set(named) - matched == listed
     part = {"target": "llava", "budget": "steps", "seed": 3}
     settings.sizes["drafts"]["parts"] = [part, {**part, "budget": "muon", "drafts": ["eagle", "block"]}]
-    matched = runs.matched_runs(settings)
-    assert [name for name in matched if "muon" in name] == ["eagle_llava_550_muon_3", "block_llava_465_muon_3"]
-    for name, run in matched.items():
+    drafts = runs.matched_runs(settings)
+    assert [name for name in drafts if "muon" in name] == ["eagle_llava_550_muon_3", "block_llava_465_muon_3"]
+    for name, run in drafts.items():
         settings.training.runs[name] = run
         config = compose("config", [*runs.overrides(settings, name), "run.dir=somewhere"], Config)
         assert (config.seed, config.target.name) == (3, "pocket_llava_onevision")
