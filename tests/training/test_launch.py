@@ -317,9 +317,19 @@ def test_a_terminated_rank_is_reported_before_a_secondary_failure(tmp_path: Path
 
 
 def test_an_exit_without_a_report_is_an_error(tmp_path: Path) -> None:
-    failed = Supervisor(tmp_path).root_cause()
+    """The message names the rank and its exit code; the details are what it wrote to its file."""
+    supervisor = Supervisor(tmp_path)
+    log = tmp_path / "run" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("\n".join(f"line {number}" for number in range(1, 31)) + "\n")
+    (log.parent / "stdout.log").touch()
+    (tmp_path / "rank_1.pid").write_text("101")
+    supervisor.failed = {101: 1}
+    failed = supervisor.root_cause()
     assert failed.exit_code == 1
-    check_message(str(failed), "launch.ranks=1")
+    assert failed.details == "rank 1, stderr:\n" + "".join(f"line {number}\n" for number in range(11, 31))
+    check_message(str(failed), "rank 1 ", "code 1", "launch.ranks=1")
+    check_message(str(Supervisor(tmp_path / "none").root_cause()), "launch.ranks=1")
 
 
 def test_torch_variables_follow_from_those_of_srun(monkeypatch: pytest.MonkeyPatch) -> None:

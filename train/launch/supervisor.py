@@ -27,6 +27,7 @@ from train.launch.signals import STOP_SIGNALS
 
 GRACE_S = 1.0  # time for the ranks to report their own errors after the first one has exited
 POLL_S = 0.1
+LAST_LINES = 20  # that are shown of the output of a rank that has reported no error
 LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket|timed out|recvvalue|remote (worker|process)|nccl",
     re.IGNORECASE,
@@ -154,7 +155,18 @@ class Supervisor:
             return RankFailed(f"rank {ranks.get(pid, '?')} was killed by {killed[pid]}{hint}", EXIT_CRASH)
         if first is not None:
             return RankFailed(first.message, first.exit_code, first.details)
-        return RankFailed("a rank exited without reporting an error; run with launch.ranks=1 to see it", EXIT_CRASH)
+        exits = ", ".join(f"rank {ranks.get(pid, '?')} with code {code}" for pid, code in self.failed.items())
+        message = f"a rank exited without reporting an error ({exits or 'exit codes are unknown'})"
+        return RankFailed(f"{message}; run with launch.ranks=1 to see it", EXIT_CRASH, self._last_output())
+
+    def _last_output(self) -> str:
+        """Returns the last lines that each rank without the terminal has written, below the name of its file."""
+        written = {path: path.read_text(errors="replace").splitlines() for path in sorted(self.folder.rglob("std*.log"))}
+        return "".join(
+            "\n".join([f"rank {path.parent.name}, {path.stem}:", *lines[-LAST_LINES:], ""])
+            for path, lines in written.items()
+            if lines
+        )
 
 
 @contextmanager
