@@ -408,9 +408,10 @@ def test_sizes_are_compared_with_goals_with_vllm_and_with_the_projection(measure
 @pytest.mark.slow
 def test_drafts_are_compared_with_their_goals_and_over_seeds(measured: Path) -> None:
     files = FigureStore(measured / "docs" / FIGURES_DIR).read_all()
-    narrow, wide = (files[f"drafts_qwen{megabytes}_time_0"]["figures"] for megabytes in ("", "8"))
+    narrow, wide = (files[f"drafts_qwen{own}_time_0"]["figures"] for own in ("", "8_threads1"))
     assert narrow["tokens"]["match"] == narrow["tokens"]["total"] == 12, "texts of 6 drafts under two policies"
     assert not wide["tokens"] and set(wide["speed"]) == set(narrow["heads"])
+    assert [part["speed"]["block"]["total"] for part in (narrow, wide)] == [1, 2], "prompts of a part"
     second = json.loads(json.dumps(files["drafts_qwen_time_0"]))
     files["drafts_qwen_time_1"], own = second, second["figures"] | {"seed": 1}
     second["figures"] = own
@@ -420,7 +421,7 @@ def test_drafts_are_compared_with_their_goals_and_over_seeds(measured: Path) -> 
             chain = figures["tokens"]["heads"][head]["chain"]["2"]
             chain["tokens"] = tokens
             chain["over"]["ratio"] = figures["speed"][head]["over"]["ratio"] = tokens / 3
-    eager = {key: value for key, value in wide.items() if key != "megabytes"} | {"passes": "eager"}
+    eager = {key: value for key, value in wide.items() if key not in ("megabytes", "threads")} | {"passes": "eager"}
     files["drafts_qwen_eager_time_0"] = second | {"figures": eager}
     few = json.loads(json.dumps(narrow)) | {"budget": "long"}
     for kept in (few["heads"], few["tokens"]["heads"], few["speed"], *few["speed_by_family"].values()):
@@ -446,6 +447,8 @@ def test_a_part_of_the_drafts_may_have_passes_of_another_mode(tmp_path: Path) ->
     assert drafts._lab_of(lab, part) is lab
     assert drafts._lab_of(lab, part | {"passes": "eager"}).settings.passes == "eager" != lab.settings.passes
     assert drafts.part_name(part | {"passes": "eager"}) == "drafts_qwen_eager_time_0"
+    assert drafts.part_name(part | {"threads": 2}) == "drafts_qwen_threads2_time_0"
+    assert drafts.Group.of(part | {"threads": 2}).title == "qwen, equal training time, 2 threads"
 
 
 def test_a_part_of_the_drafts_may_name_its_runs(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def tiny_world(where: Path) -> Path:
         "pruning": {"families": ["caption"]},
         "engines": {"python": str(where / "no_engines" / "python")},
         "regimes": {"megabytes": [4, 8], "threads": 1},
-        "drafts": {"parts": [PART, {**PART, "megabytes": 8}], "wide_threads": 1},
+        "drafts": {"parts": [PART, {**PART, "megabytes": 8, "threads": 1, "prompts": 2}]},
         "projection": {"shapes": ["qwen2_5_vl_7b"], "contexts": [1024], "policies": ["chain", "cost_aware"]},
     }
     path = where / "tiny.yaml"

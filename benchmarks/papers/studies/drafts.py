@@ -4,14 +4,13 @@ Ref: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840; P-EAGLE, arXiv 2602.014
 2607.05147; claims of GLANCE, arXiv 2609.00355.
 
 `drafts_PART`: the figures of one entry of `drafts.parts`, a target with a seed and a budget of training, and with longer
-training its runs by draft. Parts are also timed, except at equal steps; those with `megabytes` or `passes` are timed only, on
-the widened target, whose texts and drafts are the same, or with passes of that mode.
+training its runs by draft. Parts are also timed, except at equal steps; those with `megabytes`, `threads` or `passes` are
+timed only: on the widened target, whose texts and drafts are the same, with so many threads, or with passes of that mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -27,7 +26,7 @@ from benchmarks.papers.markdown import times_with_interval
 from benchmarks.papers.plots import Curve, plot_curves
 from benchmarks.papers.study import OURS, TARGET_TITLES, Expectation, Study
 from benchmarks.papers.wide_lab import WideLab, using_threads
-from sage.bench.measurement import Measurement
+from sage.bench.measurement import BenchPrompt, Measurement
 from sage.bench.summary import speed_ratio
 from sage.costs.measure import measure_costs
 
@@ -42,6 +41,7 @@ BUDGETS = {
     "own_muon": "equal time, longer training on own answers with Muon",
     STEPS: "equal steps",
 }
+TIMED_ONLY = {"megabytes", "threads", "passes"}  # parts with one of them emit the texts of the part without
 DEFAULT_DEPTH = 5  # of `chain`
 FASTER = 1.15  # goal: of a one-pass head over `REFERENCE` under `cost_aware`
 COLORS = ("#2f6fa7", "#b23a6b", "#6f9e74", "#c97b4a", "#7a6fb0", "#5a5a5a")
@@ -56,11 +56,12 @@ def _measure(lab: Lab) -> None:
 
 
 def part_name(part: Mapping[str, Any]) -> str:
-    """Returns the name of the figures of a part, such as `drafts_qwen_time_0`, `drafts_qwen62_time_0` or
+    """Returns the name of the figures of a part, such as `drafts_qwen_time_0`, `drafts_qwen62_threads2_time_0` or
     `drafts_qwen_eager_time_0`.
     """
+    threads = f"_threads{part['threads']}" if "threads" in part else ""
     passes = f"_{part['passes']}" if "passes" in part else ""
-    return f"drafts_{part['target']}{part.get('megabytes', '')}{passes}_{part['budget']}_{part['seed']}"
+    return f"drafts_{part['target']}{part.get('megabytes', '')}{threads}{passes}_{part['budget']}_{part['seed']}"
 
 
 def _runs(lab: Lab, part: Json) -> dict[str, str]:
@@ -71,11 +72,12 @@ def _runs(lab: Lab, part: Json) -> dict[str, str]:
 
 
 def _part(lab: Lab, part: Json) -> Json:
-    sizes, target, found, own = lab.sizes["drafts"], part["target"], _runs(lab, part), _lab_of(lab, part)
-    with using_threads(sizes["wide_threads"]) if "megabytes" in part else nullcontext():
-        heads = {head: _head(own, target, run) for head, run in found.items()}
-        tokens = _tokens(own, target, found) if own is lab else {}
-        timed = _speed(own, target, found) if part["budget"] != STEPS else {}
+    target, found, own = part["target"], _runs(lab, part), _lab_of(lab, part)
+    prompts = own.prompts(target, "test", lab.sizes["drafts"]["families"], part.get("prompts", lab.sizes["drafts"]["prompts"]))
+    with using_threads(part.get("threads", lab.settings.threads)):
+        heads = {head: _head(own, target, run, prompts[0]) for head, run in found.items()}
+        tokens = {} if TIMED_ONLY & set(part) else _tokens(own, target, found, prompts)
+        timed = _speed(own, target, found, prompts) if part["budget"] != STEPS else {}
     return {**part, "heads": heads, "tokens": tokens, **timed}
 
 
@@ -86,11 +88,10 @@ def _lab_of(lab: Lab, part: Json) -> Lab:
     return WideLab(lab, part["target"], part["megabytes"], ()) if "megabytes" in part else lab
 
 
-def _head(lab: Lab, target: str, run: str) -> Json:
+def _head(lab: Lab, target: str, run: str, prompt: BenchPrompt) -> Json:
     """Returns the size of a draft, how long it was trained, and what its passes cost."""
-    draft, model = lab.draft(run), lab.target(target)
-    first, limit = lab.test_prompts(target, "drafts")[0], lab.settings.max_new_tokens
-    context = int(first.inputs["input_ids"].shape[1]) + limit // 4
+    draft, model, limit = lab.draft(run), lab.target(target), lab.settings.max_new_tokens
+    context = int(prompt.inputs["input_ids"].shape[1]) + limit // 4
     costs = measure_costs(model, draft, context, context + limit)
     return {
         **runs.training_of(lab.settings, run),
@@ -101,9 +102,9 @@ def _head(lab: Lab, target: str, run: str) -> Json:
     }
 
 
-def _tokens(lab: Lab, target: str, found: Mapping[str, str]) -> Json:
+def _tokens(lab: Lab, target: str, found: Mapping[str, str], prompts: Sequence[BenchPrompt]) -> Json:
     """Returns tokens per target pass of each draft: chains by depth, and trees by number of verified nodes."""
-    sizes, prompts = lab.sizes["drafts"], lab.test_prompts(target, "drafts")
+    sizes = lab.sizes["drafts"]
     policies = {("chain", depth): {"depth": depth} for depth in sizes["depths"]}
     policies |= {("eagle2", nodes): {**sizes["tree"], "total": nodes} for nodes in sizes["nodes"]}
     runners = [
@@ -133,9 +134,8 @@ def _counted(measured: Measurement, label: str, base: str) -> Json:
     return {**tokens_over(measured, label, base), "by_family": by_family}
 
 
-def _speed(lab: Lab, target: str, found: Mapping[str, str]) -> Json:
+def _speed(lab: Lab, target: str, found: Mapping[str, str], prompts: Sequence[BenchPrompt]) -> Json:
     """Returns the speed of each draft under our policy, and its ratio to that of the reference."""
-    prompts = lab.test_prompts(target, "drafts")
     runners = [lab.runner(target, head, OURS, {}, run) for head, run in found.items()]
     measured = time_runs(lab, target, runners, prompts, lab.sizes["drafts"]["repeats"])
     speed = summary(measured, lab.target(target), list(found))["policies"]
@@ -151,30 +151,33 @@ def _speed(lab: Lab, target: str, found: Mapping[str, str]) -> Json:
 
 
 class Group(NamedTuple):
-    """What the parts of several seeds have in common; `megabytes` and `passes` are empty where a part has none."""
+    """What the parts of several seeds have in common; the last three are empty where a part has none."""
 
     target: str
     budget: str
     megabytes: int = 0
+    threads: int = 0
     passes: str = ""
 
     @classmethod
     def of(cls, part: Json) -> Group:
         """Returns the group of a part."""
-        return cls(part["target"], part["budget"], part.get("megabytes", 0), part.get("passes", ""))
+        own = (part.get(key, empty) for key, empty in (("megabytes", 0), ("threads", 0), ("passes", "")))
+        return cls(part["target"], part["budget"], *own)
 
     @property
     def title(self) -> str:
         """The group's heading."""
         size = f"{self.megabytes} MB, " if self.megabytes else ""
+        threads = f", {self.threads} threads" if self.threads else ""
         passes = f", {self.passes} passes" if self.passes else ""
-        return f"{self.target}, {size}{BUDGETS[self.budget]}{passes}"
+        return f"{self.target}, {size}{BUDGETS[self.budget]}{threads}{passes}"
 
     @property
-    def place(self) -> tuple[int, str, int, int]:
+    def place(self) -> tuple[int, int, str, int, int]:
         """What groups are ordered by: the targets themselves first, then as in `BUDGETS`."""
         targets = list(TARGET_TITLES.values())
-        return self.megabytes, self.passes, list(BUDGETS).index(self.budget), targets.index(self.target)
+        return self.megabytes, self.threads, self.passes, list(BUDGETS).index(self.budget), targets.index(self.target)
 
 
 def _groups(found: Mapping[str, Json]) -> dict[Group, list[Json]]:
