@@ -87,9 +87,9 @@ class Lab:
 
         return self._cached(("prompts", target, split, *families, per_family, start), make)
 
-    def test_prompts(self, target: str, study: str) -> list[BenchPrompt]:
-        """Returns the prompts of a study, from the test split."""
-        return self.prompts(target, "test", self.sizes[study]["families"], self.sizes[study]["prompts"])
+    def test_prompts(self, target: str, study: str, per_family: int | None = None) -> list[BenchPrompt]:
+        """Returns the prompts of a study, from the test split, by default as many as its settings say."""
+        return self.prompts(target, "test", self.sizes[study]["families"], per_family or self.sizes[study]["prompts"])
 
     def tuning_prompts(self, target: str) -> list[BenchPrompt]:
         """Returns the prompts that policies are tuned on, from the validation split."""

@@ -6,6 +6,7 @@ Ref: EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840; P-EAGLE, arXiv 2602.014
 `drafts_PART`: the figures of one entry of `drafts.parts`, a target with a seed and a budget of training, and with longer
 training its runs by draft. Parts are also timed, except at equal steps; those with `megabytes`, `threads` or `passes` are
 timed only: on the widened target, whose texts and drafts are the same, with so many threads, or with passes of that mode.
+`prompts` is the number of prompts of each task family in a part, by default that of the study.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _runs(lab: Lab, part: Json) -> dict[str, str]:
 
 def _part(lab: Lab, part: Json) -> Json:
     target, found, own = part["target"], _runs(lab, part), _lab_of(lab, part)
-    prompts = own.prompts(target, "test", lab.sizes["drafts"]["families"], part.get("prompts", lab.sizes["drafts"]["prompts"]))
+    prompts = own.test_prompts(target, "drafts", part.get("prompts"))
     with using_threads(part.get("threads", lab.settings.threads)):
         heads = {head: _head(own, target, run, prompts[0]) for head, run in found.items()}
         tokens = {} if TIMED_ONLY & set(part) else _tokens(own, target, found, prompts)
@@ -162,8 +163,7 @@ class Group(NamedTuple):
     @classmethod
     def of(cls, part: Json) -> Group:
         """Returns the group of a part."""
-        own = (part.get(key, empty) for key, empty in (("megabytes", 0), ("threads", 0), ("passes", "")))
-        return cls(part["target"], part["budget"], *own)
+        return cls(**{key: part[key] for key in cls._fields if key in part})
 
     @property
     def title(self) -> str:
