@@ -1,6 +1,6 @@
 """Decoding speed of our decoder and of vLLM or a running server, in turns on the same prompts, target and draft.
 
-Owns: the order of turns and the figures. Does not own: the engine's process (train.engines), our decoders
+Owns: the order of turns and the figures. Does not own: the engine's process (train.serve_check), our decoders
 (sage.bench.runners).
 
 A turn decodes all prompts with one decoder, one request at a time. Turns alternate between decoders, in an order that rotates

@@ -35,8 +35,8 @@ from sage.decoding.sampling import Sampling
 from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.runtime.timing import frozen_heap
 from sage.targets import Target
-from train.engines.prompts import prompt_data, validation_prompts, write_prompts
-from train.engines.vllm_process import EngineSetting, VllmProcess
+from train.serve_check.prompts import prompt_data, validation_prompts, write_prompts
+from train.serve_check.vllm_process import EngineSetting, VllmProcess
 
 logger = logging.getLogger(__name__)
 ENGINE_PYTHON = Path(".venv-engines/bin/python")

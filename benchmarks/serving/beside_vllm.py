@@ -42,7 +42,7 @@ from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.io.files import write_json, write_text
 from sage.io.tables import markdown_table
 from sage.trees import check_name
-from train.engines.vllm_process import check_engine
+from train.serve_check.vllm_process import check_engine
 
 logger = logging.getLogger(__name__)
 HEAD = (

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from sage.io.files import read_json
-from train.engines.vllm_process import LOG_TAIL_LINES, environment
+from train.serve_check.vllm_process import LOG_TAIL_LINES, environment
 
 MODEL = "target"  # its name on both servers
 MAX_CONTEXT = 2048  # tokens of a prompt and its answer

@@ -24,7 +24,7 @@ from checkpoints.export.serving import serving_line
 from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.registry import KINDS
-from train.engines.serve_check import check_served
+from train.serve_check.check import check_served
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,7 +178,7 @@ def names_in(path: Path) -> set[str]:
 def test_a_format_is_named_by_its_module_and_its_row_alone(name: str) -> None:
     """The row holds the name, the object the rest; a format may extend another one. The classes of drafts are imported under
     the same names, so that a branch on a class is found too."""
-    files = [*(ROOT / "checkpoints").rglob("*.py"), *(ROOT / "train/engines").glob("*.py"), ROOT / "train/cli/export.py"]
+    files = [*(ROOT / "checkpoints").rglob("*.py"), *(ROOT / "train/serve_check").glob("*.py"), ROOT / "train/cli/export.py"]
     formats = ROOT / "checkpoints/export/formats"
     modules = {(ROOT / row.home.partition(":")[0].replace(".", "/")).with_suffix(".py") for row in FORMATS.values()}
     assert (formats / f"{name}.py") in modules and name in names_in(formats / "registry.py")

@@ -23,11 +23,12 @@ import sage
 from checkpoints.export.exporter import ExportOptions, export
 from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
-from train.engines import check_page, serve_check
-from train.engines.acceptance import MIN_FIRST, Answers, Measured, verdict
-from train.engines.check_page import served_rounds
-from train.engines.prompts import prompt_data, validation_prompts
-from train.engines.vllm_process import EngineSetting, VllmProcess
+from train.serve_check import check as serve_check
+from train.serve_check import page as check_page
+from train.serve_check.acceptance import MIN_FIRST, Answers, Measured, verdict
+from train.serve_check.page import served_rounds
+from train.serve_check.prompts import prompt_data, validation_prompts
+from train.serve_check.vllm_process import EngineSetting, VllmProcess
 
 PYTHON = sys.executable
 RUN_DATA = {"name": "pocket", "sources": {"pocket": {"kind": "pocket", "families": ["caption"]}}}

@@ -11,7 +11,7 @@ of the same depth:
 4. negative controls: exports that vLLM loads without a word although they are wrong for it must yield the same texts, and at
    least `MIN_LOSS` fewer accepted tokens.
 
-vLLM 0.32 drafts wrongly after images (`train.engines.vllm_worker.correct_draft_slots`), which is corrected here. It is
+vLLM 0.32 drafts wrongly after images (`train.serve_check.vllm_worker.correct_draft_slots`), which is corrected here. It is
 also run as released: once its rounds equal ours, the correction can go.
 
 Work is divided among the cores: every core trains drafts in one process, then serves exports in one process of vLLM.
@@ -46,9 +46,9 @@ from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats.registry import variants
 from checkpoints.run_folder import DRAFT
 from sage.io.tables import markdown_table
-from train.engines.acceptance import Answers, decode_chain
-from train.engines.prompts import write_prompts
-from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
+from train.serve_check.acceptance import Answers, decode_chain
+from train.serve_check.prompts import write_prompts
+from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"

@@ -4,7 +4,7 @@ Each family has a small random target and an `eagle3` draft, trained on the targ
 accepted. Its export is served by vLLM (float32, greedy, `DEPTH` drafted tokens per round) and compared with our policy `chain`
 of the same depth: the same token ids and rounds for every prompt, acceptance by position within the tolerance of
 check_exports.py. Prompts of a family with images have one each, and vLLM's drafting after images is corrected
-(`train.engines.vllm_worker`).
+(`train.serve_check.vllm_worker`).
 
 Evidence for `Family.served_by`: it names vLLM only where this check passes.
 
@@ -41,9 +41,9 @@ from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
 from train.distill.student import HeadStudent
 from train.distill.teacher import Teacher
-from train.engines.acceptance import Answers, decode_chain
-from train.engines.prompts import PROMPTS_FILE, write_prompts
-from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
+from train.serve_check.acceptance import Answers, decode_chain
+from train.serve_check.prompts import PROMPTS_FILE, write_prompts
+from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 POCKET = Path(__file__).resolve().parents[2] / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
 IMAGE_SIDE = 128  # pixels

@@ -44,9 +44,9 @@ from sage.io.tables import markdown_table
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
 from train.distill.teacher import Teacher
-from train.engines.acceptance import Answers, decode_chain
-from train.engines.prompts import PROMPTS_FILE, write_prompts
-from train.engines.vllm_process import EngineSetting
+from train.serve_check.acceptance import Answers, decode_chain
+from train.serve_check.prompts import PROMPTS_FILE, write_prompts
+from train.serve_check.vllm_process import EngineSetting
 
 DEPTH, BLOCK = 3, 4
 STEPS, BATCH, LR, ANCHORS = 120, 8, 3e-3, 12

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from train.engines.vllm_process import environment
+from train.serve_check.vllm_process import environment
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"

@@ -8,8 +8,8 @@ from support.data_helpers import make_image
 from support.traces import Words
 
 from sage.bench.measurement import BenchPrompt
-from train.engines.acceptance import Answers, Measured
-from train.engines.check_page import AskedPrompt, render_check
+from train.serve_check.acceptance import Answers, Measured
+from train.serve_check.page import AskedPrompt, render_check
 
 NAMED = ("draft", "export", "target", "engine")
 DEPTH, LENGTH = 3, 30

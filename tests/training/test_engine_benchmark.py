@@ -30,9 +30,9 @@ from benchmarks.papers.lab import Lab
 from benchmarks.papers.render import section, with_headline
 from benchmarks.papers.runs import load_settings
 from benchmarks.papers.studies import STUDIES
-from train.engines import vllm_worker
-from train.engines.prompts import collapsed, write_prompts
-from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess
+from train.serve_check import vllm_worker
+from train.serve_check.prompts import collapsed, write_prompts
+from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 PYTHON = Path(sys.executable)
 

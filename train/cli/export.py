@@ -240,7 +240,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _serve_check(args: argparse.Namespace) -> int:
-    from train.engines.serve_check import ServeCheck, serve_check
+    from train.serve_check.check import ServeCheck, serve_check
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     numbers: dict[str, Any] = {name: getattr(args, name) for name in SERVE_NUMBERS if getattr(args, name) is not None}

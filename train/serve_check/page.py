@@ -1,6 +1,6 @@
 """The page of a serve check: every prompt with the rounds of vLLM beside those of our decoder, and where they differ.
 
-Does not own: the verdict (train.engines.acceptance).
+Does not own: the verdict (train.serve_check.acceptance).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sage.decoding.detokenizer import Detokenizer
 from sage.inputs.thumbnails import Media, media_thumbnails, message_text
 from sage.io.page import link, render, table, visible
 from sage.io.tables import counted
-from train.engines.acceptance import Answers
+from train.serve_check.acceptance import Answers
 
 TEMPLATE = Path(__file__).with_name("serve_check.html")
 MAX_SHOWN = 48  # prompts with their rounds, those with the most differences; all would make the page large

@@ -1,7 +1,7 @@
 """`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and which part is at fault.
 
-Owns: the order of steps and the refusals. Does not own: the rules (train.engines.acceptance), the engine's process
-(train.engines.vllm_process), the page (train.engines.check_page), the checks of files (checkpoints.export.checks).
+Owns: the order of steps and the refusals. Does not own: the rules (train.serve_check.acceptance), the engine's process
+(train.serve_check.vllm_process), the page (train.serve_check.page), the checks of files (checkpoints.export.checks).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sage.io.dtypes import dtype_name
 from sage.io.files import check_writable
 from sage.io.page import write_page
 from sage.io.tables import text_table
-from train.engines.acceptance import Answers, Measured, decode_chain, is_short_of, verdict
-from train.engines.check_page import AskedPrompt, render_check
-from train.engines.prompts import PROMPTS_FILE, prompt_data, validation_prompts, write_prompts
-from train.engines.vllm_process import EngineFailed, EngineSetting, VllmProcess, check_engine
+from train.serve_check.acceptance import Answers, Measured, decode_chain, is_short_of, verdict
+from train.serve_check.page import AskedPrompt, render_check
+from train.serve_check.prompts import PROMPTS_FILE, prompt_data, validation_prompts, write_prompts
+from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess, check_engine
 
 logger = logging.getLogger(__name__)
 ENGINE = "vLLM"
