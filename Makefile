@@ -50,7 +50,7 @@ lint: $(VENV)/installed
 docs: $(VENV)/installed
 	PYTHONPATH=tests $(BIN)/python -m support.doc_quotes
 
-# docs/results.md: about fourteen hours on two cores; finished runs and figures are reused. RESULTS_ARGS=--quick is a smoke test.
+# docs/results.md: about two hours on two cores from nothing; runs and figures that are current are kept. RESULTS_ARGS=--quick: a smoke test.
 results: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers $(RESULTS_ARGS)
 

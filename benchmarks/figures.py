@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,16 @@ def command() -> str:
     spec: Any = sys.modules["__main__"].__spec__
     name = sys.argv[0] if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
     return " ".join((name, *map(shlex.quote, sys.argv[1:])))
+
+
+def fill_blocks(text: str, kind: str, content: Callable[[str], str | None]) -> str:
+    """Returns a page whose blocks `<!-- KIND: NAME -->` to `<!-- end -->` hold `content(NAME)`; unchanged where it is None."""
+
+    def filled(found: re.Match[str]) -> str:
+        new = content(found[2])
+        return found[0] if new is None else f"{found[1]}\n{new}\n{found[3]}"
+
+    return re.sub(rf"(<!-- {kind}: ([\w ]+) -->\n).*?(\n<!-- end -->)", filled, text, flags=re.DOTALL)
 
 
 def read_figures(path: Path) -> tuple[str, Figures]:

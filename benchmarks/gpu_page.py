@@ -10,13 +10,12 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.figures import read_figures
+from benchmarks.figures import fill_blocks, read_figures
 from sage.commands.cli import new_parser, run
 from sage.io.files import write_text
 from sage.io.tables import markdown_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
-BLOCK = re.compile(r"(<!-- figures: ([\w ]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 STEPS = "steps"  # file with a line `NAME CODE SECONDS` per step, and the name of its block
 HIDDEN = re.compile(r"(error|warning): |USDT:|\s*$")  # lines of logs that no page quotes
 MAX_LINES = 40
@@ -25,11 +24,11 @@ MAX_LINES = 40
 def filled(text: str, folder: Path) -> str:
     """Returns a page with the figures that the folder has."""
 
-    def block(found: re.Match[str]) -> str:
-        parts = [part for name in found[2].split() if (part := part_of(name, folder))]
-        return found[1] + "\n\n".join(parts) + found[3] if parts else found[0]
+    def content(names: str) -> str | None:
+        parts = [part for name in names.split() if (part := part_of(name, folder))]
+        return "\n\n".join(parts) or None
 
-    return BLOCK.sub(block, text)
+    return fill_blocks(text, "figures", content)
 
 
 def part_of(name: str, folder: Path) -> str | None:

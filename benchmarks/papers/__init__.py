@@ -1,11 +1,10 @@
-"""The papers' experiments on the pocket suite: trains missing drafts, measures, and writes docs/results.md.
+"""The tables of docs/results.md, measured on the pocket targets: `make results`, or one of them with `make results-NAME`.
 
-runs.py       what is trained and measured (full.yaml, quick.yaml), and the training runs
-figures.py    figures as JSON, measured again only when their inputs change
-lab.py        targets, drafts, prompts, recordings and runners, created on first use
-study.py      the record of a study: how it is measured, and the tables, expectations and plots of its section
-studies/      the records; lab.py and tuning.py are what their measurements share
-page/         the prose of docs/results.md, one Markdown template per study; render.py fills them, with markdown.py and plots.py
+settings.yaml   training runs, and the measurements of each study
+runs.py         settings, and training of the runs that are missing
+measure.py      the kinds of measurement
+figures.py      figures as JSON, measured again only when their inputs change
+tables.py       figures -> tables of the page; plots.py its two pictures
 
-A study is added by its record in studies/, its template in page/ and, for what a user may change, its sizes in full.yaml.
+A study is an entry of settings.yaml, a function of tables.py, and a section of docs/results.md with the table's markers.
 """

@@ -1,55 +1,82 @@
-"""`python -m benchmarks.papers [STUDY ...]`: trains missing runs, measures outdated figures, writes docs/results.md."""
+"""`python -m benchmarks.papers [STUDY ...]`: trains missing runs, measures outdated figures, fills the tables of the pages."""
 
 from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.papers.figures import FIGURES_DIR, FigureStore
-from benchmarks.papers.lab import Lab
-from benchmarks.papers.render import write_page
-from benchmarks.papers.runs import QUICK, TrainingFailed, load_settings
-from benchmarks.papers.studies import STUDIES, select_studies
+from benchmarks.figures import fill_blocks
+from benchmarks.papers.figures import FigureStore, Json
+from benchmarks.papers.measure import Lab
+from benchmarks.papers.plots import PLOTS
+from benchmarks.papers.runs import SETTINGS, TrainingFailed, load_settings, select_studies
+from benchmarks.papers.tables import TABLES, claims
 from sage.commands.cli import new_parser, run
+from sage.io.files import write_text
+from train.report import style
 
 logger = logging.getLogger(__name__)
+PAGE, RESULTS = "results.md", "results"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the selected studies and writes the page; returns the exit code.
-
-    Every figure is written as soon as it is measured, so an interrupted process loses one measurement.
-    """
+    """Measures the selected studies and fills the page; returns the exit code."""
     parser = new_parser("python -m benchmarks.papers", description=__doc__)
-    parser.add_argument("studies", metavar="STUDY", nargs="*", help=f"one of {', '.join(STUDIES)}; default: all")
-    parser.add_argument("--quick", action="store_true", help="run every study once, on barely trained drafts")
-    parser.add_argument("--settings", metavar="FILE", action="append", default=[], help="YAML over full.yaml; repeatable")
-    parser.add_argument("--page-only", action="store_true", help="measure nothing: write the page and plots from the figures")
+    parser.add_argument("studies", metavar="STUDY", nargs="*", help="of settings.yaml; default: all but those on request")
+    parser.add_argument("--settings", metavar="FILE", type=Path, default=SETTINGS, help="another file than %(default)s")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: one prompt, barely trained drafts, runs/quick")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing: fill the page from the figures")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    studies = select_studies(args.studies)
-    settings = load_settings(*([QUICK] if args.quick else []), *args.settings)
+    settings = load_settings(args.settings, args.quick)
     docs = Path(settings.docs_dir)
-    store = FigureStore(docs / FIGURES_DIR)
-    failed, start, lab = [], time.perf_counter(), Lab(settings, store)
-    for study in [] if args.page_only else studies:
+    store, failed = FigureStore(docs / RESULTS), []
+    lab = Lab(settings, store)
+    for study in [] if args.page_only else select_studies(settings, args.studies):
         try:
-            study.measure(lab)
+            lab.measure(study)
         except TrainingFailed as error:  # the other studies do not need that run
-            logger.error("%s: %s", study.name, error)
-            failed.append(study.name)
-        logger.info("%s: %.1f minutes since the start", study.name, (time.perf_counter() - start) / 60)
-    print(f"written: {write_page(store.read_all(), docs)}")
+            logger.error("%s: %s", study, error)
+            failed.append(study)
+    write_pages({study: read_figures(store, study) for study in settings.studies}, docs)
+    print(f"written: {docs / PAGE}")
     if failed:
         print(f"skipped, because a training run failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def read_figures(store: FigureStore, study: str) -> Json:
+    """Returns the figures of a study by measurement, without inputs and machine."""
+    return {name: content["figures"] for name, content in store.read(study).items()}
+
+
+def write_pages(studies: Mapping[str, Json], docs: Path) -> None:
+    """Fills the tables of docs/results.md and of the README beside `docs`, and draws the pictures."""
+    with style.rc_context():
+        for file, (study, draw) in PLOTS.items():
+            if studies[study]:
+                style.save(draw(studies[study]), docs / RESULTS / file)
+    for page in (docs / PAGE, docs.parent / "README.md"):
+        if page.is_file():
+            write_text(page, fill_page(page.read_text(encoding="utf-8"), studies))
+
+
+def fill_page(text: str, studies: Mapping[str, Json]) -> str:
+    """Returns a page with the tables between its markers; a table without figures keeps its text."""
+
+    def content(name: str) -> str | None:
+        if name == "claims":
+            return claims(studies) if all(studies.values()) else None
+        study, make = TABLES[name]
+        return make(studies[study]) if studies[study] else None
+
+    return fill_blocks(text, "table", content)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Figures on disk: one JSON file per measurement, measured again only when its inputs change."""
+"""Figures on disk: a JSON file per study, whose measurements are repeated only when their inputs change."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from sage.bench.report import PACKAGES, machine, versions
 from sage.io.files import json_digest, write_json
 
 logger = logging.getLogger(__name__)
-SCHEMA = 1
+SCHEMA = 2
 SIGNIFICANT_DIGITS = 5
-FIGURES_DIR = "results"  # figures and plots, beside docs/results.md
 Json = dict[str, Any]
 
 
 def digest(value: Any) -> str:
-    """Returns a short hash of a JSON value; equal values give equal hashes."""
+    """Returns a short hash of a JSON value."""
     return json_digest(value)[:16]
 
 
@@ -29,60 +28,45 @@ def round_floats(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
     if isinstance(value, Mapping):
-        return {str(key): round_floats(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [round_floats(part) for part in value]
-    return value
+        return {str(key): round_floats(item) for key, item in value.items()}
+    return [round_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class FigureStore:
-    """A folder with one file `NAME.json` per measurement. A deleted file is measured again."""
+    """A folder with one file `STUDY.json` per study: its measurements by name, each with inputs, machine and versions."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def read(self, name: str) -> Json | None:
-        """Returns the content of a file, figures and provenance; None if it does not exist.
-
-        Raises:
-            ValueError: the file is not JSON, or of another schema.
-        """
-        path = self.folder / f"{name}.json"
-        if not path.is_file():
-            return None
+    def read(self, study: str) -> dict[str, Json]:
+        """Returns the measurements of a study, empty if it has none; raises ValueError for a file that holds no figures."""
+        path = self.folder / f"{study}.json"
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"schema": SCHEMA, "measurements": {}}
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not JSON ({error.msg}); delete the file to measure it again") from error
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-            raise ValueError(f"{path}: not figures of schema {SCHEMA}; delete the file to measure it again")
-        return content
+            raise ValueError(f"{path}: not JSON ({error.msg}); delete the file to measure the study again") from error
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"{path}: not figures of schema {SCHEMA}; delete the file to measure the study again")
+        return dict(content["measurements"])
 
-    def read_all(self) -> dict[str, Json]:
-        """Returns the content of every file by name."""
-        names = [path.stem for path in sorted(self.folder.glob("*.json"))]
-        return {name: content for name in names if (content := self.read(name)) is not None}
-
-    def get_or_measure(self, name: str, inputs: Any, measure: Callable[[], Json], command: str) -> Json:
-        """Returns the figures of that name; measures and writes them if they are missing or outdated.
+    def get_or_measure(self, study: str, name: str, inputs: Any, measure: Callable[[], Json]) -> Json:
+        """Returns the figures of a measurement; measures and writes them if they are missing or outdated.
 
         Args:
-            inputs: everything that the figures depend on and a user can change: settings, command lines, drafts.
-            command: the command that repeats the measurement.
+            inputs: everything that the figures depend on and a user can change: sizes, command lines, weights of targets.
         """
-        content = self.read(name)
-        if content is None or content["inputs"] != digest(inputs):
-            logger.info("measuring %s", name)
+        measurements = self.read(study)
+        found = measurements.get(name)
+        if found is None or found["inputs"] != digest(inputs):
+            logger.info("measuring %s: %s", study, name)
             start = time.perf_counter()
             figures = round_floats(measure())
-            content = {
-                "schema": SCHEMA,
+            found = {
                 "inputs": digest(inputs),
-                "command": command,
                 "seconds": round(time.perf_counter() - start, 1),
                 "machine": round_floats(machine("cpu")),
                 "versions": versions(PACKAGES),
                 "figures": figures,
             }
-            write_json(self.folder / f"{name}.json", content)
-        return content["figures"]
+            write_json(self.folder / f"{study}.json", {"schema": SCHEMA, "measurements": {**measurements, name: found}})
+        return dict(found["figures"])

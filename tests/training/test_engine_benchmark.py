@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from support.fake_vllm import install_fake_vllm
-from support.messages import check_message, refused
+from support.messages import refused
 from support.train_helpers import make_target
 from torch import Tensor
 
@@ -25,11 +25,6 @@ from benchmarks.engines import __main__ as bench
 from benchmarks.engines import measure
 from benchmarks.engines.comparison import Answer, figures, report, take_turns
 from benchmarks.engines.prompts import FAMILIES, pocket_prompts
-from benchmarks.papers.figures import FigureStore
-from benchmarks.papers.lab import Lab
-from benchmarks.papers.render import section, with_headline
-from benchmarks.papers.runs import load_settings
-from benchmarks.papers.studies import STUDIES
 from train.serve_check import vllm_worker
 from train.serve_check.prompts import collapsed, write_prompts
 from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
@@ -203,69 +198,3 @@ def test_bad_options_are_refused(words: list[str], parts: list[str], tmp_path: P
     (tmp_path / "config.json").write_text('{"target_path": "nowhere"}')
     with refused(*parts):
         bench.main(["--draft", str(tmp_path), "--engine-python", str(PYTHON), *words])
-
-
-def decoder_figures(side: str, draft: str, speed: float) -> dict[str, Any]:
-    passes = {"tokens_per_target_pass": 2.5} if draft else {}
-    figures = {"tokens_per_s": speed, "range": [speed - 1, speed + 1], "end_to_end_tokens_per_s": speed / 2}
-    return {"side": side, "draft": draft, **figures, **passes, "match": 31, "total": 32}
-
-
-def study_figures() -> dict[str, Any]:
-    decoders = {
-        "autoregressive": decoder_figures("ours", "", 400.0),
-        "hf_generate": decoder_figures("ours", "", 200.0),
-        "chain, eagle3": decoder_figures("ours", "eagle3", 700.0),
-        "chain, eagle": decoder_figures("ours", "eagle", 600.0),
-        "vllm": decoder_figures("vLLM", "", 600.0),
-        "vllm 3 tokens": decoder_figures("vLLM", "eagle3", 500.0),
-    }
-    ratios = {
-        "autoregressive": {"ours": "autoregressive", "theirs": "vllm", "ratio": 0.67, "range": [0.6, 0.7]},
-        "same draft": {"ours": "chain, eagle3", "theirs": "vllm 3 tokens", "ratio": 1.4, "range": [1.3, 1.5]},
-        "any draft": {"ours": "chain, eagle3", "theirs": "vllm 3 tokens", "ratio": 1.4, "range": [1.3, 1.5]},
-    }
-    engine = {"vllm": "0.32.0", "torch": "2.13.0+cpu"}
-    settings = {"prompts": 32, "repeats": 7, "threads": 2, "passes": "compiled"}
-    return {"engines_qwen": {"engine": engine, **settings, "decoders": decoders, "ratios": ratios}}
-
-
-def test_section_of_the_page_shows_decoders_ratios_and_what_is_unmet() -> None:
-    study, figures = STUDIES["engines"], study_figures()
-    text = section(12, study, figures, "made up")
-    assert "vLLM 0.32.0 (torch 2.13.0+cpu" in text and "### pocket Qwen2.5-VL" in text and "Our passes are compiled" in text
-    assert "| vLLM | `vllm 3 tokens` | 2.50 | 500 | 499-501 | 250 | 31/32 |" in text
-    assert "| same draft | `chain, eagle3` | `vllm 3 tokens` | 1.40x (1.30-1.50) |" in text
-    assert [one.is_met for one in study.expectations(study.select(figures))] == [False, True, True]
-
-
-def test_readme_shows_both_sides_by_size_of_the_weights_those_in_the_cache_last() -> None:
-    before = "first\n<!-- engines: written by make results -->\nold\n<!-- engines end -->\nlast\n"
-    narrow = study_figures()["engines_qwen"]
-    wide = {
-        **narrow,
-        "decoders": {name: {**one, "tokens_per_s": one["tokens_per_s"] / 4} for name, one in narrow["decoders"].items()},
-    }
-    found = {f"regimes_{size}": {"target": "qwen", "weights_mb": float(size)} for size in (20, 62)}
-    text = with_headline(before, {**found, "vllm_20": narrow, "vllm_62": wide})
-    assert [line for line in text.splitlines() if line.startswith("| ")] == [
-        "| pocket Qwen2.5-VL, tokens/s of one request | 62 MB | 20 MB, in the cache |",
-        "| :-- | --: | --: |",
-        "| vLLM 0.32.0 | 150 | 600 |",
-        "| **sage-draft** without a draft | 100 | 400 |",
-        "| vLLM 0.32.0 with our `eagle3` | 125 | 500 |",
-        "| **sage-draft** with the same draft | 175 | 700 |",
-        "| **sage-draft** with any draft | 175 | 700 |",
-    ]
-    assert text.startswith("first") and text.endswith("last\n") and "old" not in text
-    assert with_headline(before, {}) == with_headline(before, found) == before
-
-
-def test_study_is_skipped_without_the_environment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = load_settings()
-    settings.sizes["engines"]["python"] = str(tmp_path / "python")
-    settings.threads = torch.get_num_threads()  # which Lab sets
-    STUDIES["engines"].measure(Lab(settings, FigureStore(tmp_path)))
-    (message,) = caplog.messages[-1:]
-    check_message(message, "engines: SKIPPED", str(tmp_path / "python"), "make engines-env")
-    assert not list(tmp_path.iterdir())

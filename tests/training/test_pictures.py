@@ -8,7 +8,6 @@ import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from benchmarks.papers.studies import STUDIES
 from sage.bench.report_table import format_table
 from sage.runtime.timing import PHASES
 from train.report.plots import MIN_ROUNDS, PLOTS
@@ -98,14 +97,6 @@ def test_a_comparison_shows_every_policy_with_its_interval() -> None:
     chain, static = (dots.get_offsets()[0].tolist() for dots in speedups.collections)
     assert chain[0] == static[0] and chain[1] != static[1]
     assert [list(line.get_xdata()) for line in speedups.lines[:2]] == [pytest.approx([1.8, 2.0])] * 2
-
-
-def test_the_headline_is_sorted_by_speed() -> None:
-    parts = {name: policy(speedup) for name, speedup in (("chain", 1.9), ("sage", 1.2), ("cost_aware", 2.4))}
-    figures = {"baselines": {"hf_generate": policy(1.0)}, "policies": parts, "variants": {n: {"policy": n} for n in parts}}
-    made = STUDIES["policies"].plots["headline.png"]({"qwen": {**figures, "by_family": {"caption": figures}}})
-    names = [label.get_text() for label in made.axes[0].get_yticklabels()]
-    assert names == ["cost_aware", "chain", "sage", "hf_generate"] and made.axes[0].yaxis_inverted()
 
 
 def test_plots_for_experts_come_last() -> None:

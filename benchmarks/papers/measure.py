@@ -1,0 +1,217 @@
+"""The kinds of measurement: a comparison of decoders, vLLM's decoders, the draft's confidence, acceptance by epoch."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sage
+from benchmarks.engines.measure import Comparison
+from benchmarks.engines.measure import measure as measure_beside_vllm
+from benchmarks.engines.prompts import question
+from benchmarks.papers.figures import FigureStore, Json
+from benchmarks.papers.runs import DRAFT, Settings, ensure_trained, training_of, weights_digest
+from checkpoints.run_folder import read_reports
+from data_prep.pocket.widen import wide_target
+from sage.bench.measurement import BenchPrompt, measure
+from sage.bench.options import variants
+from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
+from sage.bench.summary import summarize
+from sage.drafts.pruning import KEEP_ALL, Pruning
+from sage.replay.recording import RecordedRound, Recording, record
+from sage.trees.sage import confidence_of
+
+logger = logging.getLogger(__name__)
+COUNTS = ("tokens_per_target_pass", "mean_accepted_draft", "nodes_per_round", "match", "total", "draft_context")
+SPEEDS = ("tokens_per_s", "speedup", "speedup_ci", "speedup_end_to_end")
+NUM_CANDIDATES = 10  # k of SAGE
+Series = list[list[float]]  # one list per answer
+
+
+class Lab:
+    """Loads targets, drafts and prompts on first use, and measures."""
+
+    def __init__(self, settings: Settings, store: FigureStore) -> None:
+        self.settings, self.store = settings, store
+        self._cache: dict[Any, Any] = {}
+
+    def measure(self, study: str) -> None:
+        """Measures what is missing or outdated of a study."""
+        for name, given in self.settings.studies[study].items():
+            spec = {**self.settings.defaults, **given}
+            self.store.get_or_measure(study, name, self.inputs(spec), partial(self._measure, spec))
+
+    def inputs(self, spec: Json) -> Json:
+        """Returns what the figures of a measurement depend on."""
+        runs = {run: self.settings.arguments(run) for run in sorted(set(runs_of(spec)))}
+        return {"spec": spec, "runs": runs, "target": weights_digest(self.settings.targets[spec["target"]])}
+
+    def _measure(self, spec: Json) -> Json:
+        kinds = {"compare": self._compare, "vllm": self._vllm, "confidence": self._confidence, "epochs": self._epochs}
+        with using_threads(spec["threads"]):
+            return kinds[spec["kind"]](spec)
+
+    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    def target(self, spec: Json) -> sage.Target:
+        """Returns the target of a measurement in float32, widened if it says so."""
+        path, passes = self.settings.targets[spec["target"]], spec["passes"]
+        if "megabytes" in spec:
+            path = str(wide_target(path, spec["megabytes"], "megabytes"))
+        return self._cached(("target", path), lambda: sage.load_target(path, dtype=torch.float32, passes=passes))
+
+    def draft(self, run: str, target: sage.Target) -> Any:
+        """Returns the draft of a run; trains the run if it is missing."""
+        return self._cached(
+            ("draft", run, target.name), lambda: sage.load_draft(ensure_trained(self.settings, run) / DRAFT, target)
+        )
+
+    def prompts(self, spec: Json, split: str = "test", count: int = 0) -> list[BenchPrompt]:
+        """Returns `count` questions of each task family, by default as many as the measurement says."""
+        talks = [question(split, i, family) for i in range(count or spec["prompts"]) for family in spec["families"]]
+        prepare = self.target(spec).prepare
+        return [  # no two prompts share their noise
+            BenchPrompt(name=talk.id, family=talk.family, inputs=prepare(talk.messages), seed=seed)
+            for seed, talk in enumerate(talks)
+        ]
+
+    def _compare(self, spec: Json) -> Json:
+        """Times decoders side by side; policies that learn online decode prompts of the validation split first."""
+        target = self.target(spec)
+        runners = [self._runner(target, str(label), dict(how), spec) for label, how in spec["decoders"].items()]
+        sampling = sage.Sampling(max_new_tokens=spec["max_new_tokens"], **spec.get("sampling", {}))
+        warmup = self.prompts(spec, "validation", spec["warmup_prompts"])
+        for runner in runners:
+            for prompt in warmup if runner.policy.needs_costs else ():
+                runner.run(prompt.inputs, sampling)
+        baselines = [baseline_runner(target, name) for name in (AUTOREGRESSIVE, *spec.get("baselines", ()))]
+        found = measure([*runners, *baselines], self.prompts(spec), sampling, spec["repeats"], 1, _log_progress)
+        summary = summarize(found, target, [runner.name for runner in runners])
+        decoders = {
+            label: select(part, COUNTS + SPEEDS) | _captions(summary["by_family"], label)
+            for label, part in (summary["baselines"] | summary["policies"]).items()
+        }
+        runs = {run: training_of(self.settings, run) for run in sorted(set(runs_of(spec)))}
+        return {"prompts": len(found.prompts), "decoders": decoders, "runs": runs}
+
+    def _runner(self, target: sage.Target, label: str, how: Json, spec: Json) -> PolicyRunner:
+        draft = self.draft(how.pop("run", spec.get("run")), target)
+        pruning = Pruning(ratio=how.pop("pruning")) if "pruning" in how else KEEP_ALL
+        couple = how.pop("couple", True)
+        policy = sage.policy(how.pop("policy"), **how)
+        return PolicyRunner(target, draft, label, policy, pruning=pruning, couple=couple)
+
+    def _vllm(self, spec: Json) -> Json:
+        """Times our decoders and vLLM's in turns, with the first draft exported for vLLM (`benchmarks.engines`)."""
+        path = str(wide_target(self.settings.targets[spec["target"]], spec["megabytes"], "megabytes"))
+        drafts = {label: ensure_trained(self.settings, run) / DRAFT for label, run in spec["drafts"].items()}
+        comparison = Comparison(
+            python=Path(spec["python"]),
+            target=path,
+            drafts=drafts,
+            variants=variants(None, spec["policies"]),
+            depths=spec["depths"],
+            num_prompts=spec["prompts"],
+            repeats=spec["repeats"],
+            passes=spec["passes"],
+            max_new_tokens=spec["max_new_tokens"],
+        )
+        return measure_beside_vllm(comparison)
+
+    def _confidence(self, spec: Json) -> Json:
+        """Returns correlations of alpha along answers. Ref: SAGE, arXiv 2602.00523, Eq. 9 and Figure 2."""
+        target = self.target(spec)
+        draft, limit = self.draft(spec["run"], target), spec["max_new_tokens"]
+        recordings = [
+            record(target, draft, dict(prompt.inputs), num_candidates=NUM_CANDIDATES, max_new_tokens=limit)
+            for prompt in self.prompts(spec)
+        ]
+        tokens = [[_alpha(probs) for own in one.rounds for probs, _ in on_path(one, own)] for one in recordings]
+        drafted = [[(one, own) for own in one.rounds if () in own.candidates] for one in recordings]
+        rounds = [[_alpha(own.candidates[()][0]) for _, own in answer] for answer in drafted]
+        lengths = [[float(sum(hit for _, hit in on_path(*pair))) for pair in answer] for answer in drafted]
+        return {
+            "prompts": len(recordings),
+            "between_tokens": correlation(tokens, tokens, 1),
+            "between_rounds": correlation(rounds, rounds, 1),
+            "length_from_this_round": correlation(rounds, lengths, 0),
+            "length_from_last_round": correlation(rounds, lengths, 1),
+        }
+
+    def _epochs(self, spec: Json) -> Json:
+        """Returns tokens per target pass of a policy at each validation of a run, one per epoch."""
+        reports = read_reports(ensure_trained(self.settings, spec["run"]))
+        tokens = [report["policies"][spec["policy"]]["tokens_per_target_pass"] for _, report in reports]
+        return {"prompts": reports[-1][1]["prompts"], "tokens_per_target_pass": tokens}
+
+
+def on_path(recording: Recording, recorded: RecordedRound) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yields, per recorded node on the path of the answer, its probabilities [K] and whether the answer's token is among its
+    candidates; the path ends where it is not.
+    """
+    answer = tuple(recording.tokens[recorded.position :])
+    for depth, token in enumerate(answer):
+        if answer[:depth] not in recorded.candidates:
+            return
+        probs, candidates = recorded.candidates[answer[:depth]]
+        is_candidate = token in candidates.tolist()
+        yield probs, is_candidate
+        if not is_candidate:
+            return
+
+
+def _alpha(probs_K: torch.Tensor) -> float:
+    return confidence_of(probs_K[:NUM_CANDIDATES].tolist())
+
+
+def correlation(first: Series, second: Series, lag: int) -> float | None:
+    """Returns the Pearson correlation of values `lag` places apart within the same answer; None without variance."""
+    pairs = [pair for a, b in zip(first, second, strict=True) for pair in zip(a, b[lag:], strict=False)]
+    try:
+        return statistics.correlation([x for x, _ in pairs], [y for _, y in pairs])
+    except statistics.StatisticsError:
+        return None
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Sets torch's number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def select(part: Mapping[str, Any], names: tuple[str, ...]) -> Json:
+    """Returns the named figures of `part`, those that it has."""
+    return {name: part[name] for name in names if name in part}
+
+
+def _captions(by_family: Mapping[str, Any], label: str) -> Json:
+    found = by_family.get("caption", {}).get(label)
+    return {"captions": found["speedup"]} if found else {}
+
+
+def runs_of(spec: Json) -> Iterator[str]:
+    """Yields the runs whose drafts a measurement uses."""
+    yield from spec.get("drafts", {}).values()
+    yield from (how["run"] for how in spec.get("decoders", {}).values() if "run" in how)
+    if "run" in spec:
+        yield spec["run"]
+
+
+def _log_progress(done: int, total: int) -> None:
+    if done == total or done % max(total // 4, 1) == 0:
+        logger.info("  %d of %d", done, total)
