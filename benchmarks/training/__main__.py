@@ -8,12 +8,11 @@ from dataclasses import fields
 
 import torch
 
-from benchmarks.training import batches, images, lengths, objective, step, unroll
+from benchmarks.training import images, objective, step
 from sage.bench.options import counts
 from sage.bench.random_targets import layers_that_fit
 from sage.bench.shapes import shape_named, shapes
 from sage.commands.cli import new_parser, run
-from sage.drafts.registry import KINDS
 from sage.io.dtypes import torch_dtype
 from train.config.checks import MAX_STAGE, check
 from train.config.hydra_app import compose
@@ -24,7 +23,7 @@ from train.launch.ranks import pick_device, process_group
 
 def main() -> int:
     arguments, overrides = _parser().parse_known_args()
-    unknown = [word for word in overrides if arguments.what not in ("step", "unroll") or word.startswith("-")]
+    unknown = [word for word in overrides if arguments.what != "step" or word.startswith("-")]
     if unknown:
         raise ValueError(f"{unknown[0]}: unknown to benchmarks.training {arguments.what}; see --help")
     if getattr(arguments, "threads", None):
@@ -34,12 +33,6 @@ def main() -> int:
             print(_objective(arguments))
         case "step":
             print(_step(arguments, overrides))
-        case "unroll":
-            print(_unroll(arguments, overrides))
-        case "batches":
-            print(batches.measure(arguments.examples, arguments.step, arguments.budgets))
-        case "lengths":
-            print(lengths.measure(arguments.rows, arguments.target))
     return 0
 
 
@@ -66,14 +59,6 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
             made = step.run_of_shape(config, ranks, shape, layers, arguments.length)
         with made as run_of_parts:
             return step.measure(run_of_parts, arguments.measured, arguments.warmup)
-
-
-def _unroll(arguments: argparse.Namespace, overrides: list[str]) -> str:
-    config = _config(arguments, overrides)
-    if KINDS[config.draft.kind].is_target:
-        raise ValueError(f"draft={config.draft.kind}: computes all positions; give draft=eagle or draft=eagle3")
-    with process_group(arguments.device, config.launch.timeout_s) as ranks, step.run_of_target(config, ranks) as run_of_steps:
-        return unroll.measure(run_of_steps, arguments.measured, arguments.warmup)
 
 
 def _config(arguments: argparse.Namespace, overrides: list[str]) -> Config:
@@ -132,8 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     timed = argparse.ArgumentParser(add_help=False, parents=[shared])
     timed.add_argument("--measured", type=int, default=20, help="steps to time")
     timed.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
-    text = "optimizer steps that unroll supervised rows against all rows; also takes overrides"
-    kinds.add_parser("unroll", parents=[timed], help=text)
     steps = kinds.add_parser("step", parents=[timed], help="an optimizer step against its parts; also takes overrides")
     steps.add_argument("--shape", choices=list(shapes()), help="use a random target of these sizes")
     steps.add_argument("--layers", type=int, help="text layers; default: with --shape as many as fit, with --images all")
@@ -143,13 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     steps.add_argument("--lengths", metavar="N,N", type=counts, help="tokens of each sequence of --images")
     steps.add_argument("--supervised", type=_share, default=0.25, help="share of the text of --images (default: %(default)s)")
     steps.add_argument("--out", metavar="FILE", help="write the table of --images as JSON")
-    divisions = kinds.add_parser("batches", help="padding and waiting of 8, 32 and 64 ranks, computed for lengths of chats")
-    divisions.add_argument("--examples", type=int, default=65536)
-    divisions.add_argument("--step", type=int, default=128, help="train.global_batch_size")
-    divisions.add_argument("--budgets", type=int, nargs="+", default=[8192, 16384], help="values of train.micro_batch_tokens")
-    rows = kinds.add_parser("lengths", help="time to index rows and to measure their lengths")
-    rows.add_argument("--rows", type=int, default=20_000)
-    rows.add_argument("--target", default="data_prep/pocket/targets/pocket_qwen2_5_vl", help="its processor is used")
     return parser
 
 
