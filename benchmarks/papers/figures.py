@@ -42,7 +42,8 @@ class FigureStore:
         """Returns the measurements of a study, empty if it has none; raises ValueError for a file that holds no figures."""
         path = self.folder / f"{study}.json"
         try:
-            content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"schema": SCHEMA, "measurements": {}}
+            text = path.read_text(encoding="utf-8") if path.is_file() else json.dumps({"schema": SCHEMA, "measurements": {}})
+            content: Json = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not JSON ({error.msg}); delete the file to measure the study again") from error
         if content.get("schema") != SCHEMA:

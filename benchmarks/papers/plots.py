@@ -16,7 +16,7 @@ OURS, THEIRS = "#b23a6b", "#9aa5b1"
 def draw_vllm(figures: Mapping[str, Any]) -> Figure:
     """Draws tokens per second beside vLLM, a panel per size of the weights, the largest first."""
     figure = style.figure(2.6, "Tokens per second of one request", "pocket Qwen2.5-VL in float32 on two CPU cores, same text")
-    panels = dict(reversed(figures.items()))
+    panels = {size: figures[size] for size in reversed(list(figures))}
     for axes, (size, part) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
         for place, (pair, side) in enumerate(VLLM_ROWS.values()):
             speed = part["decoders"][part["ratios"][pair][side]]["tokens_per_s"]
