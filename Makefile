@@ -15,7 +15,7 @@ DRAFT ?= eagle
 DEMO_ARGS ?= $(if $(filter peagle,$(DRAFT)),optim.lr=4e-3)
 RUN ?= runs/demo_$(TARGET)$(if $(filter-out eagle,$(DRAFT)),_$(DRAFT))
 
-.PHONY: demo test test-fast lint docs results interop engines engines-env engines-families engines-regenerate gpu-hour clean
+.PHONY: demo test test-fast lint results interop engines engines-env engines-families engines-regenerate gpu-hour clean
 
 # torch is installed first, where it is missing. PyPI's torch for Linux brings several GB of CUDA packages; on a machine without a GPU,
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu installs the build for CPUs.
@@ -45,10 +45,6 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
-# The generated parts of docs/: the table of policies and the quoted plans.
-docs: $(VENV)/installed
-	PYTHONPATH=tests $(BIN)/python -m support.doc_quotes
 
 # docs/results.md: about two hours on two cores from nothing; runs and figures that are current are kept. RESULTS_ARGS=--quick: a smoke test.
 results: $(VENV)/installed

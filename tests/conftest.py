@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support import messages
 from support.browser import NO_BROWSER
 from xdist.scheduler import LoadScopeScheduling
 
@@ -53,12 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
     return Scheduler(config, log)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(messages.UPDATE, action="store_true", help="rewrite the snapshot of messages")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    messages.start(config.getoption(messages.UPDATE))
+def pytest_configure() -> None:
     gc.disable()  # until everything is imported, which frees nothing
 
 
@@ -86,10 +80,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         (text for one in terminalreporter.stats.get("skipped", ()) if NO_BROWSER in (text := str(one.longrepr))), ""
     ):
         terminalreporter.write_line(f"SKIPPED the tests of pages in a browser: {why}", red=True)
-
-
-def pytest_unconfigure() -> None:
-    messages.finish()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -184,11 +174,13 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 @pytest.fixture
 def sage_export(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Runs `sage-export`; returns exit code, stdout and stderr."""
+    from support.messages import exit_code
+
     from train.cli.export import main
 
     def run(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = messages.exit_code(main, *arguments)
+        code = exit_code(main, *arguments)
         return code, *capsys.readouterr()
 
     return run

@@ -13,7 +13,7 @@ from sage.io.tables import markdown_table
 from sage.planning.options import defaults
 from sage.trees import POLICIES, policy_class
 
-START, END = "<!-- policies: written by `make docs` -->", "<!-- end of policies -->"
+START, END = "<!-- policies: written by `sage-bench policies --write FILE` -->", "<!-- end of policies -->"
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The commands and programs of the pages, the examples and the notebook, executed in a copy of the checkout."""
+"""The commands and programs of README.md, the examples and the notebook, executed in a copy of the checkout."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 import re
 
 import pytest
-from support.doc_commands import ENTRY_POINTS
-from support.doc_pages import ROOT, blocks, pages, read, spans
-from support.doc_workspace import DEMO, Workspace
+from support.doc_pages import ROOT, pages, read, spans
+from support.doc_workspace import DEMO, ENTRY_POINTS, Workspace
 from support.fork_server import ForkServer
 
 EXAMPLES = ROOT / "examples"
-PAGES = [page for page in pages() if any(block.language in ("bash", "python") and not block.reason for block in blocks(page))]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a page is one test
 SERVED = "can be served by this decoder only; not by vLLM and SGLang: draft.input_norm=true (train with draft.input_norm=false"
 
@@ -23,11 +21,6 @@ def workspace(commands: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
     made = Workspace(tmp_path_factory.mktemp("docs") / "checkout", commands)
     made.execute("README.md")
     return made
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_run(page: str, workspace: Workspace) -> None:
-    workspace.execute(page)
 
 
 def test_a_block_that_fails_is_an_error(workspace: Workspace) -> None:

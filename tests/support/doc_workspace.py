@@ -7,15 +7,18 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
-from support.doc_commands import ENTRY_POINTS
 from support.doc_pages import ROOT, blocks, tracked_files
 from support.fork_server import ForkServer
 from support.train_helpers import environment
 
 from data_prep.pocket import world
+from sage.training.scripts import FUNCTIONS
 
+SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+ENTRY_POINTS = {name: FUNCTIONS.get(name, entry).partition(":")[0] for name, entry in SCRIPTS.items()}  # their modules
 POCKET, DEMO = "data_prep/pocket/targets/pocket_qwen2_5_vl", "runs/demo_pocket_qwen2_5_vl"
 # The same steps on less data: given before the arguments of a command or of `train.compose`, which count where both have a key.
 DECODING = "decode.num_prompts=1 decode.max_new_tokens=8 decode.repeats=1 decode.warmup=0 decode.baselines=[]"
@@ -68,7 +71,7 @@ class Workspace:
             AssertionError: one fails.
         """
         if page not in self._outputs:
-            executed = [block for block in blocks(page) if block.language in ("bash", "python") and not block.reason]
+            executed = [block for block in blocks(page) if block.is_executed]
             self._outputs[page] = [self.run(block.language, block.text, block.place) for block in executed]
         return self._outputs[page]
 
