@@ -1,7 +1,7 @@
 """Atomic writes, errors of a full or read-only disk, locks between processes, and JSON files.
 
-A reader sees the old file or the new one, never a part of it: the content is written to `.NAME.PID.part` beside its place,
-flushed to disk and renamed. Importing this module imports the standard library only.
+A reader sees the old file or the new one, never a part of it: the content is written to `.NAME.PID.THREAD.part` beside its
+place, flushed to disk and renamed. Importing this module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,7 +55,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         OSError: the disk is full or not writable; `path` is unchanged and no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         yield temporary
         if temporary.is_file():

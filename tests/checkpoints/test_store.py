@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,21 @@ def test_a_folder_is_renamed_when_the_block_ends(tmp_path: Path) -> None:
         raise RuntimeError
     assert (tmp_path / "folder" / "x").read_text() == "new"
     assert [found.name for found in tmp_path.iterdir()] == ["folder"]
+
+
+def test_two_threads_write_the_same_file(tmp_path: Path) -> None:
+    """Each writes a temporary file of its own; the file is that of the later one."""
+    path, both_write = tmp_path / "x.txt", threading.Barrier(2, timeout=30)
+
+    def write(text: str) -> None:
+        with atomic_path(path) as temporary:
+            temporary.write_text(text)
+            both_write.wait()
+            assert temporary.read_text() == text
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(write, ("first", "second"))) == [None, None]
+    assert path.read_text() in ("first", "second") and [found.name for found in tmp_path.iterdir()] == ["x.txt"]
 
 
 def test_nan_is_not_json(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from train.config.overrides import with_resume
 from train.config.resuming import changes
 from train.config.schema import Config, ConfigError
 from train.launch.ranks import process_group
+from train.state.resume import TrainState, read_progress
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 START = ("draft=eagle", "optim.lr=8e-3", "objective.steps=2", "decode.options.sage.max_depth=4", "train.save_every=1")
@@ -233,3 +235,16 @@ def test_a_state_without_data_fingerprint_keeps_its_draft_vocabulary(home: Path)
         rows = run.teacher.target.lm_head.weight[token_map]
         assert torch.equal(run.teacher.lm_head, rows) and torch.equal(run.engine.student.token_map, token_map)
         assert run.state.data
+
+
+def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trainer.json"
+    file.write_text(json.dumps({**asdict(TrainState(step=2)), "world_size": 1}))
+    assert read_progress(file) == (TrainState(step=2), 1)
+    for stored, key in (
+        ({"step": 2, "world_size": 1, "momentum": 3}, "momentum: unknown"),
+        ({"step": 2}, "world_size: missing"),
+    ):
+        file.write_text(json.dumps(stored))
+        with refused("run.resume", str(file), key, "another run.dir"):
+            read_progress(file)

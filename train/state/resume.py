@@ -16,7 +16,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from checkpoints.store import StateStore
 from checkpoints.tensors import read_tensors, write_tensors
 from data_prep.build import open_sources
 from data_prep.splits import Split
-from sage.io.files import json_digest, write_text
+from sage.io.files import json_digest, read_json, write_text
 from train.config.schema import Config, ConfigError
 from train.engine.engine import Engine
 from train.launch.ranks import Ranks
@@ -110,7 +110,7 @@ def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
     Returns a fresh `TrainState` if nothing is saved.
 
     Raises:
-        ValueError: every state is corrupt, or it was saved from another draft.
+        ValueError: every state is corrupt, or it was saved from another draft or by another version.
     """
     if ranks.is_main:
         remove_leftovers(store.folder)
@@ -118,15 +118,27 @@ def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
     if folder is None:
         logger.info("run.resume: nothing is saved in %s, starting a new run", store.folder)
         return TrainState()
-    trainer = json.loads((folder / TRAINER).read_text())
-    saved_by = trainer.pop("world_size")
+    state, saved_by = read_progress(folder / TRAINER)
     engine.load(folder)
     if ranks.rank < saved_by:
         set_rng_state(read_tensors(folder / _rank_file(ranks.rank)), ranks.device)
     if saved_by != ranks.world_size:
         logger.info("saved with %d rank(s), resumed with %d: identical up to rounding", saved_by, ranks.world_size)
     logger.info("resumed from %s", folder)
-    return TrainState(**trainer)
+    return state
+
+
+def read_progress(file: Path) -> tuple[TrainState, int]:
+    """Returns the progress of a run and the number of ranks that saved it; ValueError for the fields of another version."""
+    stored = read_json(file)
+    known = {field.name for field in fields(TrainState)} | {"world_size"}
+    if unknown := sorted(stored.keys() - known) or sorted({"world_size"} - stored.keys()):
+        raise ValueError(
+            f"run.resume: {file}: {', '.join(unknown)}: {'unknown' if unknown[0] in stored else 'missing'}, known fields are "
+            f"{', '.join(sorted(known))}; resume with the version that saved the state, or start anew in another run.dir"
+        )
+    saved_by = stored.pop("world_size")
+    return TrainState(**stored), saved_by
 
 
 # -- fingerprints of the training data (see `Source.fingerprint`), so that a run is not resumed with other examples ----------
