@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from sage.io.machine import num_cores
+
 MAX_PROCESSES = 16
 MIN_PARALLEL = 20_000  # items; below, starting workers (seconds each, to import torch) costs more than it saves
 
@@ -20,7 +22,7 @@ Result = TypeVar("Result")
 
 def num_processes() -> int:
     """Returns the number of worker processes for preparing examples."""
-    return min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+    return min(num_cores(), MAX_PROCESSES)
 
 
 def worker_context() -> Any:

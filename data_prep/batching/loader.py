@@ -21,7 +21,6 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -39,6 +38,7 @@ from data_prep.batching.token_budget import divide_step
 from data_prep.chat import Example
 from data_prep.dataset.stream import is_stream
 from data_prep.workers import start_worker, worker_context
+from sage.io.machine import num_cores
 
 Batch = dict[str, Any]
 Collate = Callable[[list[Example]], Batch]
@@ -220,12 +220,13 @@ class StepLoader:
                 yield collate_examples(share[first : first + self.micro_batch_size], self.collate)
 
     def _from_workers(self, build: _Builder) -> Iterator[Any]:
+        num_workers = min(self.num_workers, num_cores())
         loader: DataLoader[Any] = DataLoader(
             build,
             sampler=self._micro_batch_keys(),
             batch_size=None,
-            num_workers=min(self.num_workers, len(os.sched_getaffinity(0))),
-            prefetch_factor=max(2, NUM_BATCHES_AHEAD // self.num_workers),
+            num_workers=num_workers,
+            prefetch_factor=max(2, NUM_BATCHES_AHEAD // num_workers),
             multiprocessing_context=worker_context(),
             worker_init_fn=start_worker,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +41,13 @@ def processor_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return _cpuinfo("model name") or platform.processor() or "unknown"
+
+
+def num_cores() -> int:
+    """Returns the number of cores that this process may use; of the machine where the system does not restrict processes."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def free_bytes(device: torch.device) -> int | None:

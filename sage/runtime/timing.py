@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 PREPARATIONS: list[tuple[float, float]] = []  # spent in `preparation`, in seconds of `time.perf_counter`
+_PREPARATIONS_LOCK = threading.Lock()
 PHASES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
 UNTIMED = "untimed"
 MAX_MARKS = 512  # events that may be pending when a round starts, and those of them that are kept then
@@ -24,12 +26,13 @@ RECENT_MARKS = 128
 @contextmanager
 def preparation() -> Iterator[None]:
     """Marks what is done once and kept, such as compiling a pass or measuring its cost: it counts for no decoding time."""
-    start, known = time.perf_counter(), len(PREPARATIONS)
+    start = time.perf_counter()
     try:
         yield
     finally:
-        del PREPARATIONS[known:]  # those within this one
-        PREPARATIONS.append((start, time.perf_counter()))
+        with _PREPARATIONS_LOCK:  # another thread may have added one that this one does not contain
+            before = [interval for interval in PREPARATIONS if interval[0] < start]
+            PREPARATIONS[:] = [*before, (start, time.perf_counter())]
 
 
 @contextmanager

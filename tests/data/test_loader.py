@@ -20,6 +20,7 @@ from support.data_helpers import Numbers, ids_by_step, make_processor, take
 from support.data_helpers import collate_numbers as collate
 from support.messages import check_message, refused
 
+from data_prep.batching import loader as loader_module
 from data_prep.batching.buckets import group_by_length
 from data_prep.batching.loader import NUM_BATCHES_AHEAD, StepLoader, _Builder
 from data_prep.batching.token_budget import divide_step
@@ -211,6 +212,23 @@ def test_waiting_time_is_counted() -> None:
     next(steps)
     assert 0.15 < loader.wait_s < 15
     steps.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("cores", "num_workers", "prefetch_factor"), [(2, 2, 4), (None, 3, 2)])
+def test_batches_ahead_are_divided_among_the_workers_that_start(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, num_workers: int, prefetch_factor: int
+) -> None:
+    """16 workers are requested; None: a system without `os.sched_getaffinity`, such as macOS, and three cores."""
+    chosen: dict[str, Any] = {}
+    monkeypatch.setattr(loader_module, "DataLoader", lambda *_, **options: chosen.update(options) or [])
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    if cores is None:
+        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    else:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    loader = StepLoader(Numbers(8), collate, 4, 4, num_workers=16)
+    loader._from_workers(_Builder(loader.dataset, collate))
+    assert (chosen["num_workers"], chosen["prefetch_factor"]) == (num_workers, prefetch_factor)
 
 
 @pytest.mark.slow

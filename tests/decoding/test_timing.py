@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import pytest
@@ -152,3 +153,25 @@ def test_only_the_run_of_a_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     calls = [timing.TimedCall(partial(spend, 2.0), reset=partial(spend, 50.0)), timing.TimedCall(partial(spend, 3.0))]
     assert timing.interleaved_s(calls, 2, CPU) == [[2.0, 2.0], [3.0, 3.0]]
+
+
+def test_preparations_of_several_threads_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends first is not within another that began later, however many were known when each began."""
+    monkeypatch.setattr(timing, "PREPARATIONS", [])
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with timing.preparation():
+            has_begun.set()
+            assert may_end.wait(10)
+
+    thread = threading.Thread(target=other)
+    with timing.preparation():
+        thread.start()
+        assert has_begun.wait(10)
+        with timing.preparation():  # within the first
+            pass
+    may_end.set()
+    thread.join()
+    (first, first_end), (second, second_end) = timing.PREPARATIONS
+    assert first < second < first_end < second_end

@@ -6,7 +6,6 @@ Everything that can reveal a mistake is built before the run folder is written.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from data_prep.build import prompts as held_out_prompts
 from sage.drafts.options import ImageInputs
 from sage.io.dtypes import torch_dtype
 from sage.io.files import write_text
+from sage.io.machine import num_cores
 from sage.planning.base import Policy
 from train.config.checks import check_run_folder, split_text, zero_stage
 from train.config.resuming import changes
@@ -308,7 +308,7 @@ def set_threads(config: Config, ranks: Ranks) -> None:
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
     elif not cluster_env.has_own_threads(is_cpu=ranks.device.type == "cpu"):
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // cluster_env.local_world_size()))
+        torch.set_num_threads(max(1, num_cores() // cluster_env.local_world_size()))
 
 
 def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int) -> None:
