@@ -106,7 +106,6 @@ def rendered_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     from train.report import run_page, style
 
     monkeypatch.setattr(style, "save", shortcuts.save_rendered)
-    monkeypatch.setattr(style, "svg", shortcuts.svg_rendered)
     monkeypatch.setattr(run_page, "draw_curves", shortcuts.draw_curves)
 
 

@@ -100,21 +100,8 @@ def example_report() -> dict[str, Any]:
 
 
 def with_cost_aware(report: dict[str, Any]) -> dict[str, Any]:
-    """Adds a policy with prices and calibration, and a replay."""
-    log = [
-        entry
-        | {
-            "price": 400 + n,
-            "gain": 0.1 * (n % 5),
-            "level_cost": 0.2,
-            "expanded": 6,
-            "levels": 5 + n % 2,
-            "drafted": 30,
-            "expected": 2.5,
-        }
-        for n, entry in enumerate(_rounds())
-    ]
-    report["policies"]["cost_aware"] = _policy(2.5, 4.0, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02), log, [9, 16, 18, 17, 14])
+    """Adds a policy with calibration, and a replay."""
+    report["policies"]["cost_aware"] = _policy(2.5, 4.0, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02), _rounds(), [9, 16, 18, 17, 14])
     curve = [[0.05, 0.1, 300], [0.45, 0.7, 100], [0.95, 0.99, 100]]
     rows = [
         {"depth": d, "labels": 500, "before": 0.1, "after": 0.01 * d, "curve_before": curve, "curve_after": curve}

@@ -32,14 +32,14 @@ from torch.distributed.launcher import api
 from sage.io.files import config_dir
 from train.report import run_page, style
 
-save_rendered, svg_rendered, draw_curves = style.save, style.svg, run_page.draw_curves
+save_rendered, draw_curves = style.save, run_page.draw_curves
 _PARSED: dict[tuple[str, str], Any] = {}
 _COMPOSED: dict[tuple[Any, ...], Any] = {}  # by `_defaults_list` and `_merged`
 
 
 def shorten() -> None:
     """Leaves out plots, the composition that only reads `hydra.mode`, and what Hydra parses or merges repeatedly."""
-    style.save, style.svg, run_page.draw_curves = save_blank, lambda *_: "<svg></svg>", lambda *_: Figure()
+    style.save, run_page.draw_curves = save_blank, lambda *_: Figure()
     FileConfigSource.load_config = _load_config  # type: ignore[method-assign]
     OverridesParser.parse_rule = _parse_rule  # type: ignore[method-assign]
     Hydra.get_mode = _mode  # type: ignore[method-assign]

@@ -97,7 +97,3 @@ def test_a_comparison_shows_every_policy_with_its_interval() -> None:
     chain, static = (dots.get_offsets()[0].tolist() for dots in speedups.collections)
     assert chain[0] == static[0] and chain[1] != static[1]
     assert [list(line.get_xdata()) for line in speedups.lines[:2]] == [pytest.approx([1.8, 2.0])] * 2
-
-
-def test_plots_for_experts_come_last() -> None:
-    assert [plot.file for plot in PLOTS[-3:]] == ["generation.png", "pricing.png", "calibration.png"]

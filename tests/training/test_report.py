@@ -1,7 +1,5 @@
 """Plots and page of a validation, from a hand-made report."""
 
-import copy
-
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
@@ -9,9 +7,8 @@ from support.messages import refused
 from support.reports import example_report, with_cost_aware
 
 from checkpoints.store import SaveFailed
-from train.report.generation import choose_policy
 from train.report.page import best_policy, headline, render_page
-from train.report.plots import pooled, write_plots
+from train.report.plots import write_plots
 from train.validation.validate import write
 
 pytestmark = pytest.mark.usefixtures("rendered_plots")
@@ -41,19 +38,10 @@ def test_one_is_singular():
     assert "- 1 prompt, one run each, " in page and ", 1 core, 1 thread, load" in page
 
 
-def test_curves_are_pooled_by_bin():
-    """Two labels at .12 without acceptance and two at .18 with acceptance: four at .15, half of them accepted."""
-    assert pooled([[[0.12, 0.0, 2]], [[0.18, 1.0, 2]], [[1.0, 1.0, 1]]]) == [
-        (pytest.approx(0.15), pytest.approx(0.5), 4),
-        (1.0, 1.0, 1),
-    ]
-
-
 @pytest.mark.slow
 def test_every_plot_is_written_at_readme_width(tmp_path):
     plots = write_plots(with_cost_aware(example_report()), tmp_path)
-    names = ("speed", "acceptance", "time", "accepted", "generation", "pricing", "calibration")
-    assert [plot.file for plot in plots] == [f"{name}.png" for name in names]
+    assert [plot.file for plot in plots] == ["speed.png", "acceptance.png", "time.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(plot.file for plot in plots)
     for plot in plots:
         pixels = imread(tmp_path / plot.file)
@@ -113,14 +101,6 @@ def test_host_overhead_is_the_sum_of_the_host_stages():
     expected = 0.08 * decode_s / (decode_s + 0.02)
     row = next(line for line in page.splitlines() if line.startswith("| `sage`") and line.endswith("% |"))
     assert row.endswith(f"| {expected:.1%} |")
-
-
-@pytest.mark.parametrize(("present", "shown"), [(("chain", "static"), "static"), (("autoregressive",), None)])
-def test_generation_plot_prefers_adaptive_policies(present, shown):
-    report = copy.deepcopy(example_report())
-    assert choose_policy(report) == "sage"
-    report["policies"] = {name: report["policies"][name] for name in present}
-    assert choose_policy(report) == shown
 
 
 def test_best_policy_ignores_autoregressive():

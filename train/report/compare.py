@@ -158,16 +158,15 @@ def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> 
     ]
     content = {"schema": SCHEMA, "changed": changed, "runs": summaries, "warnings": _warnings(ranked)}
     out.mkdir(parents=True, exist_ok=True)
-    plot, drawn = None, {}
+    plot = None
     with style.rc_context():
         if (figure := draw_comparison(content)) is not None:
             plot = f"{STEM}.png"
             style.save(figure, out / plot)
-            drawn[plot] = style.svg(figure, plot, "Tokens per target pass and speedup of every run")
     write_text(out / f"{STEM}.json", json.dumps(content, indent=2, default=str) + "\n")
     text = page(content, plot)
     write_text(out / f"{STEM}.md", text)
-    write_html(text, out / f"{STEM}{PAGE_SUFFIX}", drawn)
+    write_html(text, out / f"{STEM}{PAGE_SUFFIX}")
     columns = width or shutil.get_terminal_size().columns
     return f"{table(content, columns)}\ncomparison: {out / f'{STEM}.md'}"
 

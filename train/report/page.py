@@ -63,13 +63,11 @@ def write_pages(report: Report, folder: Path, markdown: Path | None = None) -> N
         markdown: path of the Markdown page; None: `report.md` in `folder`.
     """
     path = markdown or folder / REPORT_PAGE
-    plots = write_plots(report, path.parent)
-    text = render_page(report, plots)
+    text = render_page(report, write_plots(report, path.parent))
     write_text(path, text)
-    drawn = {plot.file: plot.svg for plot in plots}
     home = Path(os.path.relpath(folder, path.parent))
     section = prompt_section(report, read_prompts(folder), home)
-    write_html(text, path.with_suffix(PAGE_SUFFIX), drawn, prompts=section)
+    write_html(text, path.with_suffix(PAGE_SUFFIX), prompts=section)
 
 
 def headline(report: Report) -> str:

@@ -1,10 +1,10 @@
-"""The plots of a validation report, drawn from `report.json` alone: the list of all plots, and those over all policies."""
+"""The plots of a validation report, drawn from `report.json` alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from train.report import style
-from train.report.generation import draw_generation, draw_pricing
 
 Report = Mapping[str, Any]
-MAX_COLUMNS = 4
 MIN_ROUNDS = 10  # shares of fewer rounds are mostly noise and drawn hollow
-NUM_BINS = 10  # of predicted acceptance probabilities
-NUM_SINGLE_DEPTHS = 2  # deeper levels share a panel
-MIN_LABELS = 20  # bins with fewer are not drawn: their share is mostly noise
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot: file name beside the report, caption, the function that draws it (None without data), and its SVG once drawn."""
+    """A plot: file name beside the report, caption, and the function that draws it; None without data."""
 
     file: str
     caption: str
     draw: Callable[[Report], Figure | None]
-    svg: str = ""
 
 
 def write_plots(report: Report, directory: Path) -> list[Plot]:
@@ -40,7 +34,7 @@ def write_plots(report: Report, directory: Path) -> list[Plot]:
         with style.rc_context():
             if (made := plot.draw(report)) is not None:
                 style.save(made, directory / plot.file)
-                written.append(replace(plot, svg=style.svg(made, plot.file, plot.caption)))
+                written.append(plot)
     return written
 
 
@@ -134,32 +128,6 @@ def draw_time(report: Report) -> Figure | None:
     return made
 
 
-def draw_accepted(report: Report) -> Figure | None:
-    """Draws histograms of the drafted tokens accepted per round."""
-    counts = {name: part["accepted_histogram"] for name, part in report["policies"].items()}
-    counts = {name: bins for name, bins in counts.items() if len(bins) > 1}
-    if not counts:
-        return None
-    rows = -(-len(counts) // MAX_COLUMNS)
-    columns = -(-len(counts) // rows)
-    made = style.figure(1.15 + 1.65 * rows, "Drafted tokens accepted per round", "share of rounds; line and number: mean")
-    grid = made.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    for axes in grid.flat[len(counts) :]:
-        axes.set_visible(False)
-    for place, ((name, bins), axes) in enumerate(zip(counts.items(), grid.flat, strict=False)):
-        mean = report["policies"][name]["mean_accepted_draft"]
-        shares = [value / sum(bins) for value in bins]
-        axes.bar(range(len(bins)), shares, width=0.8, color=style.policy_color(name, report["policies"]))
-        axes.axvline(mean, color=style.INK, linewidth=1.2)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.tick_params(labelbottom=place + columns >= len(counts))
-        axes.set_title(f"{name}  {mean:.2f}", fontsize=10, loc="left")
-        style.despine(axes)
-    made.supxlabel("drafted tokens accepted", fontsize=10)
-    return made
-
-
 def _beside(axes: Axes, place: int, points: float, text: str, **looks: Any) -> None:
     """Draws text in a column right of the axes that ends `points` from their edge."""
     looks |= {"va": "center", "ha": "right", "fontsize": 9.5, "annotation_clip": False}
@@ -167,66 +135,8 @@ def _beside(axes: Axes, place: int, points: float, text: str, **looks: Any) -> N
     axes.annotate(text, (1.0, place), xycoords=right, xytext=(points, 0), textcoords="offset points", **looks)
 
 
-def draw_calibration(report: Mapping[str, Any]) -> Figure | None:
-    """Draws depth 1, 2 and beyond of the first policy with calibration; None if there is none."""
-    name = next((name for name, part in report.get("calibration", {}).items() if part["by_depth"]), None)
-    if name is None:
-        return None
-    section = report["calibration"][name]
-    depths = range(1, NUM_SINGLE_DEPTHS + 1)
-    by_title = {f"depth {depth}": [row for row in section["by_depth"] if row["depth"] == depth] for depth in depths}
-    by_title[f"depth {NUM_SINGLE_DEPTHS + 1}+"] = [row for row in section["by_depth"] if row["depth"] > NUM_SINGLE_DEPTHS]
-    panels = {title: rows for title, rows in by_title.items() if rows}
-    made = style.figure(
-        3.75,
-        f"Calibration of the draft's probabilities: {name}",
-        f"{section['rounds']} rounds, in bins of the predicted acceptance probability; error: mean distance from the diagonal",
-    )
-    grid = made.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
-    for axes, (title, rows) in zip(grid, panels.items(), strict=True):
-        _reliability(axes, title, rows)
-    grid[0].set_ylabel("observed acceptance")
-    grid[len(grid) // 2].set_xlabel("predicted acceptance probability")
-    style.legend_below(made, 2, handlelength=1.6)
-    return made
-
-
-def _reliability(axes: Axes, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    axes.plot([0, 1], [0, 1], color=style.BAND, linewidth=1.2, zorder=1)
-    labels = sum(row["labels"] for row in rows)
-    for key, height, color, marker in (("before", 0.15, style.FAINT, "o"), ("after", 0.05, "#b23a6b", "s")):
-        error = sum(row[key] * row["labels"] for row in rows) / labels
-        points = [point for point in pooled([row[f"curve_{key}"] for row in rows]) if point[2] >= MIN_LABELS]
-        curve = [point[0] for point in points], [point[1] for point in points]
-        axes.plot(*curve, color=color, linewidth=1.6, marker=marker, markersize=4.5, label=f"{key} calibration", zorder=2)
-        text = f"error {error:.3f}" if key == "before" else f"{error:.3f}"
-        axes.text(0.97, height, text, transform=axes.transAxes, fontsize=9.5, color=color, fontweight="bold", ha="right")
-    axes.set_title(f"{title}, {labels} labels", fontsize=9.5, loc="left")
-    style.percent_axes(axes)
-    axes.set_yticks([0, 0.5, 1])
-    style.despine(axes)
-    axes.set_aspect("equal")
-
-
-def pooled(curves: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, float, float]]:
-    """Merges several curves of (mean prediction, mean outcome, number of labels) into one: the points in the same bin of
-    predictions are averaged, weighted by labels.
-    """
-    sums = [[0.0, 0.0, 0.0] for _ in range(NUM_BINS)]
-    for predicted, outcome, count in (point for curve in curves for point in curve):
-        cell = sums[min(int(predicted * NUM_BINS), NUM_BINS - 1)]
-        cell[0] += predicted * count
-        cell[1] += outcome * count
-        cell[2] += count
-    return [(predicted / count, outcome / count, count) for predicted, outcome, count in sums if count]
-
-
 PLOTS = (
     Plot("speed.png", "Decoding speed over the fastest autoregressive baseline of the same run.", draw_speed),
     Plot("acceptance.png", "Acceptance rate of drafted tokens, by draft position.", draw_acceptance),
     Plot("time.png", "Decoding time per token by phase.", draw_time),
-    Plot("accepted.png", "Drafted tokens accepted per round.", draw_accepted),
-    Plot("generation.png", "Confidence of the draft, depth and nodes of the tree, round by round.", draw_generation),
-    Plot("pricing.png", "Price of time, depth, nodes, expected gain and cost, round by round.", draw_pricing),
-    Plot("calibration.png", "Observed acceptance by predicted acceptance probability.", draw_calibration),
 )

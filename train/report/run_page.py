@@ -53,12 +53,10 @@ def write_run_report(folder: Path, out: Path | None = None) -> Path:
     measured = measured_against_estimate(lines, read_reports(folder))
     path = out or folder / run_folder.REPORT_PAGE
     with style.rc_context():
-        curves = draw_curves(folder.name, lines, measured)
-        style.save(curves, path.parent / CURVES)
-        drawn = {CURVES: style.svg(curves, CURVES, "Curves of the run")}
+        style.save(draw_curves(folder.name, lines, measured), path.parent / CURVES)
     text = page(run, lines, measured, path.parent)
     write_text(path, text)
-    write_html(text, path.with_suffix(PAGE_SUFFIX), drawn)
+    write_html(text, path.with_suffix(PAGE_SUFFIX))
     if measured and measured[-1]["warning"]:
         logger.warning("%s", measured[-1]["warning"])
     return path

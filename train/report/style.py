@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from sage.io.files import atomic_path
 from sage.io.page import visible
-from train.report.svg import inline_svg
 
 WIDTH_IN, HEADING_IN, LEFT_IN = 7.6, 0.66, 0.09
 DPI = 170
@@ -138,28 +135,8 @@ def dodged(place: int, count: int, width: float) -> float:
     return (place - (count - 1) / 2) * width / max(count - 1, 1)
 
 
-def percent_axes(axes: Axes) -> None:
-    """Sets both axes to shares between 0% and 100%."""
-    axes.set(xlim=(0, 1), ylim=(0, 1.02), xticks=(0, 0.5, 1))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(PercentFormatter(1.0))
-
-
-@contextmanager
-def _any_characters() -> Iterator[None]:
-    """Lets names of other scripts be drawn without a warning for every character that the font lacks."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
-        yield
-
-
-def svg(made: Figure, file: str, label: str) -> str:
-    """Returns a figure for an HTML page; `file` is the name of its PNG, `label` for screen readers."""
-    with _any_characters():
-        return inline_svg(made, Path(file).stem, label)
-
-
 def save(made: Figure, path: Path) -> None:
-    """Writes a PNG atomically."""
-    with atomic_path(path) as temporary, _any_characters():
+    """Writes a PNG atomically; characters that the font lacks are drawn as boxes, without a warning for each of them."""
+    with atomic_path(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
         made.savefig(temporary, format="png")

@@ -1,4 +1,4 @@
-"""Reports as HTML pages: the Markdown of a report with tables that sort, and its plots as inline SVG.
+"""Reports as HTML pages: the Markdown of a report with tables that sort, and its plots.
 
 The text is that of the Markdown page. Only what our own reports contain is read: headings, tables, lists, fenced code, plots,
 and code, strong and emphasized text, relative links and escaped asterisks within a line; everything else is text.
@@ -6,6 +6,7 @@ and code, strong and emphasized text, relative links and escaped asterisks withi
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -25,25 +26,21 @@ RULE = re.compile(r"\|( (:--|--:) \|)+")
 Spans = list[dict[str, Any]]
 
 
-def write_html(markdown: str, path: Path, plots: Mapping[str, str], **sections: Any) -> None:
+def write_html(markdown: str, path: Path, **sections: Any) -> None:
     """Writes a report as a page.
 
     Args:
         markdown: the content of the Markdown page beside it.
-        path: links to Markdown pages with an HTML page beside them lead to that.
-        plots: SVG by the name of the plot's file.
+        path: its folder contains the plots; links to Markdown pages with an HTML page beside them lead to that.
         sections: `prompts`, the rows of train.report.prompt_list.
 
     Raises:
         CannotWrite: the disk is full or not writable.
     """
-    from markupsafe import Markup
-
     found = list(blocks(markdown, path.parent))
     title = next((block["text"] for block in found if block["kind"] == "title"), path.stem)
-    drawn = {name: Markup(svg) for name, svg in plots.items()}
     groups = [list(group) for _, group in groupby(found, lambda block: block["kind"] == "plot")]
-    write_page(path, render(HTML / "report.html", title=title, groups=groups, plots=drawn, **{"prompts": None, **sections}))
+    write_page(path, render(HTML / "report.html", title=title, groups=groups, **{"prompts": None, **sections}))
 
 
 def blocks(markdown: str, home: Path) -> Iterator[dict[str, Any]]:
@@ -57,7 +54,7 @@ def blocks(markdown: str, home: Path) -> Iterator[dict[str, Any]]:
         elif lines[0].startswith("```"):
             yield {"kind": "code", "text": "\n".join(lines[1:-1])}
         elif found := PLOT.fullmatch(block):
-            yield {"kind": "plot", **found.groupdict()}
+            yield {"kind": "plot", "caption": found["caption"], "url": _data_url(home / found["file"])}
         elif len(lines) > 1 and RULE.fullmatch(lines[1]):
             head, *rows = (_cells(line) for line in (lines[0], *lines[2:]))
             names = ["".join(_texts(spans(cell, home))) for cell in head]
@@ -68,6 +65,10 @@ def blocks(markdown: str, home: Path) -> Iterator[dict[str, Any]]:
             yield {"kind": "list", "items": [spans(line[2:], home) for line in lines]}
         elif not re.fullmatch(r"\*[^*]+\*", block):  # the caption below a plot, which the plot has already
             yield {"kind": "text", "spans": spans(" ".join(lines), home), "is_warning": block.startswith("warning: ")}
+
+
+def _data_url(plot: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(plot.read_bytes()).decode()}"
 
 
 def _cells(line: str) -> list[str]:
