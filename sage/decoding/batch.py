@@ -115,15 +115,27 @@ class BatchDecoder:
 
         A request whose answer is over has left. One that has failed is returned with a round of no tokens.
         """
-        while self._waiting and len(self._active) < self.max_requests:
-            self._active.append(self._waiting.popleft())
-            self._take_rows(self._active[-1])
-        done = self._run_rounds([request for request in self._active if request.has_started])
+        done = [(request, Round([], 0)) for request in self._admit()]
+        done += self._run_rounds([request for request in self._active if request.has_started])
         done += self._read_prompts([request for request in self._active if not request.has_started])
         for request, _ in done:
             if request.is_over:
                 self.remove(request)
         return done
+
+    def _admit(self) -> list[BatchRequest]:
+        """Gives waiting requests rows of the caches, as long as there is room; returns those that could not have any."""
+        failed = []
+        while self._waiting and len(self._active) < self.max_requests:
+            request = self._waiting.popleft()
+            try:
+                self._take_rows(request)
+            except Exception as error:  # of memory; the others go on with the rows that they have
+                request.error = error
+                failed.append(request)
+            else:
+                self._active.append(request)
+        return failed
 
     def _take_rows(self, request: BatchRequest) -> None:
         """Moves the empty caches of a request into rows of shared ones."""
@@ -196,10 +208,10 @@ class BatchDecoder:
             self._waiting.remove(request)
         if request in self._active:
             self._active.remove(request)
-            for row in request.rows:
-                row.shared.release(row)
-            clock = request.generation.request.clock
-            request.generation.stats.time_s = clock.seconds()
+        for row in request.rows:
+            row.shared.release(row)
+        request.rows.clear()
+        request.generation.stats.time_s = request.generation.request.clock.seconds()
 
 
 def _select(requests: Sequence[Request], drafting: Sequence[Joined]) -> list[Sequence[int] | None]:

@@ -156,11 +156,7 @@ class TreeCache(Cache):
         """Grows the buffer to `capacity` tokens; keeps the cached ones."""
         if capacity <= self.capacity:
             return
-        length = self.length
-        for place, buffer in enumerate(self.buffers):
-            grown = buffer.new_zeros(*buffer.shape[:-2], capacity, buffer.shape[-1])
-            grown[..., :length, :] = buffer[..., :length, :]
-            self.buffers[place] = grown
+        self.buffers = grown(self.buffers, capacity)
         self._set_rows()
 
     def _set_rows(self) -> None:
@@ -187,6 +183,16 @@ class TreeCache(Cache):
                 tree = buffer.narrow(-2, start, self.length - start)
                 tree.narrow(-2, 0, len(path)).copy_(tree.index_select(-2, rows))
         self.crop_to(end)
+
+
+def grown(buffers: Sequence[Tensor], capacity: int) -> list[Tensor]:
+    """Returns copies of buffers [.., C, d] with room for `capacity` tokens, zeros beyond C; the old ones stay whole if memory
+    runs out.
+    """
+    larger = [buffer.new_zeros(*buffer.shape[:-2], capacity, buffer.shape[-1]) for buffer in buffers]
+    for new, old in zip(larger, buffers, strict=True):
+        new[..., : old.shape[-2], :] = old
+    return larger
 
 
 def layers_in_order(devices: Sequence[torch.device], buffers: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from sage.runtime.cache import RowLayer, TreeCache, layers_in_order
+from sage.runtime.cache import RowLayer, TreeCache, grown, layers_in_order
 
 
 class SharedCache:
@@ -61,10 +61,7 @@ class SharedCache:
         """Grows all rows to `capacity` tokens; keeps the cached ones."""
         if capacity <= self.capacity:
             return
-        for place, buffer in enumerate(self.buffers):
-            grown = buffer.new_zeros(*buffer.shape[:-2], capacity, buffer.shape[-1])
-            grown[..., : buffer.shape[-2], :] = buffer
-            self.buffers[place] = grown
+        self.buffers = grown(self.buffers, capacity)
         self._set_layers()
         for row in self._rows:
             if row is not None:

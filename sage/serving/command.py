@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sage.commands import cli
 from sage.io.ranges import from_attributes
 from sage.serving.settings import ServerLimits
-from sage.trees import AUTOREGRESSIVE, POLICIES, check_name
+from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY, POLICIES, check_name
 
 if TYPE_CHECKING:
     from sage.drafts.draft import Draft
@@ -34,7 +34,6 @@ EPILOG = """Example:
 
 A first SIGTERM or Ctrl-C lets answers in progress finish, a second one ends the process. docs/serving.md describes the API."""
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra `serve`
-POLICY = "cost_aware"  # with a draft
 KEY_VARIABLE = "SAGE_API_KEY"
 MAX_PORT = 65535
 
@@ -44,7 +43,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.new_parser("sage-serve", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
     cli.add_model_options(parser)
-    text = f"one of {', '.join(POLICIES)} (default: {POLICY}, without a draft {AUTOREGRESSIVE})"
+    text = f"one of {', '.join(POLICIES)} (default: {DEFAULT_POLICY}, without a draft {AUTOREGRESSIVE})"
     add("--policy", default=None, help=text)
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
     add("--port", type=int, default=8000, metavar="N", help="port (default: %(default)s; 0: a free one)")
@@ -100,7 +99,7 @@ def check(args: argparse.Namespace) -> ServerLimits:
 
 def policy_of(args: argparse.Namespace) -> str:
     """Returns the name of the policy."""
-    return args.policy or (POLICY if args.draft else AUTOREGRESSIVE)
+    return args.policy or (DEFAULT_POLICY if args.draft else AUTOREGRESSIVE)
 
 
 def api_key(args: argparse.Namespace) -> str:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from sage.planning.base import Policy
     from sage.trees import sage as sage
 
-AUTOREGRESSIVE, CHAIN, SAGE = "autoregressive", "chain", "sage"
-DEFAULT_POLICY = SAGE  # of `sage.generate` and all other answers of a process that may give many
+AUTOREGRESSIVE, CHAIN, COST_AWARE, SAGE = "autoregressive", "chain", "cost_aware", "sage"
+DEFAULT_POLICY = COST_AWARE  # of Python, regeneration and sage-serve: of a process that may give many answers
 FIRST_ANSWER_POLICY = CHAIN  # of sage-generate, which gives one answer per process (docs/decoder.md, Which policy)
 POLICIES: tuple[str, ...] = tuple(module.name for module in iter_modules(__path__))
 

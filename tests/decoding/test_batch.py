@@ -13,7 +13,9 @@ from support.toy_helpers import make_policy
 import sage
 from sage.decoding.batch import BatchDecoder, BatchRequest
 from sage.runtime import joint
+from sage.runtime.cache import TreeCache
 from sage.runtime.joint import Layout
+from sage.runtime.shared_cache import SharedCache
 from sage.targets import tree_passes
 
 MAKERS = {
@@ -153,6 +155,42 @@ def test_a_request_that_fails_leaves_the_others_alone(tiny_qwen: sage.Target) ->
     assert good.output().tokens.tolist() == text_alone(tiny_qwen, None, second, "autoregressive", max_new_tokens=9)
     with pytest.raises(RuntimeError, match="broken"):
         bad.output()
+
+
+def test_a_request_without_room_in_the_caches_fails_alone_and_frees_its_rows(
+    tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, (first, second) = random_draft(tiny_qwen), some_inputs(tiny_qwen, 2)
+    decoder = BatchDecoder(tiny_qwen, draft, 2)
+    good = decoder.add(first, "chain", max_new_tokens=9)
+    decoder.step()
+    bad = decoder.add(second, "chain", max_new_tokens=90)
+    whole, grow = [], SharedCache.grow_to
+
+    def fails_for_the_draft(self: SharedCache, capacity: int) -> None:
+        if capacity > self.capacity and whole:
+            raise RuntimeError("out of memory")
+        whole.append(capacity)
+        grow(self, capacity)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedCache, "grow_to", fails_for_the_draft)
+        assert bad in [request for request, _ in decoder.step()]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bad.output()
+    again = decoder.add(second, "chain", max_new_tokens=90)
+    while len(decoder):
+        decoder.step()
+    for request, inputs, count in ((good, first, 9), (again, second, 90)):
+        assert request.output().tokens.tolist() == text_alone(tiny_qwen, draft, inputs, "chain", max_new_tokens=count)
+
+
+def test_a_cache_that_cannot_grow_stays_as_it_is() -> None:
+    cache = TreeCache([torch.device("meta"), torch.device("cpu")], 1, 4, 8, torch.float32)
+    for one in (cache, SharedCache(cache, 2)):
+        with pytest.raises(RuntimeError):
+            one.grow_to(1 << 50)
+        assert [buffer.shape[-2] for buffer in one.buffers] == [8, 8]
 
 
 def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,13 @@ from data_prep.config import RegenerateConfig
 from sage.bench.options import DEFAULT_POLICIES, compare_parser, costs_parser
 from sage.bench.settings import CostSettings, MeasurementSettings
 from sage.commands.generate import parse_args
+from sage.decoding.batch import BatchDecoder
 from sage.decoding.generation import start
 from sage.decoding.settings import AnswerSettings, DraftedAnswerSettings, Sampling
 from sage.io.docstrings import key_meanings
 from sage.io.ranges import check_fields, field_types, plain_type
+from sage.serving.command import parse_args as serving_args
+from sage.serving.command import policy_of
 from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY, FIRST_ANSWER_POLICY, POLICIES, policy_class
 from train.cli.data import DataCommand
 from train.config.checks import check_ranges
@@ -140,11 +143,12 @@ def test_numbers_on_a_command_line_are_fields_of_settings(monkeypatch: pytest.Mo
 
 
 def test_the_default_policy_is_one_constant() -> None:
-    assert DEFAULT_POLICY == "sage" and FIRST_ANSWER_POLICY == "chain"
-    for function in (sage.generate, sage.stream, sage.Chat, start):
+    assert DEFAULT_POLICY == "cost_aware" and FIRST_ANSWER_POLICY == "chain"
+    for function in (sage.generate, sage.generate_batch, sage.stream, sage.trace, sage.Chat, BatchDecoder.add, start):
         assert inspect.signature(function).parameters["policy"].default is DEFAULT_POLICY
     assert RegenerateConfig().policy is DEFAULT_POLICY
     assert parse_args([]).policy is FIRST_ANSWER_POLICY
+    assert policy_of(serving_args(["--draft", "DIR"])) is DEFAULT_POLICY
     page = " ".join((ROOT / "docs" / "decoder.md").read_text().split())
     assert f"`sage-generate` starts a process per answer, so its default is `{FIRST_ANSWER_POLICY}`" in page
 
