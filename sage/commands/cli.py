@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import TYPE_CHECKING, Any, NoReturn, get_origin
 
-from sage.commands.parsing import EXIT_USER, CommandParser, CompletionAction
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.io.docstrings import key_meanings
 from sage.io.dtypes import LONG_NAMES, SHORT_NAMES, torch_dtype
 from sage.io.manifest import refuse_corrupt_draft
+from sage.io.names import did_you_mean
 from sage.io.ranges import field_types, plain_type
 from sage.io.target_paths import find_target
 from sage.runtime.pass_modes import PassMode
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 EXIT_DONE = 0
 EXIT_CRASH = 1  # anything unforeseen
+EXIT_USER = 2  # the user's mistake, reported in one line
 EXIT_STOPPED = 3  # stopped by a signal after saving
 EXIT_INTERRUPTED = 130  # by Ctrl-C or SIGTERM, with nothing saved; that of a shell's own commands after Ctrl-C (128 + SIGINT)
+UNKNOWN = "unrecognized arguments: "  # start of the message of `argparse`
 
 
 def version_text() -> str:
@@ -53,16 +55,21 @@ def pop_debug_flag() -> bool:
     return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
-def new_parser(program: str, **texts: Any) -> argparse.ArgumentParser:
-    """Returns a parser with `--version`, whose help keeps the line breaks of its texts, `description` and `epilog`.
+class CommandParser(argparse.ArgumentParser):
+    """Ends the program with one line on stderr, with the nearest option, where `argparse` would print its usage."""
 
-    An installed command also has `--shell-completion`.
-    """
+    def error(self, message: str) -> NoReturn:
+        if message.startswith(UNKNOWN):
+            unknown = message.removeprefix(UNKNOWN).split()[0].partition("=")[0]
+            problem = "unknown option" if unknown.startswith("-") else "unexpected argument"
+            message = f"{unknown}: {problem}{did_you_mean(unknown, [*self._option_string_actions])}"
+        self.exit(EXIT_USER, f"error: {message.removeprefix('argument ')}; {self.prog} --help lists the options\n")
+
+
+def new_parser(program: str, **texts: Any) -> argparse.ArgumentParser:
+    """Returns a parser with `--version`, whose help keeps the line breaks of its texts, `description` and `epilog`."""
     parser = CommandParser(prog=program, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
     parser.add_argument("--version", action="version", version=version_text(), help="print versions and exit")
-    if " " not in program:
-        text = 'print shell completion of bash (also for zsh) or fish: eval "$(%(prog)s --shell-completion install=bash)"'
-        parser.add_argument("--shell-completion", action=CompletionAction, metavar="install=SHELL", help=text)
     return parser
 
 

@@ -218,9 +218,7 @@ def test_mistakes_beside_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("line", "expected"),
     [
         ("draft=", {"draft=block", "draft=eagle", "draft=eagle3", "draft=model", "draft=peagle"}),
-        ("experiment=de", {"experiment=debug", "experiment=demo"}),
         ("draft=eagle3 draft.draft_v", {"draft.draft_vocab_size="}),
-        ("train.max_s", {"train.max_steps="}),
     ],
 )
 def test_shell_completion(line: str, expected: set[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Mistakes on the command line: one line with the nearest name, before torch is imported; completion of options in shells."""
+"""Mistakes on the command line: one line with the nearest name, before torch is imported."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from support.messages import check_message, exit_code
 from support.train_helpers import environment
 
 from sage.bench import options
-from sage.commands.cli import new_parser, run
+from sage.commands.cli import run
 from sage.commands.generate import main as sage_generate
-from sage.commands.parsing import completion_script
 from sage.io.names import did_you_mean
 from sage.serving.command import main as sage_serve
 from train.cli.data import main as sage_data
@@ -127,52 +126,3 @@ def test_the_beginning_of_a_name_stands_for_it() -> None:
         did_you_mean("pocket", ["llama3_1_8b", "pocket_qwen2_5_vl"], "target=") == " (did you mean target=pocket_qwen2_5_vl?)"
     )
     assert did_you_mean("x", ["xyzzy_and_more"]) == ""
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--pro"], {"--prompt"}),
-        (["--passes", "c"], {"captured", "compiled"}),
-        (["--policy", "cha"], {"chain"}),
-        (["--target", "pocket_q"], {"pocket_qwen2_5_vl", "pocket_qwen3_vl"}),
-        (["--image", "dra"], {"drawing.png"}),
-    ],
-)
-def test_completion_in_bash(
-    words: list[str], expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "drawing.png").touch()
-    assert exit_code(sage_generate, "--shell-completion", "install=bash") == 0
-    line = " ".join(["sage-generate", *words])
-    script = f"""{capsys.readouterr().out}
-        COMP_WORDS=({line}) COMP_CWORD={len(words)}
-        _sage_generate
-        [ ${{#COMPREPLY[@]}} -gt 0 ] || COMPREPLY=($(compgen -o default -- {words[-1]}))  # as `complete -o default` does
-        printf '%s\\n' "${{COMPREPLY[@]}}"
-    """
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == expected and not done.stderr
-
-
-def test_completion_in_fish_and_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(sage_generate, "--shell-completion", "install=fish") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "complete -c sage-generate -l prompt -r" in lines and "complete -c sage-generate -l explain" in lines
-    assert exit_code(sage_export, "--shell-completion", "install=bash") == 0
-    assert "--engine-python" in capsys.readouterr().out
-    assert exit_code(sage_export, "--shell-completion", "install=ksh") == 2
-    check_message(capsys.readouterr().err, "--shell-completion install=ksh", "bash, fish")
-
-
-def test_options_of_composed_commands_are_completed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the function that Hydra's script defines: it asks the command."""
-    monkeypatch.setenv("COMP_LINE", "sage-train draft=eagle --re")
-    assert exit_code(sage_train, "-sc", "query=bash") == 0
-    assert {"--resume", "--help", "--multirun"} <= set(capsys.readouterr().out.split())
-
-
-def test_a_program_started_by_python_has_no_completion() -> None:
-    assert "--shell-completion" not in completion_script(new_parser("python -m benchmarks.passes"), "bash")

@@ -10,8 +10,9 @@ from support.messages import exit_code
 
 from train.cli.train import main
 from train.config.hydra_app import compose
+from train.config.overrides import expand
 from train.config.schema import Config, Precision, ValidateConfig
-from train.config.target_path import target_dtype, target_name, with_choice
+from train.config.target_path import target_dtype, target_name
 from train.validation.selection import Checkpoint, settle
 
 
@@ -63,9 +64,9 @@ def test_overrides_come_first(tmp_path: Path) -> None:
 def test_the_choice_is_inserted_before_its_path() -> None:
     """Not at the end, where it could follow an option of Hydra."""
     words = ["seed=1", "+target.path=x", "--cfg", "job"]
-    assert with_choice(words) == [words[0], "target=by_path", *words[1:]]
+    assert expand(words) == [words[0], "target=by_path", *words[1:]]
     for words in (["target.path=x", "target=y"], ["target.dtype=bf16"], []):
-        assert with_choice(words) == words
+        assert expand(words) == words
 
 
 @pytest.mark.parametrize(("command", "schema"), [("validate", ValidateConfig), ("config", Config)])

@@ -17,6 +17,7 @@ from train.cli.train import main
 from train.config.checks import check
 from train.config.hydra_app import compose, run_app
 from train.config.schema import Config, ConfigError
+from train.config.sweep import read_jobs
 from train.console.errors import report
 from train.launch.cluster_env import is_main_rank
 
@@ -275,6 +276,10 @@ def test_a_failed_job_does_not_end_a_sweep(
     assert shown.endswith("error: 1 of 3 jobs failed: seed=1 (exit 2: seed=1: not this one)\n")
     (records,) = (in_empty_folder / "runs" / ".sweep").iterdir()
     assert sorted(path.name for path in records.iterdir()) == [*(f"job_0000{n}.json" for n in range(3)), "multirun.yaml"]
+    for content in ('{"number": 3, "name": "seed=3", "host": "other"}', "{"):
+        (records / "job_00003.json").write_text(content)
+        with refused("job_00003.json"):
+            read_jobs(records)
 
 
 @pytest.mark.slow

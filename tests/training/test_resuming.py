@@ -18,7 +18,7 @@ from checkpoints.inspect import inspect_folder
 from sage.io.manifest import write_manifest
 from train.config.checks import check
 from train.config.hydra_app import compose
-from train.config.overrides import with_resume
+from train.config.overrides import expand
 from train.config.resuming import changes
 from train.config.schema import Config, ConfigError
 from train.launch.ranks import process_group
@@ -37,7 +37,7 @@ def started(folder: Path, *overrides: str) -> Path:
 
 
 def resumed(run: Path, *overrides: str) -> Config:
-    config: Config = compose("config", [*with_resume(["--resume", str(run)]), *overrides], Config)
+    config: Config = compose("config", [*expand(["--resume", str(run)]), *overrides], Config)
     return config
 
 
@@ -115,8 +115,8 @@ def test_a_mistyped_run_is_refused(tmp_path: Path) -> None:
     with refused(f"run.dir={tmp_path}/rum", "config.yaml", error=ConfigError):
         resumed(tmp_path / "rum")
     with refused("--resume", error=ConfigError):
-        with_resume(["--resume"])
-    assert with_resume(["a=1", "--resume=x", "b=2"]) == ["a=1", "run.dir=x", "run.resume=true", "b=2"]
+        expand(["--resume"])
+    assert expand(["a=1", "--resume=x", "b=2"]) == ["a=1", "run.dir=x", "run.resume=true", "b=2"]
 
 
 def test_a_configuration_without_newer_keys_is_resumed(tmp_path: Path) -> None:

@@ -27,13 +27,13 @@ from sage.io.files import config_dir, package_dir
 from train.config import sweep
 from train.config.errors import as_mistake, refuse_unknown
 from train.config.help import help_text
-from train.config.overrides import key_of, options_of, refuse_unknown_options, task_overrides, with_resume
-from train.config.resuming import with_own_choices, with_own_config
+from train.config.overrides import expand, key_of, options_of, refuse_unknown_options, task_overrides
+from train.config.resuming import with_own_config
 from train.config.schema import Config, ConfigError
 from train.config.sharding import shorten_validation
 from train.config.store import register
 from train.config.sweep import SweepScore
-from train.config.target_path import lr_for_width, target_dtype, target_name, with_choice
+from train.config.target_path import lr_for_width, target_dtype, target_name
 from train.console.errors import NOTHING_SAVED, is_crash, message_of, print_error, report
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -77,13 +77,9 @@ def run_app(
     if "--version" in sys.argv:
         print(version_text())
         return EXIT_DONE
-    options = options_of(schema)
-    if is_completing_option(sys.argv[1:]):
-        print(" ".join([*options, *leading]))
-        return EXIT_DONE
     try:
-        refuse_unknown_options(sys.argv[1:], options, leading)
-        sys.argv[1:] = with_own_choices(with_choice(with_resume(sys.argv[1:])))
+        refuse_unknown_options(sys.argv[1:], options_of(schema), leading)
+        sys.argv[1:] = expand(sys.argv[1:])
     except ConfigError as error:
         return report(error, is_main())
     before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
@@ -100,20 +96,12 @@ def run_app(
         return max(job.codes, default=EXIT_DONE)
 
     try:
-        code = job.guard(run_all)
-        jobs = sweep.read_jobs(folder)
-        return max(code, job.guard(lambda: job.summarize(jobs))) if jobs else code
+        return max(job.guard(run_all), job.guard(lambda: job.summarize(folder)))
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-def is_completing_option(arguments: Sequence[str]) -> bool:
-    """Whether the shell asks for the completions of an option; Hydra completes groups, choices and keys only."""
-    asks = any(argument.startswith("query=") for argument in arguments)
-    return asks and os.environ.get("COMP_LINE", "").rpartition(" ")[2].startswith("-")
 
 
 def _print_help(config_name: str, schema: type) -> int:
@@ -207,13 +195,14 @@ class SweepJob:
             self.error = message_of(error)
             return report(error, self.is_main())
 
-    def summarize(self, jobs: list[sweep.Job]) -> int:
-        """Compares the finished jobs and prints the failed ones; returns the largest of their exit codes."""
-        if self.is_main() and self.sweep_score is not None:
+    def summarize(self, folder: Path) -> int:
+        """Compares the jobs recorded in `folder` and prints the failed ones; returns the largest of their exit codes."""
+        jobs = sweep.read_jobs(folder)
+        if jobs and self.is_main() and self.sweep_score is not None:
             self.sweep_score.compare(jobs)
         if failed := sweep.failures(jobs):
             print_error(failed, EXIT_USER, self.is_main())
-        return max(job.code for job in jobs)
+        return max((job.code for job in jobs), default=EXIT_DONE)
 
 
 def is_sweep() -> bool:
@@ -258,7 +247,7 @@ def compose(config_name: str, overrides: list[str], schema: type) -> Any:
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            words = with_own_choices(with_choice(overrides))
+            words = expand(overrides)
             return to_object(hydra.compose(config_name, overrides=words), schema, words)
     except Exception as error:
         if (mistake := as_mistake(error, schema)) is not error:

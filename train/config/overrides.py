@@ -1,4 +1,4 @@
-"""Overrides and options of a command line: their keys, those that are unknown, and those without effect."""
+"""The words of a command line: overrides and options, those that are unknown, those without effect, our short forms."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from pathlib import Path
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 
+from checkpoints.run_folder import is_run
 from sage.io.names import did_you_mean
+from sage.io.target_paths import path_of_target
+from train.config.run_config import kinds_of, read_plain
 from train.config.schema import ConfigError, LaunchConfig
 
 OWN_OPTIONS = ("--version", "--debug")
 RESUME = "--resume"
+BY_PATH = "target=by_path"  # the choice for a target given by its path alone
+OTHER_RUN = "give another run.dir"
 
 
 def key_of(override: str) -> str:
@@ -42,8 +47,27 @@ def refuse_unknown_options(arguments: Sequence[str], options: Sequence[str], lea
             raise ConfigError(f"{option}: unknown option{did_you_mean(option, known)}; allowed: {', '.join(known)}")
 
 
-def with_resume(arguments: Sequence[str]) -> list[str]:
-    """Replaces `--resume RUN` (or `--resume=RUN`) by `run.dir=RUN run.resume=true`; ConfigError without a folder."""
+def expand(arguments: Sequence[str]) -> list[str]:
+    """Returns the words of a command line with our short forms written out as overrides that Hydra composes.
+
+        --resume RUN       run.dir=RUN run.resume=true
+        target.path=NAME   target=NAME, for a name of conf/target
+        target.path=DIR    target=by_path target.path=DIR, unless a target is chosen: name and precision are the folder's own
+        run.resume=true    the run's choices of groups whose choices have different keys, unless given
+
+    Raises:
+        ConfigError: `--resume` without a folder, or the configuration of the run to resume cannot be read.
+    """
+    words = _with_target(_with_resume(arguments))
+    given = dict(word.partition("=")[::2] for word in words)
+    run = Path(given.get("run.dir", ""))
+    if given.get("run.resume", "").lower() != "true" or not is_run(run):
+        return words
+    kinds = kinds_of(read_plain(run, OTHER_RUN))
+    return [*(f"{group}={kind}" for group, kind in kinds.items() if group not in given), *words]
+
+
+def _with_resume(arguments: Sequence[str]) -> list[str]:
     found: list[str] = []
     rest = iter(arguments)
     for argument in rest:
@@ -56,6 +80,18 @@ def with_resume(arguments: Sequence[str]) -> list[str]:
             raise ConfigError("--resume: missing folder; give --resume RUN")
         found += [f"run.dir={folder}", "run.resume=true"]
     return found
+
+
+def _with_target(words: list[str]) -> list[str]:
+    """Inserts the choice before its path, since overrides at the end could follow an option of Hydra."""
+    keys = [key_of(word) for word in words]
+    if "target" in keys or "target.path" not in keys:
+        return words
+    place = keys.index("target.path")
+    path = words[place].partition("=")[2]
+    if path_of_target(path) != path:
+        return [*words[:place], f"target={path}", *words[place + 1 :]]
+    return [*words[:place], BY_PATH, *words[place:]]
 
 
 def own_answers_command(arguments: Sequence[str], run_dir: str) -> str:

@@ -20,10 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.run_folder import CONFIG, RECIPE, dotted_keys, is_run
 from sage.decoding.settings import AnswerSettings
-from train.config.overrides import key_of
-from train.config.run_config import kinds_of, read_plain, with_types
+from train.config.overrides import BY_PATH, OTHER_RUN, key_of
+from train.config.run_config import read_plain, with_types
 from train.config.schema import Config, ConfigError
-from train.config.target_path import CHOICE
 
 # Prefixes of the keys that may not change when a run is resumed.
 FIXED = (
@@ -37,7 +36,6 @@ UNRECORDED = ("run.", "debug", "launch.plan")  # settings of the command rather 
 IDENTITIES = {"target": "target.path", "draft": "draft.kind", "draft/compressor": "draft.compressor.kind", "data": "data.name"}
 UNUSED_GROUPS = ("experiment", "sweep")  # compositions to start with; a run's own configuration contains their values
 POLICY_GROUP = "decode/policy"
-OTHER_RUN = "give another run.dir"
 
 
 @dataclass(frozen=True)
@@ -62,16 +60,6 @@ class Change:
         return f"{self.key}: {self.before} -> {self.now}{' (training recipe)' if self.is_recipe else ''}"
 
 
-def with_own_choices(overrides: Sequence[str]) -> list[str]:
-    """Inserts the choices of the run to be resumed for the groups whose choices have different keys, unless given."""
-    given = dict(override.partition("=")[::2] for override in overrides)
-    folder = Path(given.get("run.dir", ""))
-    if given.get("run.resume", "").lower() != "true" or not is_run(folder):
-        return list(overrides)
-    kinds = kinds_of(read_plain(folder, OTHER_RUN))
-    return [*(f"{group}={kind}" for group, kind in kinds.items() if group not in given), *overrides]
-
-
 def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns the configuration of the run in `run.dir`, with the overrides of the command line applied to it.
 
@@ -89,7 +77,7 @@ def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfi
     config = _read_typed(folder)
     for override in overrides:
         key = key_of(override)
-        if override == CHOICE or key in UNUSED_GROUPS:
+        if override == BY_PATH or key in UNUSED_GROUPS:
             continue
         for name in _keys_of(key):
             OmegaConf.update(config, name, OmegaConf.select(composed, name), merge=False, force_add=True)

@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from sage.commands.cli import EXIT_STOPPED
-from sage.io.files import write_text
+from sage.io.files import read_json, write_text
 from sage.io.tables import counted
 from train.console.errors import NOTHING_SAVED
 
@@ -62,8 +62,19 @@ def write_job(job: Job) -> None:
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Reads all records, ordered by job number; empty if there was no sweep."""
-    return [Job(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("job_*.json"))]
+    """Reads all records, ordered by job number; empty if there was no sweep.
+
+    Raises:
+        ValueError: a record is damaged, or a process with another version of this package wrote it.
+    """
+    jobs = []
+    for path in sorted(folder.glob("job_*.json")):
+        try:
+            jobs.append(Job(**read_json(path)))
+        except TypeError as error:
+            reason = "a job of this sweep ran with another version of sage-draft; use one version on all machines"
+            raise ValueError(f"{path}: no record of a job ({error}); {reason}") from error
+    return jobs
 
 
 def swept_keys(arguments: Sequence[str]) -> list[str]:

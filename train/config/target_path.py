@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sage.io.dtypes import SHORT_NAMES
-from sage.io.target_paths import path_of_target
-from train.config.overrides import key_of
 from train.config.schema import Precision
 
-CHOICE = "target=by_path"
 CONFIG_FILE = "config.json"
-
-
-def with_choice(overrides: Sequence[str]) -> list[str]:
-    """Inserts the choice of conf/target/by_path.yaml before a `target.path` without `target=`; a name becomes `target=NAME`.
-
-    Otherwise the target would have the name and precision of the default target or of the experiment's.
-    """
-    keys = [key_of(override) for override in overrides]
-    if "target" in keys or "target.path" not in keys:
-        return list(overrides)
-    place = keys.index("target.path")
-    path = overrides[place].partition("=")[2]
-    if path_of_target(path) != path:
-        return [*overrides[:place], f"target={path}", *overrides[place + 1 :]]
-    return [*overrides[:place], CHOICE, *overrides[place:]]
 
 
 def target_name(path: str) -> str:

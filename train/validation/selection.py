@@ -17,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import run_of
 from sage.drafts.location import find_draft, target_of
-from train.config.overrides import key_of
+from train.config.overrides import BY_PATH, key_of
 from train.config.run_config import read_plain, with_types
 from train.config.schema import ConfigError, DataConfig, DecodeConfig, TargetConfig, ValidateConfig
-from train.config.target_path import CHOICE, target_dtype, target_name
+from train.config.target_path import target_dtype, target_name
 
 Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
 RUNS = Path("runs")
@@ -59,7 +59,7 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
         ConfigError: the run's config.yaml cannot be used.
         ValueError: there is no target.
     """
-    overrides = [override for override in overrides if override != CHOICE]  # inserted by `with_choice`
+    overrides = [override for override in overrides if override != BY_PATH]  # inserted by `expand`
     if checkpoint.run is not None:
         saved = read_plain(checkpoint.run, "give a complete run folder")
         groups = {"target": TargetConfig, "data": DataConfig, "decode": DecodeConfig}
