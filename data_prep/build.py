@@ -24,17 +24,8 @@ from data_prep.dataset.mixing import alternate
 from data_prep.dataset.prepare import prepare_examples
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons, read_skipped
 from data_prep.dataset.stream import StreamDataset, is_stream
-from data_prep.sources import open_source, open_stream
-from data_prep.sources.base import Source, Stream, as_prompt
-from data_prep.splits import (
-    Split,
-    check_prompts_held_out,
-    check_split,
-    configured_shares,
-    enclosing_holdout,
-    shares_of,
-    split_group,
-)
+from data_prep.sources.base import Source, Stream, as_prompt, open_source, open_stream, with_validation_prompt
+from data_prep.splits import Split, enclosing_holdout, split_group
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 
@@ -113,8 +104,23 @@ def open_sources(config: DataConfig, split: Split) -> list[Source]:
     resolved = config.resolved(split)
     sources = [open_source(label, source, split, config.cache_dir) for label, source in resolved.items()]
     for label, source in zip(resolved, sources, strict=True):
-        check_split(config, split, label, source.has_splits)
+        _check_split(config, split, label, source.has_splits)
     return sources
+
+
+def _check_split(config: DataConfig, split: Split, label: str, has_splits: bool) -> None:
+    """Raises ValueError where the test split of a source is requested and it has none (`has_splits`: of its own)."""
+    if split is Split.test and not (has_splits or config.validation or config.test_holdout or not config.holdout):
+        raise ValueError(f"data.test_holdout: 0.0; source {label} has no test split; give it a share, e.g. 0.1")
+
+
+def _check_prompts_held_out(config: DataConfig, label: str, has_splits: bool) -> None:
+    """Raises ValueError where the prompts of a source would be training items; `has_splits` as for `_check_split`."""
+    if not (config.validation or config.holdout or has_splits):
+        raise ValueError(
+            f"data.holdout: 0.0; holds out no item of source {label} for validation; allowed: above 0, or prompt sources "
+            f"(+data/validation=NAME, data.validation)"
+        )
 
 
 def _open_streams(config: DataConfig, split: Split) -> list[Stream]:
@@ -124,7 +130,7 @@ def _open_streams(config: DataConfig, split: Split) -> list[Stream]:
 def _build_stream(config: DataConfig, processor: Processor, split: Split) -> StreamDataset:
     streams = _open_streams(config, split)
     for label in config.resolved(split):
-        check_split(config, split, label, has_splits=False)
+        _check_split(config, split, label, has_splits=False)
     folder = cache_dir(config.cache_dir) / "streams" / json_digest([stream.fingerprint() for stream in streams])
     return StreamDataset(config, streams, processor, Path(config.bad_list or folder / SKIPPED))
 
@@ -135,13 +141,12 @@ def _prompt_readers(config: DataConfig, split: Split, skipped: SkipLog) -> list[
     if any(source.streaming for source in resolved.values()):
         streams = _open_streams(config, split)
         for label in resolved:
-            check_prompts_held_out(config, label, has_splits=False)
-        shares = configured_shares(config)
-        return [_prompts(stream.iterate(0), as_prompt, partial(shares.has, split=split), skipped) for stream in streams]
+            _check_prompts_held_out(config, label, has_splits=False)
+        return [_prompts(stream.iterate(0), as_prompt, partial(config.shares.has, split=split), skipped) for stream in streams]
     sources = open_sources(config, split)
     for label, source in zip(resolved, sources, strict=True):
-        check_prompts_held_out(config, label, source.has_splits)
-    shares = shares_of(config, sources)
+        _check_prompts_held_out(config, label, source.has_splits)
+    shares = with_validation_prompt(config.shares, sources)
     return [
         _prompts(range(len(source)), source.prompt, partial(source.belongs_to, split=split, shares=shares), skipped)
         for source in sources

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from data_prep.sources import KINDS, SourceConfig, check_path, check_source
-from data_prep.splits import Share, Split, check_shares
+from data_prep.splits import Share, Shares, Split
 from sage.decoding.settings import AnswerSettings
 from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, check_fields
 from sage.trees import DEFAULT_POLICY
@@ -103,6 +103,11 @@ class DataConfig:
     num_workers: NonNegativeInt = 0
     num_frames: PositiveInt = 32
     shuffle_block: PositiveInt = 256
+
+    @property
+    def shares(self) -> Shares:
+        """The shares of the splits; none with separate validation sources."""
+        return Shares() if self.validation else Shares(self.holdout, self.test_holdout)
 
     def resolved(self, split: Split) -> dict[str, SourceConfig]:
         """Returns the sources of a split by label: `~` expanded, the top-level defaults filled in for those of `sources`."""
@@ -193,7 +198,12 @@ def validate(config: DataConfig) -> None:
         users = (source for source in config.sources.values() if name in KINDS[source.kind].options)
         if getattr(config, name) and all(getattr(source, name) for source in users):
             raise ValueError(f"data.{name}: {getattr(config, name)}; has no effect, no source of data={config.name} uses it")
-    check_shares(config.holdout, config.test_holdout)
+    if config.holdout + config.test_holdout >= 1:
+        raise ValueError(
+            f"data.test_holdout: {config.test_holdout}; leaves no training data with data.holdout={config.holdout}; lower one"
+        )
+    if config.test_holdout and not config.holdout:
+        raise ValueError(f"data.test_holdout: {config.test_holdout}; has no effect with data.holdout=0; give a share to both")
     weights = [source.weight is None for source in config.sources.values()]
     if any(weights) and not all(weights):
         raise ValueError("data.sources: some have a weight and some do not; give a weight to each or to none")

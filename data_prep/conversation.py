@@ -25,6 +25,7 @@ PLACEHOLDER = re.compile(r"\A\s*<(?:image|video)>|<(?:image|video)>\s*\Z")
 
 Part = dict[str, Any]
 Message = dict[str, Any]
+Row = dict[str, Any]  # of a data file, before it becomes messages
 
 
 class BadItem(ValueError):

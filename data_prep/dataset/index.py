@@ -20,8 +20,8 @@ from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, BadSource, TooLong
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons
 from data_prep.sources import KINDS
-from data_prep.sources.base import Source
-from data_prep.splits import Shares, Split, shares_of
+from data_prep.sources.base import Source, with_validation_prompt
+from data_prep.splits import Shares, Split
 from sage.io.files import json_digest
 from sage.io.progress import progress_bar
 from sage.io.source import source_digest
@@ -55,7 +55,7 @@ def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> In
 
     Raises ValueError if there is no valid item.
     """
-    shares = shares_of(config, sources)
+    shares = with_validation_prompt(config.shares, sources)
     settings = {"split": split, "shares": asdict(shares), "on_bad": config.on_bad}
     content = [(source.fingerprint(), source.limit) for source in sources]
     readers = {KINDS[source.kind].module for source in config.resolved(split).values()}

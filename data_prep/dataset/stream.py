@@ -19,7 +19,7 @@ from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.mixing import alternate, next_source, permutation
 from data_prep.dataset.skip_log import SkipLog
 from data_prep.sources.base import Stream, as_example
-from data_prep.splits import Split, configured_shares
+from data_prep.splits import Split
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 
@@ -111,7 +111,7 @@ class StreamDataset:
         if isinstance(item, BadItem):
             self.skipped.add(item)
             return None
-        return item if configured_shares(self.config).has(item, split) else None
+        return item if self.config.shares.has(item, split) else None
 
 
 def _endless(stream: Stream, start: int) -> Iterator[RawItem]:

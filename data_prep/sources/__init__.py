@@ -15,17 +15,11 @@ import json
 import os
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data_prep.sources.prompt_layouts import LAYOUTS
 from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt
-
-if TYPE_CHECKING:
-    from data_prep.sources.base import Source, Stream
-    from data_prep.splits import Split
-
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 BOM = b"\xef\xbb\xbf"
@@ -122,21 +116,6 @@ def check_source(key: str, source: SourceConfig) -> None:
         if value != getattr(defaults, name) and name not in options:
             allowed = ", ".join(options)
             raise ValueError(f"{key}.{name}: {value}; has no effect on kind {source.kind}; its options: {allowed}")
-
-
-def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str = "") -> Source:
-    """Opens the source with the key `label`; raises ValueError if its path is empty, missing, or not of this kind."""
-    if config.path:
-        check_path(config.kind, config.path)
-    source: Source = import_module(KINDS[config.kind].module).open_source(label, config, split, cache_dir)
-    source.limit = config.num_examples
-    return source
-
-
-def open_stream(label: str, config: SourceConfig, split: Split) -> Stream:
-    """Opens the source of a config for reading in order; its kind must have the option `streaming`."""
-    stream: Stream = import_module(KINDS[config.kind].module).open_stream(label, config, split)
-    return stream
 
 
 # -- paths -------------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
-"""The interfaces of a source: `Source`, conversations by index, and `Stream`, conversations in order."""
+"""The interfaces of a source: `Source`, conversations by index, and `Stream`, conversations in order; and how to open one."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 
 from data_prep.conversation import BadItem, Conversation, check_conversation, media_parts
-from data_prep.splits import Shares, Split
+from data_prep.sources import KINDS, SourceConfig, check_path
+from data_prep.splits import Shares, Split, group_position, split_group
 from sage.inputs.media import check_media
 
 
@@ -66,6 +69,43 @@ class Stream(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """Returns a text that changes whenever the items change."""
+
+
+def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str = "") -> Source:
+    """Opens the source with the key `label`; raises ValueError if its path is empty, missing, or not of this kind."""
+    if config.path:
+        check_path(config.kind, config.path)
+    source: Source = import_module(KINDS[config.kind].module).open_source(label, config, split, cache_dir)
+    source.limit = config.num_examples
+    return source
+
+
+def open_stream(label: str, config: SourceConfig, split: Split) -> Stream:
+    """Opens the source of a config for reading in order; its kind must have the option `streaming`."""
+    stream: Stream = import_module(KINDS[config.kind].module).open_stream(label, config, split)
+    return stream
+
+
+def with_validation_prompt(shares: Shares, sources: Iterable[Source]) -> Shares:
+    """Returns the shares of these sources, with at least one validation prompt however small they are.
+
+    Where no prompt falls into the validation share, the share is enlarged until it contains the first one. It depends on the
+    items alone, not on their order. Reading stops at the first validation prompt.
+    """
+    if not shares.validation:
+        return shares
+    lowest = 1.0
+    for source in sources:
+        if source.has_splits:
+            return shares
+        for row in range(len(source)):
+            try:
+                lowest = min(lowest, group_position(split_group(source.prompt(row))))
+            except ValueError:  # an invalid item, which is reported where it would be used
+                continue
+            if lowest < shares.validation:
+                return shares
+    return Shares(math.nextafter(lowest, 1), shares.test) if lowest < 1 else shares
 
 
 def as_example(conversation: Conversation) -> Conversation:

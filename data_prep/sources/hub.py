@@ -14,12 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from data_prep.conversation import MEDIA, BadItem, Conversation, Message, Part
+from data_prep.conversation import MEDIA, BadItem, Conversation, Message, Part, Row
 from data_prep.sources import SourceConfig
 from data_prep.sources.base import Source, Stream
 from data_prep.sources.llava_json import llava_messages, media_list, place_media, text_part
 from data_prep.sources.messages import chat_messages
-from data_prep.sources.rows import Row, RowSource, require_path
+from data_prep.sources.rows import RowSource, require_path
 from data_prep.splits import Split
 from sage.io.hub import HubUnreachable, require_hub
 

@@ -12,10 +12,10 @@ import re
 from functools import partial
 from typing import Any
 
-from data_prep.conversation import Message, Part
+from data_prep.conversation import Message, Part, Row
 from data_prep.sources import SourceConfig, layout_of
 from data_prep.sources.base import Source
-from data_prep.sources.rows import JsonRows, Row, RowSource, require_path
+from data_prep.sources.rows import JsonRows, RowSource, require_path
 from data_prep.splits import Split
 
 SPEAKERS = {

@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part
+from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part, Row
 from data_prep.sources import SourceConfig
 from data_prep.sources.base import Source
 from data_prep.sources.llava_json import Roots, check_all_placed, media_list, media_roots, place_media, turns_of
-from data_prep.sources.rows import JsonRows, Row, RowSource, require_path
+from data_prep.sources.rows import JsonRows, RowSource, require_path
 from data_prep.splits import Split
 from sage.inputs.video import TIME_KEYS
 

@@ -1,20 +1,19 @@
 """Row layouts of the benchmarks on which the papers measure: a row of the published file -> a `Question`.
 
-Adding a benchmark is one function and one entry in `LAYOUTS`. Imports the standard library only, because the registry of
-sources reads the names. Does not own: opening the files (data_prep.sources.prompt_sets).
+Adding a benchmark is one function and one entry in `LAYOUTS`. Imports nothing heavy, because the registry of sources reads the
+names. Does not own: opening the files (data_prep.sources.prompt_sets).
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
-if TYPE_CHECKING:
-    from data_prep.conversation import Part
-    from data_prep.sources.rows import MediaFinder, Row
+from data_prep.conversation import Part, Row
 
 ONE_WORD = "Answer the question using a single word or phrase."
 ONE_LETTER = "Answer with the option's letter from the given choices directly."
@@ -58,6 +57,31 @@ class Layout:
     id_key: str = "id"
     family: str = ""
     family_key: str = ""
+
+
+class MediaFinder:
+    """Locates the files that annotations name: below `root`, in given subfolders, or in any subfolder by file name."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def __call__(self, name: str, *folders: str, suffixes: Sequence[str] = ("",)) -> str:
+        """Returns the path; `root/name` if there is no such file, so that opening it raises the error."""
+        for folder in ("", *folders):
+            for suffix in suffixes:
+                path = os.path.join(self.root, folder, name + suffix)
+                if os.path.exists(path):
+                    return path
+        found = (self._path_by_name.get(os.path.basename(name) + suffix) for suffix in suffixes)
+        return next((path for path in found if path), os.path.join(self.root, name + suffixes[0]))
+
+    @cached_property
+    def _path_by_name(self) -> dict[str, str]:
+        return {
+            name: os.path.join(folder, name)
+            for folder, folders, files in os.walk(self.root)
+            for name in sorted(files + folders)
+        }
 
 
 def textvqa(row: Row, find: MediaFinder) -> Question:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from data_prep.conversation import Conversation, Message
+from data_prep.conversation import Conversation, Message, Row
 from data_prep.multi_turn import FOLLOW_UPS
 from data_prep.sources import JSON_SUFFIXES, SourceConfig
 from data_prep.sources.base import Source
-from data_prep.sources.prompt_layouts import LAYOUTS, Layout, Question
-from data_prep.sources.rows import JsonRows, ListRows, MediaFinder, RawRows, Row, RowSource, require_path
+from data_prep.sources.prompt_layouts import LAYOUTS, Layout, MediaFinder, Question
+from data_prep.sources.rows import JsonRows, ListRows, RawRows, RowSource, require_path
 from data_prep.splits import Split
 
 EXPLAIN = "Please give a detailed and reasonable explanation for the answer."

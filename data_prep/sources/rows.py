@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from data_prep.cache import cache_dir, computed_once
-from data_prep.conversation import BadItem, Conversation, Message, item_label
+from data_prep.conversation import BadItem, Conversation, Message, Row, item_label
 from data_prep.sources import is_array
 from data_prep.sources.base import Source
 
-Row = dict[str, Any]
 ToMessages = Callable[[Row], list[Message]]
 CHUNK_BYTES = 1 << 24
 
@@ -121,31 +119,6 @@ class ListRows:
     def row(self, index: int) -> Any:
         """Returns the row at `index`."""
         return self._rows[index]
-
-
-class MediaFinder:
-    """Locates the files that annotations name: below `root`, in given subfolders, or in any subfolder by file name."""
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-
-    def __call__(self, name: str, *folders: str, suffixes: Sequence[str] = ("",)) -> str:
-        """Returns the path; `root/name` if there is no such file, so that opening it raises the error."""
-        for folder in ("", *folders):
-            for suffix in suffixes:
-                path = os.path.join(self.root, folder, name + suffix)
-                if os.path.exists(path):
-                    return path
-        found = (self._path_by_name.get(os.path.basename(name) + suffix) for suffix in suffixes)
-        return next((path for path in found if path), os.path.join(self.root, name + suffixes[0]))
-
-    @cached_property
-    def _path_by_name(self) -> dict[str, str]:
-        return {
-            name: os.path.join(folder, name)
-            for folder, folders, files in os.walk(self.root)
-            for name in sorted(files + folders)
-        }
 
 
 def require_path(label: str, path: str, description: str) -> str:

@@ -14,7 +14,8 @@ from data_prep.build import build_dataset
 from data_prep.config import DataConfig, Images, check_paths
 from data_prep.conversation import BadItem
 from data_prep.server.chat_request import MediaPolicy
-from data_prep.sources import SourceConfig, check_path, open_source
+from data_prep.sources import SourceConfig, check_path
+from data_prep.sources.base import open_source
 from data_prep.splits import Split
 
 CHAT = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}]}

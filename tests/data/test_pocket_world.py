@@ -9,7 +9,8 @@ from support.messages import refused
 
 from data_prep.pocket import grammar, palette, world
 from data_prep.pocket.phrases import Phraser
-from data_prep.sources import SourceConfig, open_source
+from data_prep.sources import SourceConfig
+from data_prep.sources.base import open_source
 from data_prep.splits import Split
 
 

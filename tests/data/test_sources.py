@@ -26,7 +26,8 @@ from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset
 from data_prep.config import DataConfig
 from data_prep.conversation import BadItem, Conversation
-from data_prep.sources import KINDS, SourceConfig, open_source
+from data_prep.sources import KINDS, SourceConfig
+from data_prep.sources.base import open_source
 from data_prep.splits import Split
 
 Make = Callable[[Path], SourceConfig]
