@@ -18,7 +18,7 @@ from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.drafts.session import DraftSession, check_probabilities
 from sage.planning.base import Policy
-from sage.planning.tree import Columns, NextLevel, RoundOutcome, Tree, TreeBuilder, Trunk
+from sage.planning.tree import Columns, NextLevel, RoundOutcome, Tree, TreeBuilder
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens, cached_index, join_tokens
 from sage.runtime.joint import Steps, alone
@@ -207,18 +207,14 @@ def grow(request: Request) -> Steps[TreeBuilder | None]:
     """Grows one round's tree level by level, at most to the depth that the answer can still use and the draft can reach; None
     if nothing is drafted.
     """
-    policy, session, clock, logits = request.policy, request.session, request.clock, request.draft_logits
+    session, clock, logits = request.session, request.clock, request.draft_logits
     last_level = request.stop.num_remaining - 1
     if session is not None and session.max_depth is not None:
         last_level = min(last_level, session.max_depth)
     if logits is None or session is None or last_level == 0:
         return None
     builder = TreeBuilder(request.root, logits.device, request.stop.eos)
-    known = None if request.verifier.sampler.is_coupled else session.trunk(policy.num_candidates_at(1))
-    if known is None:
-        chosen = _add_level(request, session, builder, logits)
-    else:
-        chosen = _add_trunk(request, session, builder, Trunk(*known, builder.eos).up_to(last_level))
+    chosen = _add_level(request, session, builder, logits)
     while chosen is not None and len(chosen.expand) and builder.depth < last_level:
         rows, tokens = builder.advance(chosen)
         clock.lap("policy")
@@ -239,18 +235,6 @@ def _add_level(request: Request, session: DraftSession, builder: TreeBuilder, lo
     if chosen is not None:
         builder.add(chosen)
     return chosen
-
-
-def _add_trunk(request: Request, session: DraftSession, builder: TreeBuilder, trunk: Trunk) -> NextLevel | None:
-    """Adds the policy's choices along the trunk, for which the draft is not called; returns the last of them."""
-    request.clock.lap("draft_steps")
-    for level, probs in enumerate(trunk.probs, start=1):
-        check_probabilities([probs], level, request.stats.new_tokens)
-    chosen = request.policy.next_levels(trunk)
-    builder.add_trunk(trunk, chosen)
-    session.follow(len(chosen) - 1)
-    request.stats.draft_steps += len(chosen) - 1
-    return chosen[-1]
 
 
 def verify(request: Request, tree: Tree) -> Steps[tuple[Verdict, Features]]:

@@ -263,11 +263,9 @@ class BlockDraft(DraftVocabulary, DraftHead):
         return self._functions[key]
 
     def _new_functions(self, target: Target) -> tuple[PassFunction, ...]:
-        """The function of a block with a conditional also computes the trunk, whose candidates the host reads at once."""
         if self.config.conditional == Conditional.none:
-            return (BlockPass(self, target, None),)
-        correction = Correction(self, target)
-        return BlockPass(self, target, correction), ConditionalPass(self, target, correction)
+            return (BlockPass(self, target),)
+        return BlockPass(self, target), ConditionalPass(self, target, Correction(self, target))
 
     def fuse(self, features: Features) -> Tensor:
         """Returns the context [B, T, D], fused from the target's feature levels."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.correction import Correction, lm_head_rows
+from sage.drafts.correction import lm_head_rows
 from sage.runtime.attention import tile_mask
 from sage.runtime.cache import RowCache
 from sage.runtime.host_tensors import cached_index
@@ -51,7 +51,6 @@ class SlotPass(PassFunction):
         blocks: of several requests, the dimension of their blocks of slots; None for one.
         attention: arguments between the cache rows and the buffers.
         num_rows: rows of the cache.
-        has_trunk: whether the pass computes the trunk, for which it reads the token before the anchor.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class SlotPass(PassFunction):
         blocks: Dim | None = None,
         attention: Sequence[Argument] = (Argument("columns", (KEYS,), torch.long, Padding.counting),),
         num_rows: Dim | int = 1,
-        has_trunk: bool = False,
     ) -> None:
         config, dtype, slots = draft.config, draft.dtype, draft.num_slots
         of_target, rope = (1, count, target.hidden_size), (1, 1, count, config.head_dim)
@@ -79,19 +77,16 @@ class SlotPass(PassFunction):
             Argument("slot_sin", slot_rope, dtype),
             Argument("rows", (count,), torch.long, Padding.spare_row),
             Argument("slot_rows", (*of_each, slots), torch.long, Padding.spare_row),  # of one, while a graph is captured
-            Argument("parents", (blocks or 1,), torch.long),
             *attention,
             Argument("keys", (*buffers, config.head_dim), dtype, Padding.cache, draft.num_layers),
             Argument("values", (*buffers, config.head_dim), dtype, Padding.cache, draft.num_layers),
         )
         sizes: list[tuple[int, ...]] = [(draft.num_levels, config.hidden_size), (draft.num_levels, draft.num_draft_tokens)]
-        if has_trunk:
-            sizes += [(draft.num_levels, draft.num_draft_tokens), (draft.num_levels,)]
         results = [Result((*of_each, *size)) for size in sizes]
-        modules = (type(draft).__module__, Correction.__module__, *family_modules(target))
-        facts = describe_target(target), without_paths(config), has_trunk
+        modules = (type(draft).__module__, *family_modules(target))
+        facts = describe_target(target), without_paths(config)
         super().__init__("draft", names, arguments, results, facts, modules)
-        self.draft, self.embed_tokens, self._target, self.has_trunk = draft, target.embed_tokens, target, has_trunk
+        self.draft, self.embed_tokens, self._target = draft, target.embed_tokens, target
 
     @property
     def _group(self) -> int:
@@ -101,16 +96,16 @@ class SlotPass(PassFunction):
 
 
 class BlockPass(SlotPass):
-    """A pass of a block head; with `correction`, it also computes its trunk."""
+    """A pass of a block head."""
 
     draft: BlockDraft
 
-    def __init__(self, draft: BlockDraft, target: Target, correction: Correction | None) -> None:
-        super().__init__(draft, target, has_trunk=correction is not None)
-        self.lm_head, self.correction = lm_head_rows(draft, target), correction
+    def __init__(self, draft: BlockDraft, target: Target) -> None:
+        super().__init__(draft, target)
+        self.lm_head = lm_head_rows(draft, target)
 
     def _new_joint(self) -> JointFunction | None:
-        return JointBlockPass(self.draft, self._target, self.lm_head, self.correction)
+        return JointBlockPass(self.draft, self._target, self.lm_head)
 
     def forward(
         self,
@@ -123,11 +118,10 @@ class BlockPass(SlotPass):
         slot_sin: Tensor,
         rows: Tensor,
         slot_rows: Tensor,
-        parents: Tensor,
         columns: Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         """Extends the cache by M tokens and runs the block of the last one's successor.
 
         Args:
@@ -135,12 +129,11 @@ class BlockPass(SlotPass):
             last, levels: `Features` of the M tokens, 1 + L tensors [1, M, D].
             cos, sin, slot_cos, slot_sin: rope of the M tokens and of the slots, [1, 1, M or S, d].
             rows, slot_rows: LongTensor [M] and [S], their cache rows.
-            parents: LongTensor [1], the token before the anchor.
             columns: LongTensor [keys], 0, 1, .. up to the last slot's row.
             keys, values: buffers of every layer, [1, H, C, d].
 
         Returns:
-            the input of the lm_head [K, D] and logits [K, U] of the levels; with a trunk also its logits [K, U] and tokens [K].
+            the input of the lm_head [K, D] and logits [K, U] of the levels.
         """
         draft = self.draft
         context = draft.fuse(Features(last, tuple(levels)))
@@ -150,34 +143,28 @@ class BlockPass(SlotPass):
         seen = slot_rows if draft.config.causal else slot_rows[-1:].expand(slot_rows.shape[0])
         mask = tile_mask(columns <= seen[:, None], self._group, context.dtype)
         hidden = draft.at_levels(draft.run(context, slots, rope, mask, cache)[0])
-        logits = self.lm_head(hidden)
-        if self.correction is None:
-            return hidden, logits
-        (of_trunk,), (found,) = self.correction.trunk(tokens[-1:], parents, hidden[None], logits[None])
-        return hidden, logits, of_trunk, found
+        return hidden, self.lm_head(hidden)
 
 
 class JointSlotPass(SlotPass, JointFunction):
     """A pass over the accepted tokens of several requests and the slots behind those of each."""
 
-    def __init__(
-        self, draft: BlockDraft | PEagleDraft, target: Target, layout_: Sequence[Argument], has_trunk: bool = False
-    ) -> None:
+    def __init__(self, draft: BlockDraft | PEagleDraft, target: Target, layout_: Sequence[Argument]) -> None:
         names = ("the draft's block after one token of every request", "the draft's block of several requests")
         attention = (
             *layout_,
             Argument("ends", (CALLS,), torch.long),
             Argument("columns", (KEYS,), torch.long, Padding.counting),
         )
-        super().__init__(draft, target, names, ALL_NODES, CALLS, attention, ROWS, has_trunk)
+        super().__init__(draft, target, names, ALL_NODES, CALLS, attention, ROWS)
 
     @abstractmethod
     def _layout(self, calls: Sequence[Call], counts: Sequence[int], num_rows: int) -> Sequence[Tensor]:
         """Returns the arguments that `layout_` describes, for calls with `counts` [R] tokens each."""
 
     def join(self, calls: Sequence[Call], num_rows: int) -> Sequence[Value]:
-        tokens, last, levels, cos, sin, slot_cos, slot_sin, rows, slot_rows, parents = (
-            [call.values[place] for call in calls] for place in range(10)
+        tokens, last, levels, cos, sin, slot_cos, slot_sin, rows, slot_rows = (
+            [call.values[place] for call in calls] for place in range(9)
         )
         counts, shared = [len(one) for one in tokens], shared_cache(calls)
         return (
@@ -190,7 +177,6 @@ class JointSlotPass(SlotPass, JointFunction):
             torch.cat(slot_sin),
             torch.cat(rows),
             torch.stack(slot_rows),
-            torch.cat(parents),
             *self._layout(calls, counts, num_rows),
             layout(calls, counts, num_rows, rows[0].device).ends,
             shared.steps.narrow(0, 0, max(length_of(call) for call in calls)),
@@ -206,10 +192,10 @@ class JointBlockPass(JointSlotPass):
 
     draft: BlockDraft
 
-    def __init__(self, draft: BlockDraft, target: Target, lm_head: nn.Module, correction: Correction | None) -> None:
+    def __init__(self, draft: BlockDraft, target: Target, lm_head: nn.Module) -> None:
         own = (Argument("owners", (ALL_NODES,), torch.long), Argument("calls", (ROWS,), torch.long))
-        super().__init__(draft, target, own, correction is not None)
-        self.lm_head, self.correction = lm_head, correction
+        super().__init__(draft, target, own)
+        self.lm_head = lm_head
 
     def _layout(self, calls: Sequence[Call], counts: Sequence[int], num_rows: int) -> Sequence[Tensor]:
         device = calls[0].values[0].device
@@ -228,28 +214,26 @@ class JointBlockPass(JointSlotPass):
         slot_sin: Tensor,
         rows: Tensor,
         slot_rows: Tensor,
-        parents: Tensor,
         owners: Tensor,
         calls: Tensor,
         ends: Tensor,
         columns: Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         """Runs the pass.
 
         Args:
             tokens, last, levels, cos, sin, rows, columns: as for `BlockPass.forward`, T tokens of all requests.
             slot_cos, slot_sin: rope of the slots, [R, 1, S, d].
             slot_rows: LongTensor [R, S].
-            parents: LongTensor [R], the tokens before the anchors.
             owners: LongTensor [T], the cache row of each token.
             calls: LongTensor [B], the request of each cache row, 0 for none.
             ends: LongTensor [R], the last token of each request.
             keys, values: buffers of every layer, [B, H, C, d].
 
         Returns:
-            the input of the lm_head [R, K, D] and logits [R, K, U]; with a trunk also its logits [R, K, U] and tokens [R, K].
+            the input of the lm_head [R, K, D] and logits [R, K, U].
         """
         draft, slots = self.draft, self.draft.num_slots
         context = draft.fuse(Features(last, tuple(levels)))
@@ -265,10 +249,7 @@ class JointBlockPass(JointSlotPass):
         seen = slot_rows if draft.config.causal else slot_rows[:, -1:].expand_as(slot_rows)
         mask = tile_mask(columns <= seen.index_select(0, calls)[..., None], self._group, context.dtype)
         hidden = draft.at_levels(draft.run(context, blocks, rope, mask, cache)[0].unflatten(0, slot_rows.shape))
-        logits = self.lm_head(hidden)
-        if self.correction is None:
-            return hidden, logits
-        return hidden, logits, *self.correction.trunk(anchors, parents, hidden, logits)
+        return hidden, self.lm_head(hidden)
 
 
 def join_slots(states: Tensor) -> Tensor:

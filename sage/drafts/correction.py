@@ -68,26 +68,6 @@ class Correction(nn.Module):
             state = self.draft.path_head.activation(state + self.parent(parents) + of_slots)
         return self.to_logits(state)
 
-    def trunk(self, tokens: Tensor, parents: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the trunk of each request: the path on which each level has its most probable token below the level before.
-        Drafts follow it mostly, and a call per level would cost more than what it computes.
-
-        Args:
-            tokens, parents: LongTensor [R], the anchors and the tokens before them.
-            hidden, logits: of the block, [R, K, D] and [R, K, U].
-
-        Returns:
-            logits [R, K, U] below the nodes of the trunk, and their most probable tokens, LongTensor [R, K].
-        """
-        of_slots, rows, found = self.of_slots(hidden), [], []
-        for level in range(logits.shape[1]):
-            row = logits[:, level] + self(tokens, parents, of_slots[:, level])
-            best = row.argmax(-1)
-            tokens, parents = best + self.draft.d2t.index_select(0, best), tokens
-            rows.append(row)
-            found.append(tokens)
-        return torch.stack(rows, 1), torch.stack(found, 1)
-
 
 def lm_head_rows(draft: BlockDraft, target: Target) -> nn.Module:
     """Returns the target's lm_head, or a layer with its rows of the draft vocabulary."""

@@ -76,7 +76,6 @@ class PEaglePass(SlotPass):
         slot_sin: Tensor,
         rows: Tensor,
         slot_rows: Tensor,
-        parents: Tensor,
         columns: Tensor,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
@@ -88,7 +87,6 @@ class PEaglePass(SlotPass):
             last, levels: `Features` of the M tokens, 1 + L tensors [1, M, D].
             cos, sin, slot_cos, slot_sin: rope of the M tokens and of the slots, [1, 1, M or S, d].
             rows, slot_rows: LongTensor [M] and [S], their cache rows.
-            parents: not read.
             columns: LongTensor [keys], 0, 1, .. up to the last slot's row.
             keys, values: buffers of every layer, [1, H, C, d].
 
@@ -136,7 +134,6 @@ class JointPEaglePass(JointSlotPass):
         slot_sin: Tensor,
         rows: Tensor,
         slot_rows: Tensor,
-        parents: Tensor,
         owners: Tensor,
         offsets: Tensor,
         places: Tensor,
@@ -151,7 +148,6 @@ class JointPEaglePass(JointSlotPass):
             tokens, last, levels, cos, sin, rows, columns: as for `PEaglePass.forward`, T tokens of all requests.
             slot_cos, slot_sin: rope of the slots, [R, 1, S, d].
             slot_rows: LongTensor [R, S].
-            parents: not read.
             owners, offsets: LongTensor [T], the cache row of each token, and its place among those of its request.
             places: LongTensor [B, N], as of `_places`.
             ends: LongTensor [R], the last token of each request.

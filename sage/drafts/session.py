@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from sage.runtime.host_tensors import Tokens
 from sage.runtime.joint import Steps, alone
 from sage.targets import Features, Prompt
 
-HostCandidates: TypeAlias = tuple[list[list[float]], list[list[int]]]  # probabilities and tokens, [F, K] each
-
 
 class Candidates(NamedTuple):
     """The draft's best next tokens below each node of a level, [F, K], in descending order.
@@ -27,17 +25,10 @@ class Candidates(NamedTuple):
         probs: float32, the softmax of the scores: the draft's probability of a token, or with noise a confidence that the token
             is the target's draw.
         tokens: LongTensor, target ids.
-        host: both as lists, if they have been read already.
     """
 
     probs: Tensor
     tokens: Tensor
-    host: HostCandidates | None = None
-
-    def below(self, node: int) -> Candidates:
-        """Returns those below one node."""
-        host = None if self.host is None else ([self.host[0][node]], [self.host[1][node]])
-        return Candidates(self.probs.narrow(0, node, 1), self.tokens.narrow(0, node, 1), host)
 
 
 class DraftSession(ABC):
@@ -46,8 +37,7 @@ class DraftSession(ABC):
     Attributes:
         levels: indices k of the target's hidden_states[k] that the draft reads in addition to the last.
         token_map: LongTensor [U], draft id -> target id; None when the draft vocabulary is the target's (U = V).
-        max_depth: levels that a round can draft, all of them computed by `prefill` and `commit`; None if each level is computed
-            by `expand`, to any depth.
+        max_depth: levels that a round can draft; None for any.
     """
 
     levels: tuple[int, ...] = ()
@@ -106,20 +96,6 @@ class DraftSession(ABC):
         """
         probs, tokens = scores.float().softmax(-1).topk(min(num_candidates, scores.shape[-1]))
         return Candidates(probs, tokens if self.token_map is None else self.token_map.take(tokens))
-
-    def trunk(self, num_candidates: int) -> HostCandidates | None:
-        """Returns the candidates [L, K] below the first L nodes of the trunk, the path from the root on which every node is the
-        draft's first candidate; None unless `prefill` or `commit` has computed them. From a GPU, all of them are read at once.
-        """
-        return None
-
-    def follow(self, depth: int) -> None:
-        """Makes the trunk's node at `depth` the frontier, without the calls of `expand` that lead to it.
-
-        Args:
-            depth: 0 = the root, at most L - 1 of `trunk`.
-        """
-        raise NotImplementedError
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         """Sets a context of `context` rows and a frontier of `width` nodes, both of zeros, so that `expand` and

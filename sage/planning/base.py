@@ -13,9 +13,7 @@ from typing import Any, ClassVar
 
 from sage.costs.tables import Costs
 from sage.planning.options import check_values
-from sage.planning.tree import Frontier, NextLevel, RoundOutcome, Trunk
-
-FOLLOWED = [0]  # `NextLevel.expand` of a level that leads on along the trunk
+from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 
 
 class Policy(ABC):
@@ -88,22 +86,6 @@ class Policy(ABC):
     def next_level(self, frontier: Frontier) -> NextLevel | None:
         """Chooses the nodes of the next level; None ends the drafting without a level."""
 
-    def next_levels(self, trunk: Trunk) -> list[NextLevel | None]:
-        """Chooses the first levels of a round, whose candidates are known: as many as `next_level` expands the first candidate
-        of alone, and the one after them.
-        """
-        levels: list[NextLevel | None] = []
-        while _goes_on(trunk, levels):
-            levels += self.levels_along(trunk, len(levels) + 1)
-            if _goes_on(trunk, levels):
-                level = len(levels) + 1
-                levels.append(self.next_level(trunk.frontier(level, self.num_candidates_at(level))))
-        return levels
-
-    def levels_along(self, trunk: Trunk, level: int) -> Sequence[NextLevel]:
-        """Chooses levels of a trunk at once, from `level` on, as far as `next_level` need not choose them."""
-        return ()
-
     def select(self) -> Sequence[int] | None:
         """Returns the indices of the drafted nodes to verify; None = all.
 
@@ -140,11 +122,3 @@ class Policy(ABC):
     def observe(self, outcome: RoundOutcome) -> dict[str, float]:
         """Learns from a verified round; returns figures of its plan for `Stats.rounds_log`."""
         return {}
-
-
-def _goes_on(trunk: Trunk, levels: Sequence[NextLevel | None]) -> bool:
-    """Returns whether the trunk has a level below those chosen, the last of which expands its first candidate alone."""
-    if not levels:
-        return len(trunk.probs) > 0
-    last = levels[-1]
-    return len(levels) < len(trunk.probs) and last is not None and last.expand == FOLLOWED

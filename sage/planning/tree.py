@@ -152,34 +152,6 @@ class NextLevel(NamedTuple):
     expand: Sequence[int]
 
 
-class Trunk(NamedTuple):
-    """Candidates of several levels that the host knows at the start of a round.
-
-    They are those below the root, below its first candidate, below the first one of these, and so on.
-
-    Attributes:
-        probs, tokens: of L levels, K candidates each: probabilities, descending, and their tokens.
-        eos: tokens that end the answer.
-    """
-
-    probs: list[list[float]]
-    tokens: list[list[int]]
-    eos: frozenset[int] = frozenset()
-
-    def frontier(self, level: int, num_candidates: int) -> Frontier:
-        """Returns a policy's view of a level, 1 = below the root."""
-        tokens = [self.tokens[level - 1][:num_candidates]]
-        return Frontier(level, [self.probs[level - 1][:num_candidates]], partial(_ends, tokens, self.eos))
-
-    def has_end(self, level: int) -> bool:
-        """Returns whether candidates of a level end the answer, 1 = below the root."""
-        return not self.eos.isdisjoint(self.tokens[level - 1])
-
-    def up_to(self, level: int) -> Trunk:
-        """Returns the first levels."""
-        return Trunk(self.probs[:level], self.tokens[:level], self.eos) if level < len(self.probs) else self
-
-
 @dataclass
 class RoundOutcome:
     """Result of one round, as input of `Policy.observe`.
@@ -213,8 +185,6 @@ class _Level(NamedTuple):
 class TreeBuilder:
     """Builds the tree of one round: `open_level`, `add` and `advance` once per level, then `tree`.
 
-    Several levels of a trunk may come first (`add_trunk`).
-
     Args:
         root: token of the root.
         device: of the draft's candidates and of the tree.
@@ -228,20 +198,15 @@ class TreeBuilder:
         self._on_device: Tensor | None = None  # tokens of the last level's candidates [F, K], if they lie on an accelerator
         self._frontier: Sequence[int] = [0]
 
-    def open_level(
-        self, probs: Tensor, tokens: Tensor, host: tuple[list[list[float]], list[list[int]]] | None = None
-    ) -> Frontier:
-        """Returns the policy's view of the candidates below each frontier node, [F, K] each, descending.
-
-        Args:
-            host: both as lists; None to read them, which synchronizes with the device.
+    def open_level(self, probs: Tensor, tokens: Tensor) -> Frontier:
+        """Returns the policy's view of the candidates below each frontier node, [F, K] each, descending; synchronizes with the
+        device.
         """
-        if host is None:
-            host_tokens, host_probs = read_together(tokens, probs)
-            host = host_probs.tolist(), host_tokens.tolist()
+        host_tokens, host_probs = read_together(tokens, probs)
+        level = _Level(self._frontier, host_probs.tolist(), host_tokens.tolist())
         self._on_device = None if tokens.is_cpu else tokens
-        self._levels.append(_Level(self._frontier, *host))
-        return Frontier(len(self._levels), host[0], partial(_ends, host[1], self.eos))
+        self._levels.append(level)
+        return Frontier(len(self._levels), level.rows, partial(_ends, level.tokens, self.eos))
 
     def add(self, level: NextLevel) -> None:
         """Adds the nodes that the policy chose below the current frontier."""
@@ -252,16 +217,6 @@ class TreeBuilder:
             self._tokens.append(tokens[row][rank])
             self._parents.append(nodes[row])
         self._depths += [len(self._levels)] * len(level.picks)
-
-    def add_trunk(self, trunk: Trunk, levels: Sequence[NextLevel | None]) -> None:
-        """Opens levels of a trunk and adds what the policy chose of each; all but the last expand the first candidate alone."""
-        for probs, tokens, level in zip(trunk.probs, trunk.tokens, levels, strict=False):
-            self._levels.append(_Level(self._frontier, [probs], [tokens]))
-            if level is None:
-                return
-            first = len(self._tokens)
-            self.add(level)
-            self._frontier = [first]
 
     @property
     def depth(self) -> int:

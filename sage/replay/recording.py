@@ -79,7 +79,7 @@ class Recorder(DraftSession):
         return logits
 
     def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
-        probs, tokens, _ = self.session.propose(scores, max(self.num_candidates, num_candidates))
+        probs, tokens = self.session.propose(scores, max(self.num_candidates, num_candidates))
         for path, row in zip(self._frontier, zip(probs.cpu(), tokens.cpu(), strict=True), strict=True):
             self.rounds[-1][path] = row
         return Candidates(probs[:, :num_candidates], tokens[:, :num_candidates])

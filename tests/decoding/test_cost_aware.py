@@ -22,16 +22,12 @@ from sage.decoding.sampling import Sampling
 from sage.decoding.verify import Verdict
 from sage.drafts.draft import new_session
 from sage.drafts.model import ModelDraft
-from sage.planning.base import Policy
-from sage.planning.tree import Frontier, NextLevel, RoundOutcome, Tree, Trunk
+from sage.planning.tree import Frontier, RoundOutcome, Tree
 from sage.runtime.timing import RoundTimes, TimedCall
 from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware import learner as learning
-from sage.trees.cost_aware import planner
-from sage.trees.cost_aware import policy as policy_module
 from sage.trees.cost_aware.learner import GROWTH_RATE, LEARN_ALL_ROUNDS, LEARN_EVERY, LIVE_RATE, Learner, labelled_candidates
 from sage.trees.cost_aware.pace import Pace
-from sage.trees.cost_aware.planner import along_path
 from sage.trees.cost_aware.pricing import ChildMass, Prices
 
 COUPLED = Sampling(temperature=1.0, seed=3, max_new_tokens=10)
@@ -315,45 +311,6 @@ class TestTree:
         chosen = cheaper.next_level(Frontier(2, [[0.5, 0.3, 0.1]]))
         assert chosen.picks == [0, 1], "0.9 * 0.1 < 0.15 < 0.9 * 0.3"
         assert chosen.expand == [], "neither 0.45 * 0.75 nor 0.27 * 0.75 more pays for a level"
-
-    @pytest.mark.parametrize(
-        "options",
-        [{}, {"stop": False}, {"sees_ends": False}, {"calibrate": True}, {"max_depth": 3}, {"max_width": 1, "max_nodes": 3}],
-    )
-    def test_a_chain_is_planned_like_any_tree(self, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Levels below a single node take fewer steps, and those of a trunk are decided at once."""
-        fast = 0
-
-        def counted(*args: Any) -> list[NextLevel]:
-            nonlocal fast
-            found = along_path(*args)
-            fast += len(found)
-            return found
-
-        def planned(probs: list[float], node: float, has_end: bool, has_feedback: bool, is_trunk: bool) -> tuple[Any, ...]:
-            policy = self.policy(flat_costs(node=node, level=0.1), **options)
-            policy.begin()
-            policy.plan.has_feedback = has_feedback
-            trunk = Trunk([probs] * 5, [[*range(4)]] * 5, frozenset([0] if has_end else []))
-            chosen = policy.next_levels(trunk) if is_trunk else Policy.next_levels(policy, trunk)
-            levels = [level and (list(level.picks), list(level.expand)) for level in chosen]
-            plan, entry = policy.plan, policy.plan.log_entry()
-            if has_end:
-                entry.pop("gain")  # of a level that is not drafted in any case
-            keep = policy.select()
-            kept = list(range(1 + len(plan.paths))) if keep is None else sorted(keep)
-            fed_back = (plan.masses, plan.drafting_s) if has_feedback else ()
-            return levels, entry, kept, plan.expected, plan.left_out, fed_back
-
-        for seed, probs in enumerate(random_probs(300, 4, seed=0).tolist()):
-            case = probs, (0.15, 0.03)[seed % 2], seed % 5 == 0, seed % 3 == 0
-            found = []
-            for version in (counted, lambda *_: []):
-                for module in (planner, policy_module):
-                    monkeypatch.setattr(module, "along_path", version)
-                found += [planned(*case, is_trunk=False), planned(*case, is_trunk=True)]
-            assert all(plan == found[0] for plan in found)
-        assert fast > 200 or not options.get("stop", True)
 
     @pytest.mark.parametrize(("usual_size", "top_k", "expected"), [(8, 10, 4), (13, 10, 6), (30, 10, 10), (8, 3, 3)])
     def test_narrow_trees_look_at_few_candidates(self, usual_size: float, top_k: int, expected: int) -> None:

@@ -21,9 +21,6 @@ from sage.costs.measure import measure_costs
 from sage.drafts.block import BlockDraft, visible_to_blocks
 from sage.drafts.block_session import BlockSession
 from sage.drafts.draft import new_session
-from sage.drafts.session import DraftSession
-from sage.planning.base import Policy
-from sage.planning.tree import Frontier, NextLevel
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.pass_modes import PassMode
@@ -124,95 +121,6 @@ def test_a_causal_block_of_few_levels_has_the_rows_of_a_complete_one(double: sag
     torch.testing.assert_close(few, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", ["dspark", "mlp"])
-def test_the_trunk_has_the_logits_of_a_correction_per_level(
-    form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its tokens and candidates, too, also where a level has a sibling; a chain asks for no other correction."""
-    without_compiler(monkeypatch)
-    draft, prompt = block(tiny_qwen, form, block_size=6), tiny_qwen.embed(make_inputs(tiny_qwen))
-    for siblings in ({}, {1}, {3}):
-        found = []
-        for mode in (None, PassMode.eager, PassMode.compiled):
-            tiny_qwen.passes = mode or PassMode.eager
-            session = new_session(draft, tiny_qwen, 60)
-            assert isinstance(session, BlockSession) and session._correction is not None
-            logits = session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
-            if mode is None:
-                monkeypatch.setattr(session, "_place_on_trunk", lambda rows, tokens: None)
-            elif not siblings:
-                monkeypatch.setattr(session, "_correction", None)
-            levels = [session.propose(logits, 3)]
-            for level in range(1, draft.num_levels):
-                nodes = levels[-1][1][0, : 2 if level in siblings else 1].tolist()
-                logits = session.expand(torch.zeros(len(nodes), dtype=torch.long), nodes)
-                levels.append(session.propose(logits, 3))
-            found.append(levels)
-        for by_level, *others in zip(*found, strict=True):
-            for of_trunk in others:
-                assert torch.equal(by_level[1], of_trunk[1])
-                torch.testing.assert_close(by_level[0], of_trunk[0])
-
-
-def test_candidates_of_the_trunk_are_selected_at_its_start(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where costs are measured: the price of a level is that of a look-up."""
-    draft, prompt = block(tiny_qwen, "mlp"), tiny_qwen.embed(make_inputs(tiny_qwen))
-    session = new_session(draft, tiny_qwen, 60)
-    session.propose(session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5])), 3)
-    session.set_synthetic_state(4, 1)
-    monkeypatch.setattr(DraftSession, "propose", lambda *_: pytest.fail("selected in a level"))
-    assert session.propose(session.expand(torch.tensor([0]), [0]), 3).probs.shape == (1, 3)
-
-
-class LateBranch(Policy):
-    """Two leaves at the first level, a chain, two expanded nodes at the third level, and their two best children each."""
-
-    name, num_candidates, tree_capacity = "late_branch", 3, 24
-
-    def next_level(self, frontier: Frontier) -> NextLevel:
-        expand = {1: [0], 2: [0], 3: [0, 1], 4: [0, 3]}
-        return NextLevel([0, 1] if frontier.level < 4 else [0, 1, 3, 4], expand.get(frontier.level, []))
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_levels_of_the_trunk_are_planned_without_the_draft(
-    form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trees are those of a call per level, also where a policy leaves the trunk; a chain makes no call."""
-    draft, departures, follow = block(tiny_qwen, form, block_size=6), set(), BlockSession.follow
-
-    def answers() -> list[Any]:
-        policies: list[Any] = [*map(new_policy, POLICIES), LateBranch()]
-        return [answer(tiny_qwen, draft, PassMode.eager, policy) for policy in policies]
-
-    def noted(session: BlockSession, depth: int) -> None:
-        departures.add(depth)
-        follow(session, depth)
-
-    monkeypatch.setattr(BlockSession, "follow", noted)
-    found = answers()
-    assert departures >= {0, 2}
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockSession, "trunk", DraftSession.trunk)
-        by_level = answers()
-    for name, ours, other in zip([*POLICIES, "late_branch"], found, by_level, strict=True):
-        assert ours[0] == other[0] and (ours[1] == other[1] or name == "cost_aware"), "which learns from timings"
-    monkeypatch.setattr(BlockSession, "expand_steps", lambda *_: pytest.fail("called for a level of the trunk"))
-    assert answer(tiny_qwen, draft, PassMode.eager, "chain") == found[POLICIES.index("chain")]
-
-
-def test_the_trunk_ends_where_two_tokens_are_equally_probable(tiny_qwen: sage.Target) -> None:
-    """The pass may have followed one of them, and the host another."""
-    draft, prompt = block(tiny_qwen, "mlp"), tiny_qwen.embed(make_inputs(tiny_qwen))
-    session = new_session(draft, tiny_qwen, 60)
-    assert isinstance(session, BlockSession)
-    session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
-    probs, tokens = session.trunk(3) or ([], [])
-    assert len(probs) == len(tokens) == draft.num_levels
-    session._expected[1] = tokens[1][1]
-    assert session.trunk(3) == (probs[:2], tokens[:2])
-
-
 def test_a_draft_that_is_trained_further_decodes_with_its_new_weights(tiny_qwen: sage.Target) -> None:
     """What depends on a token alone, and the product of lm_head and the path head's output map, are kept between requests."""
     draft, prompt = block(tiny_qwen), tiny_qwen.embed(make_inputs(tiny_qwen))
@@ -309,28 +217,23 @@ def test_its_functions_are_compiled(tiny_qwen: sage.Target, monkeypatch: pytest.
 
 @pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("policy", "temperature"), [("chain", 0.0), ("late_branch", 0.0), ("static", 0.0), ("chain", 1.0)])
+@pytest.mark.parametrize(("policy", "temperature"), [("chain", 0.0), ("static", 0.0), ("chain", 1.0)])
 def test_it_is_captured_on_a_device(
     form: str, policy: str, temperature: float, traffic: Traffic, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host reads all candidates of a trunk at once, so that a chain waits for the draft once; noise is added by level."""
+    """The host waits once for each level of the draft and once for the target."""
     capture_with(monkeypatch, call_again)
     draft, inputs = block(tiny_qwen, form), make_inputs(tiny_qwen)
     options: dict[str, Any] = {"max_new_tokens": 8, "temperature": temperature, "seed": 1}
 
-    def shaped() -> Policy:
-        return LateBranch() if policy == "late_branch" else new_policy(policy)
-
-    expected = sage.generate(tiny_qwen, draft, inputs, shaped(), **options).tokens.tolist()
+    expected = sage.generate(tiny_qwen, draft, inputs, new_policy(policy), **options).tokens.tolist()
     tiny_qwen.passes = PassMode.captured
     on_device(draft)
     on_device(tiny_qwen)
-    counts = count_rounds(traffic, tiny_qwen, draft, inputs, shaped(), **options)
+    counts = count_rounds(traffic, tiny_qwen, draft, inputs, new_policy(policy), **options)
     assert counts.tokens == expected
     for one in counts.rounds:
-        levels = one.levels + (temperature == 0.0)  # those beside the trunk, which is read at once
-        assert one.synchronizations <= levels + 1, counts.lines
-        assert policy != "chain" or temperature or one.levels == 0
+        assert one.synchronizations <= one.levels + 1, counts.lines
         assert one.blocking_uploads == 0
 
 

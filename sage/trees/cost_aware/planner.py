@@ -14,10 +14,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sage.costs.calibration import Acceptance
-from sage.planning.base import FOLLOWED
 from sage.planning.tree import Frontier, NextLevel
 from sage.trees.cost_aware.pricing import CONFIDENCE_BINS, Prices
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from sage.trees.cost_aware.policy import CostAware
 
 MIN_PATH_PROB = 1e-12  # divisor in place of an acceptance probability of 0
-NEXT_OF_PATH, LAST_OF_PATH = NextLevel([0], [0]), NextLevel([0], [])
 
 Children = tuple[list[float], list[float], list[int]]  # P, own acceptance probability and pick of each, by increasing pick
 
@@ -48,7 +46,6 @@ class CostPlan:
         paths: P of each drafted node.
         frontier: P and own acceptance probability of each frontier node.
         is_chain: whether every level so far has a single node, the draft's most probable candidate.
-        undecided: acceptance probabilities of a level that `along_path` left to `next_level`; None for none.
     """
 
     prices: Prices
@@ -65,7 +62,6 @@ class CostPlan:
     paths: list[float] = field(default_factory=list)
     frontier: list[tuple[float, float]] = field(default_factory=lambda: [(1.0, 1.0)])
     is_chain: bool = True
-    undecided: list[float] | None = None
 
     def log_entry(self) -> dict[str, float]:
         """Returns the figures for `Stats.rounds_log`."""
@@ -83,17 +79,11 @@ class CostPlan:
 def next_level(options: CostAware, plan: CostPlan, frontier: Frontier) -> NextLevel | None:
     """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
     level, prices, rows = frontier.level, plan.prices, frontier.rows
-    is_untried = len(rows) == 1 and plan.undecided is None
-    if is_untried and (chosen := along_path(options, plan, rows, lambda _: frontier.ends(), level)):
-        return chosen[0]
     plan.expanded = level
-    if plan.undecided is not None:
-        found, plan.undecided = [plan.undecided], None
-    else:
-        found = [
-            plan.acceptance(probs, level, prices.node / (path or MIN_PATH_PROB))
-            for (path, _), probs in zip(plan.frontier, rows, strict=True)
-        ]
+    found = [
+        plan.acceptance(probs, level, prices.node / (path or MIN_PATH_PROB))
+        for (path, _), probs in zip(plan.frontier, rows, strict=True)
+    ]
     plan.drafting_s += prices.first_s if level == 1 else prices.level_s[len(rows) - 1]
     children = paths, acceptances, picks = _children(options, plan, frontier, found)
     if not paths:
@@ -104,54 +94,6 @@ def next_level(options: CostAware, plan: CostPlan, frontier: Frontier) -> NextLe
     expand = _worth_expanding(options, plan, children, frontier) if level < options.max_depth else []
     plan.frontier = [(paths[i], acceptances[i]) for i in expand]
     return NextLevel(picks, [picks[i] for i in expand])
-
-
-def along_path(
-    options: CostAware, plan: CostPlan, rows: Sequence[list[float]], ends: Callable[[int], Any], first: int
-) -> list[NextLevel]:
-    """Does what `next_level` does for levels of a single node each, in the fewest steps: most of a small tree are such, and the
-    host takes longer than usual between passes, which leave nothing of it in the caches. Ends where the first candidate is not
-    worth expanding, and before a level that takes more to decide because another one may be (`CostPlan.undecided`).
-
-    Args:
-        rows: the draft's probabilities [K] below the frontier's node, below its first candidate, and so on.
-        ends: returns whether candidates of a level end the answer.
-        first: level of the first row's candidates.
-    """
-    if not options.stop:
-        return []
-    prices, acceptance, chosen = plan.prices, plan.acceptance, list[NextLevel]()
-    price = prices.levels[0]
-    further = prices.levels[1] - price if options.max_width > 1 else math.inf  # price of a second node
-    ((path, own),) = plan.frontier
-    for level, row in enumerate(rows, start=first):
-        found = acceptance(row, level, prices.node / (path or MIN_PATH_PROB))
-        if not 0 < len(found) <= options.max_nodes:
-            plan.undecided = found
-            break
-        child, is_expanded = path * found[0], False
-        if level < options.max_depth:
-            gain, others = child * prices.masses[level][int(found[0] * CONFIDENCE_BINS)], path * (sum(found) - found[0])
-            is_expanded = gain > price
-            if not others <= min(gain, further) or (is_expanded and options.sees_ends and ends(level)):
-                plan.undecided = found
-                break
-            plan.gain, plan.level_cost = gain, price
-        if plan.has_feedback:
-            plan.drafting_s += prices.first_s if level == 1 else prices.level_s[0]
-            plan.masses.append((level - 1, own, sum(found)))
-        if len(found) == 1:
-            plan.paths.append(child)
-            chosen.append(NEXT_OF_PATH if is_expanded else LAST_OF_PATH)
-        else:
-            plan.is_chain = False
-            plan.paths += [path * probability for probability in found]
-            chosen.append(NextLevel(range(len(found)), FOLLOWED if is_expanded else []))
-        path, own, plan.levels = child, found[0], level
-        if not is_expanded:
-            break
-    plan.expanded, plan.frontier = plan.levels, [(path, own)]
-    return chosen
 
 
 def _children(options: CostAware, plan: CostPlan, frontier: Frontier, found: Sequence[list[float]]) -> Children:

@@ -19,10 +19,10 @@ from typing import Annotated, Any
 from sage.costs.tables import Costs
 from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
-from sage.planning.tree import Frontier, NextLevel, RoundOutcome, Trunk
+from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.cost_aware.learner import ALONE, LABELLED_RANKS, Learner, PendingRound
 from sage.trees.cost_aware.pace import Pace
-from sage.trees.cost_aware.planner import CostPlan, along_path, next_level, select, select_together
+from sage.trees.cost_aware.planner import CostPlan, next_level, select, select_together
 from sage.trees.cost_aware.pricing import Prices
 
 USED_RANKS = 0.5  # of the nodes of a usual tree: candidates of later ranks below a node are seldom among them
@@ -160,9 +160,6 @@ class CostAware(Policy):
 
     def next_level(self, frontier: Frontier) -> NextLevel | None:
         return next_level(self, self.plan, frontier)
-
-    def levels_along(self, trunk: Trunk, level: int) -> list[NextLevel]:
-        return along_path(self, self.plan, trunk.probs[level - 1 :], trunk.has_end, level)
 
     def select(self) -> list[int] | None:
         return select(self, self.plan)
