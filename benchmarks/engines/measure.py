@@ -20,8 +20,9 @@ import sage
 from benchmarks.engines.comparison import OURS, VLLM, Answer, Decoder, figures, take_turns
 from benchmarks.engines.prompts import pocket_prompts
 from benchmarks.engines.server import SERVER, Refused, ServerClient, ServerDecoder, served_model
-from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.exporter import export
 from checkpoints.export.formats.registry import find_format
+from checkpoints.export.result import ExportOptions
 from checkpoints.run_folder import run_of
 from data_prep.config import Images
 from data_prep.server.chat_request import MediaPolicy, request_messages

@@ -32,7 +32,8 @@ from benchmarks.engines.measure import ENGINE_PYTHON, FORMAT
 from benchmarks.engines.prompts import pocket_prompts
 from benchmarks.serving.servers import OURS, VLLM, Lab, Load, ServerSetting, load, serving
 from benchmarks.wide import add_widen_option, widened
-from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.exporter import export
+from checkpoints.export.result import ExportOptions
 from data_prep.config import Images
 from data_prep.server.chat_request import MediaPolicy, request_messages
 from sage.bench.options import counts, names

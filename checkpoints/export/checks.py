@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from checkpoints.export.configs import DEFAULT_THETA, EngineConfig, TargetFacts, TensorSpecs, as_list
+from checkpoints.export.configs import DEFAULT_THETA, EngineConfig, TargetFacts, as_list
 from checkpoints.export.folder import CONFIG, Weights, export_info, verify_export
+from checkpoints.export.formats.base import CheckInput, ExportFormat, Finding
 from checkpoints.export.formats.registry import recognize, variants
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
@@ -20,53 +20,14 @@ from sage.drafts.location import EXPORT_INFO
 from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest
 from sage.io.model_files import read_config
 
-if TYPE_CHECKING:
-    from checkpoints.export.formats.base import ExportFormat
-
 NOT_LOADABLE = "no engine can load it"
 NOT_EXPORTED = "no engine loads it; export it first (sage-export DIR --format ...)"
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 EXTRA_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One error or warning: the tensor, config field or file, its value, and its effect in an engine."""
-
-    where: str
-    found: str
-    effect: str
-    is_warning: bool = False  # the draft can be served
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.found}; {self.effect}"
-
-
 class InvalidExport(ValueError):
     """An engine would refuse the folder or serve it wrongly; the message lists the errors."""
-
-
-@dataclass
-class CheckInput:
-    """The folder to check.
-
-    Attributes:
-        specs: expected tensors; none if the config lacks sizes.
-        facts: about the target, if known.
-        trained_levels: the feature levels that an export of this package was trained with; None for other folders.
-    """
-
-    format: ExportFormat
-    config: EngineConfig
-    weights: Weights
-    specs: TensorSpecs
-    facts: TargetFacts | None
-    folder: Path
-    trained_levels: list[Any] | None = None
-
-    def at(self, key: str, found: str, effect: str) -> Finding:
-        """Returns a finding about a field of the decoder layer."""
-        return Finding(self.config.key_path(key), found, effect)
 
 
 @dataclass

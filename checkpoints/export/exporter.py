@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from checkpoints.export.folder import CONFIG, WEIGHTS, new_export
 from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.formats.registry import find_format, imported_drafts
 from checkpoints.export.model_card import render_card
+from checkpoints.export.result import DraftSource, ExportOptions, ExportResult, RoundingError
 from checkpoints.export.serving import COMPRESSOR, check_compatible, image_inputs_of
 from sage.drafts.head import DraftHead
 from sage.drafts.location import EXPORT_INFO, find_draft
 from sage.drafts.registry import head_kind
-from sage.io.dtypes import dtype_name
 from sage.io.files import read_json, write_json, write_text
 from sage.io.manifest import refuse_corrupt_draft
 from sage.io.model_files import load_weights, read_config
@@ -33,82 +33,6 @@ logger = logging.getLogger(__name__)
 CARD = "README.md"
 SCHEMA = 1
 REPORT_SETTINGS = ("step", "target", "device", "dtype", "prompts", "repeats", "max_new_tokens", "temperature", "seed")
-
-
-@dataclass(kw_only=True)
-class ExportOptions:
-    """Options of an export.
-
-    Attributes:
-        flavour: the engine, for a format that differs between engines.
-        dtype: dtype of the weights.
-        target: the target's folder or hub id; None = the one in the draft's config.json.
-        target_name: the target's name in configs and commands; None = as it was loaded.
-        embedding: write the target's embedding too; None = the format's default.
-        overwrite: replace an existing export.
-        name: the export's name in the card's commands; None = its folder.
-        report: the report.json with the card's measurements, or its folder; None = the run's own.
-        license, license_link: for the model card; None = not stated.
-        allow_unserved: export although no engine serves the target's family.
-        allow_uncompressed: export without the draft's visual compressor.
-    """
-
-    flavour: str | None = None
-    dtype: torch.dtype = torch.bfloat16
-    target: str | None = None
-    target_name: str | None = None
-    embedding: bool | None = None
-    overwrite: bool = False
-    name: str | None = None
-    report: str | None = None
-    license: str | None = None
-    license_link: str | None = None
-    allow_unserved: bool = False
-    allow_uncompressed: bool = False
-
-
-@dataclass(frozen=True)
-class RoundingError:
-    """Effect of rounding the weights to the export's dtype.
-
-    Attributes:
-        max_abs_difference: largest absolute difference between the outputs of the trained and the exported draft.
-        agreement: what the format's `agreement` returns.
-    """
-
-    max_abs_difference: float
-    agreement: float
-
-
-@dataclass(frozen=True)
-class ExportResult:
-    """A finished export.
-
-    Attributes:
-        check: the findings of `check_folder`.
-        warnings: what differs from training, as complete sentences.
-        speculative_tokens: drafted tokens per round in the card's commands.
-    """
-
-    folder: Path
-    format: ExportFormat
-    options: ExportOptions
-    source: DraftSource
-    facts: TargetFacts
-    check: CheckResult
-    rounding: RoundingError
-    warnings: list[str]
-    speculative_tokens: int
-
-    @property
-    def name(self) -> str:
-        """The name in commands: the hub id it is uploaded to, or its folder."""
-        return self.options.name or str(self.folder)
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype of the weights."""
-        return dtype_name(self.options.dtype)
 
 
 def export(path: Path | str, out: Path | str, name: str, options: ExportOptions | None = None) -> ExportResult:
@@ -226,29 +150,6 @@ def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
 
 
 # -- the draft to export --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftSource:
-    """A draft and its origin.
-
-    Attributes:
-        draft: folder of the trained draft.
-        run: the run that contains it, if any.
-        step: optimizer steps it was trained for; None if unknown.
-        recipe: the run's configuration when the draft was saved.
-        recipe_changes: earlier changes of the recipe, one line each.
-        provenance: the run's provenance.json.
-        report: the validation report of this draft: the run's own, unless `with_report` chose another.
-    """
-
-    draft: Path
-    run: Path | None = None
-    step: int | None = None
-    recipe: dict[str, Any] = field(default_factory=dict)
-    recipe_changes: list[str] = field(default_factory=list)
-    provenance: dict[str, Any] = field(default_factory=dict)
-    report: dict[str, Any] | None = None
 
 
 def find_source(path: Path) -> DraftSource:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.base import SPECULATIVE_TOKENS, ExportFormat
+from checkpoints.export.result import ExportResult
 from checkpoints.export.serving import engines_for
 from checkpoints.run_folder import dotted_keys
 from sage.bench.report_table import measured_with
 from sage.io.tables import markdown_table
-
-if TYPE_CHECKING:
-    from checkpoints.export.exporter import ExportResult
 
 RECIPE = (  # keys of the configuration that the card lists, or groups of them
     *("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks"),

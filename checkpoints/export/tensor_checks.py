@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints.export.checks import CheckInput, Finding
 from checkpoints.export.folder import PICKLED
+from checkpoints.export.formats.base import CheckInput, Finding
 from sage.io.dtypes import dtype_name
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -33,10 +33,11 @@ from transformers import Qwen3Config
 import sage
 from checkpoints.export.checks import CheckResult, check_folder
 from checkpoints.export.configs import TargetFacts
-from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.exporter import export
 from checkpoints.export.formats.base import ImportOptions
 from checkpoints.export.formats.registry import find_format, variants
 from checkpoints.export.importer import convert, read_draft
+from checkpoints.export.result import ExportOptions
 from checkpoints.export.serving import serving_line
 
 AUX, TARGET_IDS = "aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"

@@ -16,10 +16,11 @@ from support.models import make_inputs
 import sage
 from checkpoints.export.checks import InvalidExport, check_folder
 from checkpoints.export.configs import EngineConfig
-from checkpoints.export.exporter import ExportOptions, check_reload, export, find_facts
+from checkpoints.export.exporter import check_reload, export, find_facts
 from checkpoints.export.formats.eagle3 import Eagle3Format
 from checkpoints.export.formats.registry import find_format
 from checkpoints.export.importer import convert
+from checkpoints.export.result import ExportOptions
 from sage.drafts.registry import KINDS
 
 FAMILIES = ("qwen2_5_vl", "llava_onevision")

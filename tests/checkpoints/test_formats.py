@@ -16,10 +16,11 @@ from support.messages import check_message, refused
 from torch import Tensor
 
 import sage
-from checkpoints.export.checks import LAYER_CHECKS, CheckInput, Finding, check_folder
+from checkpoints.export.checks import LAYER_CHECKS, check_folder
 from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_config
-from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
-from checkpoints.export.formats.registry import FORMATS, FormatRow
+from checkpoints.export.formats.base import CheckInput, ExportFormat, Finding, ImportOptions, Obstacle, fixed_batch
+from checkpoints.export.formats.registry import FORMATS, load_format
+from checkpoints.export.formats.row import FormatRow
 from checkpoints.export.serving import serving_line
 from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
@@ -142,7 +143,7 @@ def test_corrupt_exports_of_a_row_are_refused(target: sage.Target, draft: Path, 
     assert code == 2
     check_message(text.replace(str(out), "OUT"), "block_size: missing", "block.mlp.up_proj.weight: missing", "2 errors")
     with refused("midlayer.mlp.up_proj.weight: missing"):
-        FORMATS["block"].load().read(out, TargetFacts.of_folder(target.name), ImportOptions())
+        load_format(FORMATS["block"]).read(out, TargetFacts.of_folder(target.name), ImportOptions())
 
 
 @pytest.mark.usefixtures("row")

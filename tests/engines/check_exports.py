@@ -42,8 +42,9 @@ from transformers.utils import logging as transformers_logging
 import sage
 from benchmarks.engines.prompts import FAMILIES, pocket_prompts
 from checkpoints.export.configs import LEVELS_KEY
-from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.exporter import export
 from checkpoints.export.formats.registry import variants
+from checkpoints.export.result import ExportOptions
 from checkpoints.run_folder import DRAFT
 from sage.io.tables import markdown_table
 from train.serve_check.acceptance import Answers, decode_chain

@@ -30,8 +30,9 @@ import transformers
 from check_exports import COMPARED, cells, conclude, differing_acceptance, new_parser, trace
 
 import sage
-from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.exporter import export
 from checkpoints.export.formats.registry import find_format
+from checkpoints.export.result import ExportOptions
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt

@@ -35,8 +35,9 @@ from check_families import MAX_NEW_TOKENS, POCKET, TEXT, Engine, answered, build
 from safetensors.torch import load_file, save_file
 
 import sage
-from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.exporter import export
 from checkpoints.export.formats.registry import find_format
+from checkpoints.export.result import ExportOptions
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from sage.drafts.registry import draft_kind

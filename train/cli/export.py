@@ -218,8 +218,9 @@ def _result_as_text(result: CheckResult) -> str:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from checkpoints.export.exporter import ExportOptions, export
+    from checkpoints.export.exporter import export
     from checkpoints.export.folder import push_to_hub
+    from checkpoints.export.result import ExportOptions
     from checkpoints.export.serving import IncompatibleDraft
 
     given = {one.name: getattr(args, one.name) for one in fields(ExportOptions) if hasattr(args, one.name)}

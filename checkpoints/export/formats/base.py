@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.checks import CheckInput, Finding
 from checkpoints.export.configs import (
     EMBEDDING,
     FEATURE_LEVELS,
@@ -29,7 +28,7 @@ from checkpoints.export.configs import (
     read_target_embedding,
 )
 from checkpoints.export.folder import Weights
-from checkpoints.export.formats.registry import FormatRow
+from checkpoints.export.formats.row import FormatRow
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config
@@ -42,7 +41,42 @@ SAVED_LAYER = "layers.0."  # prefix of a layer's tensors in the folders of most 
 PREFIXES = ("model.", "draft_model.", "module.")
 VERIFIERS_OWN = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own tensors
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-Checks = tuple[Callable[[CheckInput], Iterator[Finding]], ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One error or warning: the tensor, config field or file, its value, and its effect in an engine."""
+
+    where: str
+    found: str
+    effect: str
+    is_warning: bool = False  # the draft can be served
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.found}; {self.effect}"
+
+
+@dataclass
+class CheckInput:
+    """The folder to check.
+
+    Attributes:
+        specs: expected tensors; none if the config lacks sizes.
+        facts: about the target, if known.
+        trained_levels: the feature levels that an export of this package was trained with; None for other folders.
+    """
+
+    format: ExportFormat
+    config: EngineConfig
+    weights: Weights
+    specs: TensorSpecs
+    facts: TargetFacts | None
+    folder: Path
+    trained_levels: list[Any] | None = None
+
+    def at(self, key: str, found: str, effect: str) -> Finding:
+        """Returns a finding about a field of the decoder layer."""
+        return Finding(self.config.key_path(key), found, effect)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +119,9 @@ class Obstacle:
     def brief(self) -> str:
         """The setting and the remedy, without the reason."""
         return f"{self.key}{'' if self.value is None else f'={self.value}'} ({self.remedy})"
+
+
+Checks = tuple[Callable[[CheckInput], Iterator[Finding]], ...]
 
 
 @dataclass(frozen=True)

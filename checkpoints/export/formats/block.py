@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.checks import CheckInput, Finding
 from checkpoints.export.configs import (
     EMBEDDING,
     LAYER_FIELDS,
@@ -34,7 +33,17 @@ from checkpoints.export.configs import (
     rope_parameters,
 )
 from checkpoints.export.folder import CONFIG, Weights
-from checkpoints.export.formats.base import BATCH, TOKENS, Checks, ExportFormat, ImportOptions, Obstacle, fixed_batch
+from checkpoints.export.formats.base import (
+    BATCH,
+    TOKENS,
+    CheckInput,
+    Checks,
+    ExportFormat,
+    Finding,
+    ImportOptions,
+    Obstacle,
+    fixed_batch,
+)
 from checkpoints.export.formats.block_checks import (
     BLOCK_CHECKS,
     CAUSAL,

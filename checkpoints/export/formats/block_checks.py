@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from checkpoints.export.checks import CheckInput, Finding, context_length, layer_type, sizes, vocabulary
+from checkpoints.export.checks import context_length, layer_type, sizes, vocabulary
 from checkpoints.export.configs import LEVELS_KEY, EngineConfig, as_list, as_mapping
+from checkpoints.export.formats.base import CheckInput, Finding
 from checkpoints.export.tensor_checks import check_tensors, vocabulary_maps
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from checkpoints.export.checks import CheckInput, Finding
 from checkpoints.export.configs import LEVELS_KEY, EngineConfig, TargetFacts, as_mapping
-from checkpoints.export.formats.base import Obstacle
+from checkpoints.export.formats.base import CheckInput, Finding, Obstacle
 from checkpoints.export.formats.block import BlockFormat
 from checkpoints.export.formats.block_checks import (
     BLOCK_CHECKS,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from checkpoints.export.checks import CheckInput, Finding
 from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs
 from checkpoints.export.folder import CONFIG
+from checkpoints.export.formats.base import CheckInput, Finding
 from checkpoints.export.formats.block import BlockFormat
 from checkpoints.export.formats.block_checks import BLOCK_CHECKS
 from checkpoints.export.formats.layout import TYPE, layout, proposal

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from checkpoints.export import checks as common
-from checkpoints.export.checks import CheckInput, Finding
 from checkpoints.export.configs import (
     EMBEDDING,
     FEATURE_LEVELS,
@@ -31,7 +30,7 @@ from checkpoints.export.configs import (
     layer_specs,
 )
 from checkpoints.export.folder import CONFIG, export_info
-from checkpoints.export.formats.base import Checks, ExportFormat, ImportOptions, Obstacle, fixed_batch
+from checkpoints.export.formats.base import CheckInput, Checks, ExportFormat, Finding, ImportOptions, Obstacle, fixed_batch
 from checkpoints.export.tensor_checks import check_tensors, vocabulary_maps, with_vocabulary_maps
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead

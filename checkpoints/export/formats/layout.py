@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from checkpoints.export.checks import CheckInput, Finding
 from checkpoints.export.configs import TargetFacts
+from checkpoints.export.formats.base import CheckInput, Finding
 from sage.io.dtypes import dtype_name
 
 VERSION = "0.9.0"  # of the PyPI package that the configs are tested against

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.checks import EXTRA_NORMS, CheckInput, Finding, context_length, layer_type, sizes, vocabulary
+from checkpoints.export.checks import EXTRA_NORMS, context_length, layer_type, sizes, vocabulary
 from checkpoints.export.configs import (
     EMBEDDING,
     FEATURE_LEVELS,
@@ -29,7 +29,7 @@ from checkpoints.export.configs import (
     rope_parameters,
 )
 from checkpoints.export.folder import CONFIG, Weights
-from checkpoints.export.formats.base import Checks, ImportOptions, fixed_batch, without_prefixes
+from checkpoints.export.formats.base import CheckInput, Checks, Finding, ImportOptions, fixed_batch, without_prefixes
 from checkpoints.export.formats.block_checks import classes, plain_rope, target_size
 from checkpoints.export.formats.eagle3 import draft_vocabulary, feature_levels
 from checkpoints.export.formats.layout import TYPE, layout, proposal, proposed_tokens

@@ -6,49 +6,16 @@ command line can list the formats without importing torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from checkpoints.export.formats.row import FormatRow
 from sage.io.names import did_you_mean
 
 if TYPE_CHECKING:
     from checkpoints.export.configs import EngineConfig
     from checkpoints.export.formats.base import ExportFormat
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormatRow:
-    """A row of the registry.
-
-    Attributes:
-        name: the choice `--format NAME`, and an entry of `DraftKind.export_formats`.
-        home: "module:Class" of its `ExportFormat`.
-        engines: flavour -> engines that load it. None: without `--flavour`, of which some formats have no other.
-        imports: drafts that `--import` reads in this format, as messages call them; empty: none.
-    """
-
-    name: str
-    home: str
-    engines: Mapping[str | None, tuple[str, ...]]
-    imports: str = ""
-
-    @property
-    def flavours(self) -> tuple[str, ...]:
-        """The choices of `--flavour`; empty if the format has none."""
-        return tuple(flavour for flavour in self.engines if flavour is not None)
-
-    @property
-    def summary(self) -> str:
-        """The name, and what loads the format, for help."""
-        parts = [" and ".join(self.engines.get(None, ())), "with --flavour" if self.flavours else ""]
-        return f"{self.name} ({'; '.join(part for part in parts if part)})"
-
-    def load(self, flavour: str | None = None) -> ExportFormat:
-        """Imports the format. A flavour that it does not have is an obstacle of every export (`find_obstacles`)."""
-        loaded: ExportFormat = resolve_name(self.home)(self, flavour)
-        return loaded
 
 
 FORMATS: dict[str, FormatRow] = {
@@ -93,6 +60,12 @@ FORMATS: dict[str, FormatRow] = {
 }
 
 
+def load_format(row: FormatRow, flavour: str | None = None) -> ExportFormat:
+    """Imports the format of a row. A flavour that it does not have is an obstacle of every export (`find_obstacles`)."""
+    loaded: ExportFormat = resolve_name(row.home)(row, flavour)
+    return loaded
+
+
 def check_format(name: str) -> None:
     """Raises ValueError for an unknown format, with the known ones; imports none of them."""
     if name not in FORMATS:
@@ -102,13 +75,13 @@ def check_format(name: str) -> None:
 def find_format(name: str, flavour: str | None = None) -> ExportFormat:
     """Returns a format by name. Raises ValueError for an unknown name."""
     check_format(name)
-    return FORMATS[name].load(flavour)
+    return load_format(FORMATS[name], flavour)
 
 
 def variants(names: Iterable[str] | None = None) -> list[ExportFormat]:
     """Returns the formats, or those with the given names, in each of their flavours; the preferred one comes first."""
     rows = [row for row in FORMATS.values() if names is None or row.name in names]
-    return [row.load(flavour) for row in rows for flavour in row.engines]
+    return [load_format(row, flavour) for row in rows for flavour in row.engines]
 
 
 def recognize(config: EngineConfig) -> ExportFormat | None:
@@ -118,7 +91,7 @@ def recognize(config: EngineConfig) -> ExportFormat | None:
     """
     if config.is_sage_draft:
         return None
-    formats = (row.load(flavour) for row in reversed(FORMATS.values()) for flavour in row.engines)
+    formats = (load_format(row, flavour) for row in reversed(FORMATS.values()) for flavour in row.engines)
     return next((one for one in formats if one.recognizes(config)), None)
 
 

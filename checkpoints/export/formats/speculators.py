@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from checkpoints.export.checks import LAYER_CHECKS, CheckInput, Finding, single_layer
+from checkpoints.export.checks import LAYER_CHECKS, single_layer
 from checkpoints.export.configs import LEVELS_KEY, EngineConfig, TargetFacts, layer_config
 from checkpoints.export.folder import CONFIG
-from checkpoints.export.formats.base import SPECULATIVE_TOKENS, Checks
+from checkpoints.export.formats.base import SPECULATIVE_TOKENS, CheckInput, Checks, Finding
 from checkpoints.export.formats.eagle3 import Eagle3Format, draft_vocabulary, feature_levels
 from checkpoints.export.formats.layout import layout, proposal, speculator_config
 from checkpoints.export.tensor_checks import check_tensors, vocabulary_maps

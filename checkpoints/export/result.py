@@ -1,0 +1,113 @@
+"""What an export is made of and what it results in: options, the draft and its origin, and the finished folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoints.export.checks import CheckResult
+from checkpoints.export.configs import TargetFacts
+from checkpoints.export.formats.base import ExportFormat
+from sage.io.dtypes import dtype_name
+
+
+@dataclass(kw_only=True)
+class ExportOptions:
+    """Options of an export.
+
+    Attributes:
+        flavour: the engine, for a format that differs between engines.
+        dtype: dtype of the weights.
+        target: the target's folder or hub id; None = the one in the draft's config.json.
+        target_name: the target's name in configs and commands; None = as it was loaded.
+        embedding: write the target's embedding too; None = the format's default.
+        overwrite: replace an existing export.
+        name: the export's name in the card's commands; None = its folder.
+        report: the report.json with the card's measurements, or its folder; None = the run's own.
+        license, license_link: for the model card; None = not stated.
+        allow_unserved: export although no engine serves the target's family.
+        allow_uncompressed: export without the draft's visual compressor.
+    """
+
+    flavour: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+    target: str | None = None
+    target_name: str | None = None
+    embedding: bool | None = None
+    overwrite: bool = False
+    name: str | None = None
+    report: str | None = None
+    license: str | None = None
+    license_link: str | None = None
+    allow_unserved: bool = False
+    allow_uncompressed: bool = False
+
+
+@dataclass(frozen=True)
+class RoundingError:
+    """Effect of rounding the weights to the export's dtype.
+
+    Attributes:
+        max_abs_difference: largest absolute difference between the outputs of the trained and the exported draft.
+        agreement: what the format's `agreement` returns.
+    """
+
+    max_abs_difference: float
+    agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSource:
+    """A draft and its origin.
+
+    Attributes:
+        draft: folder of the trained draft.
+        run: the run that contains it, if any.
+        step: optimizer steps it was trained for; None if unknown.
+        recipe: the run's configuration when the draft was saved.
+        recipe_changes: earlier changes of the recipe, one line each.
+        provenance: the run's provenance.json.
+        report: the validation report of this draft: the run's own, unless `with_report` chose another.
+    """
+
+    draft: Path
+    run: Path | None = None
+    step: int | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    recipe_changes: list[str] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """A finished export.
+
+    Attributes:
+        check: the findings of `check_folder`.
+        warnings: what differs from training, as complete sentences.
+        speculative_tokens: drafted tokens per round in the card's commands.
+    """
+
+    folder: Path
+    format: ExportFormat
+    options: ExportOptions
+    source: DraftSource
+    facts: TargetFacts
+    check: CheckResult
+    rounding: RoundingError
+    warnings: list[str]
+    speculative_tokens: int
+
+    @property
+    def name(self) -> str:
+        """The name in commands: the hub id it is uploaded to, or its folder."""
+        return self.options.name or str(self.folder)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the weights."""
+        return dtype_name(self.options.dtype)
