@@ -57,3 +57,14 @@ def read_figures(path: Path) -> tuple[str, Figures]:
     """Returns the command and the table of a file that `Figures.write` has written."""
     content = read_json(path)
     return content.pop("command"), Figures(**content)
+
+
+def counts(text: str) -> list[int]:
+    """Parses a list of positive integers; raises ValueError for another format."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise ValueError(f"{text!r}: not a list of counts; give positive integers separated by commas")
+    return found

@@ -19,11 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage
-from benchmarks.figures import Figures
+from benchmarks.figures import Figures, counts
+from benchmarks.random_targets import layers_that_fit, random_target
 from benchmarks.training.measuring import allocated, describe_machine, peak, ratio_spread, reset_peak
 from benchmarks.wide import add_widen_option, widened
-from sage.bench.options import counts
-from sage.bench.random_targets import layers_that_fit, random_target
 from sage.bench.shapes import shape_named, shapes
 from sage.commands import cli
 from sage.costs.measure import draft_level, empty_cache, verify_pass

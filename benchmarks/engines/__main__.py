@@ -18,9 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.engines.comparison import report
 from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, measure
+from benchmarks.figures import counts
 from benchmarks.wide import add_widen_option, widened
 from data_prep.config import KEY_VARIABLE
-from sage.bench.options import counts, names, variants
+from sage.bench.options import names, variants
 from sage.bench.report import display_name, machine
 from sage.bench.runners import BASELINES
 from sage.commands.cli import add_device_option, add_passes_option, new_parser, run

@@ -30,13 +30,14 @@ import torch
 from benchmarks.engines.comparison import SETTLE_S
 from benchmarks.engines.measure import ENGINE_PYTHON, FORMAT
 from benchmarks.engines.prompts import pocket_prompts
+from benchmarks.figures import counts
 from benchmarks.serving.servers import OURS, VLLM, Lab, Load, ServerSetting, load, serving
 from benchmarks.wide import add_widen_option, widened
 from checkpoints.export.exporter import export
 from checkpoints.export.result import ExportOptions
 from data_prep.config import Images
 from data_prep.server.chat_request import MediaPolicy, request_messages
-from sage.bench.options import counts, names
+from sage.bench.options import names
 from sage.bench.report import display_name, machine
 from sage.commands.cli import new_parser, run
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of

@@ -8,9 +8,9 @@ from dataclasses import fields
 
 import torch
 
+from benchmarks.figures import counts
+from benchmarks.random_targets import layers_that_fit
 from benchmarks.training import images, objective, step
-from sage.bench.options import counts
-from sage.bench.random_targets import layers_that_fit
 from sage.bench.shapes import shape_named, shapes
 from sage.commands.cli import new_parser, run
 from sage.io.dtypes import torch_dtype

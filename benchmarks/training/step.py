@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 
 import sage
+from benchmarks.random_targets import random_target
 from benchmarks.training.measuring import GIB, describe_machine, peak, reset_peak
 from checkpoints.store import StateStore
-from sage.bench.random_targets import random_target
 from sage.bench.shapes import Shape
 from sage.io.dtypes import torch_dtype
 from sage.io.tables import text_table

@@ -1,4 +1,4 @@
-"""The work of `sage-bench` and of its subcommand `costs`, after the command line is checked."""
+"""The work of `sage-bench`, after the command line is checked."""
 
 from __future__ import annotations
 
@@ -8,27 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.utils import logging as transformers_logging
 
 import sage
-from sage.bench import costs as cost
 from sage.bench import options
 from sage.bench.measurement import load_prompts, measure
-from sage.bench.random_targets import layers_that_fit
 from sage.bench.report import all_policies, build_report, calibration, replays
 from sage.bench.report_table import format_table
 from sage.bench.runners import PolicyRunner, Runner, baseline_runner, find_assistant
-from sage.bench.shapes import Shape, shape_named
-from sage.commands.cli import find_models, load_options, resolve_device
-from sage.io.dtypes import torch_dtype
-from sage.io.files import read_json, write_json
+from sage.commands.cli import find_models, load_options
+from sage.io.files import write_json
 from sage.io.progress import progress_callback
 from sage.planning.base import Policy
 from sage.runtime.pass_modes import resolve_pass_mode
 from sage.trees import AUTOREGRESSIVE
-
-CPU_LAYERS = 2  # one layer of a 7B target takes a CPU about a second per large tree
 
 
 def compare(args: argparse.Namespace, command: str) -> None:
@@ -62,32 +55,6 @@ def compare(args: argparse.Namespace, command: str) -> None:
     _write(report, args.out)
 
 
-def measure_costs(args: argparse.Namespace) -> None:
-    """Measures the passes of a shape, prints the tables and writes them."""
-    _quiet()
-    shape, report = shape_named(args.shape), None if args.project is None else _read_report(args.project)
-    grid = {name: options.counts(getattr(args, name)) for name in ("nodes", "widths", "contexts")}
-    if args.bandwidth is not None:
-        found = cost.roofline_costs(shape, torch_dtype(args.dtype), args.bandwidth, **grid)
-    else:
-        found = _measured_costs(args, shape, grid)
-    print(cost.format_costs(found))
-    if report is not None:
-        found["projection"] = cost.project(report, found)
-        print(f"\n{cost.format_projection(found['projection'], shape.name, report['target'])}")
-    _write(found, args.out)
-
-
-def _measured_costs(args: argparse.Namespace, shape: Shape, grid: dict[str, list[int]]) -> dict[str, Any]:
-    device, dtype, layers = resolve_device(args.device), torch_dtype(args.dtype), args.layers
-    if layers is None:
-        layers = layers_that_fit(shape, dtype, device)
-        layers = layers if device.type == "cuda" else min(layers, CPU_LAYERS)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        return cost.measure_shape_costs(shape, layers, dtype, device, repeats=args.repeats, **grid)
-
-
 def _runners(target: Any, draft: Any, own: Sequence[options.Variant], args: argparse.Namespace) -> list[Runner]:
     """Returns the policies, then the baselines, always including autoregressive decoding."""
     assistant = find_assistant(target, args.assistant, draft)
@@ -104,13 +71,6 @@ def _replayed(own: Sequence[options.Variant]) -> dict[str, Policy]:
     """Returns new policies of the measured variants, and every other policy."""
     policies = {one.label: sage.policy(one.policy, **one.options) for one in own}
     return policies | all_policies({}, leave_out=[one.policy for one in own])
-
-
-def _read_report(file: str) -> dict[str, Any]:
-    try:
-        return read_json(Path(file))
-    except ValueError as error:
-        raise ValueError(f"--project {error}; give a report.json") from error
 
 
 def _write(report: dict[str, Any], out: str | None) -> None:

@@ -10,16 +10,11 @@ from typing import Any
 
 from sage.bench.settings import (
     BASELINES,
-    CONTEXTS,
     HF_ASSISTED,
     HF_GENERATE,
-    NODES,
     PROMPT_LOOKUP,
-    WIDTHS,
-    CostSettings,
     MeasurementSettings,
 )
-from sage.bench.shapes import shape_named, shapes
 from sage.commands.cli import (
     add_device_map_option,
     add_device_option,
@@ -44,7 +39,6 @@ several configurations of one policy side by side, on the captions of a file of 
       --baselines hf_generate,hf_prompt_lookup --out bench.json
   sage-report bench.json        # the same as a page with plots
 
-costs of passes, measured with random weights: sage-bench costs --help
 policies and their options: sage-bench policies
 """
 
@@ -130,12 +124,6 @@ def baselines_of(args: argparse.Namespace) -> list[str]:
     return [*found, *([HF_ASSISTED] if args.assistant else [])]
 
 
-def check_costs(args: argparse.Namespace) -> None:
-    """Refuses a number out of range, or an unknown shape."""
-    check_fields(from_attributes(CostSettings, args))
-    shape_named(args.shape)
-
-
 def _value(text: str) -> Any:
     """Parses numbers, lists, true, false and null as JSON; anything else is text."""
     try:
@@ -147,17 +135,6 @@ def _value(text: str) -> Any:
 def names(text: str) -> list[str]:
     """Parses a list of names."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def counts(text: str) -> list[int]:
-    """Parses a list of positive integers; raises ValueError for another format."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise ValueError(f"{text!r}: not a list of counts; give positive integers separated by commas")
-    return found
 
 
 def compare_parser() -> argparse.ArgumentParser:
@@ -218,19 +195,3 @@ def _prompt_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--family", metavar="NAME", help="only the conversations of this task family")
     group.add_argument("--image", action="append", default=[], metavar="PATH", help="an image; may be repeated")
     group.add_argument("--prompt", metavar="TEXT", help="the question; without an image, a text-only prompt")
-
-
-def costs_parser() -> argparse.ArgumentParser:
-    """Returns the parser of `costs`."""
-    text = "Measures verification c_t(nodes, context) and draft levels c_d(width, context) on random weights."
-    parser = new_parser("sage-bench costs", description=text)
-    parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(shapes())}")
-    parser.add_argument("--nodes", default=",".join(map(str, NODES)), metavar="N,N")
-    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), metavar="N,N")
-    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), metavar="N,N")
-    add_settings(parser, CostSettings)
-    add_dtype_option(parser, "bf16", "dtype of the weights (default: %(default)s)")
-    add_device_option(parser, "auto")
-    parser.add_argument("--project", metavar="FILE", help="a report.json whose host overhead is projected to this shape")
-    parser.add_argument("--out", metavar="FILE", help="write the tables as JSON")
-    return parser

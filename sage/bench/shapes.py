@@ -45,11 +45,6 @@ class Shape:
         return self.num_layers * self.layer_parameters + self.vocab_size * self.hidden_size
 
     @property
-    def draft_parameters(self) -> int:
-        """Weights that a level of an EAGLE head of this shape reads: a layer, fc of two inputs, the shared lm_head."""
-        return self.layer_parameters + 2 * self.hidden_size**2 + self.vocab_size * self.hidden_size
-
-    @property
     def vocabulary_parameters(self) -> int:
         """Weights of embedding and lm_head."""
         return (1 if self.is_tied else 2) * self.vocab_size * self.hidden_size

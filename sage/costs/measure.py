@@ -1,7 +1,6 @@
 """Timed passes: what a target pass and a draft level cost on this machine.
 
-`measure_costs` takes a few seconds; `sage.costs.store` keeps its result on disk. `sage.bench.costs` times the same passes on
-a grid.
+`measure_costs` takes a few seconds; `sage.costs.store` keeps its result on disk.
 
 Shapes: N verified nodes (the root included), W nodes of one draft level, S context tokens, V vocabulary, U draft vocabulary.
 """

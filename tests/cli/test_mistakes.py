@@ -45,8 +45,6 @@ REFUSED = {  # module:function -> lines
         TARGET,
         f"{TARGET} --policies autoregressive --baselines vllm",
         f"{TARGET} --policies autoregressive --max-new-tokens 1",
-        "costs --shape qwen9",
-        "costs",
     ],
     "train.cli.train:main": ["--res runs/x", "target=pocket_qwen2_5_vl optim.learning_rate=1"],
     "train.cli.validate:main": ["--compar runs/x", "chekpoint=x"],

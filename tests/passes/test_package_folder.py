@@ -117,4 +117,4 @@ def test_packages_and_costs_depend_on_the_code_they_are_computed_by(tiny_qwen: s
     others = ("sage.bench", "sage.trees", "sage.decoding", "data_prep", "train")
     assert not [name for name in level if name.startswith(others)]
     costs = set(source_files(store.__name__, *draft_kind("eagle3").modules))
-    assert {"sage.costs.measure", "sage.drafts.head_session"} <= costs and "sage.bench.costs" not in costs
+    assert {"sage.costs.measure", "sage.drafts.head_session"} <= costs and "sage.bench.report" not in costs

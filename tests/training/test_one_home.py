@@ -16,8 +16,8 @@ from support.messages import refused
 
 import sage
 from data_prep.config import RegenerateConfig
-from sage.bench.options import DEFAULT_POLICIES, compare_parser, costs_parser
-from sage.bench.settings import CostSettings, MeasurementSettings
+from sage.bench.options import DEFAULT_POLICIES, compare_parser
+from sage.bench.settings import MeasurementSettings
 from sage.commands.generate import parse_args
 from sage.decoding.batch import BatchDecoder
 from sage.decoding.generation import start
@@ -34,7 +34,7 @@ from train.config.schema import Config, ConfigError, DecodeConfig, ValidateConfi
 from train.config.store import subschemas
 
 ROOT = Path(sage.__file__).parents[1]
-SETTINGS = (MeasurementSettings, CostSettings, Sampling)  # of the commands that argparse reads
+SETTINGS = (MeasurementSettings, Sampling)  # of the commands that argparse reads
 SCHEMAS = (Config, ValidateConfig, DataCommand, *dict.fromkeys(subschemas().values()))
 HAS_OWN_CHECK = {"prune"}  # sage.Pruning
 
@@ -123,7 +123,7 @@ def parsers(monkeypatch: pytest.MonkeyPatch) -> list[argparse.ArgumentParser]:
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", lambda self, argv: self)
         generate: Any = parse_args([])
-    return [generate, compare_parser(), costs_parser()]
+    return [generate, compare_parser()]
 
 
 def test_numbers_on_a_command_line_are_fields_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
