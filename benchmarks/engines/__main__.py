@@ -27,6 +27,7 @@ from sage.bench.runners import BASELINES
 from sage.commands.cli import add_device_option, add_passes_option, new_parser, run
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.io.files import write_json
+from sage.io.machine import available_cores
 
 DEPTHS = "1,2,3,4,5"
 
@@ -102,7 +103,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         baselines=names(args.baselines),
         depths=depths,
         num_prompts=args.prompts,
-        cores=sorted(os.sched_getaffinity(0))[: args.threads],
+        cores=available_cores()[: args.threads],
         log_folder=args.logs,
         **{name: getattr(args, name) for name in same},
     )

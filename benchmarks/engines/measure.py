@@ -5,7 +5,6 @@ process of its own.
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -33,6 +32,7 @@ from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, Runner, baseline_ru
 from sage.commands.cli import resolve_device
 from sage.decoding.answer import PREFILL_PHASES
 from sage.decoding.sampling import Sampling
+from sage.io.machine import available_cores, pin
 from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.runtime.timing import frozen_heap
 from sage.targets import Target
@@ -78,7 +78,7 @@ class Comparison:
     repeats: int = 5
     max_new_tokens: int = 128
     passes: str = PassMode.auto
-    cores: Sequence[int] = field(default_factory=lambda: sorted(os.sched_getaffinity(0)))
+    cores: Sequence[int] = field(default_factory=available_cores)
     log_folder: Path | None = None
     device: str = "cpu"
 
@@ -90,8 +90,8 @@ class Comparison:
 
 def measure(comparison: Comparison) -> dict[str, Any]:
     """Runs the comparison; returns the figures of every decoder, ratios, versions and settings."""
-    affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    os.sched_setaffinity(0, comparison.cores)
+    affinity, threads = available_cores(), torch.get_num_threads()
+    pin(0, comparison.cores)
     torch.set_num_threads(len(comparison.cores))
     try:
         with tempfile.TemporaryDirectory() as scratch, ExitStack() as processes:
@@ -103,7 +103,7 @@ def measure(comparison: Comparison) -> dict[str, Any]:
             theirs, versions = vllm_decoders(comparison, prompts_file, Path(scratch), processes)
             return {"engine": versions, **_take_turns(comparison, target, prompts, theirs)}
     finally:
-        os.sched_setaffinity(0, affinity)
+        pin(0, affinity)
         torch.set_num_threads(threads)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from sage.bench.report import display_name, machine
 from sage.commands.cli import new_parser, run
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.io.files import write_json, write_text
+from sage.io.machine import available_cores
 from sage.io.tables import markdown_table
 from sage.trees import check_name
 from train.serve_check.vllm_process import check_engine
@@ -152,7 +152,7 @@ def _lab(args: argparse.Namespace, max_requests: int, scratch: Path) -> Lab:
     target = str(Path(widened(args.target or target_of(draft, "--target"), args)).resolve())
     folder = scratch / "export"
     export(draft, folder, FORMAT, ExportOptions(target=target, dtype=torch.float32))
-    cores = sorted(os.sched_getaffinity(0))
+    cores = available_cores()
     return Lab(
         target=target,
         draft=draft,

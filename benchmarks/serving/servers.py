@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from sage.io.files import read_json
+from sage.io.machine import pin
 from train.serve_check.vllm_process import LOG_TAIL_LINES, environment
 
 MODEL = "target"  # its name on both servers
@@ -144,7 +145,7 @@ def _pinned(
 ) -> subprocess.Popen[bytes]:
     """Starts a process on some cores; it leads a group, to which its own processes belong."""
     process = subprocess.Popen(command, env=dict(variables), start_new_session=True, **files)
-    os.sched_setaffinity(process.pid, cores)
+    pin(process.pid, cores)
     return process
 
 

@@ -1,9 +1,10 @@
-"""What results kept on disk depend on besides models: versions, source, and processor."""
+"""This machine: its cores, processor and free memory, and what results kept on disk depend on besides models."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,21 @@ def processor_name(device: torch.device) -> str:
 
 def num_cores() -> int:
     """Returns the number of cores that this process may use; of the machine where the system does not restrict processes."""
+    return len(available_cores())
+
+
+def available_cores() -> list[int]:
+    """Returns the numbers of the cores that this process may run on; all cores where the system does not restrict
+    processes."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def pin(pid: int, cores: Collection[int]) -> None:
+    """Lets a process, 0 for this one, run on these cores only; no effect where that is not possible, as on macOS."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(pid, cores)
 
 
 def free_bytes(device: torch.device) -> int | None:

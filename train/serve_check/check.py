@@ -26,6 +26,7 @@ from checkpoints.export.formats.registry import variants
 from checkpoints.export.serving import FED_INPUTS, image_inputs_of
 from sage.io.dtypes import dtype_name
 from sage.io.files import check_writable
+from sage.io.machine import available_cores
 from sage.io.page import write_page
 from sage.io.tables import text_table
 from train.serve_check.acceptance import Answers, Measured, decode_chain, is_short_of, verdict
@@ -201,7 +202,7 @@ def _decode_theirs(
     options: ServeCheck, setting: EngineSetting, scratch: Path, reference: Answers | None
 ) -> tuple[Answers, Answers | None]:
     """Returns the engine's answers; and, if they accept less than `reference`, those with its drafting corrected."""
-    log, corrected, cores = scratch / "vllm.log", None, sorted(os.sched_getaffinity(0))
+    log, corrected, cores = scratch / "vllm.log", None, available_cores()
     process = VllmProcess(options.python, scratch / PROMPTS_FILE, log, max_new_tokens=options.max_new_tokens, cores=cores)
     try:
         with process:

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from sage.io.machine import pin
+
 WORKER = Path(__file__).with_name("vllm_worker.py")
 KV_CACHE_GIB = 1  # several hundred thousand tokens of a pocket target
 LOG_TAIL_LINES = 15
@@ -100,7 +102,7 @@ class VllmProcess:
             text=True,
             env={**os.environ, **environment(python, len(cores))},
         )
-        os.sched_setaffinity(self._process.pid, cores)
+        pin(self._process.pid, cores)
 
     def load(self, setting: EngineSetting) -> dict[str, str]:
         """Loads an engine in place of the last one; returns the versions of its packages."""
