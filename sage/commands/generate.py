@@ -57,7 +57,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--trace",
         metavar="FILE.html",
-        help="write a page that shows every round: trees, probabilities, times, and a race without the draft",
+        help="write a page that shows every round: trees, probabilities, times, and the time without the draft",
     )
     add("--show-drafted", action="store_true", help="print accepted draft tokens in green")
     return parser.parse_args(argv)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +100,10 @@ class TracedRound:
 
 @dataclass(frozen=True)
 class Race:
-    """The same request without a draft: tokens, seconds after the prefill when each was there, seconds of the prefill."""
+    """The same request without a draft: its tokens, and their seconds after the prefill."""
 
     tokens: list[int]
-    times_s: list[float]
-    prefill_s: float
+    seconds: float
 
 
 @dataclass(kw_only=True)
@@ -133,17 +131,14 @@ class Trace:
     is_coupled: bool = False
 
     @property
-    def times_s(self) -> list[float]:
-        """Seconds after the target's prefill when each token was there; the first is that of the prefill."""
-        ends = accumulate((one.seconds for one in self.rounds), initial=self.output.stats.time_s.get("draft_prefill", 0.0))
-        next(ends)
-        return [0.0, *(end for one, end in zip(self.rounds, ends, strict=True) for _ in one.tokens)]
+    def seconds(self) -> float:
+        """Seconds after the target's prefill."""
+        return self.output.stats.time_s.get("draft_prefill", 0.0) + sum(one.seconds for one in self.rounds)
 
     @property
     def speedup(self) -> float | None:
         """Seconds without a draft over seconds with it, both after the target's prefill; None without a race or a round."""
-        own = self.times_s[-1]
-        return self.race.times_s[-1] / own if self.race is not None and own > 0 else None
+        return self.race.seconds / self.seconds if self.race is not None and self.seconds > 0 else None
 
     def html(self) -> str:
         """Returns the page: one file that needs no network."""
@@ -275,16 +270,14 @@ def trace(
 
 
 def decode_race(target: Target, inputs: Any, sampling: Sampling | None = None, **options: Any) -> Race:
-    """Decodes a request without a draft; returns when each token was there. Options as for `sage.generate`."""
+    """Decodes a request without a draft; options as for `sage.generate`."""
     generation = start(target, None, inputs, new_policy(AUTOREGRESSIVE), sampling=sampling, **options)
     clock, phases = generation.request.clock, []
     with torch.inference_mode():
         for emitted in generation.rounds():
             if emitted.tree is not None:
                 phases.append(clock.round_phases())
-    ends = list(accumulate((sum(one().values()) for one in phases), initial=0.0))
-    time_s = generation.stats.time_s
-    return Race(list(generation.tokens), ends, time_s["vision"] + time_s["target_prefill"])
+    return Race(list(generation.tokens), sum(sum(one().values()) for one in phases))
 
 
 def draft_name(draft: Draft | None) -> str:

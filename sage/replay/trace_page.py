@@ -2,25 +2,23 @@
 
 The script reads JSON: `texts` of tokens; per round `nodes` (indices of `texts`), `parents`, `draft`, `calibrated` or null, and
 `target` (of the first `verified` nodes) in units of 0.01%, `path`, `bonus` [text, target, draft or null, rank or null] or null,
-`accepted`, `figures`, `reason`, `ms` by phase, and `omitted`, the number of drafted nodes that are not drawn; `race` with times
-in seconds.
+`accepted`, `figures`, `reason`, `ms` by phase, and `omitted`, the number of drafted nodes that are not drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sage.decoding.detokenizer import Detokenizer
-from sage.io.page import link, table, visible
 from sage.io.page import render as render_page
+from sage.io.page import visible
 from sage.io.tables import counted
+from sage.replay.answer_spans import MAX_STYLES, answer_spans, token_pieces
 from sage.replay.trace import Trace, TracedRound
 
 HTML = Path(__file__).parent / "html"
 MAX_SKIPPED = 40  # drafted nodes of a round that are drawn although they were not verified, the most probable ones
-MAX_STYLES = 6  # shades of depths
 SHOWN_REJECTIONS = 12
 CONTEXT = 48  # characters before a rejection
 PHASE_NAMES = {
@@ -64,9 +62,9 @@ def render(trace: Trace) -> str:
         settings=trace.settings,
         prompt=trace.prompt,
         media=trace.media,
-        tokens=list(_answer(trace, pieces)),
+        tokens=_answer(trace, pieces),
         rounds=len(rounds),
-        deepest=int(min(max(max(stats.accepted, default=1), 1), MAX_STYLES)),
+        deepest=min(max(1, *stats.accepted), MAX_STYLES) if rounds else 0,
         strip=[(one.figures.get("depth", 0), one.num_accepted) for one in rounds],
         highest=max(deepest, 1),
         line=_line(rounds, max(deepest, 1)),
@@ -76,8 +74,6 @@ def render(trace: Trace) -> str:
         rejections=rejections,
         shown=SHOWN_REJECTIONS,
         rejections_note=_rejections_note(rejections, rounds),
-        all_rounds=_round_table(rounds),
-        race=_race_texts(trace),
         data=page_data(trace, pieces),
     )
 
@@ -88,20 +84,12 @@ class Pieces:
     def __init__(self, trace: Trace) -> None:
         self.tokenizer = trace.tokenizer
         self._known: dict[int, str] = {}
-        self.answer = self.of_answer(trace.output.tokens.tolist())
-        self.special = set(getattr(self.tokenizer, "all_special_ids", ()))
+        self.answer = token_pieces(trace.output.tokens.tolist(), trace.tokenizer)
 
     def __call__(self, token: int) -> str:
         if token not in self._known:
             self._known[token] = visible(self.tokenizer.decode([token])) if self.tokenizer is not None else f" {token}"
         return self._known[token]
-
-    def of_answer(self, tokens: list[int]) -> list[str]:
-        """Returns the text that each token adds; that of a character of several tokens comes with the last of them."""
-        if self.tokenizer is None:
-            return [f" {token}" for token in tokens]
-        detokenizer = Detokenizer(self.tokenizer)
-        return [visible(detokenizer.next_piece(tokens, end, end == len(tokens))) for end in range(1, len(tokens) + 1)]
 
 
 def page_data(trace: Trace, pieces: Pieces) -> dict[str, Any]:
@@ -114,7 +102,6 @@ def page_data(trace: Trace, pieces: Pieces) -> dict[str, Any]:
         "has_calibration": any(one.calibrated for one in trace.rounds),
         "phases": PHASE_NAMES,
         "names": FIGURE_NAMES,
-        "race": _race_data(trace, pieces),
     }
 
 
@@ -177,33 +164,26 @@ def _tiles(trace: Trace) -> list[tuple[str, str, str]]:
     if rounds:
         share = f"{drafted} of {stats.new_tokens - 1}"
         found += [("tokens per pass", f"{stats.tokens_per_target_pass:.2f}", ""), ("drafted", share, "tokens after the first")]
-    if trace.times_s[-1] > 0:
-        found += [("speed", f"{(stats.new_tokens - 1) / trace.times_s[-1]:.0f}/s", "tokens after the prefill")]
+    if trace.seconds > 0:
+        found += [("speed", f"{(stats.new_tokens - 1) / trace.seconds:.0f}/s", "tokens after the prefill")]
     if trace.speedup is not None:
-        found += [("speedup", f"{trace.speedup:.2f}x", "of this one request")]
+        found += [("speedup", f"{trace.speedup:.2f}x", f"of this one request; {_texts_compared(trace)}")]
     return found
 
 
-def _answer(trace: Trace, pieces: Pieces) -> Iterator[dict[str, Any]]:
-    """Yields text, style, round and note of every token of the answer."""
-    tokens = trace.output.tokens.tolist()
-    origins: list[tuple[str, int, str]] = [("p", 0, "from the prefill")]
-    for number, one in enumerate(trace.rounds, start=1):
-        for depth in range(1, len(one.tokens) + 1):
-            is_drafted = depth <= one.num_accepted
-            style = f"d{min(depth, MAX_STYLES)}" if is_drafted else "b"
-            what = f"drafted at depth {depth}, accepted" if is_drafted else "the target's own"
-            origins.append((style, number, f"round {number}: {what}"))
-    for token, text, (style, number, note) in zip(tokens, pieces.answer, origins, strict=True):
-        is_special = not text and token in pieces.special
-        label = pieces(token) if is_special else ""
-        yield {
-            "text": text,
-            "style": f"{style} special" if is_special else style,
-            "round": number,
-            "label": label,
-            "note": note,
-        }
+def _texts_compared(trace: Trace) -> str:
+    """Returns whether decoding without the draft gave the same text; near-ties can differ in this dtype."""
+    assert trace.race is not None
+    own, base = trace.output.tokens.tolist(), trace.race.tokens
+    if own == base:
+        return "same text"
+    differing = (place for place, (one, other) in enumerate(zip(own, base, strict=False), start=1) if one != other)
+    return f"texts differ from token {next(differing, min(len(own), len(base)) + 1)} on"
+
+
+def _answer(trace: Trace, pieces: Pieces) -> list[dict[str, Any]]:
+    rounds = ((len(one.tokens), one.num_accepted) for one in trace.rounds)
+    return answer_spans(trace.output.tokens.tolist(), pieces.answer, rounds, trace.tokenizer)
 
 
 def _chart_caption(rounds: list[TracedRound]) -> str:
@@ -250,54 +230,3 @@ def _rejections_note(rejections: list[dict[str, Any]], rounds: list[TracedRound]
         f"In {len(rejections)} of {len(rounds)} rounds the target refused what the draft proposed next: the draft's best "
         "proposal there, and the target's own token. Those of which the draft was surest come first."
     )
-
-
-def _round_table(rounds: list[TracedRound]) -> dict[str, Any]:
-    head = ["round", "verified", "levels", "accepted", "ms", "policy"]
-    rows = [
-        [
-            [link(str(number), f"#round-{number}")],
-            one.num_verified - 1,
-            one.figures.get("depth", 0),
-            one.num_accepted,
-            f"{1e3 * one.seconds:.2f}",
-            one.reason or "-",
-        ]
-        for number, one in enumerate(rounds, start=1)
-    ]
-    return table(head, rows, text_columns=(0, len(head) - 1), caption="All rounds", id="rounds")
-
-
-def _race_texts(trace: Trace) -> dict[str, str] | None:
-    if trace.race is None or trace.speedup is None:
-        return None
-    own, base = trace.times_s[-1], trace.race.times_s[-1]
-    same = trace.race.tokens == trace.output.tokens.tolist()
-    faster = "as fast as without" if trace.speedup >= 1 else "the speed of decoding without"
-    return {
-        "ratio": f"{trace.speedup:.4f}",
-        "result": f"{trace.speedup:.2f}x {faster}: {1e3 * own:.1f} ms instead of {1e3 * base:.1f} ms",
-        "note": "Both texts are identical."
-        if same
-        else f"The texts differ from token {_first_difference(trace)} on, as near-ties can in this dtype.",
-    }
-
-
-def _first_difference(trace: Trace) -> int:
-    assert trace.race is not None
-    own, base = trace.output.tokens.tolist(), trace.race.tokens
-    differing = (place for place, (one, other) in enumerate(zip(own, base, strict=False), start=1) if one != other)
-    return next(differing, min(len(own), len(base)) + 1)
-
-
-def _race_data(trace: Trace, pieces: Pieces) -> Mapping[str, Any] | None:
-    texts = _race_texts(trace)
-    if texts is None or trace.race is None:
-        return None
-    same = trace.race.tokens == trace.output.tokens.tolist()
-    return {
-        "own": [round(seconds, 6) for seconds in trace.times_s],
-        "base": [round(seconds, 6) for seconds in trace.race.times_s],
-        "texts": None if same else pieces.of_answer(trace.race.tokens),
-        "result": texts["result"],
-    }

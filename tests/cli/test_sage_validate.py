@@ -52,19 +52,19 @@ def test_a_run_folder_is_measured_with_its_own_settings(run, capsys, monkeypatch
         "train.validation.validate.export_choice", lambda draft, config: f"{draft.config.model_type} for {config.model_type}"
     )
     monkeypatch.setattr(
-        "train.validation.validate.add_verdict", lambda *facts: exports.append(facts[-1]) or add_verdict(*facts)
+        "train.validation.validate.add_verdict", lambda *facts: exports.append(facts[-2:]) or add_verdict(*facts)
     )
     monkeypatch.setattr(Display, "show_validation", lambda _, *now: progress.append(now))
     monkeypatch.setattr("train.monitor.progress.open_display", lambda *_, **__: Display())
     assert measured(f"checkpoint={run}") == 0
     assert [now[:2] for now in progress] == [(0, 2), (1, 2), (2, 2)] and progress[2][2].startswith("static 1.00 tokens/pass")
-    assert exports == ["sage_eagle for qwen2_5_vl"]
+    assert exports == [("sage_eagle for qwen2_5_vl", 2)]
     report = json.loads((run / "checks" / "draft_step_00000012" / "report.json").read_text())
     assert list(report["policies"]) == ["autoregressive", "static"]
     assert (report["prompts"], report["max_new_tokens"], report["target"]) == (2, 6, "target")
     assert report["policies"]["static"]["match"] == report["policies"]["static"]["match_hf"] == 2
     shown = capsys.readouterr().out
-    assert f"\nverdict: {report['verdict']['sentence']}\n" in shown and "\nnext: sage-validate " in shown
+    assert f"\nverdict: {report['verdict']['sentence']}\n" in shown and "\nnext: sage-generate " in shown
     assert "tokens/pass" in shown and str(run / "checks" / "draft_step_00000012" / "report.md") in shown
     assert "2 prompts, 1 run each, float32 on cpu, temperature 0, at most 6 new tokens" in shown
     page = (run / "checks" / "draft_step_00000012" / "report.md").read_text()

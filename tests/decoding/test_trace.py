@@ -91,8 +91,8 @@ def test_trace_is_what_the_decoder_did(ready: Any, name: str) -> None:
             assert one.target[node] == max(one.target[other] for other in siblings)
         assert all(0 <= prob <= 1 for prob in (*one.draft, *one.target))
         assert one.time_s["verify"] > 0
-    assert made.race is not None and made.race.tokens == out.tokens.tolist() and len(made.race.times_s) == len(out.tokens)
-    assert made.speedup == pytest.approx(made.race.times_s[-1] / made.times_s[-1])
+    assert made.race is not None and made.race.tokens == out.tokens.tolist()
+    assert made.speedup == pytest.approx(made.race.seconds / made.seconds)
     check_page(made)
 
 
@@ -124,7 +124,7 @@ def test_target_probabilities_are_those_of_a_plain_pass(ready: Any) -> None:
     with torch.no_grad():
         probs = target.lm_head(target.features(embedded).last[:, -1]).softmax(-1)[0]
     assert one.target[1] == pytest.approx(float(probs[one.nodes[1]]), rel=1e-3)
-    assert made.race is None and made.speedup is None and '"race":null' in made.html()
+    assert made.race is None and made.speedup is None
 
 
 @pytest.mark.parametrize(("policy", "length"), [("autoregressive", 6), ("chain", 1)])

@@ -15,7 +15,7 @@ NAMED = ("draft", "export", "target", "engine")
 DEPTH, LENGTH = 3, 30
 OURS = [4, 1, 2, 3, 1, 4, 4, 2, 1, 3, 4]  # tokens per round
 THEIRS = [4, 1, 2, 1, 2, 1, 4, 4, 2, 1, 3, 4]  # three tokens by two rounds
-NUM_DIFFERENT, NUM_TOKENS = 2, 3  # rounds of an answer that differ, and their tokens
+NUM_TOKENS = 3  # of the rounds of an answer that differ
 
 
 def made_check(texts: Sequence[str], fault: str = "engine bad: <b>") -> str:

@@ -75,7 +75,7 @@ def made_trace(
         stats.new_tokens += len(emitted)
     tokenizer = Words(texts)
     output = Output(torch.tensor(tokens), stats, torch.zeros(num_tokens, dtype=torch.bool), tokenizer)
-    race = Race(tokens, [0.006 * count for count in range(num_tokens)], 0.01)
+    race = Race(tokens, 0.006 * num_tokens)
     settings = {"target": "tiny", "draft": "runs/<x>", "policy": "sage"}
     prompt = [("user", texts[0])]
     return Trace(output=output, rounds=rounds, settings=settings, tokenizer=tokenizer, prompt=prompt, race=race)

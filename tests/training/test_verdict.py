@@ -3,6 +3,7 @@ rounds, a good draft."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ def facts(
     own: float = 0.98,
     export: str = "eagle3",
     others: dict[str, dict[str, Any]] | None = None,
+    num_prompts: int = 0,
     **changes: Any,
 ) -> Facts:
     """Facts of a run of 50 steps with a steady estimate of 2.0 tokens per pass, and own answers."""
@@ -42,13 +44,16 @@ def facts(
     lines[0]["own_answers"] = own
     folder = changes.pop("folder", "runs/a")
     config = {"objective.steps": 7, "draft.kind": "eagle3", "data.answers": "given", "train.epochs": None} | changes
-    where = {"draft": f"{folder}/draft", "run": folder, "export": export}
+    where = {"draft": f"{folder}/draft", "run": folder, "export": export, "num_prompts": num_prompts}
     return Facts(report=report, lines=lines, config=config, command=COMMAND, **where)
 
 
 SLOW = policy(1.4, 0.7, (0.6, 0.8))
 QUESTION = '--image photo.jpg --prompt "What is this?"'
 REPEATED = "sage-train target=pocket_qwen2_5_vl 'data.path=my chats.jsonl'"
+FEW = policy(1.4, 1.1, None)  # seems faster, on one prompt
+OTHER_PROMPTS = "sage-validate checkpoint=exports/d data=auto data.path=FILE data.holdout=0.2"
+MORE_DATA = "sage-train target=pocket_qwen2_5_vl data.path=FILE run.dir=runs/a-more_data"
 CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
     "foreign answers": (
         facts(SLOW, own=0.18),
@@ -155,6 +160,13 @@ CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
         ("not decided by one prompt", "1.30x"),
         "sage-validate checkpoint=exports/d decode.num_prompts=4 decode.repeats=3",
     ),
+    "one prompt, all that are held out": (
+        facts(policy(1.4, 1.3, None), prompts=1, num_prompts=32, **{"data.holdout": 0.01}),
+        Result.unclear,
+        "few_prompts",
+        ("all 1", "32"),
+        f"{REPEATED} data.holdout=0.2 run.dir=runs/a-more_prompts",
+    ),
     "one prompt, which seems faster": (
         facts(policy(3.6, 1.84, None), prompts=1, folder="runs/my a"),
         Result.unclear,
@@ -181,6 +193,28 @@ def test_verdict_names_the_cause_with_its_figures_and_the_next_command(name: str
     for figure in figures:
         assert figure in verdict.sentence + verdict.explanation
     assert (verdict.explanation == "") == (cause == "")
+
+
+def tried(run: bool) -> Facts:
+    """What `cost_of_a_round` advises has been measured, and drafting is slower still."""
+    slower = policy(1.8, 0.9, (0.8, 0.95))
+    found = facts(slower, run=run, others={"cost_aware": slower})
+    return replace(found, report={**found.report, "options": {"chain": {"depth": 2}}})
+
+
+@pytest.mark.parametrize(
+    ("followed", "command"),
+    [
+        (facts(FEW, num_prompts=32, **{"data.holdout": 0.2}), MORE_DATA),
+        (facts(FEW, num_prompts=32, **{"data.holdout": 0.01, "data.validation.x.path": "y"}), MORE_DATA),
+        (replace(facts(FEW, run=False), num_prompts=32), OTHER_PROMPTS),
+        (tried(run=True), "sage-train --resume runs/a train.max_steps=100"),
+        (tried(run=False), f"sage-generate --draft exports/d --policy autoregressive {QUESTION}"),
+    ],
+)  # fmt: skip
+def test_a_command_that_has_been_followed_is_not_given_again(followed: Facts, command: str) -> None:
+    verdict = judge(followed)
+    assert verdict is not None and verdict.next == command
 
 
 def test_answers_of_the_target_are_not_called_foreign() -> None:

@@ -9,6 +9,9 @@ rule about a cause states its figures; the first one that applies is reported. M
     prompts together     several prompts share their passes, in which every drafted token is one more row
     too few steps        the estimate of acceptance was still rising at the end
     cost of a round      drafted tokens are accepted, but drafting and verifying them takes longer than it saves
+    few prompts          the data hold out fewer prompts than were to be measured, and those decide nothing
+
+A command never leads to the same verdict again: a rule does not apply where its command has been followed.
 
 Does not own: the measurement and its intervals (sage.bench), the estimate (train.monitor.acceptance_estimate).
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from statistics import mean
@@ -31,12 +34,15 @@ from sage.trees import AUTOREGRESSIVE, CHAIN
 from train.config.overrides import changed_command, own_answers_command
 from train.report.warnings import MIN_MEASURED_RATIO
 
+COST_AWARE = "cost_aware"
 ESTIMATE = "estimated_tokens_per_pass"
 MIN_DEPTH_RATIO = 0.75  # acceptance of the second drafted token over that of the first
 MIN_TRIED = 20  # rounds, below which a rate of acceptance is not judged
 RISE = 1.05  # of the estimate from the third to the last quarter of a run that is still improving
 MIN_ACCEPTED = 1.5  # tokens per pass, from which the cost of a round is the cause rather than acceptance
 UNROLLED_STEPS = 7  # of objective=eagle3
+SHALLOW = 2  # depth of the chain that is tried where a round costs too much
+MAX_HOLDOUT = 0.2  # share of the training data that is given up for prompts
 
 
 class Result(StrEnum):
@@ -56,6 +62,7 @@ class Facts:
         draft: the folder that commands name.
         run: the run that trained it; "" without one.
         export: the `--format` in which an engine serves it; "" if none does.
+        num_prompts: those to be measured; more than `report["prompts"]` if all that there are have been measured.
         lines: of metrics.jsonl, up to the step of the draft.
         config: configuration of the run by dotted key.
         command: `sys.argv` of the run.
@@ -65,6 +72,7 @@ class Facts:
     draft: str
     run: str = ""
     export: str = ""
+    num_prompts: int = 0
     lines: Sequence[Mapping[str, Any]] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     command: Sequence[str] = ()
@@ -106,25 +114,28 @@ def judge(facts: Facts) -> Verdict | None:
     result = _result(part)
     seems_faster = result is Result.faster or ("speedup_ci" not in part and part["speedup"] > 1)
     rules = [_foreign_answers] if seems_faster else CAUSES
+    if result is Result.unclear:
+        rules = [*rules, _few_prompts]
     cause = next((found for rule in rules if (found := rule(facts, name)) is not None), None)
     command = cause.command if cause else _next_command(facts, result)
     sentence = _sentence(facts.report, name, result)
     return Verdict(result, sentence, cause.name if cause else "", cause.sentence if cause else "", command)
 
 
-def add_verdict(report: dict[str, Any], draft: str, run: Path | None, step: int | None, export: str = "") -> None:
+def add_verdict(
+    report: dict[str, Any], draft: str, run: Path | None, step: int | None, export: str = "", num_prompts: int = 0
+) -> None:
     """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known.
 
     Args:
         export: the `--format` in which an engine serves the draft; empty if none does.
+        num_prompts: those to be measured.
     """
-    facts = Facts(report=report, draft=draft, export=export)
+    facts = Facts(report=report, draft=draft, export=export, num_prompts=num_prompts)
     if run is not None and step is not None:
-        facts = Facts(
-            report=report,
-            draft=draft,
+        facts = replace(
+            facts,
             run=str(run),
-            export=export,
             lines=[line for line in read_metrics(run / METRICS) if line["step"] <= step],
             config=dotted_keys(read_run_config(run)),
             command=read_command(run),
@@ -252,14 +263,16 @@ def _too_few_steps(facts: Facts, name: str) -> Cause | None:
 def _cost_of_a_round(facts: Facts, name: str) -> Cause | None:
     part = facts.report["policies"][name]
     tokens, shares = part["tokens_per_target_pass"], decode_shares(part) if part["time_s"] else None
-    if tokens < MIN_ACCEPTED or shares is None or not part["speedup"]:
+    depth = facts.report.get("options", {}).get(CHAIN, {}).get("depth")
+    is_tried = depth == SHALLOW and {CHAIN, COST_AWARE} <= facts.report["policies"].keys()
+    if tokens < MIN_ACCEPTED or shares is None or not part["speedup"] or is_tried:
         return None
     sentence = (
         f"the cost of a round: it yields {tokens:.2f} tokens and takes as long as {tokens / part['speedup']:.2f} passes "
         f"without a draft; {shares[0]:.0%} of the time is the target's, {shares[1]:.0%} the draft's, {shares[-1]:.0%} host "
         "overhead"
     )
-    options = "decode.policies=[autoregressive,chain,cost_aware] decode.options.chain.depth=2"
+    options = f"decode.policies=[{AUTOREGRESSIVE},{CHAIN},{COST_AWARE}] decode.options.{CHAIN}.depth={SHALLOW}"
     return Cause("cost_of_a_round", sentence, f"sage-validate {_checkpoint(facts)} {options}")
 
 
@@ -269,6 +282,22 @@ def _low_acceptance(facts: Facts, name: str) -> Cause | None:
         return None
     sentence = f"low acceptance: {tokens:.2f} tokens per target pass at best after {facts.lines[-1]['step']} steps"
     return Cause("low_acceptance", sentence, _longer_run(facts))
+
+
+def _few_prompts(facts: Facts, name: str) -> Cause | None:
+    count, wanted = facts.report["prompts"], facts.num_prompts
+    if count >= wanted:
+        return None
+    sentence = f"few prompts: all {count} that the data hold out were measured, of {wanted} asked for"
+    share = facts.config.get("data.holdout", MAX_HOLDOUT)
+    if not facts.run:
+        command = f"sage-validate {_checkpoint(facts)} data=auto data.path=FILE data.holdout={MAX_HOLDOUT}"
+        return Cause("few_prompts", f"{sentence}; FILE needs more rows", command)
+    if share >= MAX_HOLDOUT or any(key.startswith("data.validation.") for key in facts.config):
+        command = changed_command(facts.command, facts.run, "data.path=FILE", "more_data")
+        return Cause("few_prompts", f"{sentence}; FILE needs more rows", command)
+    change = f"data.holdout={min(MAX_HOLDOUT, share * wanted / count):g}"
+    return Cause("few_prompts", sentence, changed_command(facts.command, facts.run, change, "more_prompts"))
 
 
 Rule = Callable[[Facts, str], Cause | None]
@@ -289,14 +318,22 @@ def _longer_run(facts: Facts) -> str:
 
 
 def _next_command(facts: Facts, result: Result) -> str:
-    """Returns the command where no cause is known: use the draft, or measure it on more prompts."""
-    if result is not Result.faster:
+    """Returns the command where no cause is known: use the draft, train it on, or measure it on more prompts."""
+    if result is Result.slower and facts.lines:
+        return _longer_run(facts)
+    if result is Result.slower:
+        return _generate(facts, AUTOREGRESSIVE)
+    if result is Result.unclear:
         return f"sage-validate {_checkpoint(facts)} decode.num_prompts={4 * facts.report['prompts']} decode.repeats=3"
     chain = facts.report["policies"].get(CHAIN)
     if facts.run and facts.export and (chain is None or _result(chain) is not Result.slower):  # vLLM verifies chains
         out = shlex.quote(f"exports/{Path(facts.run).name}")
         return f"sage-export {shlex.quote(facts.run)} --format {facts.export} --out {out}"
-    draft, policy = shlex.quote(facts.run or facts.draft), best_policy(facts.report)
+    return _generate(facts, best_policy(facts.report))
+
+
+def _generate(facts: Facts, policy: str | None) -> str:
+    draft = shlex.quote(facts.run or facts.draft)
     return f'sage-generate --draft {draft} --policy {policy} --image photo.jpg --prompt "What is this?"'
 
 

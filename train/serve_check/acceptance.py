@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,23 @@ class Measured:
         """Returns the answers by label."""
         rows = {"trained, our decoder": self.trained, "export, our decoder": self.exported, f"export, {engine}": self.engine}
         return rows if self.corrected is None else {**rows, f"export, {engine} corrected": self.corrected}
+
+
+def acceptance_table(rows: Mapping[str, Answers]) -> tuple[list[str], list[list[str]]]:
+    """Returns head and rows of a table of answers by label; their texts are compared with those of the first row."""
+    reference = next(iter(rows.values()))
+    head = ["", "texts equal", "rounds", "tokens/round", *(f"accepted {place}" for place in range(1, reference.depth + 1))]
+    cells = [
+        [
+            label,
+            f"{sum(a == b for a, b in zip(one.tokens, reference.tokens, strict=True))}/{len(one.tokens)}",
+            str(one.num_rounds),
+            f"{one.tokens_per_round:.2f}",
+            *(f"{share:.3f}" for share in one.accepted),
+        ]
+        for label, one in rows.items()
+    ]
+    return head, cells
 
 
 def is_short_of(answers: Answers, reference: Answers) -> bool:

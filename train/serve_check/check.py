@@ -29,7 +29,7 @@ from sage.io.files import check_writable
 from sage.io.machine import available_cores
 from sage.io.page import write_page
 from sage.io.tables import text_table
-from train.serve_check.acceptance import Answers, Measured, decode_chain, is_short_of, verdict
+from train.serve_check.acceptance import Answers, Measured, acceptance_table, decode_chain, is_short_of, verdict
 from train.serve_check.page import AskedPrompt, render_check
 from train.serve_check.prompts import PROMPTS_FILE, prompt_data, validation_prompts, write_prompts
 from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess, check_engine
@@ -86,7 +86,7 @@ class ServeResult:
 
     def text(self) -> str:
         """Returns the table and the verdict."""
-        lines = [self._table()] if self.rows else []
+        lines = [text_table(*acceptance_table(self.rows))] if self.rows else []
         return "\n".join([*lines, *(self.faults or ["all good: draft, export and engine"])])
 
     def write_page(self, path: Path) -> bool:
@@ -94,21 +94,6 @@ class ServeResult:
         if self.rows:
             write_page(path, render_check(self.rows, self.faults, self.prompts, self.tokenizer, self.settings))
         return bool(self.rows)
-
-    def _table(self) -> str:
-        reference = next(iter(self.rows.values()))
-        positions = [f"accepted {position}" for position in range(1, reference.depth + 1)]
-        rows = [
-            (
-                label,
-                f"{sum(a == b for a, b in zip(one.tokens, reference.tokens, strict=True))}/{len(one.tokens)}",
-                str(one.num_rounds),
-                f"{one.tokens_per_round:.2f}",
-                *(f"{share:.3f}" for share in one.accepted),
-            )
-            for label, one in self.rows.items()
-        ]
-        return text_table(("", "texts equal", "rounds", "tokens/round", *positions), rows)
 
 
 def serve_check(options: ServeCheck) -> ServeResult:

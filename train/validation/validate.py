@@ -135,7 +135,7 @@ def validate(
         num_traces = decode.traces if measured.planned is None else 0
         traces = trace_extremes(report, measured.prompts, target, draft, policies, sampling, num_traces, progress, ends)
     export = "" if info.run is None else export_choice(draft, target.model.config)
-    add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export)
+    add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export, decode.num_prompts)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
     folder = info.folder if measured.planned is None else info.partial_folder
     write(report, folder, measured.prompts, traces)

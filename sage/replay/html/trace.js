@@ -1,4 +1,4 @@
-// A trace: rounds with their trees, search, and the race. The data are documented in sage/replay/trace_page.py.
+// A trace: rounds with their trees, and search. The data are documented in sage/replay/trace_page.py.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg", COLUMN = 148, ROW = 34, LABEL = 14;
 const byId = (id) => document.getElementById(id);
@@ -236,54 +236,7 @@ function connectSearch() {
   });
 }
 
-// -- the race
-
-function connectRace() {
-  const race = data.race, pieces = spans.map((span) => span.textContent);
-  const lanes = [["lane-own", race.own, pieces], ["lane-base", race.base, race.texts || pieces]];
-  const longest = Math.max(...race.own, ...race.base), slowest = 8 / longest; // at first the slower one takes eight seconds
-  const factor = () => slowest * 10 ** Number(byId("speed").value);
-  let playing = null, clock = longest, last = 0;
-  const draw = () => {
-    for (const [id, times, texts] of lanes) {
-      const lane = byId(id), end = times[times.length - 1], done = times.filter((time) => time <= clock).length;
-      lane.querySelector("progress").value = end > 0 ? Math.min(clock / end, 1) : 1;
-      lane.querySelector("output").textContent = `${(Math.min(clock, end) * 1e3).toFixed(1)} ms, ${counted(done, "token")}`;
-      lane.querySelector(".mono").textContent = texts.slice(0, done).join("");
-    }
-    byId("ratio").textContent = clock >= longest ? race.result : "";
-  };
-  const stop = () => {
-    cancelAnimationFrame(playing);
-    playing = null;
-    byId("play").textContent = "Play";
-  };
-  const step = (now) => {
-    clock = Math.min(clock + ((now - last) / 1e3) / factor(), longest);
-    last = now;
-    draw();
-    if (clock >= longest) stop();
-    else playing = requestAnimationFrame(step);
-  };
-  byId("play").addEventListener("click", () => {
-    if (playing !== null) return stop();
-    if (clock >= longest) clock = 0;
-    byId("play").textContent = "Pause";
-    last = performance.now();
-    playing = requestAnimationFrame(step);
-    return undefined;
-  });
-  const tell = () => {
-    const slow = factor();
-    byId("factor").textContent = slow >= 1 ? `${slow.toFixed(slow < 10 ? 1 : 0)} times slower` : `${(1 / slow).toFixed(1)} times faster`;
-  };
-  byId("speed").addEventListener("input", tell);
-  tell();
-  draw();
-}
-
 if (data.rounds.length) {
   connectRounds();
   connectSearch();
 }
-if (data.race) connectRace();
