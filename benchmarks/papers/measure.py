@@ -18,8 +18,8 @@ from benchmarks.engines.measure import measure as measure_beside_vllm
 from benchmarks.engines.prompts import question
 from benchmarks.papers.figures import FigureStore, Json
 from benchmarks.papers.runs import DRAFT, Settings, ensure_trained, training_of, weights_digest
+from benchmarks.wide import wide_target
 from checkpoints.run_folder import read_reports
-from data_prep.pocket.widen import wide_target
 from sage.bench.measurement import BenchPrompt, measure
 from sage.bench.options import variants
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from sage.drafts.registry import KINDS, DraftKind, draft_kind, head_kind, import
 from sage.io.manifest import refuse_corrupt_draft
 from sage.io.model_files import read_config
 from sage.targets import Target, is_target_folder
-from sage.targets.widened import check_widening, is_widened
-
-logger = logging.getLogger(__name__)
 
 
 def new_draft(
@@ -59,8 +55,7 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
         dtype: dtype of a smaller target; None = the target's, the only one for a head, which reads the target's features.
 
     Raises:
-        ValueError: no draft there, a corrupt one, a head in another dtype, or one for another target (names both); a widened
-            target that does not compute the function of its source.
+        ValueError: no draft there, a corrupt one, a head in another dtype, or one for another target (names both).
     """
     draft = open_draft(path, target, dtype or target.dtype)
     if draft.reads_features and draft.dtype != target.dtype:
@@ -75,9 +70,6 @@ def open_draft(path: str | Path, target: Target, dtype: torch.dtype) -> Draft:
     folder = find_draft(path)
     if not target.is_meta:
         refuse_corrupt_draft(folder)
-        if is_widened(Path(target.name)):
-            statement = check_widening(Path(target.name)).statement
-            logger.info("draft: %s: accepted for %s, which is %s", path, target.name, statement)
     kind = kind_of_folder(folder)
     if kind is None:
         exported: Draft = importer().load_export(folder, target)

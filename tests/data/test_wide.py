@@ -1,0 +1,111 @@
+"""Widened pocket targets: the same texts and drafts with more weights, and mistakes."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.messages import check_message, refused
+from support.train_helpers import make_target
+
+import sage
+from benchmarks import wide
+from benchmarks.wide import widened
+from data_prep.pocket import world
+from data_prep.pocket.families import FAMILIES, INNER
+from sage.bench.shapes import shape_of
+from sage.io.files import CannotWrite, read_json
+from sage.targets.loading import path_of_target
+
+
+def widen_twice_as_far(folder: Path, out: Path) -> Path:
+    wide.widen(folder, read_json(folder / "config.json"), 2 * INNER, out)
+    return out
+
+
+def texts(folder: Path, draft: Path) -> list[list[int]]:
+    """Returns the tokens of a sampled answer decoded with the draft, and of a greedy one without."""
+    target = sage.load_target(folder, dtype=torch.float32)
+    inputs = target.prepare(world.sample("test", 0, ["caption"]).messages[:1])
+    options: dict[str, Any] = {"max_new_tokens": 12, "seed": 3}
+    sampled = sage.generate(target, sage.load_draft(draft, target), inputs, "sage", temperature=1.0, **options)
+    return [sampled.tokens.tolist(), sage.generate(target, None, inputs, "autoregressive", **options).tokens.tolist()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_and_drafts_stay_valid(family: str, tmp_path: Path) -> None:
+    folder, draft = make_target(tmp_path, family), tmp_path / "draft"
+    sage.new_draft(sage.load_target(folder, dtype=torch.float32), "eagle", seed=0).network.save_pretrained(draft)
+    out = widen_twice_as_far(folder, tmp_path / "wide")
+    assert texts(out, draft) == texts(folder, draft)
+    tensors = load_file(out / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("mlp.down_proj.weight")]:
+        tensors[name][:, INNER:] = 1.0
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    assert texts(out, draft) != texts(folder, draft)
+
+
+def test_added_weights_are_random_at_the_present_scale(tmp_path: Path) -> None:
+    folder = make_target(tmp_path)
+    again, out = (widen_twice_as_far(folder, tmp_path / name) for name in ("again", "wide"))
+    narrow, found = (load_file(path / "model.safetensors") for path in (folder, out))
+    names = [name for name in found if wide.MLP_WEIGHT.search(name)]
+    assert len(names) == 6 and narrow.keys() == found.keys()
+    assert all(torch.equal(found[name], narrow[name]) for name in narrow if name not in names)
+    for name in names:
+        rows, before = (tensor.T if "down" in name else tensor for tensor in (found[name], narrow[name]))
+        assert len(rows) == 2 * INNER and torch.equal(rows[:INNER], before)
+        assert "down" in name or 0.9 < rows[INNER:].float().std() / before.float().std() < 1.1
+    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("megabytes", "size"), [(20, 512), (62, 2048), (226, 8192)])
+def test_sizes_of_the_results(megabytes: float, size: int) -> None:
+    for name in (f"pocket_{family}" for family in FAMILIES):
+        assert wide.size_for(shape_of(name, read_json(Path(path_of_target(name)) / "config.json")), megabytes) == size
+
+
+def test_command_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(target: object, megabytes: float, out: Path) -> None:
+        words = ["wide", "--target", str(target), "--megabytes", str(megabytes), "--out", str(out)]
+        with patch("sys.argv", words):
+            wide.main()
+
+    out, source = tmp_path / "out", make_target(tmp_path)
+    for megabytes in (0.1, 1e5, float("nan")):
+        with refused(f"--megabytes: {megabytes:g}", "allowed for"):
+            command(source, megabytes, out)
+    with refused("--target", "no folder with a config.json", "pocket_llava_onevision"):
+        command("qwen2_5_vl_7b", 62, out)
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "config.json").write_text('{"model_type": "qwen2_5_vl", "text_config": {"hidden_size": 3584}}')
+    with refused("--target", "not a pocket target", "3584"):
+        command(stranger, 62, out)
+    with refused("--out", "exists"):
+        command(source, 8, stranger)
+    (tmp_path / "file").write_text("")
+    with refused(str(tmp_path / "file"), error=CannotWrite):
+        command(source, 8, tmp_path / "file" / "out")
+    assert not out.exists()
+    command(source, 8, out)
+    check_message(capsys.readouterr().out, "MLP of 1536")
+
+
+def test_a_size_is_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = str(make_target(tmp_path))
+    present_mb = 4 * shape_of("it", read_json(Path(source) / "config.json")).pass_parameters / 1e6
+    assert widened(source, Namespace(widen_to=None)) == widened(source, Namespace(widen_to=present_mb)) == source
+    kept = widened(source, Namespace(widen_to=2 * present_mb))
+    assert tmp_path / "cache" in Path(kept).parents
+    with patch.object(wide, "widen", side_effect=AssertionError):
+        assert widened(source, Namespace(widen_to=2 * present_mb)) == kept
+    shutil.rmtree(kept)
+    assert widened(source, Namespace(widen_to=2 * present_mb)) == kept
