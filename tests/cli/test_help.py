@@ -1,4 +1,4 @@
-"""`--help` and `--version` of every command: each key with default and meaning, the groups that the command takes."""
+"""`--help` and `--version` of every command: each key with value and meaning, the groups that the command takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from hydra.core.config_store import ConfigStore
 from support.messages import check_message, exit_code, refused
 from support.train_helpers import environment
 
-from data_prep.sources import SourceConfig
 from sage.bench.__main__ import main as bench
 from sage.commands.cli import run
 from sage.commands.generate import main as sage_generate
-from sage.io.docstrings import key_meanings, parse_section
+from sage.io.docstrings import parse_section
 from sage.planning.options import defaults
 from sage.serving.command import main as sage_serve
 from sage.trees import POLICIES, policy_class
@@ -29,35 +29,38 @@ from train.cli.export import main as sage_export
 from train.cli.train import main as sage_train
 from train.cli.validate import main as sage_validate
 from train.config.descriptions import choice_meaning, policy_options
-from train.config.errors import keys
 from train.config.help import help_text
 from train.config.hydra_app import register_resolvers
+from train.config.keys import keys_of
 from train.config.schema import Config, ValidateConfig
-from train.config.store import group_choices, register
+from train.config.store import group_choices
 
-COMMANDS: dict[str, tuple[str, Any, Any]] = {
-    "sage-train": ("config", Config, sage_train),
-    "sage-validate": ("validate", ValidateConfig, sage_validate),
-    "sage-data": ("prepare", DataCommand, sage_data),
+COMMANDS: dict[str, tuple[str, Any]] = {
+    "sage-train": ("config", Config),
+    "sage-validate": ("validate", ValidateConfig),
+    "sage-data": ("prepare", DataCommand),
 }
-KEY = re.compile(r"  ([\w.]+)=(\S*)(?: +(.*))?")
+DATA_GROUPS = {"target", "data"}
+MEASURED = DATA_GROUPS | {"data/validation", "decode/policy"}
+TRAINED = {"draft", "draft/compressor", "objective", "optim", "deepspeed", "tracking", "sweep", "experiment"}
+GROUPS = {"sage-data": DATA_GROUPS, "sage-validate": MEASURED, "sage-train": MEASURED | TRAINED}
+KEY = re.compile(r"  ([a-z][\w.]+)(?:=(\S*))?(?: +(.*))?")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    register()
     register_resolvers()
     ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
 
 
+@cache
 def helped(command: str, *words: str) -> str:
-    name, schema, _ = COMMANDS[command]
-    return help_text(name, schema, [*words, "--help", "all"])
+    return help_text(*COMMANDS[command], [*words, "--help"])
 
 
-def key_lines(text: str) -> dict[str, tuple[str, str]]:
-    """Key -> (value, meaning) of the second half of a help."""
-    lines = text[text.index("Keys (") :].splitlines()
+def key_lines(text: str) -> dict[str, tuple[str | None, str]]:
+    """Key -> (value, meaning) of the second half of a complete help."""
+    lines = text[text.index("Keys (") : text.index("Exit codes") if "Exit codes" in text else None].splitlines()
     found = {}
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         if match := KEY.fullmatch(line):
@@ -66,68 +69,45 @@ def key_lines(text: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_key_has_a_value_and_a_meaning(command: str) -> None:
-    shown = key_lines(helped(command))
+def test_every_key_and_group_is_shown(command: str) -> None:
+    """On one screen and in the complete help, there with a meaning."""
     schema = COMMANDS[command][1]
-    expected = {key for key in keys(schema) if not any(other.startswith(f"{key}.") for other in keys(schema))}
-    expected -= {"data.sources", "decode.options"}
-    expected |= {f"data.sources.LABEL.{name}" for name in key_meanings(SourceConfig)}
+    shown, screen = key_lines(helped(command, "all")), helped(command)
+    expected = keys_of(schema).keys() - {"decode.options"}
+    assert {"data.sources.LABEL.kind", "target.path"} < expected
     if "decode" in schema.__dataclass_fields__:
         expected |= {f"decode.options.{name}.{option}" for name in POLICIES for option in defaults(policy_class(name))}
     assert shown.keys() == expected
     assert [key for key, (_, meaning) in shown.items() if not meaning] == []
+    words = set(screen[screen.index("Keys (") :].replace("=", " ").split())
+    for key in expected:
+        part, _, last = key.rpartition(".")
+        assert (last if not part.startswith("decode.options") else part.rpartition(".")[2]) in words, key
+    assert set(re.findall(r"^  ([\w/]+)=$", helped(command, "all"), flags=re.MULTILINE)) == GROUPS[command]
+    assert set(re.findall(r"^  ([a-z/]+)= ", screen, flags=re.MULTILINE)) == GROUPS[command]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_fits_a_screen_and_names_every_group_and_key(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_fits_a_screen(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    name, schema, _ = COMMANDS[command]
-    text = help_text(name, schema, ["--help"])
+    text = help_text(*COMMANDS[command], ["--help"])
     assert len(text.splitlines()) < 100
-    assert (
-        max(
-            len(line)
-            for line in text[text.index("Choices (") : text.index("Exit codes") if "Exit" in text else None].splitlines()
-        )
-        < 110
-    )
-    groups = set(re.findall(r"^  ([\w/]+)=$", helped(command), flags=re.MULTILINE))
-    assert groups == set(re.findall(r"^  ([a-z/]+)= ", text, flags=re.MULTILINE))
-    shown = set(text[text.index("Keys (") :].replace("=", " ").split())
-    for key in key_lines(helped(command)):
-        part, _, last = key.rpartition(".")
-        assert (last if not part.startswith("decode.options") else part.rpartition(".")[2]) in shown, key
+    keys = text[text.index("Choices (") :].partition("Exit codes")[0]
+    assert max(map(len, keys.splitlines())) < 110
 
 
 def test_topics_are_described() -> None:
-    def about(*topics: str) -> str:
-        return help_text("config", Config, [*topics, "--help"])
-
-    text = about("optim")
+    text = helped("sage-train", "optim")
     assert "optim=\n  * adamw " in text and "  optim.grad_clip=1.0 " in text and "train." not in text
-    assert "give a number above 0; SpecVLM uses 8e-5 for a 7B target" in about("optim.lr", "optim.lr=0.5")
-    assert "optim.lr=0.5 " in about("optim.lr", "optim.lr=0.5")
-    assert about("lr").count("peak learning rate") == 1 and "target.recipe.lr" in about("lr")
-    assert "decode.options.sage.max_depth=8 " in about("sage")
-    assert about("draft").count("\n  draft.compressor.") == about("draft/compressor").count("\n  draft.compressor.") > 3
-    assert "qwen2_5_vl_72b" in about("target") and "num_hidden_layers" not in about("target")
-    assert [line.split("=")[0] for line in about("seed").splitlines() if "=" in line] == ["  seed"]
-    for topic, parts in (
-        ("optim.learning", ["optim.learning:"]),
-        ("lrr", ["lrr:", "did you mean lr?"]),
-        ("optm", ["did you mean optim?"]),
-    ):
-        with refused("--help", *parts):
-            about(topic)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_only_groups_that_the_command_takes(command: str) -> None:
-    groups = set(re.findall(r"^  ([\w/]+)=$", helped(command), flags=re.MULTILINE))
-    data = {"target", "data"}
-    measured = data | {"data/validation", "decode/policy"}
-    trained = {"draft", "draft/compressor", "objective", "optim", "deepspeed", "tracking", "sweep", "experiment"}
-    assert groups == {"sage-data": data, "sage-validate": measured, "sage-train": measured | trained}[command]
+    assert "a number above 0; SpecVLM uses 8e-5 for a 7B target" in text
+    assert "optim.lr=0.5 " in helped("sage-train", "optim.lr", "optim.lr=0.5")
+    assert "target.recipe.lr" in helped("sage-train", "lr")
+    assert "decode.options.sage.max_depth=8 " in helped("sage-train", "sage")
+    assert helped("sage-train", "draft/compressor").count("\n  draft.compressor.") > 3
+    assert "qwen2_5_vl_72b" in helped("sage-train", "target") and "num_hidden_layers" not in helped("sage-train", "target")
+    for topic, near in (("optim.learning", ""), ("lrr", "did you mean lr?"), ("optm", "did you mean optim?")):
+        with refused("--help", topic, near):
+            helped("sage-train", topic)
 
 
 @pytest.mark.parametrize(
@@ -137,39 +117,20 @@ def test_every_choice_has_a_meaning(group: str) -> None:
     assert [choice for choice in group_choices(group) if not choice_meaning(group, choice)] == []
 
 
-@pytest.mark.parametrize("choice", ["eagle", "eagle3", "peagle", "model"])
-def test_keys_of_every_draft_under_every_choice(choice: str) -> None:
-    text = helped("sage-train", f"draft={choice}")
-    shown = key_lines(text)
-    assert f"  * {choice} " in text and shown["draft.kind"][0] == choice
-    assert shown["draft.draft_vocab_size"][0] == "null" and "only with draft=eagle3|peagle|block" in " ".join(text.split())
-    assert shown["draft.num_layers"][0] == ("null" if choice == "model" else "1") and shown["draft.input_norm"][0] == "true"
-
-
-def test_defaults_of_other_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "128")  # a narrow terminal breaks a long list of choices
-    shown = " ".join(helped("sage-train").split())
-    others = "block|distill|eagle|lk|model|peagle"
-    assert f"objective.steps=7 unrolled draft steps per training step; 1 with objective={others}" in shown
-    assert "draft.compressor.ratio=20" in shown and "3 with draft/compressor=conv|weighted" in shown
-    assert "data.num_workers=0" in shown and "8 with data=llava_onevision" in shown
-    assert "launch.device=auto device of the ranks; one of auto, cpu, cuda" in shown
-    assert key_lines(helped("sage-train", "objective=eagle"))["objective.steps"][0] == "1"
-
-
-@pytest.mark.parametrize("words", [("sage-train",), ("sage-train", "experiment=demo"), ("sage-validate",)])
-def test_the_default_policies_include_cost_aware(words: tuple[str, ...]) -> None:
-    assert key_lines(helped(*words))["decode.policies"][0] == "[autoregressive,chain,static,sage,cost_aware]"
-
-
 def test_the_composed_configuration_is_shown() -> None:
-    shown = key_lines(helped("sage-train", "experiment=demo", "target=qwen2_5_vl_7b", "optim.lr=0.5"))
+    words = ("experiment=demo", "draft=model", "target=qwen2_5_vl_7b", "optim.lr=0.5", "all")
+    text = helped("sage-train", *words)
+    shown = key_lines(text)
     assert (shown["optim.lr"][0], shown["train.max_steps"][0], shown["run.dir"][0]) == ("0.5", "550", "runs/demo")
     assert (shown["decode.options.sage.max_width"][0], shown["decode.options.sage.max_nodes"][0]) == ("2", "64")
+    assert shown["decode.policies"][0] == "[autoregressive,chain,static,sage,cost_aware]"
     assert shown["target.path"][0] == "Qwen/Qwen2.5-VL-7B-Instruct"
-    missing = key_lines(helped("sage-train", "target=by_path"))
-    assert missing["target.path"][0] == "???" and missing["target.name"][0].startswith("${")
-    assert key_lines(helped("sage-train", "-m", "seed=1,2", "train.max_steps=3"))["train.max_steps"][0] == "3"
+    assert "  * model " in text and shown["draft.kind"][0] == "model" and shown["draft.num_layers"][0] == "null"
+    assert "only with draft=eagle3|peagle|block" in " ".join(text.split()) and shown["draft.draft_vocab_size"][0] == "null"
+    assert shown["draft.compressor.ratio"][0] is None  # set by other choices
+    missing = key_lines(helped("sage-train", "target=by_path", "all"))
+    assert missing["target.path"][0] == "???" and str(missing["target.name"][0]).startswith("${")
+    assert key_lines(helped("sage-train", "-m", "seed=1,2", "train.max_steps=3", "all"))["train.max_steps"][0] == "3"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -214,27 +175,22 @@ def test_mistakes_beside_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("draft=", {"draft=block", "draft=eagle", "draft=eagle3", "draft=model", "draft=peagle"}),
-        ("draft=eagle3 draft.draft_v", {"draft.draft_vocab_size="}),
-    ],
-)
-def test_shell_completion(line: str, expected: set[str], tmp_path: Path) -> None:
+def test_shell_completion(tmp_path: Path) -> None:
     """The function that `sage-train -sc install=bash` defines, called as bash calls it after the tab key."""
     folder = Path(sys.executable).parent
     assert (folder / "sage-train").is_file(), "the package is installed"
-    words = f"sage-train {line}".split(" ")
-    script = f"""
+    script = """
         eval "$(sage-train -sc install=bash)"
-        export COMP_LINE="sage-train {line}" COMP_POINT={len(line) + 11} COMP_CWORD={len(words) - 1}
-        hydra_bash_completion
-        printf '%s\\n' "${{COMPREPLY[@]}}"
+        for line in "sage-train experiment=de" "sage-train draft=eagle3 draft.draft_v"; do
+            COMP_LINE="$line" COMP_POINT=${#line} COMP_CWORD=$(($(wc -w <<< "$line") - 1))
+            export COMP_LINE COMP_POINT COMP_CWORD
+            hydra_bash_completion
+            printf '%s\\n' "${COMPREPLY[@]}"
+        done
     """
     path = f"{folder}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment() | {"PATH": path}, capture_output=True, text=True, check=True
     )
-    assert set(done.stdout.split()) == expected
+    assert set(done.stdout.split()) == {"experiment=debug", "experiment=demo", "draft.draft_vocab_size="}
     assert list(tmp_path.iterdir()) == []

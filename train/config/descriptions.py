@@ -9,7 +9,6 @@ import ast
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -21,7 +20,7 @@ from sage.io.files import config_dir
 from sage.trees import POLICIES
 from train.config.store import POLICY_GROUP
 
-UNLISTED = ("name", "kind", "architecture.")  # values of a choice that do not describe it
+UNLISTED = ("name", "kind", "defaults", "architecture.")  # values of a choice that do not describe it
 
 
 @dataclass(frozen=True)
@@ -38,23 +37,14 @@ def choice_meaning(group: str, choice: str) -> str:
         return first_sentence(ast.get_docstring(_policy_class(choice)))
     if group == "draft":
         return first_sentence(KINDS[choice].options.__doc__)
-    lines = (config_dir() / group / f"{choice}.yaml").read_text(encoding="utf-8").splitlines()
-    comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line)
-    values = {key: value for key, value in choice_values(group, choice).items() if not key.startswith(UNLISTED)}
-    return comment or ", ".join(f"{key}={value}" for key, value in values.items())
-
-
-@cache
-def choice_values(group: str, choice: str) -> dict[str, Any]:
-    """Returns the keys that the file of a choice sets, relative to the group, without those that refer to other keys."""
     path = config_dir() / group / f"{choice}.yaml"
-    if not path.is_file():
-        return {}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line)
     content = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(content, dict)
-    inherited = [name for name in content.pop("defaults", []) if isinstance(name, str)]
-    found = {key: value for name in inherited for key, value in choice_values(group, name).items()}
-    return found | {key: value for key, value in dotted_keys(content).items() if content and "${" not in str(value)}
+    values = {key: value for key, value in dotted_keys(content).items() if not key.startswith(UNLISTED)}
+    set_ = ", ".join(f"{key}={value}" for key, value in values.items() if "${" not in str(value))
+    return comment.removesuffix(".") or set_
 
 
 @cache
@@ -67,7 +57,7 @@ def policy_options(policy: str) -> dict[str, Option]:
     for field in node.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None:
             found[field.target.id] = Option(_written(field.value), "")
-    return {name: Option(one.default, meanings.get(name, one.meaning)) for name, one in found.items()}
+    return {name: Option(one.default, meanings.get(name, one.meaning).removesuffix(".")) for name, one in found.items()}
 
 
 def _policy_class(policy: str) -> ast.ClassDef:

@@ -6,19 +6,19 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterator
-from enum import Enum
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import errors as oc
 
 from sage.io.names import did_you_mean
-from sage.io.ranges import UNIONS, plain_type
+from sage.io.ranges import allowed, plain_type
+from train.config.keys import LABEL, group_of, keys_of
 from train.config.schema import ConfigError
-from train.config.store import group_choices, subschemas
+from train.config.store import group_choices
 
 MAX_LISTED = 30
+SOURCE = re.compile(r"^data\.(?:sources|validation)\.[^.]+")  # of data, with the label that the user chose
 TYPO = 0.8  # similarity of a key and the one that was meant; below, other relations come first
 PLUGINS = {  # choices that need a package
     "hydra/sweeper/optuna": "hydra-optuna-sweeper",
@@ -70,7 +70,7 @@ def _explain_omegaconf(error: oc.OmegaConfBaseException, outer: str, schema: typ
         key = override.group(1)
     if isinstance(error, oc.MissingMandatoryValue):
         key = key or _last_quoted(str(error))
-        return f"{key}: missing; give {key}=VALUE ({_describe(schema, key)})"
+        return f"{key}: missing; give {key}=VALUE, {_allowed(schema, key).removeprefix('give ')}"
     if isinstance(error, (oc.ConfigKeyError, oc.ConfigAttributeError)):
         return unknown_key(key, schema)
     if isinstance(error, oc.InterpolationToMissingValueError):
@@ -81,7 +81,7 @@ def _explain_omegaconf(error: oc.OmegaConfBaseException, outer: str, schema: typ
         return f"{key}: {str(error).strip().splitlines()[0]}"
     value = re.search(r"Value '(.*?)'(?: of type| \()", str(error)) or re.search(r"Invalid value '(.*?)'", str(error))
     shown = f"={value.group(1)}" if value else ""
-    return f"{key}{shown}: wrong type; allowed: {_describe(schema, key)}"
+    return f"{key}{shown}: wrong type; {_allowed(schema, key)}"
 
 
 def _explain_hydra(text: str) -> str:
@@ -94,18 +94,16 @@ def _explain_hydra(text: str) -> str:
 
 def unknown_key(key: str, schema: type) -> str:
     """Returns the message for a key that the schema does not have, or that belongs to another choice of its group."""
-    parent, _, name = key.rpartition(".")
-    known = sorted(set(keys(schema)))
+    known = keys_of(schema)
+    parent = key.rpartition(".")[0]
     if key in known:
-        group = parent.replace(".", "/")
-        parts = [(kind, part) for (where, kind), part in subschemas().items() if where == group]
-        kinds = [kind for kind, part in parts if name in typing.get_type_hints(part)]
-        return f"{key}: not a key of the chosen {group}; it belongs to {group}={'|'.join(kinds)}"
-    if _kind(schema, parent.split(".")) == dict[str, Any]:
+        group = group_of(parent)
+        return f"{key}: not a key of the chosen {group}; it belongs to {group}={'|'.join(known[key].choices)}"
+    if parent in known and plain_type(known[parent].hint) == dict[str, Any]:
         return f"{key}: not set by any choice, so it has to be added as +{key}=VALUE"
-    siblings = [other for other in known if other.rpartition(".")[0] == parent]
-    allowed = siblings or sorted({other.split(".")[0] for other in known})
-    return f"{key}: unknown key{_nearest_key(key, known)}; allowed: {', '.join(allowed[:MAX_LISTED])}"
+    names = sorted({".".join(parts[:end]) for parts in (name.split(".") for name in known) for end in range(1, len(parts) + 1)})
+    siblings = [name for name in names if name.rpartition(".")[0] == parent] or [name for name in names if "." not in name]
+    return f"{key}: unknown key{_nearest_key(key, names)}; allowed: {', '.join(siblings[:MAX_LISTED])}"
 
 
 def refuse_unknown(composed: Any, schema: type, prefix: str = "", root: type | None = None) -> None:
@@ -120,56 +118,11 @@ def refuse_unknown(composed: Any, schema: type, prefix: str = "", root: type | N
             refuse_unknown(child, typing.cast(type, object_type), f"{prefix}{name}.", root or schema)
 
 
-def keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Yields every dotted key of a schema, including those of all choices of its groups."""
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        name, kind = prefix + field.name, hints[field.name]
-        yield name
-        for part in _variants(field.name, kind):
-            yield from keys(part, name + ".")
-
-
-def _variants(name: str, kind: Any) -> list[type]:
-    if not dataclasses.is_dataclass(kind):
-        return []
-    others = {schema for (group, _), schema in subschemas().items() if group.rpartition("/")[2] == name}
-    return [typing.cast(type, kind), *sorted(others - {kind}, key=lambda schema: schema.__name__)]
-
-
-def _describe(schema: type, key: str) -> str:
-    """Describes the type of a key."""
-    return _type_name(_kind(schema, re.findall(r"[^.\[\]]+", key)))
-
-
-def _kind(kind: Any, path: list[str]) -> Any:
-    """Returns the type annotation at a path of keys and list indices; None if there is none."""
-    if not path:
-        return kind
-    kind = plain_type(kind)
-    if typing.get_origin(kind) in (list, dict):
-        return _kind(typing.get_args(kind)[-1], path[1:])
-    if not dataclasses.is_dataclass(kind):
-        return None
-    hint = typing.get_type_hints(kind).get(path[0])
-    choices: list[Any] = [*_variants(path[0], hint)] or [hint]
-    found = (_kind(part, path[1:]) for part in choices)
-    return next((part for part in found if part is not None), None)
-
-
-def _type_name(kind: Any) -> str:
-    if typing.get_origin(kind) in UNIONS:
-        return " or ".join(_type_name(part) for part in typing.get_args(kind))
-    if typing.get_origin(kind) is list:
-        return f"list of {_type_name(typing.get_args(kind)[0])}, as [a,b]"
-    if typing.get_origin(kind) is dict:
-        return "mapping, as {key: value}"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "one of " + ", ".join(kind.__members__)
-    if dataclasses.is_dataclass(kind):
-        return "group with the keys " + ", ".join(field.name for field in dataclasses.fields(kind))
-    names: dict[Any, str] = {None: "any value", bool: "bool (true or false)", type(None): "null"}
-    return names.get(kind, getattr(kind, "__name__", str(kind)))
+def _allowed(schema: type, key: str) -> str:
+    """Returns what a key allows; of an item of a list, what the list allows."""
+    name = re.sub(r"\[\d+\]", "", SOURCE.sub(f"data.sources.{LABEL}", key))
+    known = keys_of(schema).get(name)
+    return "--help describes the keys" if known is None else allowed(known.hint)
 
 
 def _nearest_key(key: str, known: list[str]) -> str:
