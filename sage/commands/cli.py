@@ -1,4 +1,8 @@
-"""What the commands share: exit codes, error reporting, and the options for models, device and dtype. Imports no torch."""
+"""What the commands share: exit codes, errors as one line, the parser, options for models, device and dtype. Imports no torch.
+
+An error is a user's mistake, a failure that the program foresees, which has an `exit_code` of its own and maybe `details` to
+print above the line, or a bug, whose traceback is printed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import json
 import os
 import platform
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -31,6 +36,7 @@ EXIT_CRASH = 1  # anything unforeseen
 EXIT_USER = 2  # the user's mistake, reported in one line
 EXIT_STOPPED = 3  # stopped by a signal after saving
 EXIT_INTERRUPTED = 130  # by Ctrl-C or SIGTERM, with nothing saved; that of a shell's own commands after Ctrl-C (128 + SIGINT)
+NOTHING_SAVED = "stopped before anything was saved"
 UNKNOWN = "unrecognized arguments: "  # start of the message of `argparse`
 
 
@@ -217,14 +223,10 @@ def report_interrupt() -> int:
 
 
 def run(main: Callable[[], int | None]) -> int:
-    """Runs a command and reports the user's mistakes as one line on stderr.
+    """Runs a command; returns its exit code. Errors are one line on stderr (see `report`), warnings as well.
 
     Args:
         main: the command; raises ValueError, or the OSError of a file that the user named, for the user's mistakes.
-
-    Returns:
-        the exit code. With `--debug` or HYDRA_FULL_ERROR=1 a traceback is shown instead of the line.
-        Warnings are one line, too.
     """
     has_traceback = pop_debug_flag()
     if not has_traceback:
@@ -233,11 +235,46 @@ def run(main: Callable[[], int | None]) -> int:
         return main() or EXIT_DONE
     except KeyboardInterrupt:
         return report_interrupt()
-    except BrokenPipeError:
-        sys.stderr.close()
-        return EXIT_DONE
-    except (ValueError, OSError) as error:
-        if has_traceback:
-            raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USER
+    except BrokenPipeError:  # the reader of the output, `head` for example, has exited
+        return ignore_broken_pipe()
+    except Exception as error:
+        return report(error, has_traceback=has_traceback)
+
+
+def ignore_broken_pipe() -> int:
+    """Discards the rest of the output, so that flushing it at exit does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_DONE
+
+
+def report(error: Exception, is_main: bool = True, has_traceback: bool = False) -> int:
+    """Prints an error as one line, on rank 0 only, and returns its exit code.
+
+    Args:
+        has_traceback: print the traceback of a user's mistake, too: `--debug` or HYDRA_FULL_ERROR=1.
+    """
+    code = getattr(error, "exit_code", None)
+    is_bug = code is None and is_crash(error)
+    if code is not None:
+        print(getattr(error, "details", ""), end="", file=sys.stderr)
+    if is_bug or (has_traceback and not is_crash(error)):
+        traceback.print_exception(error)
+    return print_error(message_of(error), EXIT_CRASH if is_bug else EXIT_USER if code is None else int(code), is_main)
+
+
+def message_of(error: Exception) -> str:
+    """Returns an error as one line."""
+    is_expected = not is_crash(error) or hasattr(error, "exit_code")
+    return " ".join((str(error) if is_expected else f"{type(error).__name__}: {error}").split())
+
+
+def is_crash(error: BaseException) -> bool:
+    """Whether an error is a bug rather than a user's mistake, so that its traceback is printed."""
+    return isinstance(error, UnicodeError) or not isinstance(error, (ValueError, OSError))
+
+
+def print_error(message: str, code: int, is_main: bool = True) -> int:
+    """Prints a line on rank 0; returns `code`."""
+    if is_main:
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code

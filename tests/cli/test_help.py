@@ -30,8 +30,8 @@ from train.cli.train import main as sage_train
 from train.cli.validate import main as sage_validate
 from train.config.descriptions import choice_meaning, policy_options
 from train.config.help import help_text
-from train.config.hydra_app import register_resolvers
 from train.config.keys import keys_of
+from train.config.resolvers import register_resolvers
 from train.config.schema import Config, ValidateConfig
 from train.config.store import group_choices
 

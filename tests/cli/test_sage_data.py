@@ -29,8 +29,8 @@ from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.sources import SourceConfig
 from data_prep.splits import Split
 from data_prep.tools import cli
+from sage.commands.cli import report as report_error
 from train.cli import data as data_cli
-from train.console.errors import report as report_error
 
 
 def test_convert_and_back(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from support.messages import exit_code
 from train.cli.train import main
 from train.config.hydra_app import compose
 from train.config.overrides import expand
+from train.config.resolvers import target_dtype, target_name
 from train.config.schema import Config, Precision, ValidateConfig
-from train.config.target_path import target_dtype, target_name
 from train.validation.selection import Checkpoint, settle
 
 

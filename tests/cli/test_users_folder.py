@@ -44,7 +44,7 @@ from sage.training import call, compose, run
 is_same = compose("target=pocket_qwen3_vl", "data=pocket").target.path == path_of_target("pocket_qwen3_vl")
 heavy = [name for name in ("torch", "deepspeed") if name in sys.modules]
 arguments, lines = json.loads(sys.argv[1])
-work = resolve_name("train.console.errors:message_of")
+work = resolve_name("sage.commands.cli:message_of")
 rank = multiprocessing.get_context("spawn").Process(target=call, args=(work, KeyError()))
 rank.start(), rank.join()
 report = run(compose(*arguments))

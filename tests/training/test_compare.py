@@ -14,11 +14,11 @@ from support.messages import check_message, exit_code, refused
 from support.train_helpers import policy_figures
 
 from checkpoints.run_folder import next_check
+from sage.commands.cli import NOTHING_SAVED
 from train.cli import validate as validate_cli
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, ScoreConfig, ScoreMetric
 from train.config.sweep import Job, failures, folder_name, job_line, job_name, num_jobs, stopped_line, swept_keys
-from train.console.errors import NOTHING_SAVED
 from train.report import __main__ as report_command
 from train.report.compare import (
     SweepComparison,

@@ -12,13 +12,13 @@ from omegaconf import OmegaConf
 from support.messages import check_message, exit_code, refused
 from support.train_helpers import python
 
+from sage.commands.cli import report
 from sage.io.files import config_dir
 from train.cli.train import main
 from train.config.checks import check
 from train.config.hydra_app import compose, run_app
 from train.config.schema import Config, ConfigError
 from train.config.sweep import read_jobs
-from train.console.errors import report
 from train.launch.cluster_env import is_main_rank
 
 REFUSED_WITHIN_S = 5  # of this process's own time, so that a busy machine does not count

@@ -23,10 +23,10 @@ from support.messages import check_message, refused
 from support.train_helpers import ROOT, command, environment, metrics, sage_train, srun_variables
 
 from checkpoints.store import SaveFailed
+from sage.commands.cli import NOTHING_SAVED
 from sage.commands.cli import run as run_command
 from train.config.hydra_app import compose, run_app
 from train.config.schema import Config, ConfigError
-from train.console.errors import NOTHING_SAVED
 from train.job.answers import AnswersStopped
 from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host

@@ -14,9 +14,9 @@ from support.train_helpers import configured, quick_report, train_until_signal
 
 from checkpoints.store import StateStore
 from sage.bench.measurement import Interrupted
+from sage.commands.cli import NOTHING_SAVED
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.console.errors import NOTHING_SAVED
 from train.job.rank import run_rank
 from train.launch.launcher import launch
 from train.launch.ranks import Ranks, process_group

@@ -21,9 +21,9 @@ from torch import nn
 
 from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed, StateStore
+from sage.commands.cli import report
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.console.errors import report
 from train.engine.optimizer_state import KINDS
 from train.launch.ranks import process_group
 from train.state.resume import rng_state, set_rng_state

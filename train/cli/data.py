@@ -18,19 +18,19 @@ from data_prep.config import RegenerateConfig, check_paths, validate
 from data_prep.own_answers import is_quickly_measured
 from data_prep.server.address import check_server, read_key
 from data_prep.splits import Split
-from sage.commands.cli import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
+from sage.commands.cli import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, NOTHING_SAVED
 from sage.drafts.location import find_draft
 from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt
 from sage.training import call
 from train.config.checks import check_path, check_ranges
-from train.config.hydra_app import plain_name, run_app
+from train.config.hydra_app import run_app
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
+from train.config.resolvers import plain_name
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
-from train.console.errors import NOTHING_SAVED
-from train.console.log import configure_logging
 from train.launch import cluster_env
 from train.launch.launcher import check_devices
+from train.launch.log import configure_logging
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from train.config.hydra_app import run_app
 from train.config.overrides import given_keys, refuse_unused, task_overrides
 from train.config.resuming import changes
 from train.config.schema import Config
-from train.console.log import configure_logging
 from train.launch import cluster_env
+from train.launch.log import configure_logging
 from train.report.compare import SweepComparison
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from train.config.checks import check_decode, check_path, check_ranges
 from train.config.hydra_app import run_app
 from train.config.overrides import key_of, launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, TrainConfig, ValidateConfig
-from train.console.log import configure_logging
 from train.launch import cluster_env
+from train.launch.log import configure_logging
 from train.report.compare import run_command
 from train.validation.selection import Checkpoint, find_checkpoint, settle
 

@@ -1,16 +1,14 @@
 """Runs a command line through Hydra: composes and types the configuration, turns errors into one line and an exit code.
 
-Owns: composition, the jobs of a sweep. Does not own: the work of a command, the classes of errors (train.console). Imports no
-torch, so that `--help` and mistakes are answered at once.
+Owns: composition, the jobs of a sweep. Does not own: the work of a command, the classes of errors (sage.commands.cli).
+Imports no torch, so that `--help` and mistakes are answered at once.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,22 +20,30 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.run_folder import is_run
-from sage.commands.cli import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, pop_debug_flag, version_text
-from sage.io.files import config_dir, package_dir
+from sage.commands.cli import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_USER,
+    NOTHING_SAVED,
+    ignore_broken_pipe,
+    message_of,
+    pop_debug_flag,
+    print_error,
+    report,
+    version_text,
+)
+from sage.io.files import config_dir
 from train.config import sweep
 from train.config.errors import as_mistake, refuse_unknown
 from train.config.help import help_text
 from train.config.overrides import expand, key_of, options_of, refuse_unknown_options, task_overrides
+from train.config.resolvers import register_resolvers
 from train.config.resuming import with_own_config
 from train.config.schema import Config, ConfigError
 from train.config.sharding import shorten_validation
-from train.config.store import register
 from train.config.sweep import SweepScore
-from train.config.target_path import lr_for_width, target_dtype, target_name
-from train.console.errors import NOTHING_SAVED, is_crash, message_of, print_error, report
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
-LONGEST_PART = 40  # characters of a part of a run's name
 
 Task = Callable[[Any], int]
 
@@ -77,26 +83,10 @@ def run_app(
     if "--version" in sys.argv:
         print(version_text())
         return EXIT_DONE
-    try:
-        refuse_unknown_options(sys.argv[1:], options_of(schema), leading)
-        sys.argv[1:] = expand(sys.argv[1:])
-    except ConfigError as error:
-        return report(error, is_main())
     before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
-    words = sys.argv[1:]
-    job = SweepJob(schema, task, is_main, sweep_score, pop_debug_flag(), sweep.swept_keys(words), sweep.num_jobs(words))
-    if {"-h", "--help"} & set(sys.argv):
-        return job.guard(lambda: _print_help(config_name, schema))
-    os.environ[FULL_ERROR] = "1"  # makes Hydra raise errors instead of printing them and exiting
-    register_resolvers()
-    folder = sweep.open_folder()
-
-    def run_all() -> int:
-        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(job)()
-        return max(job.codes, default=EXIT_DONE)
-
+    job = SweepJob(schema, task, is_main, sweep_score, pop_debug_flag())
     try:
-        return max(job.guard(run_all), job.guard(lambda: job.summarize(folder)))
+        return job.guard(lambda: _run(config_name, job, leading))
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)
@@ -104,21 +94,31 @@ def run_app(
                 os.environ[name] = value
 
 
-def _print_help(config_name: str, schema: type) -> int:
-    """Prints the help of a command; returns the exit code."""
+def _run(config_name: str, job: SweepJob, leading: Sequence[str]) -> int:
+    """Prints the help, or runs all jobs and compares them; returns the largest exit code."""
+    refuse_unknown_options(sys.argv[1:], options_of(job.schema), leading)
+    words = sys.argv[1:] = expand(sys.argv[1:])
     register_resolvers()
-    print(help_text(config_name, schema, sys.argv[1:]), flush=True)
-    return EXIT_DONE
+    if {"-h", "--help"} & set(words):
+        print(help_text(config_name, job.schema, words), flush=True)
+        return EXIT_DONE
+    os.environ[FULL_ERROR] = "1"  # makes Hydra raise errors instead of printing them and exiting
+    job.swept_keys, job.num_jobs = sweep.swept_keys(words), sweep.num_jobs(words)
+    folder = sweep.open_folder()
+
+    def run_jobs() -> int:
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(job)()
+        return max(job.codes, default=EXIT_DONE)
+
+    return max(job.guard(run_jobs), job.guard(lambda: job.summarize(folder)))
 
 
 class SweepJob:
     """The function that Hydra calls: once for a single run, once per job of a sweep, possibly in another process.
 
-    Args:
+    Attributes:
         swept_keys: keys with several values on the command line.
         num_jobs: jobs of the sweep; None: unknown.
-
-    Attributes:
         codes: exit codes of the jobs that ran in this process.
         seconds: their durations.
     """
@@ -131,14 +131,12 @@ class SweepJob:
         task: Task,
         is_main: Callable[[], bool],
         sweep_score: SweepScore | None,
-        show_traceback: bool,
-        swept_keys: Sequence[str] = (),
-        num_jobs: int | None = None,
+        has_traceback: bool,
     ) -> None:
         self.schema, self.task, self.is_main = schema, task, is_main
-        self.sweep_score, self.show_traceback = sweep_score, show_traceback
-        self.swept_keys = list(swept_keys)
-        self.num_jobs = num_jobs
+        self.sweep_score, self.has_traceback = sweep_score, has_traceback
+        self.swept_keys: list[str] = []
+        self.num_jobs: int | None = None
         self.codes: list[int] = []
         self.seconds: list[float] = []
         self.error: str | None = None
@@ -185,15 +183,12 @@ class SweepJob:
             if self.is_main():
                 print(sweep.stopped_line(self.num_jobs, len(self.codes) - 1), file=sys.stderr)
             return stopped.exit_code
-        except BrokenPipeError:  # the reader of the output, `head` for example, has exited
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return EXIT_DONE
+        except BrokenPipeError:
+            return ignore_broken_pipe()
         except Exception as raised:
             error = as_mistake(raised, self.schema)
-            if self.show_traceback and not is_crash(error):
-                traceback.print_exc()
             self.error = message_of(error)
-            return report(error, self.is_main())
+            return report(error, self.is_main(), self.has_traceback)
 
     def summarize(self, folder: Path) -> int:
         """Compares the jobs recorded in `folder` and prints the failed ones; returns the largest of their exit codes."""
@@ -253,33 +248,3 @@ def compose(config_name: str, overrides: list[str], schema: type) -> Any:
         if (mistake := as_mistake(error, schema)) is not error:
             raise mistake from error
         raise
-
-
-def register_resolvers() -> None:
-    """Registers the schemas and the resolvers `${NAME:...}` of the YAML files.
-
-    `run_name:TARGET,DRAFT,PATH,DATA,OBJECTIVE` is the default name of a run. `package_dir:PACKAGE` is the folder of an
-    installed package, found without importing it; `target_name:PATH` and `target_dtype:PATH` are the name and precision of a
-    target given by its path.
-    """
-    register()
-    for resolve in (package_dir, run_name, target_name, target_dtype, lr_for_width):
-        OmegaConf.register_new_resolver(resolve.__name__, resolve, replace=True)
-
-
-def run_name(target: str, draft: str, path: str | None, data: str, objective: str) -> str:
-    """Returns `TARGET-DRAFT-DATA`, with `-OBJECTIVE` if it is not the draft's own.
-
-    Args:
-        path: `data.path`; names the data by its last part without suffix, because one format has many files.
-        data: `data.name`, for data without a path.
-    """
-    parts = [target, draft, Path(path).name.split(".")[0] if path else data]
-    if objective not in ("", draft):
-        parts.append(objective)
-    return "-".join(plain_name(part)[:LONGEST_PART] for part in parts)
-
-
-def plain_name(part: str) -> str:
-    """Replaces characters that a shell or Hydra would interpret."""
-    return re.sub(r"[^\w.]+", "_", part).strip("_.") or "data"

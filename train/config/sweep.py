@@ -19,10 +19,9 @@ from typing import Any, Protocol
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from sage.commands.cli import EXIT_STOPPED
+from sage.commands.cli import EXIT_STOPPED, NOTHING_SAVED
 from sage.io.files import read_json, write_text
 from sage.io.tables import counted
-from train.console.errors import NOTHING_SAVED
 
 FOLDER = "SAGE_SWEEP"  # environment variable with the folder of the records
 ROOT = Path("runs") / ".sweep"

@@ -24,8 +24,8 @@ from sage.io.files import write_text
 from sage.training import call
 from train.config.checks import check_batch, check_deepspeed
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
-from train.console.log import configure_logging
 from train.launch import cluster_env
+from train.launch.log import configure_logging
 from train.launch.signals import StopFlag, ignore_sigterm
 from train.launch.supervisor import POLL_S, Failure, describe, interrupted, silence_loggers, supervise
 

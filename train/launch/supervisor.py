@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.run_folder import list_steps, state_folder
-from sage.commands.cli import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USER
-from train.console.errors import NOTHING_SAVED, is_crash
+from sage.commands.cli import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USER, NOTHING_SAVED, is_crash
 from train.launch.signals import STOP_SIGNALS
 
 GRACE_S = 1.0  # time for the ranks to report their own errors after the first one has exited

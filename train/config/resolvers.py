@@ -1,16 +1,47 @@
-"""Name, precision and learning rate of a target given by its path alone (conf/target/by_path.yaml). Imports no torch."""
+"""The resolvers `${NAME:...}` of the YAML files: names of runs, and what a target's folder says about it. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from sage.io.dtypes import SHORT_NAMES
+from sage.io.files import package_dir
 from train.config.schema import Precision
+from train.config.store import register
 
 CONFIG_FILE = "config.json"
+LONGEST_PART = 40  # characters of a part of a run's name
+
+
+def register_resolvers() -> None:
+    """Registers the schemas and the functions of this module; `package_dir:PACKAGE` is the folder of an installed package."""
+    register()
+    for resolve in (package_dir, run_name, target_name, target_dtype, lr_for_width):
+        OmegaConf.register_new_resolver(resolve.__name__, resolve, replace=True)
+
+
+def run_name(target: str, draft: str, path: str | None, data: str, objective: str) -> str:
+    """Returns `TARGET-DRAFT-DATA`, with `-OBJECTIVE` if it is not the draft's own.
+
+    Args:
+        path: `data.path`; names the data by its last part without suffix, because one format has many files.
+        data: `data.name`, for data without a path.
+    """
+    parts = [target, draft, Path(path).name.split(".")[0] if path else data]
+    if objective not in ("", draft):
+        parts.append(objective)
+    return "-".join(plain_name(part)[:LONGEST_PART] for part in parts)
+
+
+def plain_name(part: str) -> str:
+    """Replaces characters that a shell or Hydra would interpret."""
+    return re.sub(r"[^\w.]+", "_", part).strip("_.") or "data"
 
 
 def target_name(path: str) -> str:
