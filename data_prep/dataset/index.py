@@ -29,6 +29,7 @@ from sage.io.source import source_digest
 logger = logging.getLogger(__name__)
 INVALID = "bad.npy"  # the invalid items, which are checked again: a missing image may have been restored
 NUM_PROBED = 1000  # rows, to distinguish one invalid item from a source without valid ones
+VERSION = 1  # of the index: increase it with every change of the code that changes which items are valid
 
 
 class Index:
@@ -59,8 +60,8 @@ def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> In
     settings = {"split": split, "shares": asdict(shares), "on_bad": config.on_bad}
     content = [(source.fingerprint(), source.limit) for source in sources]
     readers = {KINDS[source.kind].module for source in config.resolved(split).values()}
-    code = source_digest(__name__, *sorted(readers))
-    folder = cache_dir(config.cache_dir) / "index" / json_digest([settings, content, code])
+    code = source_digest(*sorted(name for name in readers if not name.startswith("data_prep.")))
+    folder = cache_dir(config.cache_dir) / "index" / json_digest([settings, content, code, VERSION])
     write = partial(_write_index, config, sources, split, shares)
     with computed_once(folder, write, lambda: has_repaired_item(folder, lambda number, row: sources[number].example(row))):
         return Index(folder)

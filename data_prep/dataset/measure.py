@@ -25,7 +25,7 @@ from data_prep.config import DataConfig
 from data_prep.conversation import BadItem, BadTemplate, Conversation, check_conversation, media_parts
 from data_prep.dataset.index import INVALID, Index, has_repaired_item
 from data_prep.dataset.lengths import as_array
-from data_prep.dataset.prepare import LENGTHS, processor_fingerprint
+from data_prep.dataset.prepare import LENGTHS, VERSION, processor_fingerprint
 from data_prep.sources.base import Source
 from data_prep.workers import mapped
 from sage.inputs.media import image_size, source_of, video_size
@@ -33,7 +33,6 @@ from sage.inputs.processing import Processor, Segment, TemplateFault
 from sage.inputs.video import Size
 from sage.io.files import json_digest
 from sage.io.progress import progress_bar
-from sage.io.source import source_digest
 
 CHUNK_SIZE = 256  # examples whose texts are tokenized together
 Masks = list[Tensor | BadItem]
@@ -191,10 +190,9 @@ def _shortened(measuring: Measuring, positions: np.ndarray) -> np.ndarray:
 
 
 def _folder(measuring: Measuring, name: str, *settings: Any) -> Path:
-    """Returns the folder in the cache of a result that depends on these settings, the rows, the processor and the code."""
+    """Returns the folder in the cache of a result that depends on these settings, the rows and the processor."""
     config, processor = measuring.config, measuring.processor
-    code = source_digest(__name__, type(processor.family).__module__)
-    key = json_digest([measuring.index.fingerprint, config.num_frames, processor_fingerprint(processor), code, settings])
+    key = json_digest([measuring.index.fingerprint, config.num_frames, processor_fingerprint(processor), VERSION, settings])
     return cache_dir(config.cache_dir) / name / key
 
 

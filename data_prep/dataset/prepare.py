@@ -30,7 +30,6 @@ from data_prep.workers import mapped
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 from sage.io.progress import progress_bar
-from sage.io.source import source_digest
 
 logger = logging.getLogger(__name__)
 Item = tuple[str, int, Packed]  # id, source number, fields
@@ -38,13 +37,13 @@ Encoded = tuple[Item | BadItem, Lengths | None]
 STORE = "store"
 LENGTHS = "lengths.npy"  # of every example before it is shortened
 CHUNK_SIZE = 64  # examples per task of a worker
+VERSION = 1  # of cached examples: increase it with every change of the code that changes an example of the same item
 
 
 def prepare_examples(config: DataConfig, sources: list[Source], index: Index, processor: Processor) -> ExampleStore:
     """Encodes every item of an index, or returns the cached examples if no invalid item has changed."""
     settings = {"max_length": config.max_length, "on_long": config.on_long, "num_frames": config.num_frames}
-    code = source_digest(__name__, type(processor.family).__module__)
-    key = json_digest([index.fingerprint, settings, processor_fingerprint(processor), code])
+    key = json_digest([index.fingerprint, settings, processor_fingerprint(processor), VERSION])
     folder = cache_dir(config.cache_dir) / "examples" / key
     write = partial(_write_examples, config, sources, index, processor)
     with computed_once(folder, write, lambda: has_repaired_item(folder, partial(_encode, config, sources, index, processor))):

@@ -69,7 +69,7 @@ def _fill(context: int) -> int:
 def _facts(target: Target, draft: Draft, contexts: tuple[int, int]) -> dict[str, Any]:
     return {
         "machine": processor_name(target.device),
-        **environment(target.device, __name__, *draft_kind(draft.kind).modules, *family_modules(target)),
+        **environment(target.device, "sage.costs", *draft_kind(draft.kind).modules, *family_modules(target)),
         "layers_per_device": [target.layer_devices.count(device) for device in dict.fromkeys(target.layer_devices)],
         "passes": target.passes,
         "contexts": contexts,

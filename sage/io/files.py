@@ -6,6 +6,7 @@ place, flushed to disk and renamed. Importing this module imports the standard l
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -49,7 +50,7 @@ def json_digest(value: Any) -> str:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path that is renamed to `path` (a file or a folder) if the block ends without an error.
 
-    The parent folder is created if needed. An existing folder is removed just before the rename.
+    The parent folder is created if needed. Of several threads or processes that write one path, the last one's content stays.
 
     Raises:
         OSError: the disk is full or not writable; `path` is unchanged and no temporary file is left.
@@ -60,14 +61,32 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield temporary
         if temporary.is_file():
             fsync(temporary)
-        if temporary.is_dir() and path.is_dir():
-            shutil.rmtree(path)
-        os.replace(temporary, path)
+        if temporary.is_dir():
+            _replace_folder(temporary, path)
+        else:
+            os.replace(temporary, path)
         fsync(path.parent)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
+
+
+def _replace_folder(new: Path, path: Path) -> None:
+    """Renames a folder to `path`, where another writer may put its own at any time."""
+    old = new.with_suffix(".old.part")
+    while True:
+        if path.is_dir():  # a folder is renamed over an empty one only
+            with suppress(FileNotFoundError):
+                os.replace(path, old)
+        try:
+            os.replace(new, path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 class CannotWrite(OSError):

@@ -14,15 +14,19 @@ import transformers
 
 from sage.io.source import source_digest
 
+PASSES = ("sage.drafts", "sage.runtime", "sage.targets")  # packages whose code computes passes
+
 
 def environment(device: torch.device, *modules: str) -> dict[str, Any]:
-    """Returns what a result computed on `device` by the code of `modules` depends on: versions, source and processor;
-    JSON-serializable.
+    """Returns what a result of passes on `device` depends on: versions, source and processor; JSON-serializable.
+
+    Args:
+        modules: packages and modules whose code computes it, beside `PASSES`.
     """
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "source": source_digest(*modules),
+        "source": source_digest(*PASSES, *modules),
         "device": device.type,
         "threads": torch.get_num_threads(),
         "instructions": instructions(device),

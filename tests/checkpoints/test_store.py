@@ -84,6 +84,22 @@ def test_two_threads_write_the_same_file(tmp_path: Path) -> None:
     assert path.read_text() in ("first", "second") and [found.name for found in tmp_path.iterdir()] == ["x.txt"]
 
 
+def test_two_threads_replace_the_same_folder(tmp_path: Path) -> None:
+    """Many times: either may find the folder of the other in place, or none."""
+    path, both_write = tmp_path / "folder", threading.Barrier(2, timeout=30)
+
+    def write(text: str) -> None:
+        for _ in range(50):
+            with atomic_path(path) as temporary:
+                temporary.mkdir()
+                (temporary / "x").write_text(text)
+                both_write.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(write, ("first", "second"))) == [None, None]
+    assert (path / "x").read_text() in ("first", "second") and [found.name for found in tmp_path.iterdir()] == ["folder"]
+
+
 def test_nan_is_not_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "x.json", float("nan"))

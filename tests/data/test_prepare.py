@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +23,8 @@ from data_prep.dataset import prepare
 from data_prep.dataset.example_store import LEVEL, STILL, PixelTable
 from data_prep.dataset.skip_log import read_skipped
 from data_prep.pocket import world
-from data_prep.sources import SourceConfig
-from sage.io import source
+from data_prep.sources import KINDS, SourceConfig
+from sage.io.source import source_digest
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
@@ -77,71 +74,21 @@ def test_cache_is_used_until_a_setting_changes(tmp_path: Path, monkeypatch: pyte
     made.add(build_dataset(pocket(tmp_path), processor).fingerprint)
     processor.image_processor.image_mean = [0.4, 0.4, 0.4]
     made.add(build_dataset(pocket(tmp_path), processor).fingerprint)
-    monkeypatch.setattr(prepare, "source_digest", lambda *modules: "another version")
+    monkeypatch.setattr(prepare, "VERSION", prepare.VERSION + 1)
     made.add(build_dataset(pocket(tmp_path), processor).fingerprint)
     assert len(made) == 7
 
 
-def edit(code: Path, name: str, old: str, new: str) -> None:
-    """Changes a file of the copy of the program whose source counts."""
-    text = (code / name).read_text()
-    assert old in text
-    (code / name).write_text(text.replace(old, new, 1))
-    source._read_source.cache_clear()
-
-
-@pytest.fixture
-def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the program, whose files the keys of the cache depend on."""
-    for package in ("data_prep", "sage"):
-        shutil.copytree(
-            source.ROOT / package, tmp_path / "code" / package, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__")
-        )
-    monkeypatch.setattr(source, "ROOT", tmp_path / "code")
-    yield tmp_path / "code"
-    source._read_source.cache_clear()
-
-
-COMMENT, CODE = ("from __future__", "# A comment.\nfrom __future__"), ("from __future__", "ADDED = 1\nfrom __future__")
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "change", "is_kept"),
-    [
-        ("pocket", "data_prep/pocket/phrases.py", COMMENT, True),
-        ("pocket", "data_prep/pocket/phrases.py", CODE, False),
-        ("pocket", "data_prep/pocket/training.py", CODE, True),
-        ("pocket", "data_prep/chat.py", COMMENT, True),
-        ("pocket", "data_prep/chat.py", ("Conversation -> token ids", "Token ids"), True),
-        ("pocket", "data_prep/chat.py", CODE, False),
-        ("pocket", "sage/targets/families/qwen2_5_vl.py", CODE, False),
-        ("pocket", "sage/targets/families/gemma3.py", CODE, True),
-        ("sharegpt", "data_prep/pocket/phrases.py", CODE, True),
-        ("sharegpt", "data_prep/sources/llava_json.py", CODE, False),
-        ("sharegpt", "data_prep/sources/hub.py", CODE, True),
-    ],
-)
-def test_cache_depends_on_the_code_that_computes_the_examples(
-    kind: str, name: str, change: tuple[str, str], is_kept: bool, code: Path, tmp_path: Path
-) -> None:
-    turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "Red."}]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"conversations": turns}))
-    path = "" if kind == "pocket" else str(tmp_path / "rows.jsonl")
-    config = replace(
-        pocket(tmp_path / "cache", holdout=0.0), num_examples=1, sources={"it": SourceConfig(kind=kind, path=path)}
-    )
-    before = build_dataset(config, make_processor("qwen2_5_vl")).fingerprint
-    edit(code, name, *change)
-    assert (build_dataset(config, make_processor("qwen2_5_vl")).fingerprint == before) == is_kept
-
-
-def test_a_change_of_the_chat_template_code_does_not_check_the_items_again(code: Path, tmp_path: Path) -> None:
-    processor = make_processor("qwen2_5_vl")
-    for _ in range(2):
-        build_dataset(pocket(tmp_path / "cache"), processor)
-        edit(code, "data_prep/chat.py", *CODE)
-    folders = [[path for path in (tmp_path / "cache" / kind).iterdir() if path.is_dir()] for kind in ("index", "examples")]
-    assert [len(found) for found in folders] == [1, 2]
+def test_an_edited_reader_of_the_user_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of this project's own readers has a version instead."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(KINDS, "pocket", replace(KINDS["pocket"], module="poems"))
+    found = []
+    for text in ("", "", "# edited\n"):
+        (tmp_path / "poems.py").write_text(f"from data_prep.sources.pocket import *\n{text}")
+        source_digest.cache_clear()  # as in a new process
+        found.append(build_dataset(pocket(tmp_path), make_processor("qwen2_5_vl")).fingerprint)
+    assert found[0] == found[1] != found[2]
 
 
 def test_cache_keeps_the_most_recently_used(tmp_path: Path) -> None:

@@ -12,17 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.messages import check_message
-from support.models import random_draft
 from torch import nn
 
-import sage
-from sage.costs import store
-from sage.drafts.registry import draft_kind
-from sage.io.source import source_files
 from sage.runtime import compiled as package
 from sage.runtime import package_folder
 from sage.runtime.package_folder import DAY_S, MIN_FREE_BYTES, UNUSED_DAYS, mark_used, only_process, prune, writable_path
-from sage.targets.tree_passes import TreePass
 
 
 def new_package(folder: Path, name: str, age_days: float = 0.0, size: int = 10) -> Path:
@@ -103,18 +97,3 @@ def test_loading_counts_as_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = new_package(tmp_path, "a", age_days=50)
     assert package._loaded(path, nn.Linear(2, 2), torch.device("cpu")) == "loaded"
     assert time.time() - path.stat().st_mtime < DAY_S
-
-
-def test_packages_and_costs_depend_on_the_code_they_are_computed_by(tiny_qwen: sage.Target) -> None:
-    """On the pass, attention, cache and family, not on the bench, policies or data; `source_digest` leaves out comments."""
-    draft = random_draft(tiny_qwen, "eagle3", feature_levels=[1, 2, 3])
-    tree, level, _ = (
-        set(source_files(package.__name__, *function.modules))
-        for function in (TreePass(tiny_qwen, ()), *draft.pass_functions(tiny_qwen))
-    )
-    needed = {"sage.runtime.attention", "sage.runtime.cache", "sage.targets.families.qwen2_5_vl", "sage.targets.target"}
-    assert needed <= tree < level and level - tree >= {"sage.drafts.eagle3", "sage.drafts.layer"}
-    others = ("sage.bench", "sage.trees", "sage.decoding", "data_prep", "train")
-    assert not [name for name in level if name.startswith(others)]
-    costs = set(source_files(store.__name__, *draft_kind("eagle3").modules))
-    assert {"sage.costs.measure", "sage.drafts.head_session"} <= costs and "sage.bench.report" not in costs
