@@ -16,11 +16,9 @@ from sage.bench.settings import (
     MeasurementSettings,
 )
 from sage.commands.cli import (
-    add_device_map_option,
-    add_device_option,
-    add_dtype_option,
+    CHECKPOINT_DTYPE,
+    add_load_options,
     add_model_options,
-    add_passes_option,
     add_settings,
     named_models,
     new_parser,
@@ -146,10 +144,7 @@ def compare_parser() -> argparse.ArgumentParser:
     _prompt_options(parser)
     add_settings(parser, MeasurementSettings)
     add_settings(parser, Sampling, "min_new_tokens")
-    add_passes_option(parser)
-    add_dtype_option(parser, None, "dtype of target and draft (default: that of the checkpoint)")
-    add_device_option(parser, "auto")
-    add_device_map_option(parser)
+    add_load_options(parser, CHECKPOINT_DTYPE)
     parser.add_argument(
         "--first-answer",
         action="store_true",

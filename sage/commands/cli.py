@@ -31,6 +31,8 @@ from sage.runtime.pass_modes import PassMode
 if TYPE_CHECKING:
     import torch
 
+CHECKPOINT_DTYPE = "that of the checkpoint"
+FAST_DTYPE = "that of the checkpoint; on a CPU fp32, which is faster there"  # `load_options(cpu_dtype="float32")`
 EXIT_DONE = 0
 EXIT_CRASH = 1  # anything unforeseen
 EXIT_USER = 2  # the user's mistake, reported in one line
@@ -84,6 +86,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     default = "default: the one the draft was trained for"
     parser.add_argument("--target", metavar="TARGET", help=f"folder, hub id or name of the target; {default}")
     parser.add_argument("--draft", metavar="RUN", help=f"{DRAFT_HELP}; not needed for the policy autoregressive")
+
+
+def add_load_options(parser: argparse.ArgumentParser, default_dtype: str) -> None:
+    """Adds `--device`, `--device-map`, `--passes` and `--dtype`, which `load_options` reads (`--passes`: its caller).
+
+    Args:
+        default_dtype: describes the dtype without `--dtype`.
+    """
+    add_device_option(parser, "auto")
+    text = "split a target that is too large for one GPU across all of them: auto, balanced or sequential, or a JSON object, "
+    parser.add_argument("--device-map", metavar="MAP", help=f"{text}module name -> device; replaces --device")
+    add_passes_option(parser)
+    add_dtype_option(parser, None, f"dtype of target and draft (default: {default_dtype})")
 
 
 def named_models(args: argparse.Namespace) -> tuple[str | None, Path | None]:
@@ -154,12 +169,6 @@ def add_passes_option(parser: argparse._ActionsContainer) -> None:
         default=str(PassMode.auto),
         help="how passes run; auto: captured on a GPU, compiled on a CPU for many answers, else eager (default: %(default)s)",
     )
-
-
-def add_device_map_option(parser: argparse._ActionsContainer) -> None:
-    """Adds `--device-map`; `load_options` reads it."""
-    text = "split a target that is too large for one GPU across all of them: auto, balanced or sequential, or a JSON object, "
-    parser.add_argument("--device-map", metavar="MAP", help=f"{text}module name -> device; replaces --device")
 
 
 def load_options(args: argparse.Namespace, cpu_dtype: str | None = None) -> dict[str, Any]:

@@ -38,12 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="attention",
         help="how visual tokens are selected: attention, uniform or random (default: %(default)s)",
     )
-    cli.add_device_option(parser, "auto")
-    cli.add_device_map_option(parser)
-    cli.add_passes_option(parser)
-    cli.add_dtype_option(
-        parser, None, "dtype of target and draft (default: that of the checkpoint; on a CPU fp32, which is faster there)"
-    )
+    cli.add_load_options(parser, cli.FAST_DTYPE)
     add(
         "--check-device",
         action="store_true",

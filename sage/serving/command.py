@@ -52,11 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "hosts that images may be downloaded from, separated by commas (default: none; clients send images as data URLs)"
     add("--allow-remote-media", metavar="HOST,..", default="", help=text)
     cli.add_settings(parser, ServerLimits)
-    cli.add_device_option(parser, "auto")
-    cli.add_device_map_option(parser)
-    cli.add_passes_option(parser)
-    text = "dtype of target and draft (default: that of the checkpoint; on a CPU fp32, which is faster there)"
-    cli.add_dtype_option(parser, None, text)
+    cli.add_load_options(parser, cli.FAST_DTYPE)
     return parser.parse_args(argv)
 
 

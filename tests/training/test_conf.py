@@ -15,14 +15,16 @@ from sage.drafts.registry import KINDS as DRAFT_KINDS
 from sage.io.files import config_dir
 from sage.planning.options import defaults
 from sage.trees import POLICIES, policy_class
-from train.config.checks import check, check_batch
+from train.config.checks import check, check_batch, check_ranges
 from train.config.hydra_app import compose
+from train.config.resolvers import run_name
 from train.config.schema import (
     Baseline,
     Config,
     PolicyName,
     Precision,
     Schedule,
+    TargetConfig,
     ValidateConfig,
 )
 from train.distill.chunked_loss import weighted_terms
@@ -57,15 +59,41 @@ FILES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((config_d
 CHOICES = [*FILES, *(f"draft={kind}" for kind in DRAFT_KINDS)]
 PROMPT_FILES = sorted((config_dir() / "data" / "validation").glob("*.yaml"))
 SWEEP_FILES = sorted((config_dir() / "sweep").glob("*.yaml"))
+TARGETS = {choice: OmegaConf.load(config_dir() / f"{choice.replace('=', '/')}.yaml") for choice in FILES if "target=" in choice}
+ARCHITECTURES: dict[str, str] = {}  # name -> its first target
+for choice, content in TARGETS.items():
+    ARCHITECTURES.setdefault(OmegaConf.select(content, "architecture.model_type") or choice, choice)
+COMPOSED = [choice for choice in CHOICES if choice not in TARGETS or choice in ARCHITECTURES.values()]
+built: set[object] = set()
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", COMPOSED)
 def test_every_choice_composes_validates_and_builds(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, where a 72B target takes no more memory than a pocket target; a plan needs no data."""
+    """On the meta device, where a 72B target takes no more memory than a pocket target; a plan needs no data.
+
+    What has been built for another choice is not built again.
+    """
     monkeypatch.setenv("WANDB_MODE", "offline")  # tests have no login
     config = compose("config", ["launch.plan=true", choice, *NEEDS.get(choice, [])], Config)
     check(config)
-    build_without_weights(config)
+    assert deepspeed_config(config, 1, check_batch(config, 1))["zero_optimization"]["stage"] == config.deepspeed.stage
+    assert weighted_terms(config.objective)
+    assert learning_rate(config.optim, 0, 100) > 0
+    check_tracking(config)
+    kind = repr((config.target.name, config.draft, config.optim.kind, config.decode.policies, config.decode.options))
+    if kind not in built:
+        built.add(kind)
+        build_without_weights(config)
+
+
+@pytest.mark.parametrize("choice", sorted(TARGETS.keys() - set(COMPOSED)))
+def test_every_target_fits_the_schema(choice: str) -> None:
+    """Another target of its architecture is composed and built."""
+    content = TARGETS[choice]
+    assert content.pop("defaults", None) is None
+    target = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TargetConfig), content))
+    check_ranges(target)
+    assert f"target={target.name}" == choice and target.architecture and target.parameters_b and target.recipe.lr
 
 
 def build_without_weights(config: Config) -> None:
@@ -74,11 +102,7 @@ def build_without_weights(config: Config) -> None:
     assert pair.trained_parameters > 0
     optimizer = make_optimizer(pair.draft.network, config, torch.device("meta"))
     assert optimizer.param_groups[0]["betas"] == (config.optim.beta1, config.optim.beta2)
-    assert deepspeed_config(config, 1, check_batch(config, 1))["zero_optimization"]["stage"] == config.deepspeed.stage
-    assert weighted_terms(config.objective)
-    assert learning_rate(config.optim, 0, 100) > 0
     assert build_policies(config.decode)
-    check_tracking(config)
 
 
 def test_every_yaml_is_a_known_choice() -> None:
@@ -100,14 +124,17 @@ def test_validate_config_composes() -> None:
     assert config.checkpoint == "runs/x" and config.decode.policies == ["sage"]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.slow
-def test_a_policy_composes_with_its_defaults_and_every_option(name: str) -> None:
-    assert compose("config", [f"decode/policy=[{name}]"], Config).decode.options == {name: {}}
-    options = {option: value for option, value in defaults(policy_class(name)).items() if option != "paths"}
-    given = [f"decode.options.{name}.{option}={'null' if value is None else value}" for option, value in options.items()]
-    decode = compose("config", [f"decode/policy=[{name}]", *given], Config).decode
-    assert decode.options == {name: options} and decode.policies == [name]
+def test_policies_compose_with_their_defaults_and_every_option() -> None:
+    chosen = f"decode/policy=[{','.join(POLICIES)}]"
+    assert compose("config", [chosen], Config).decode.options == {name: {} for name in POLICIES}
+    options = {name: {key: value for key, value in defaults(policy_class(name)).items() if key != "paths"} for name in POLICIES}
+    given = [
+        f"decode.options.{name}.{key}={'null' if value is None else value}"
+        for name, own in options.items()
+        for key, value in own.items()
+    ]
+    decode = compose("config", [chosen, *given], Config).decode
+    assert decode.options == options and decode.policies == list(POLICIES)
     build_policies(decode)
 
 
@@ -155,23 +182,26 @@ def test_run_name_is_made_of_the_choices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "name"),
+    ("draft", "path", "data", "objective", "name"),
     [
-        (["draft=eagle"], "pocket_qwen2_5_vl-eagle-pocket"),
-        (["objective=lk"], "pocket_qwen2_5_vl-eagle3-pocket-lk"),
-        (["draft=model", "objective=distill"], "pocket_qwen2_5_vl-model-pocket-distill"),
-        (["data=messages", "data.path='/data/my rows, two.v2.jsonl'"], "pocket_qwen2_5_vl-eagle3-my_rows_two"),
-        (["data=hub", "data.path=HuggingFaceM4/ChartQA"], "pocket_qwen2_5_vl-eagle3-ChartQA"),
-        (["data=messages", f"data.path={'x' * 300}.jsonl"], f"pocket_qwen2_5_vl-eagle3-{'x' * 40}"),
-        (["data=folder", "data.path=.."], "pocket_qwen2_5_vl-eagle3-data"),
-        (["target=qwen2_5_vl_7b", "data=llava_instruct"], "qwen2_5_vl_7b-eagle3-llava_instruct"),
+        ("eagle", None, "pocket", "eagle", "T-eagle-pocket"),
+        ("eagle3", None, "pocket", "lk", "T-eagle3-pocket-lk"),
+        ("eagle3", "/data/my rows, two.v2.jsonl", "messages", "eagle3", "T-eagle3-my_rows_two"),
+        ("eagle3", "HuggingFaceM4/ChartQA", "hub", "eagle3", "T-eagle3-ChartQA"),
+        ("eagle3", f"{'x' * 300}.jsonl", "messages", "", f"T-eagle3-{'x' * 40}"),
+        ("eagle3", "..", "folder", "", "T-eagle3-data"),
     ],
 )
-@pytest.mark.slow
-def test_the_run_folder_tells_runs_apart_by_data_and_objective(overrides: list[str], name: str) -> None:
-    config = compose("config", overrides, Config)
-    assert (config.run.name, config.run.dir) == (name, f"runs/{name}")
-    assert compose("config", [*overrides[:1], "run.dir=elsewhere"], Config).run.dir == "elsewhere"
+def test_the_name_tells_runs_apart_by_data_and_objective(
+    draft: str, path: str | None, data: str, objective: str, name: str
+) -> None:
+    assert run_name("T", draft, path, data, objective) == name
+
+
+def test_the_run_folder_has_the_name() -> None:
+    config = compose("config", ["draft=model", "objective=distill", "data=messages", "data.path=a.jsonl"], Config)
+    assert (config.run.name, config.run.dir) == ("pocket_qwen2_5_vl-model-a-distill", f"runs/{config.run.name}")
+    assert compose("config", ["run.dir=elsewhere"], Config).run.dir == "elsewhere"
 
 
 @pytest.mark.slow
