@@ -28,6 +28,8 @@ LAYER_FIELDS = (
     *("hidden_act", "rms_norm_eps"),
 )
 LEVELS_KEY = "eagle_aux_hidden_state_layer_ids"
+NO_D2T = "engines take draft ids for target ids and propose the wrong tokens: acceptance 1.00, no error"
+NO_T2D = "speculators cannot train or verify the draft"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,6 +359,15 @@ def bias_specs(sizes: Sizes, layer: str) -> TensorSpecs:
     """Returns the biases of the attention of a layer whose tensors start with `layer`."""
     rows = {"q": sizes.queries, "k": sizes.keys, "v": sizes.keys, "o": sizes.hidden}
     return {f"{layer}self_attn.{name}_proj.bias": TensorSpec((size,)) for name, size in rows.items()}
+
+
+def vocabulary_specs(vocab: int, draft_vocab: int, needs_t2d: bool = False) -> TensorSpecs:
+    """Returns the maps between draft and target vocabulary, of which a full draft vocabulary needs none."""
+    is_full = vocab == draft_vocab
+    return {
+        "d2t": TensorSpec((draft_vocab,), "int64", is_optional=is_full, effect_if_missing=NO_D2T),
+        "t2d": TensorSpec((vocab,), "bool", is_optional=is_full or not needs_t2d, effect_if_missing=NO_T2D),
+    }
 
 
 def default_levels(num_layers: int) -> list[int]:

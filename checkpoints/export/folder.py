@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -118,8 +118,9 @@ def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Header of a stored tensor; `dtype` is None if torch has no such type."""
+    """Header of the tensor `saved_as`; `dtype` is None if torch has no such type."""
 
+    saved_as: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     file: Path
@@ -130,25 +131,28 @@ class Weights:
 
     Args:
         folder: contains model.safetensors, an index of shards, or pytorch_model.bin (opened with `weights_only`).
+        name_of: from the name in the file to the name here; None: not read.
 
     Raises:
         ValueError: no weights, or a file that cannot be read; names the file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name_of: Callable[[str], str | None] = str) -> None:
         self._pickled: dict[str, Tensor] = {}
-        self.infos: dict[str, TensorInfo] = {}
+        saved: list[TensorInfo] = []
         for file in _find_files(folder):
-            self.infos |= self._read_pickle(file) if file.name == PICKLED else _read_headers(file)
+            saved += self._read_pickle(file) if file.name == PICKLED else _read_headers(file)
+        self.infos: dict[str, TensorInfo] = {name: info for info in saved if (name := name_of(info.saved_as)) is not None}
         self.is_pickled = bool(self._pickled)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._pickled:
-            return self._pickled[name]
-        with safe_open(self.infos[name].file, "pt") as file:
-            return file.get_tensor(name)
+        info = self.infos[name]
+        if self.is_pickled:
+            return self._pickled[info.saved_as]
+        with safe_open(info.file, "pt") as file:
+            return file.get_tensor(info.saved_as)
 
-    def _read_pickle(self, file: Path) -> dict[str, TensorInfo]:
+    def _read_pickle(self, file: Path) -> list[TensorInfo]:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
@@ -159,7 +163,7 @@ class Weights:
         if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
             raise ValueError(f"{file}: contains more than named tensors; use safetensors")
         self._pickled = content
-        return {name: TensorInfo(tuple(value.shape), value.dtype, file) for name, value in content.items()}
+        return [TensorInfo(name, tuple(value.shape), value.dtype, file) for name, value in content.items()]
 
 
 def _find_files(folder: Path) -> list[Path]:
@@ -185,13 +189,13 @@ def _find_shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read_headers(file: Path) -> dict[str, TensorInfo]:
+def _read_headers(file: Path) -> list[TensorInfo]:
     try:
         with safe_open(file, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {
-                name: TensorInfo(tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype()), file)
+            return [
+                TensorInfo(name, tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype()), file)
                 for name, s in slices.items()
-            }
+            ]
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{file}: corrupt or not a safetensors file ({error})") from error

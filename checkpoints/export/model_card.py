@@ -117,10 +117,11 @@ def _serving(card: ExportResult) -> str:
 
 
 def _checks(card: ExportResult) -> str:
+    output = f"{'an' if card.format.output[0] in 'aeiou' else 'a'} {card.format.output}"
     return (
         f"## Checks\n\n`sage-export --check` reports no errors, and the reloaded files compute, bit for bit, what the trained "
         f"draft computes in {card.dtype}. Rounding error in {card.dtype} on a fixed batch: largest difference "
-        f"of {card.format.difference_of} {card.rounding.max_abs_difference:.3g}, {card.format.agreement_is} "
+        f"of {output} {card.rounding.max_abs_difference:.3g}, {card.format.agreement_is} "
         f"{card.rounding.agreement:.1%}. The hashes are in `manifest.json`."
     )
 

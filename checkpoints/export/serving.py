@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from checkpoints.export.configs import TargetFacts
-from checkpoints.export.formats.base import ExportFormat, Obstacle
+from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.formats.findings import Obstacle
 from checkpoints.export.formats.registry import flavoured, variants
 from sage.drafts.registry import KINDS, head_kind
 

@@ -6,47 +6,54 @@ Shapes: U draft vocabulary, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from checkpoints.export.folder import PICKLED
-from checkpoints.export.formats.base import CheckInput, Finding
+from checkpoints.export.formats.base import MAPS, CheckInput
+from checkpoints.export.formats.findings import Finding
 from sage.io.dtypes import dtype_name
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INTEGERS = (torch.int64, torch.int32, torch.int16)
+CANNOT_IMPORT = "cannot import this draft"
 MAX_LISTED = 4  # tensors listed by name before "and N more"
 
 
 def check_tensors(given: CheckInput) -> Iterator[Finding]:
-    """Yields all findings about a draft's tensors; none if the config lacks the sizes to compare with."""
+    """Yields all findings about a draft's tensors and maps; none if the config lacks the sizes to compare with."""
     if not given.specs:
         return
     yield from _missing(given)
     yield from _unexpected(given)
     yield from _shapes_and_dtypes(given)
-    yield from _values(given)
+    if given.options is None:  # reads all tensors
+        yield from _values(given)
     if given.weights.is_pickled:
         effect = "engines open it, but a pickle can run code: convert it to safetensors"
         yield Finding(PICKLED, "weights in a pickle", effect, is_warning=True)
+    if "d2t" in given.specs:
+        yield from _vocabulary_maps(given)
 
 
 def _missing(given: CheckInput) -> Iterator[Finding]:
     for name, spec in given.specs.items():
         if not spec.is_optional and name not in given.weights.infos:
-            yield Finding(name, "missing", spec.effect_if_missing)
+            refusal = "" if name in given.format.borrowed else "the draft is incomplete"
+            yield Finding(name, "missing", spec.effect_if_missing, refusal=refusal)
 
 
 def _unexpected(given: CheckInput) -> Iterator[Finding]:
-    extra = sorted(set(given.weights.infos) - set(given.specs))
+    extra = sorted(set(given.weights.infos) - set(given.specs) - set(given.format.borrowed))
     effect = given.format.effect_of_unexpected
+    refusal = f"not part of our {given.format.row.imports or given.format.name} head, cannot import this draft"
     prefixed = [name for name in extra if name.removeprefix("model.") in given.specs]
     if prefixed:
         yield Finding(prefixed[0], f"{len(prefixed)} tensors have the prefix 'model.'", effect)
     others = [name for name in extra if name not in prefixed]
     for name in others[:MAX_LISTED]:
-        yield Finding(name, "unexpected tensor", effect)
+        yield Finding(name, "unexpected tensor", effect, refusal=refusal)
     if len(others) > MAX_LISTED:
         yield Finding(given.format.name, f"{len(others) - MAX_LISTED} more unexpected tensors", effect)
 
@@ -59,9 +66,12 @@ def _shapes_and_dtypes(given: CheckInput) -> Iterator[Finding]:
             continue
         if info.shape != spec.shape:
             found = f"shape {list(info.shape)}, expected {list(spec.shape)}"
-            yield Finding(name, found, "the engine stops, or loads a slice of it")
+            refusal = "config.json gives other sizes, cannot import this draft"
+            yield Finding(name, found, "the engine stops, or loads a slice of it", refusal=refusal)
         if info.dtype not in kinds[spec.kind]:
-            yield Finding(name, f"dtype {dtype_name(info.dtype)}, expected {spec.kind}", "the engine casts it or stops")
+            is_number = spec.kind != "float" or (info.dtype is not None and info.dtype.is_floating_point)
+            found = f"dtype {dtype_name(info.dtype)}, expected {spec.kind}"
+            yield Finding(name, found, "the engine casts it or stops", refusal="" if is_number else CANNOT_IMPORT)
     floats = {dtype_name(info.dtype) for info in given.weights.infos.values() if info.dtype in FLOATS}
     if len(floats) > 1:
         yield Finding("dtype", f"mixed: {', '.join(sorted(floats))}", "engines cast all tensors to one", is_warning=True)
@@ -86,47 +96,31 @@ def _values(given: CheckInput) -> Iterator[Finding]:
             yield Finding(name, "all zero", "the weight was not saved (ZeRO-3 without gathering?): acceptance 1.00")
 
 
-def vocabulary_maps(given: CheckInput) -> Iterator[Finding]:
-    """Yields the findings about the values of d2t and t2d, if both have the expected shape."""
-    if not given.specs:
-        return
+def _vocabulary_maps(given: CheckInput) -> Iterator[Finding]:
+    """Yields a finding unless d2t holds unique offsets into the target vocabulary and t2d marks exactly the ids in its range.
+
+    Tensors of another shape or kind are findings of their own.
+    """
     infos = given.weights.infos
-    has_shape = [name for name in ("d2t", "t2d") if name in infos and infos[name].shape == given.specs[name].shape]
-    usable = {name: given.weights[name] for name in has_shape if infos[name].dtype}
-    is_readable = "d2t" in usable and usable["d2t"].dtype == torch.int64
-    if is_readable and (problem := check_vocabulary_maps(usable["d2t"], usable.get("t2d"), given.specs["t2d"].shape[0])):
+    maps = {name: given.weights[name] for name in MAPS if name in infos and infos[name].shape == given.specs[name].shape}
+    d2t, t2d = maps.get("d2t"), maps.get("t2d")
+    if d2t is None or d2t.dtype not in INTEGERS:
+        return
+    is_mask = t2d is not None and t2d.dtype == torch.bool
+    if problem := _check_maps(d2t.long(), t2d if is_mask else None, given.specs["t2d"].shape[0]):
         yield problem
 
 
-def check_vocabulary_maps(d2t: Tensor, t2d: Tensor | None, vocab: int) -> Finding | None:
-    """Checks that d2t holds unique offsets into the target vocabulary, and that t2d marks exactly the ids in d2t's range.
-
-    Args:
-        d2t: LongTensor [U], target id = draft id + d2t[draft id].
-        t2d: BoolTensor [V].
-    """
+def _check_maps(d2t: Tensor, t2d: Tensor | None, vocab: int) -> Finding | None:
+    """Checks d2t, LongTensor [U], target id = draft id + d2t[draft id], and t2d, BoolTensor [V]."""
     ids = torch.arange(len(d2t)) + d2t
-    is_mask = t2d is not None and t2d.dtype == torch.bool
-    if problem := _check_d2t(d2t, ids, vocab, t2d if is_mask else None):
-        return Finding("d2t", *problem)
-    if t2d is not None and is_mask and not _agree(ids, t2d):
+    if problem := _check_d2t(d2t, ids, vocab, t2d):
+        return Finding("d2t", *problem, refusal=CANNOT_IMPORT)
+    if t2d is not None and not _agree(ids, t2d):
         found = f"marks {int(t2d.sum())} ids, d2t maps to {len(ids)}, {int(t2d[ids].sum())} of them marked"
-        return Finding("t2d", found, "training and verification use other tokens than the draft vocabulary")
+        effect = "training and verification use other tokens than the draft vocabulary"
+        return Finding("t2d", found, effect, refusal=CANNOT_IMPORT)
     return None
-
-
-def with_vocabulary_maps(tensors: dict[str, Tensor], draft_vocab: int, vocab: int, folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a draft with d2t [U] and t2d [V]; where d2t is missing, draft ids are target ids.
-
-    Raises:
-        ValueError: the maps in `folder` are wrong.
-    """
-    d2t = tensors.get("d2t", torch.zeros(draft_vocab, dtype=torch.int64)).to(torch.int64)
-    if problem := check_vocabulary_maps(d2t, tensors.get("t2d"), vocab):
-        raise ValueError(f"{folder}: {problem.where}: {problem.found}; {problem.effect}")
-    t2d = torch.zeros(vocab, dtype=torch.bool)
-    t2d[torch.arange(len(d2t)) + d2t] = True
-    return {**tensors, "d2t": d2t, "t2d": t2d}
 
 
 def _check_d2t(d2t: Tensor, ids: Tensor, vocab: int, t2d: Tensor | None) -> tuple[str, str] | None:

@@ -34,7 +34,7 @@ import sage
 from checkpoints.export.checks import CheckResult, check_folder
 from checkpoints.export.configs import TargetFacts
 from checkpoints.export.exporter import export
-from checkpoints.export.formats.base import ImportOptions
+from checkpoints.export.formats.findings import ImportOptions
 from checkpoints.export.formats.registry import find_format, variants
 from checkpoints.export.importer import convert, read_draft
 from checkpoints.export.result import ExportOptions
@@ -183,6 +183,7 @@ def native(**changes: Any) -> Damage:
     return change_config("dflash_config", **changes)
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 UNSAID = layer(is_causal=...)
 DAMAGES: dict[str, tuple[str, Damage, str, tuple[str, ...]]] = {  # export, damage, where the finding must be, its values
     "levels of the native layout": (
@@ -348,7 +349,7 @@ def test_layouts_of_others_are_recognized(exports: Path, tmp_path: Path, target:
         ("plain", change_config(sample_from_anchor=True), ("sample_from_anchor", "not false")),
         ("plain", layer(layer_types=["sliding_attention"], sliding_window=64), ("layer_types", "sliding")),
         ("plain", layer(attention_bias=True), ("attention_bias",)),
-        ("plain", layer(rope_parameters={"rope_theta": 5.0}), ("theta 5", "--use-target-rope")),
+        ("plain", layer(rope_parameters=LINEAR), ("'linear'", "--use-target-rope")),
         ("plain", layer(hidden_size=64), ("hidden_size", "64", "32")),
         ("plain", change_config(**{AUX: [1, 3]}), (AUX, "final norm", "--levels")),
         ("plain", change_config(mask_token_id=None), ("mask_token_id",)),

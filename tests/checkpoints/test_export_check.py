@@ -176,7 +176,7 @@ CORRUPTIONS: dict[str, tuple[str, Corruption, str, tuple[str, ...]]] = {
     "the target's layer count": ("eagle3", config(num_hidden_layers=28), "num_hidden_layers", ("28", "1")),
     "null target_hidden_size": ("eagle3", config(target_hidden_size=None), "target_hidden_size", ("null", "SGLang")),
     "other target_hidden_size": ("eagle3", config(target_hidden_size=64), "target_hidden_size", ("64", "32")),
-    "norm_before_residual": ("eagle3", config(norm_before_residual=True), "norm_before_residual", ("true", "SGLang")),
+    "norm_before_residual": ("eagle3", config(norm_before_residual=True), "norm_before_residual", ("True", "SGLang")),
     "biases": ("eagle3", config(attention_bias=True), "attention_bias", ("True", "false")),
     "another activation": ("eagle3", config(hidden_act="gelu"), "hidden_act", ("'gelu'", "'silu'")),
     "heads that do not divide": ("eagle3", config(num_key_value_heads=3), "num_key_value_heads", ("3", "4 heads")),
@@ -224,7 +224,7 @@ CORRUPTIONS: dict[str, tuple[str, Corruption, str, tuple[str, ...]]] = {
         "transformer_layer_config.rope_theta",
         ("5", "10000"),
     ),
-    "fc_norm": ("speculators", config(fc_norm=True), "fc_norm", ("true", "SGLang")),
+    "fc_norm": ("speculators", config(fc_norm=True), "fc_norm", ("True", "SGLang")),
     "no t2d": ("speculators", drop("t2d"), "t2d", ("missing", "speculators")),
     "names of eagle3": (
         "speculators",

@@ -15,7 +15,7 @@ from support.messages import refused
 
 import sage
 from checkpoints.export.configs import TargetFacts
-from checkpoints.export.formats.base import ImportOptions
+from checkpoints.export.formats.findings import ImportOptions
 from checkpoints.export.importer import convert, read_draft
 
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -175,21 +175,21 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "parts"),
         [
-            ({"norm_before_fc": True}, ("norm_before_fc is True",)),
-            ({"attention_bias": True}, ("attention_bias is True",)),
-            ({"num_hidden_layers": 2}, ("num_hidden_layers is 2", "one layer")),
-            ({"vocab_size": 331}, ("vocab_size is 331", "is 330")),
-            ({"hidden_size": 64}, ("hidden_size is 64", "is 32")),
-            ({"intermediate_size": ...}, ("config.json", "intermediate_size")),
-            ({"intermediate_size": 64}, ("midlayer.mlp.", "_proj.weight has shape", "config.json")),
-            ({"rope_scaling": None}, ("rope_scaling is unscaled with mrope_section None", "--use-target-rope")),
+            ({"norm_before_fc": True}, ("norm_before_fc: True",)),
+            ({"attention_bias": True}, ("attention_bias: True",)),
+            ({"num_hidden_layers": 2}, ("num_hidden_layers: 2", "one layer")),
+            ({"vocab_size": 331}, ("vocab_size: 331", "is 330")),
+            ({"hidden_size": 64}, ("hidden_size: 64", "is 32")),
+            ({"intermediate_size": ...}, ("intermediate_size: None",)),
+            ({"intermediate_size": 64}, ("midlayer.mlp.", "_proj.weight: shape", "config.json")),
+            ({"rope_scaling": None}, ("rope_scaling: mrope_section None", "--use-target-rope")),
             (
                 {"rope_scaling": {"rope_type": "yarn", "mrope_section": [2, 1, 1]}},
-                ("rope_scaling is", "'yarn'", "--use-target-rope"),
+                ("rope_scaling: ", "'yarn'", "--use-target-rope"),
             ),
-            ({AUX: [1, 2, 3]}, ("hidden_states[1, 2, 3] to vLLM", "hidden_states[0, 1, 2] to SGLang", "--levels")),
-            ({"eagle_config": {AUX: [0, 1]}}, ("feature levels [1, 2]", "--levels")),
-            ({"eagle_config": {AUX: [0, 1, 9]}}, ("feature levels [1, 2, 10]", "0..2", "--levels")),
+            ({AUX: [1, 2, 3]}, ("vLLM reads hidden_states[1, 2, 3]", "--levels")),
+            ({"eagle_config": {AUX: [0, 1]}}, ("SGLang reads hidden_states[1, 2]", "--levels")),
+            ({"eagle_config": {AUX: [0, 1, 9]}}, ("SGLang reads hidden_states[1, 2, 10]", "0 to 2", "--levels")),
             ({"architectures": ["Qwen2ForCausalLM"], "draft_vocab_size": ...}, ("Qwen2ForCausalLM", "EAGLE-3")),
         ],
     )
@@ -228,7 +228,7 @@ class TestRefusals:
 
     def test_speculators_without_a_residual_convention(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
         folder = theirs(architectures=["Eagle3DraftModel"], speculators_model_type="eagle3")
-        with refused("config.json", "norm_before_residual is missing"):
+        with refused("norm_before_residual: missing", "add the value"):
             convert(folder, targets["qwen2_5_vl"].name, tmp_path / "out")
 
     def test_a_draft_of_another_target_is_refused_when_loaded(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:

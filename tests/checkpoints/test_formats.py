@@ -16,9 +16,11 @@ from support.messages import check_message, refused
 from torch import Tensor
 
 import sage
-from checkpoints.export.checks import LAYER_CHECKS, check_folder
+from checkpoints.export.checks import check_folder
+from checkpoints.export.config_checks import LAYER_CHECKS
 from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_config
-from checkpoints.export.formats.base import CheckInput, ExportFormat, Finding, ImportOptions, Obstacle, fixed_batch
+from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
+from checkpoints.export.formats.findings import Finding, ImportOptions, Obstacle
 from checkpoints.export.formats.registry import FORMATS, load_format
 from checkpoints.export.formats.row import FormatRow
 from checkpoints.export.serving import serving_line
@@ -43,11 +45,9 @@ class BlockFormat(ExportFormat):
     expressed = ("feature_levels", "draft_vocab_size", "norm_before_residual")
     own_layer, layer = "midlayer.", "block."
     method = "block"
-    agreement_is = "equal blocks"
+    output = "block"
 
-    @property
-    def engine_class(self) -> str:
-        return "BlockDraftModel"
+    engine_class = "BlockDraftModel"
 
     @property
     def vllm_options(self) -> dict[str, Any]:
@@ -74,10 +74,8 @@ class BlockFormat(ExportFormat):
         shapes = self.tensors(draft.state_dict(), torch.float32)
         return {name: TensorSpec(tuple(one.shape), kinds.get(one.dtype, "float")) for name, one in shapes.items()}
 
-    def own_name(self, name: str) -> str:
-        return name.replace(self.layer, self.own_layer)
-
-    def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> Eagle3Config:
+    def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> Eagle3Config:
+        config = given.config
         keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
         sizes = {key: config.size(key) for key in keys} | {"rms_norm_eps": config.get("rms_norm_eps")}
         made_for = {"target": facts.fingerprint, "image_inputs": "token", "feature_levels": LEVELS, **facts.rope.fields}
@@ -119,7 +117,12 @@ def test_a_row_is_exported_checked_described_and_imported(
     code, text, _ = sage_export(draft, "--format", "block", "--out", out, "--dtype", "float32")
     assert code == 0 and "bit-identical" in text and "block.mlp.up_proj.weight" in load_file(out / "model.safetensors")
     card = (out / "README.md").read_text()
-    for part in ("`block`", '"method": "block", "parallel_drafting": true', "equal blocks 100.0%", f"--import {out}"):
+    for part in (
+        "`block`",
+        '"method": "block", "parallel_drafting": true',
+        "of the blocks 100.0%",
+        f"--import {out}",
+    ):
         assert part in card
     assert "SGLang" not in card
     assert sage_export("--check", out)[1].endswith(f"{out}: block; valid\n")

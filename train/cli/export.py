@@ -32,6 +32,7 @@ EXPORT_ONLY = (
     *("format", "flavour", "report", "target_name", "license", "license_link", "push_to_hub"),
     *("allow_unserved", "allow_uncompressed"),
 )
+JSON_FIELDS = ("where", "found", "effect", "is_warning")  # of a finding
 SERVE_NUMBERS = ("num_prompts", "max_new_tokens", "depth")
 SERVE_ONLY = ("engine_python", "page", *SERVE_NUMBERS)
 
@@ -204,8 +205,10 @@ def _check(args: argparse.Namespace) -> int:
 def _result_as_json(result: CheckResult) -> str:
     findings = {"errors": result.errors, "warnings": result.warnings}
     name, flavour = (result.format.name, result.format.flavour) if result.format else (None, None)
-    content = {"format": name, "flavour": flavour, "notes": result.notes}
-    return json.dumps({**content, **{key: [vars(f) for f in found] for key, found in findings.items()}}, indent=2)
+    content: dict[str, Any] = {"format": name, "flavour": flavour, "notes": result.notes}
+    for key, found in findings.items():
+        content[key] = [{field: getattr(finding, field) for field in JSON_FIELDS} for finding in found]
+    return json.dumps(content, indent=2)
 
 
 def _result_as_text(result: CheckResult) -> str:
@@ -256,7 +259,7 @@ def _serve_check(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from checkpoints.export.formats.base import ImportOptions
+    from checkpoints.export.formats.findings import ImportOptions
     from checkpoints.export.importer import convert
 
     levels = None

@@ -1,7 +1,8 @@
 """The interface of an export format. Everything that the package knows about a format is in its object.
 
-A format is a subclass in a module of this folder and a row of `checkpoints.export.formats.registry`. Owns: what formats have in
-common. Does not own: the order of steps (checkpoints.export.exporter, importer, checks), targets (TargetFacts).
+A format is a subclass in a module of this folder and a row of `checkpoints.export.formats.registry`: a template of config.json,
+a map of tensor names, the expected tensors, and the checks of a folder, which `--check` and `--import` share. The order of
+steps is in checkpoints.export.exporter, importer and checks; facts about targets are in `TargetFacts`.
 
 Shapes: B batch, T tokens, D hidden, A feature levels.
 """
@@ -28,6 +29,7 @@ from checkpoints.export.configs import (
     read_target_embedding,
 )
 from checkpoints.export.folder import Weights
+from checkpoints.export.formats.findings import Finding, ImportOptions, Obstacle
 from checkpoints.export.formats.row import FormatRow
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
@@ -37,26 +39,14 @@ from sage.targets.rope import RopeConfig
 SPECULATIVE_TOKENS = 3
 SGLANG_TOPK, SGLANG_NODES = 4, 16
 BATCH, TOKENS, SEED = 2, 7, 0  # of the batch on which an export is compared with the trained draft
-SAVED_LAYER = "layers.0."  # prefix of a layer's tensors in the folders of most trainers
 PREFIXES = ("model.", "draft_model.", "module.")
 VERIFIERS_OWN = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own tensors
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+MAPS = ("d2t", "t2d")
+TYPE = "speculators_model_type"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One error or warning: the tensor, config field or file, its value, and its effect in an engine."""
-
-    where: str
-    found: str
-    effect: str
-    is_warning: bool = False  # the draft can be served
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.found}; {self.effect}"
-
-
-@dataclass
+@dataclass(kw_only=True)
 class CheckInput:
     """The folder to check.
 
@@ -64,6 +54,7 @@ class CheckInput:
         specs: expected tensors; none if the config lacks sizes.
         facts: about the target, if known.
         trained_levels: the feature levels that an export of this package was trained with; None for other folders.
+        options: of an import; None: a check for engines.
     """
 
     format: ExportFormat
@@ -73,55 +64,15 @@ class CheckInput:
     facts: TargetFacts | None
     folder: Path
     trained_levels: list[Any] | None = None
+    options: ImportOptions | None = None
 
-    def at(self, key: str, found: str, effect: str) -> Finding:
+    def at(self, key: str, found: str, effect: str, **more: Any) -> Finding:
         """Returns a finding about a field of the decoder layer."""
-        return Finding(self.config.key_path(key), found, effect)
+        return Finding(self.config.key_path(key), found, effect, **more)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportOptions:
-    """Values that the folder of a third-party draft leaves open.
-
-    Attributes:
-        levels: feature levels, where the folder gives none or contradictory ones.
-        image_inputs: draft inputs at image positions in training; None = as in sage_export.json, else `embed`.
-        use_target_rope: use the target's rope even if the folder's config specifies another.
-    """
-
-    levels: tuple[int, ...] | None = None
-    image_inputs: str | None = None
-    use_target_rope: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Obstacle:
-    """A reason why an engine cannot serve a draft.
-
-    Attributes:
-        key: the setting in the way, or an option of sage-export.
-        problem: why it is in the way.
-        remedy: what to change.
-        value: the key's value, where it has a short one.
-        is_inherent: whether no option of sage-export gets around it.
-    """
-
-    key: str
-    problem: str
-    remedy: str
-    value: str | None = None
-    is_inherent: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.problem}; {self.remedy}"
-
-    @property
-    def brief(self) -> str:
-        """The setting and the remedy, without the reason."""
-        return f"{self.key}{'' if self.value is None else f'={self.value}'} ({self.remedy})"
-
-
-Checks = tuple[Callable[[CheckInput], Iterator[Finding]], ...]
+Check = Callable[[CheckInput], Iterator[Finding]]
+Checks = tuple[Check, ...]
 
 
 @dataclass(frozen=True)
@@ -130,7 +81,6 @@ class ExportFormat(ABC):
 
     Class attributes:
         draft: the class that an export is read back as.
-        checks: yield the findings about a folder, in the order in which they are reported.
         expressed: config fields of the draft that the format contains or that `obstacles` checks, besides those of all heads.
         own_layer, layer: prefixes of the layer's tensors in our draft and in the format.
         layer_types: the `model_type` of the layer that engines know.
@@ -140,17 +90,19 @@ class ExportFormat(ABC):
         has_embedding: whether the target's token embedding is written by default.
         num_levels: number of the target's feature levels that the draft reads; None: any.
         borrowed: the target's tables that a folder may contain and an imported draft takes from the target.
+        has_axes: whether the config states the axes of the target's M-RoPE; else positions count along the stream.
         has_code: whether its folders may name Python code, which engines do not need.
+        names_target: whether vLLM reads target and settings from config.json.
+        environment: variables that vLLM needs, in front of its command.
         effect_without_length: what engines do without `max_position_embeddings`.
         effect_of_unexpected: what engines do about a tensor that they do not know.
-        difference_of, agreement_is: what the reload check compares, for the model card.
+        output: what the reload check compares: `logit`, or the name of a vector.
     """
 
     row: FormatRow
     flavour: str | None = None
 
     draft: ClassVar[type[DraftHead]]
-    checks: ClassVar[Checks]
     expressed: ClassVar[tuple[str, ...]] = ()
     own_layer: ClassVar[str]
     layer: ClassVar[str]
@@ -161,11 +113,23 @@ class ExportFormat(ABC):
     has_embedding: ClassVar[bool] = False
     num_levels: ClassVar[int | None] = FEATURE_LEVELS
     borrowed: ClassVar[tuple[str, ...]] = (EMBEDDING,)
+    has_axes: ClassVar[bool] = True
     has_code: ClassVar[bool] = False
+    names_target: ClassVar[bool] = False
+    environment: ClassVar[str] = ""
     effect_without_length: ClassVar[str] = "LlamaConfig's default is 2048: beyond it acceptance is 1.00"
     effect_of_unexpected: ClassVar[str] = "vLLM stops at an unknown name, SGLang skips it without a message"
-    difference_of: ClassVar[str] = "a logit"
-    agreement_is: ClassVar[str] = "positions with the same top-1 token"
+    output: ClassVar[str] = "logit"
+
+    @property
+    @abstractmethod
+    def engine_class(self) -> str:
+        """The class name in `architectures`."""
+
+    @property
+    @abstractmethod
+    def checks(self) -> Checks:
+        """The checks of a folder, in the order in which findings are reported."""
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -191,11 +155,6 @@ class ExportFormat(ABC):
 
     # -- export --------------------------------------------------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def engine_class(self) -> str:
-        """The class name in `architectures`."""
-
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         """Returns config.json for the configuration of a trained draft, exported in `dtype`."""
         classes = {"architectures": [self.engine_class], "model_type": "llama"}
@@ -203,10 +162,12 @@ class ExportFormat(ABC):
         return {**classes, **layer_config(draft, facts), **dtypes}
 
     def tensors(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns a trained draft's tensors under the format's names."""
+        """Returns a trained draft's tensors under the format's names, without maps for a full draft vocabulary."""
+        is_full = "d2t" not in state or len(state["d2t"]) == len(state["t2d"])
         return {
             with_prefix(name, self.own_layer, self.layer): tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in state.items()
+            if not (is_full and name in MAPS)
         }
 
     def target_tensors(self, trained: DraftHead, facts: TargetFacts, embedding: bool | None) -> dict[str, Tensor]:
@@ -221,13 +182,13 @@ class ExportFormat(ABC):
         is_written = self.has_embedding if embedding is None else embedding
         return {EMBEDDING: read_target_embedding(facts)} if is_written else {}
 
-    def speculative_tokens(self, draft: Any) -> int:
-        """Returns the number of drafted tokens per round in serve commands, for the configuration of a draft."""
-        return SPECULATIVE_TOKENS
-
     def most_tokens(self, draft: Any) -> int | None:
         """Returns how many tokens a draft was trained to propose per round; None: any number."""
         return None
+
+    def speculative_tokens(self, draft: Any) -> int:
+        """Returns the number of drafted tokens per round in serve commands, for the configuration of a draft."""
+        return self.most_tokens(draft) or SPECULATIVE_TOKENS
 
     def rope(self, facts: TargetFacts) -> RopeConfig:
         """Returns the rope that engines compute in a draft for this target."""
@@ -249,15 +210,15 @@ class ExportFormat(ABC):
 
     def recognizes(self, config: EngineConfig) -> bool:
         """Returns whether engines load a folder with this config.json as a draft of this format and flavour."""
-        return self.engine_class in config.classes
+        return config.raw.get(TYPE) == self.algorithm if self.algorithm else self.engine_class in config.classes
 
     @abstractmethod
     def specs(self, config: EngineConfig) -> TensorSpecs | None:
         """Returns the expected tensors under the format's names; None if the config lacks sizes."""
 
     def own_name(self, name: str) -> str:
-        """Returns the name that a tensor has in our draft."""
-        return with_prefix(name, SAVED_LAYER, self.own_layer)
+        """Returns the name that a tensor of the format has in our draft."""
+        return with_prefix(name, self.layer, self.own_layer)
 
     def read(self, folder: Path, facts: TargetFacts, options: ImportOptions) -> DraftHead:
         """Reads a folder in this format as a draft of this package, in the dtype of its file.
@@ -266,39 +227,47 @@ class ExportFormat(ABC):
             ValueError: names the field or tensor that is wrong, missing, or cannot be expressed.
         """
         config = EngineConfig(read_config(folder))
-        own_config = self.draft_config(folder, config, facts, options)
-        tensors = self.draft_tensors(folder, config, facts)
+        weights = Weights(folder, lambda name: None if _is_ignored(name) else self.format_name(name))
+        given = CheckInput(
+            format=self,
+            config=config,
+            weights=weights,
+            specs=self.specs(config) or {},
+            facts=facts,
+            folder=folder,
+            options=options,
+        )
+        for finding in (finding for check in self.checks for finding in check(given)):
+            if finding.refusal:
+                raise ValueError(f"{folder}: {finding.where}: {finding.found}; {finding.refusal}")
+        own_config = self.draft_config(given, facts, options)
+        tensors = self.draft_tensors(given, facts)
         draft = self.draft(own_config)
         draft.to(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
         draft.load_state_dict(tensors)
         return draft.eval()
 
-    @abstractmethod
-    def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> Any:
-        """Returns the configuration of the draft in a folder; ValueError for what our draft does not support."""
+    def format_name(self, name: str) -> str:
+        """Returns the format's name of a tensor that a trainer saved under that of its modules or of our draft."""
+        return with_prefix(without_prefixes(name), self.own_layer, self.layer)
 
-    def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
+    @abstractmethod
+    def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> Any:
+        """Returns the configuration of the draft in a folder without refused findings."""
+
+    def draft_tensors(self, given: CheckInput, facts: TargetFacts) -> dict[str, Tensor]:
         """Reads the tensors of our draft from a folder; those of the target and constants are left out.
 
-        Raises:
-            ValueError: names the tensors that are missing, unknown or misshapen.
+        Our head always has d2t [U] and t2d [V]: where the folder omits them, draft ids are target ids.
         """
-        weights = Weights(folder)
-        specs = {self.own_name(name): spec for name, spec in (self.specs(config) or {}).items()}
-        names = {self.own_name(without_prefixes(name)): name for name in weights.infos}
-        ignored = (*self.borrowed, *VERIFIERS_OWN)
-        names = {ours: name for ours, name in names.items() if ours not in ignored and not ours.endswith(IGNORED_SUFFIXES)}
-        needed = [name for name, spec in specs.items() if not (spec.is_optional or name in self.borrowed)]
-        if missing := [name for name in needed if name not in names]:
-            raise ValueError(f"{folder}: {', '.join(missing)}: missing; the draft is incomplete")
-        if unknown := sorted(name for ours, name in names.items() if ours not in specs):
-            head = self.row.imports or self.name
-            raise ValueError(f"{folder}: {', '.join(unknown)}: not part of our {head} head, cannot import this draft")
-        for ours, name in names.items():
-            found, expected = list(weights.infos[name].shape), list(specs[ours].shape)
-            if found != expected:
-                raise ValueError(f"{folder}: {ours} has shape {found}, {expected} according to config.json")
-        return {ours: weights[name] for ours, name in names.items() if not specs[ours].is_zero}
+        names = [name for name in given.weights.infos if name not in self.borrowed and not given.specs[name].is_zero]
+        tensors = {self.own_name(name): given.weights[name] for name in names}
+        if "d2t" in given.specs:
+            d2t = tensors.get("d2t", torch.zeros(given.specs["d2t"].shape, dtype=torch.int64)).to(torch.int64)
+            t2d = torch.zeros(facts.vocab_size, dtype=torch.bool)
+            t2d[torch.arange(len(d2t)) + d2t] = True
+            tensors |= {"d2t": d2t, "t2d": t2d}
+        return tensors
 
     def borrowed_rows(self, name: str, own: Tensor, table: Tensor, weights: Weights, config: EngineConfig) -> Tensor:
         """Returns what a table in a folder must equal, so that our decoder can take it from the target.
@@ -318,7 +287,14 @@ class ExportFormat(ABC):
 
     def agreement(self, before: Tensor, after: Tensor) -> Tensor:
         """Returns the mean agreement, 0 to 1, of the trained draft's outputs and the rounded one's, [.., V] each."""
-        return (before.argmax(-1) == after.argmax(-1)).float().mean()
+        if self.output == "logit":
+            return (before.argmax(-1) == after.argmax(-1)).float().mean()
+        return torch.nn.functional.cosine_similarity(before, after, dim=-1).mean()
+
+    @property
+    def agreement_is(self) -> str:
+        """What `agreement` measures, for the model card."""
+        return "positions with the same top-1 token" if self.output == "logit" else f"cosine similarity of the {self.output}s"
 
     # -- engines -------------------------------------------------------------------------------------------------------
 
@@ -329,13 +305,21 @@ class ExportFormat(ABC):
 
     def serve_command(self, engine: str, target: str, draft: str, tokens: int = SPECULATIVE_TOKENS) -> str:
         """Returns the command line that serves a target with the folder or hub id of an export, drafting `tokens` per round."""
+        if engine == "vLLM" and self.names_target:
+            return f"{self.environment}vllm serve {draft}"
         if engine == "vLLM":
             options = {**self.vllm_options, "model": draft, "num_speculative_tokens": tokens}
-            return f"vllm serve {target} \\\n  --speculative-config '{json.dumps(options)}'"
+            return f"{self.environment}vllm serve {target} \\\n  --speculative-config '{json.dumps(options)}'"
         return (
             f"python -m sglang.launch_server --model-path {target} \\\n"
-            f"  --speculative-algorithm {self.method.upper()} --speculative-draft-model-path {draft} \\\n"
-            f"  --speculative-num-steps {tokens} --speculative-eagle-topk {SGLANG_TOPK} "
+            f"  --speculative-algorithm {self.method.upper()} --speculative-draft-model-path {draft}"
+            f"{self.sglang_tree(tokens)}"
+        )
+
+    def sglang_tree(self, tokens: int) -> str:
+        """Returns the options of SGLang's command line for trees of `tokens` levels."""
+        return (
+            f" \\\n  --speculative-num-steps {tokens} --speculative-eagle-topk {SGLANG_TOPK} "
             f"--speculative-num-draft-tokens {SGLANG_NODES}"
         )
 
@@ -350,6 +334,10 @@ def without_prefixes(name: str) -> str:
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name
+
+
+def _is_ignored(name: str) -> bool:
+    return without_prefixes(name) in VERIFIERS_OWN or name.endswith(IGNORED_SUFFIXES)
 
 
 def fixed_batch(draft: DraftHead) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,60 +6,52 @@ Ref: DSpark, arXiv 2607.05147. `sample_from_anchor` is always written: without i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from checkpoints.export.config_checks import UNSUPPORTED, Field, check_fields, is_size, one_of
 from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs
-from checkpoints.export.folder import CONFIG
-from checkpoints.export.formats.base import CheckInput, Finding
+from checkpoints.export.formats.base import CheckInput, Checks
 from checkpoints.export.formats.block import BlockFormat
-from checkpoints.export.formats.block_checks import BLOCK_CHECKS
-from checkpoints.export.formats.layout import TYPE, layout, proposal
+from checkpoints.export.formats.block_checks import ANCHOR
+from checkpoints.export.formats.block_config import SPECULATORS_LAYOUT
+from checkpoints.export.formats.findings import Finding
 
-ALGORITHM = "dspark"
-ANCHOR = "sample_from_anchor"
 RANK, HEAD, CONFIDENCE, WITH_MARKOV = "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"
+NO_ANCHOR = "vLLM takes a missing one for false, speculators for true: all tokens shift by one"
+NO_RANK = "vLLM's class needs the markov head; a draft without one is a DFlash"
+OTHER_HEAD = "vLLM computes the vanilla head, whatever was trained, or stops at an unknown name"
+FIELDS = (
+    Field(ANCHOR, one_of(True, False), "true or false", NO_ANCHOR, is_top=True),
+    Field(RANK, is_size, "a positive integer", NO_RANK, is_top=True, refusal=UNSUPPORTED),
+    Field(HEAD, one_of("vanilla"), "'vanilla'", OTHER_HEAD, is_top=True, refusal=UNSUPPORTED),
+)
 
 
 def _heads(given: CheckInput) -> Iterator[Finding]:
-    config = given.config
-    if config.size(RANK) is None:
-        effect = "vLLM's class needs the markov head; a draft without one is a DFlash"
-        yield Finding(RANK, f"{config.raw.get(RANK)!r}, expected a positive integer", effect)
-    if config.raw.get(HEAD) != "vanilla":
-        found = f"{config.raw.get(HEAD)!r}, expected 'vanilla'"
-        yield Finding(HEAD, found, "vLLM computes the vanilla head, whatever was trained, or stops at an unknown name")
+    yield from check_fields(given, FIELDS)
+    raw = given.config.raw
+    if given.options and raw.get(CONFIDENCE) and not raw.get(WITH_MARKOV):
+        yield Finding(WITH_MARKOV, "not true", "", refusal="our confidence head reads both, cannot import it")
 
 
 class DSparkFormat(BlockFormat):
     """Block drafts with a markov head, whose first slot predicts too."""
 
-    method = ALGORITHM
-    algorithm = ALGORITHM
+    method = algorithm = "dspark"
     engine_class = "DSparkSpeculator"
     other_classes = ("DSparkDraftModel", "Qwen3DSparkModel")
-    checks = (layout, proposal, *BLOCK_CHECKS, _heads)
-    is_anchored = True
-    reads_mask_file = False
+    # vLLM reads `sliding_window_non_causal` for other kinds only
+    layout = replace(SPECULATORS_LAYOUT, causal="", is_anchored=True, reads_mask_file=False)
+    names_target = True
+    environment = "VLLM_USE_V2_MODEL_RUNNER=1 "
     conditional, other_conditional, other_format = "markov", "none", "dflash"
 
-    def recognizes(self, config: EngineConfig) -> bool:
-        return config.raw.get(TYPE) == ALGORITHM
-
-    def anchor_findings(self, given: CheckInput) -> Iterator[Finding]:
-        written = given.config.raw.get(ANCHOR)
-        if not isinstance(written, bool):
-            effect = "vLLM takes a missing one for false, speculators for true: all tokens shift by one"
-            yield Finding(ANCHOR, f"{written!r}, expected true or false", effect)
-
-    def drafted(self, block_size: int) -> int:
-        return block_size
-
-    def causal_override(self, config: EngineConfig) -> bool | None:
-        """vLLM reads `sliding_window_non_causal` for other kinds only."""
-        return None
+    @property
+    def checks(self) -> Checks:
+        return (*super().checks, _heads)
 
     def head_specs(self, config: EngineConfig) -> TensorSpecs:
         rank, vocab, hidden = config.size(RANK) or 1, config.size("vocab_size") or 1, config.size("hidden_size") or 1
@@ -83,15 +75,3 @@ class DSparkFormat(BlockFormat):
     def head_fields(self, config: EngineConfig) -> dict[str, Any]:
         has_confidence = bool(config.raw.get(CONFIDENCE))
         return {"conditional": self.conditional, "conditional_rank": config.size(RANK), "confidence": has_confidence}
-
-    def check_supported(self, folder: Path, config: EngineConfig, facts: TargetFacts, levels: list[int]) -> None:
-        super().check_supported(folder, config, facts, levels)
-        if config.size(RANK) is None or config.raw.get(HEAD) != "vanilla":
-            found = f"{RANK} is {config.raw.get(RANK)!r} and {HEAD} {config.raw.get(HEAD)!r}"
-            raise ValueError(f"{folder / CONFIG}: {found}: our block head has the vanilla one; cannot import it")
-        if config.raw.get(CONFIDENCE) and not config.raw.get(WITH_MARKOV):
-            raise ValueError(f"{folder / CONFIG}: {WITH_MARKOV} is not true: our confidence head reads both; cannot import it")
-
-    def serve_command(self, engine: str, target: str, draft: str, tokens: int = 1) -> str:
-        """vLLM reads target and settings from the config."""
-        return f"VLLM_USE_V2_MODEL_RUNNER=1 vllm serve {draft}"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpoints.export.checks import LAYER_CHECKS, single_layer, unsupported_residual
+from checkpoints.export.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
 from checkpoints.export.configs import EMBEDDING, LAYER_FIELDS, EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_specs
-from checkpoints.export.formats.base import ExportFormat, ImportOptions, Obstacle, fixed_batch
+from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
+from checkpoints.export.formats.findings import ImportOptions, Obstacle
 from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.head import DraftHead
@@ -31,8 +31,7 @@ class EagleFormat(ExportFormat):
     own_layer, layer = "layer.", "layers.0."
     method = "eagle"
     effect_of_unexpected = "the engine skips it without a message: it serves something else than was trained"
-    difference_of = "a feature"
-    agreement_is = "cosine similarity of the features"
+    output = "feature"
 
     @property
     def engine_class(self) -> str:
@@ -67,7 +66,8 @@ class EagleFormat(ExportFormat):
             **({"fc.bias": bias} if self.flavour == SGLANG else {}),
         }
 
-    def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> EagleConfig:
+    def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> EagleConfig:
+        config = given.config
         return EagleConfig(
             **{key: config.get(key) for key in COPIED} | {"head_dim": config.head_dim or 0},
             **config.rope.fields,
@@ -81,6 +81,3 @@ class EagleFormat(ExportFormat):
         """Returns the predicted features [B, T, D]."""
         embeds, levels, positions = fixed_batch(draft)
         return draft(embeds, levels[..., : draft.config.hidden_size], positions)
-
-    def agreement(self, before: Tensor, after: Tensor) -> Tensor:
-        return torch.nn.functional.cosine_similarity(before, after, dim=-1).mean()

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from checkpoints.export.configs import TargetFacts
-from checkpoints.export.formats.base import CheckInput, Finding
+from checkpoints.export.formats.base import TYPE, CheckInput
+from checkpoints.export.formats.findings import Finding
 from sage.io.dtypes import dtype_name
 
 VERSION = "0.9.0"  # of the PyPI package that the configs are tested against
-TYPE = "speculators_model_type"
 
 
 def speculator_config(algorithm: str, engine_class: str, facts: TargetFacts, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def speculator_config(algorithm: str, engine_class: str, facts: TargetFacts, tok
     }
 
 
-def layout(given: CheckInput) -> Iterator[Finding]:
+def _layout(given: CheckInput) -> Iterator[Finding]:
     """Yields the findings about a config that is not recognized as a speculator's, or lacks the decoder layer's part."""
     raw, algorithm = given.config.raw, given.format.algorithm
     if "model_type" in raw:
@@ -59,7 +59,7 @@ def layout(given: CheckInput) -> Iterator[Finding]:
         yield Finding("transformer_layer_config", "missing", "speculators cannot build the decoder layer")
 
 
-def proposal(given: CheckInput) -> Iterator[Finding]:
+def _proposal(given: CheckInput) -> Iterator[Finding]:
     """Yields the findings about `speculators_config`, from which `vllm serve DIR` takes the target and the drafted tokens."""
     written = given.config.raw.get("speculators_config")
     if not isinstance(written, dict):
@@ -83,3 +83,6 @@ def proposed_tokens(raw: Any) -> Any:
     listed = methods.get("proposal_methods") if isinstance(methods, dict) else None
     first = listed[0] if isinstance(listed, list) and listed else None
     return first.get("speculative_tokens") if isinstance(first, dict) else None
+
+
+SPECULATORS_CHECKS = (_layout, _proposal)

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpoints.export.checks import EXTRA_NORMS, context_length, layer_type, sizes, vocabulary
+from checkpoints.export.config_checks import (
+    INVALID,
+    NORMS,
+    UNSUPPORTED,
+    classes,
+    context_length,
+    is_token,
+    layer_type,
+    rope,
+    sizes,
+    target_size,
+)
 from checkpoints.export.configs import (
     EMBEDDING,
     FEATURE_LEVELS,
@@ -28,58 +38,67 @@ from checkpoints.export.configs import (
     read_target_embedding,
     rope_parameters,
 )
-from checkpoints.export.folder import CONFIG, Weights
-from checkpoints.export.formats.base import CheckInput, Checks, Finding, ImportOptions, fixed_batch, without_prefixes
-from checkpoints.export.formats.block_checks import classes, plain_rope, target_size
+from checkpoints.export.folder import Weights
+from checkpoints.export.formats.base import TYPE, CheckInput, fixed_batch
 from checkpoints.export.formats.eagle3 import draft_vocabulary, feature_levels
-from checkpoints.export.formats.layout import TYPE, layout, proposal, proposed_tokens
-from checkpoints.export.formats.speculators import SpeculatorsFormat
-from checkpoints.export.tensor_checks import check_tensors, vocabulary_maps
+from checkpoints.export.formats.findings import Finding, ImportOptions
+from checkpoints.export.formats.layout import SPECULATORS_CHECKS, proposed_tokens
+from checkpoints.export.formats.speculators import SpeculatorsFormat, residual
+from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.head import DraftHead
 from sage.drafts.peagle import PEagleConfig, PEagleDraft
 
-ALGORITHM = "peagle"
 MASK, COUNT, LAYERS = "mask_token_id", "num_aux_hidden_states", "num_hidden_layers"
 MAX_LAYERS = 16
 SLOTS = 3  # masked inputs of the reload check
 NO_MASK = "vLLM stops: it is configured for parallel drafting"
 
 
-def _mask_token(given: CheckInput) -> Iterator[Finding]:
-    token, vocab = given.config.raw.get(MASK), given.config.size("vocab_size") or 0
-    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-        yield Finding(MASK, f"{token!r}, the vocabulary is 0 to {vocab - 1}", "vLLM cannot fill the slots")
+def _slots(given: CheckInput) -> Iterator[Finding]:
+    """Yields findings about the mask token, and in an import about what vLLM does not need."""
+    token, vocab, tokens = given.config.raw.get(MASK), given.config.size("vocab_size") or 0, proposed_tokens(given.config.raw)
+    if not is_token(token, vocab):
+        yield Finding(MASK, f"{token!r}, the vocabulary is 0 to {vocab - 1}", "vLLM cannot fill the slots", refusal=INVALID)
+    if given.options and (not isinstance(tokens, int) or tokens < 2):
+        where, remedy = "speculators_config.proposal_methods", "give the tokens that one pass drafts, 2 or more"
+        yield Finding(where, f"speculative_tokens is {tokens!r}", "", refusal=remedy)
+    if given.options:
+        yield from residual(given)
 
 
 def _layers(given: CheckInput) -> Iterator[Finding]:
     config, layers = given.config, given.config.size(LAYERS)
     if layers is None or layers > MAX_LAYERS:
-        yield given.at(LAYERS, f"{config.get(LAYERS)!r}, expected 1 to {MAX_LAYERS}", "the engine cannot build the layers")
+        found = f"{config.get(LAYERS)!r}, expected 1 to {MAX_LAYERS}"
+        yield given.at(LAYERS, found, "the engine cannot build the layers", refusal=INVALID)
     levels = config.vllm_levels
     built = config.layer.get(COUNT, FEATURE_LEVELS)
     if levels is not None and len(levels) != built:
         found = f"{built!r}, {LEVELS_KEY} has {len(levels)}"
         yield Finding(f"transformer_layer_config.{COUNT}", found, "vLLM builds fc for that number of levels and stops")
-    for key in EXTRA_NORMS[1:]:
+    for key in NORMS[1:]:
         if config.get(key):
             yield Finding(key, "true", "vLLM does not read it for P-EAGLE: it serves something else than was trained")
+    for key in (*NORMS, "attention_bias", "mlp_bias"):
+        if given.options and config.get(key):
+            yield given.at(key, f"{config.get(key)!r}", "", refusal=UNSUPPORTED)
 
 
 class PEagleFormat(SpeculatorsFormat):
     """P-EAGLE drafts in the layout of the package speculators."""
 
     draft = PEagleDraft
-    algorithm = ALGORITHM
+    algorithm = "peagle"
     engine_class = "PEagleSpeculator"
     other_classes = ("PEagleDraftModel",)
     expressed = (*SpeculatorsFormat.expressed, "block_size", "num_layers", "mask_token")
-    num_levels: ClassVar[int | None] = None
+    num_levels = None
     has_axes = False
     effect_without_length = "the engine stops, or takes a default of its own"
     effect_of_unexpected = "vLLM stops at an unknown name"
-    checks: ClassVar[Checks] = (
-        *(classes, layer_type, sizes, vocabulary, context_length, plain_rope, target_size, draft_vocabulary),
-        *(layout, proposal, feature_levels, _layers, _mask_token, check_tensors, vocabulary_maps),
+    checks = (
+        *(classes, layer_type, sizes, context_length, rope, target_size, draft_vocabulary),
+        *(*SPECULATORS_CHECKS, feature_levels, _layers, _slots, check_tensors),
     )
 
     @property
@@ -87,7 +106,7 @@ class PEagleFormat(SpeculatorsFormat):
         return {"method": self.method, "parallel_drafting": True}
 
     def recognizes(self, config: EngineConfig) -> bool:
-        return config.raw.get(TYPE) == ALGORITHM
+        return config.raw.get(TYPE) == self.algorithm
 
     def specs(self, config: EngineConfig) -> TensorSpecs | None:
         layers, levels = config.size(LAYERS), len(config.vllm_levels or range(FEATURE_LEVELS))
@@ -104,7 +123,7 @@ class PEagleFormat(SpeculatorsFormat):
             if config.layer.get("model_type") == "qwen3":
                 norms = ("q_norm", "k_norm")
                 specs |= {f"layers.{index}.self_attn.{n}.weight": TensorSpec((config.head_dim or 0,)) for n in norms}
-        if config.get(EXTRA_NORMS[0]):
+        if config.get(NORMS[0]):
             specs["input_norm.weight"] = TensorSpec((levels * hidden,))
         specs["fc.weight"] = TensorSpec((hidden, levels * hidden))
         specs["mask_hidden"] = TensorSpec((1, 1, levels * hidden), effect_if_missing=NO_MASK)
@@ -121,9 +140,6 @@ class PEagleFormat(SpeculatorsFormat):
         own = {LAYERS: draft.num_layers, COUNT: len(draft.feature_levels), "rope_parameters": rope_parameters(facts)}
         layer |= own
         return config | {MASK: draft.mask_token, "embed_requires_grad": True}
-
-    def speculative_tokens(self, draft: Any) -> int:
-        return int(draft.block_size)
 
     def most_tokens(self, draft: Any) -> int | None:
         return int(draft.block_size)
@@ -152,40 +168,23 @@ class PEagleFormat(SpeculatorsFormat):
 
     # -- import --------------------------------------------------------------------------------------------------------
 
-    def check_supported(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> None:
-        for key in (*EXTRA_NORMS, "attention_bias", "mlp_bias"):
-            if config.get(key):
-                raise ValueError(f"{folder / CONFIG}: {config.key_path(key)} is true: our P-EAGLE head does not support it")
-        for key in ("hidden_size", "vocab_size"):
-            if config.size(key) != getattr(facts, key):
-                found = f"{config.get(key)}, that of the target ({facts.name or facts.model_type}) is {getattr(facts, key)}"
-                raise ValueError(f"{folder}: {config.key_path(key)} is {found}; give the target it was trained for")
-        token, tokens = config.raw.get(MASK), proposed_tokens(config.raw)
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < facts.vocab_size:
-            raise ValueError(f"{folder / CONFIG}: {MASK} is {token!r}, not a token of the target; cannot import it")
-        if not isinstance(tokens, int) or tokens < 2:
-            where = "speculators_config.proposal_methods: speculative_tokens"
-            raise ValueError(f"{folder / CONFIG}: {where} is {tokens!r}; give the tokens that one pass drafts, 2 or more")
-
-    def draft_config(self, folder: Path, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> PEagleConfig:
-        self.check_supported(folder, config, facts)
+    def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> PEagleConfig:
         return PEagleConfig(
-            **self.config_fields(folder, config, facts, options),
-            block_size=proposed_tokens(config.raw),
-            num_layers=config.size(LAYERS) or 1,
-            mask_token=config.raw[MASK],
+            **self.config_fields(given, facts, options),
+            block_size=proposed_tokens(given.config.raw),
+            num_layers=given.config.size(LAYERS) or 1,
+            mask_token=given.config.raw[MASK],
         )
 
     def own_name(self, name: str) -> str:
         return _shift(super().own_name(name), -1)
 
-    def draft_tensors(self, folder: Path, config: EngineConfig, facts: TargetFacts) -> dict[str, Tensor]:
+    def draft_tensors(self, given: CheckInput, facts: TargetFacts) -> dict[str, Tensor]:
         """Adds the mask's embedding: its row of the folder's embedding, or of the target's."""
-        tensors = super().draft_tensors(folder, config, facts)
-        weights = Weights(folder)
-        name = next((name for name in weights.infos if without_prefixes(name) == EMBEDDING), None)
-        table = read_target_embedding(facts) if name is None else weights[name]
-        return {**tensors, "mask_embedding": table[config.raw[MASK]][None, None].to(tensors["mask_hidden"].dtype)}
+        tensors, weights = super().draft_tensors(given, facts), given.weights
+        table = weights[EMBEDDING] if EMBEDDING in weights.infos else read_target_embedding(facts)
+        mask = table[given.config.raw[MASK]][None, None]
+        return {**tensors, "mask_embedding": mask.to(tensors["mask_hidden"].dtype)}
 
     def borrowed_rows(self, name: str, own: Tensor, table: Tensor, weights: Weights, config: EngineConfig) -> Tensor:
         rows, token = table.clone(), config.raw[MASK]

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from checkpoints.export.checks import LAYER_CHECKS, single_layer
+from checkpoints.export.config_checks import LAYER_CHECKS, single_layer
 from checkpoints.export.configs import LEVELS_KEY, EngineConfig, TargetFacts, layer_config
-from checkpoints.export.folder import CONFIG
-from checkpoints.export.formats.base import SPECULATIVE_TOKENS, CheckInput, Checks, Finding
+from checkpoints.export.formats.base import TYPE, CheckInput
 from checkpoints.export.formats.eagle3 import Eagle3Format, draft_vocabulary, feature_levels
-from checkpoints.export.formats.layout import layout, proposal, speculator_config
-from checkpoints.export.tensor_checks import check_tensors, vocabulary_maps
+from checkpoints.export.formats.findings import Finding
+from checkpoints.export.formats.layout import SPECULATORS_CHECKS, speculator_config
+from checkpoints.export.tensor_checks import check_tensors
 from sage.io.dtypes import dtype_name
 
-ALGORITHM = "eagle3"
 
-
-def _residual(given: CheckInput) -> Iterator[Finding]:
-    raw = given.config.raw
-    if "norm_before_residual" not in raw:
-        yield Finding("norm_before_residual", "missing", "vLLM's default is true, the draft was trained with false")
-    elif raw["norm_before_residual"] is not False:
-        yield Finding("norm_before_residual", f"{raw['norm_before_residual']}", "only vLLM supports it", is_warning=True)
+def residual(given: CheckInput) -> Iterator[Finding]:
+    """Yields the finding about a residual stream that is not specified, or that vLLM alone supports."""
+    key, raw = "norm_before_residual", given.config.raw
+    if key not in raw:
+        effect = "vLLM's default is true, the draft was trained with false"
+        yield Finding(key, "missing", effect, refusal="engines assume true, others false; add the value used in training")
+    elif raw[key] is not False:
+        yield Finding(key, f"{raw[key]}", "only vLLM supports it", is_warning=True)
 
 
 class SpeculatorsFormat(Eagle3Format):
@@ -33,14 +32,13 @@ class SpeculatorsFormat(Eagle3Format):
 
     layer = "layers.0."
     engine_class = "Eagle3DraftModel"
+    other_classes = ()
     layer_types = ("llama", "qwen3")
     has_embedding = True
     needs_t2d = True
-    algorithm = ALGORITHM
-    checks: ClassVar[Checks] = (
-        *(*LAYER_CHECKS, single_layer, draft_vocabulary, layout, _residual, proposal, feature_levels),
-        *(check_tensors, vocabulary_maps),
-    )
+    names_target = True
+    algorithm = "eagle3"
+    checks = (*(*LAYER_CHECKS, single_layer, draft_vocabulary, *SPECULATORS_CHECKS, residual, feature_levels, check_tensors),)
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         """Without a top-level model_type: readers recognize a speculator by `speculators_model_type`."""
@@ -57,16 +55,4 @@ class SpeculatorsFormat(Eagle3Format):
         }
 
     def recognizes(self, config: EngineConfig) -> bool:
-        return "speculators_model_type" in config.raw or self.engine_class in config.classes
-
-    def norm_before_residual(self, folder: Path, config: EngineConfig) -> bool:
-        if "norm_before_residual" not in config.raw:
-            raise ValueError(
-                f"{folder / CONFIG}: norm_before_residual is missing: engines assume true, others false; add the value used in "
-                f"training"
-            )
-        return super().norm_before_residual(folder, config)
-
-    def serve_command(self, engine: str, target: str, draft: str, tokens: int = SPECULATIVE_TOKENS) -> str:
-        """vLLM reads target and settings from the config."""
-        return f"vllm serve {draft}"
+        return TYPE in config.raw or self.engine_class in config.classes

@@ -1,0 +1,204 @@
+"""Checks of config.json: what serving engines expect of a draft's fields, and the effect of each that is not met.
+
+A format lists the checks that apply to it. An import runs the same checks and refuses what our head cannot do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from checkpoints.export.configs import DEFAULT_THETA, EngineConfig
+from checkpoints.export.formats.base import CheckInput
+from checkpoints.export.formats.findings import Finding
+
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+ACTIVATIONS = (None, "silu", "gelu", "relu")  # that our layers compute; None: the default
+DEFAULT_EPS = 1e-6  # of LlamaConfig and Qwen3Config
+UNSUPPORTED = "our head does not support it, cannot import it"
+INVALID = "invalid, cannot import it"
+
+
+def is_size(value: Any) -> bool:
+    """Returns whether a value is a positive integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_token(value: Any, vocab: int | None) -> bool:
+    """Returns whether a value is a token of a vocabulary; of any size, if that is unknown."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0 and (vocab is None or value < vocab)
+
+
+def one_of(*values: Any) -> Callable[[Any], bool]:
+    """Returns whether a value is one of these; None stands for a missing field too."""
+    return lambda value: value in values
+
+
+@dataclass(frozen=True)
+class Field:
+    """What engines expect of a field, for itself.
+
+    Attributes:
+        is_met: of the value, None if the field is missing.
+        expected: in words; empty if any value is wrong.
+        effect: in an engine, if it is not met.
+        is_top: whether the field is one of the draft, not of its decoder layer.
+        refusal: of an import; empty if only engines are affected.
+    """
+
+    key: str
+    is_met: Callable[[Any], bool]
+    expected: str
+    effect: str
+    is_top: bool = False
+    refusal: str = ""
+
+    def check(self, config: EngineConfig) -> Finding | None:
+        """Returns the finding if the expectation is not met."""
+        value = config.get(self.key)
+        if self.is_met(value):
+            return None
+        where = self.key if self.is_top else config.key_path(self.key)
+        return Finding(where, f"{value!r}, expected {self.expected}", self.effect, refusal=self.refusal)
+
+
+def check_fields(given: CheckInput, fields: Iterable[Field]) -> Iterator[Finding]:
+    """Yields the findings about fields that are checked for themselves."""
+    yield from (found for field in fields if (found := field.check(given.config)))
+
+
+BUILDS = "the engine cannot build the layer"
+BIAS = "the engine adds biases without weights"
+NORM = "requires a norm that drafts of this project do not have; SGLang ignores it"
+RESIDUAL = "vLLM normalizes the residual, SGLang does not support it and computes something else"
+TIED = "SGLang uses the embedding as lm_head and drops the trained one: acceptance 1.00"
+NO_HEAD_DIM = "vLLM takes hidden_size / num_attention_heads, Qwen3's configuration class 128"
+
+is_absent = one_of(None, False)
+SIZE_FIELDS = [Field(key, is_size, "a positive integer", BUILDS, refusal=INVALID) for key in SIZES]
+BIASES = [Field(key, is_absent, "false", BIAS, refusal=UNSUPPORTED) for key in ("attention_bias", "mlp_bias", "bias")]
+EXTRA_NORMS = [Field(key, is_absent, "false", NORM, refusal=UNSUPPORTED) for key in NORMS]
+
+
+def classes(given: CheckInput) -> Iterator[Finding]:
+    """Yields a finding unless `architectures` is the class that all engines of the format load."""
+    names, written, format_ = given.config.classes, given.config.raw.get("architectures"), given.format
+    if written != [format_.engine_class]:
+        is_third_party = any(name in format_.other_classes for name in names)
+        if is_third_party and len(names) == 1 and len(format_.engines) == 1:
+            return
+        effect = "vLLM loads it, SGLang does not load it as a draft" if is_third_party else "no engine loads it as a draft"
+        yield Finding("architectures", f"{written}, expected ['{format_.engine_class}']", effect)
+
+
+def layer_type(given: CheckInput) -> Iterator[Finding]:
+    """Yields the findings about the layer's class, code to run, and quantization."""
+    config, allowed = given.config, given.format.layer_types
+    model_type = config.layer.get("model_type")
+    if model_type not in allowed:
+        found = f"{model_type!r}, expected {' or '.join(allowed)}"
+        yield given.at("model_type", found, "the engine's config loader refuses it")
+    if "auto_map" in config.raw:
+        effect = "engines run it only with trust_remote_code; no draft needs it"
+        yield Finding("auto_map", "names Python code to run", effect, is_warning=given.format.has_code)
+    if config.raw.get("quantization_config"):
+        yield Finding("quantization_config", "present", "engines expect quantized tensors; these are not quantized")
+
+
+def sizes(given: CheckInput) -> Iterator[Finding]:
+    """Yields the findings about sizes, activation and epsilon of the layer, and about those that must be the target's."""
+    config, facts = given.config, given.facts
+    yield from check_fields(given, SIZE_FIELDS)
+    heads, kv_heads = config.size("num_attention_heads"), config.size("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        found = f"{kv_heads} does not divide {heads} heads"
+        yield given.at("num_key_value_heads", found, "the engine refuses it", refusal=INVALID)
+    activation, eps = config.get("hidden_act"), config.get("rms_norm_eps")
+    if activation != "silu":
+        refusal = "" if activation in ACTIVATIONS else INVALID
+        yield given.at("hidden_act", f"{activation!r}, expected 'silu'", "vLLM's Llama layer refuses it", refusal=refusal)
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        effect = f"the engine uses {DEFAULT_EPS:g}, whatever was used in training, or computes NaN"
+        yield given.at("rms_norm_eps", f"{eps!r}", effect, refusal="" if eps is None else INVALID)
+    effects = {
+        "hidden_size": "the target's features have another size",
+        "vocab_size": "draft and target use different token ids",
+    }
+    for key, effect in effects.items():
+        value = config.size(key)
+        if facts and value and value != getattr(facts, key):
+            found = f"{value}, the target's is {getattr(facts, key)}"
+            remedy = f"give the target it was trained for in place of {facts.name or facts.model_type}"
+            yield given.at(key, found, effect, refusal=remedy)
+
+
+def target_size(given: CheckInput) -> Iterator[Finding]:
+    """Yields a finding if fc was made for features of another size."""
+    key, config = "target_hidden_size", given.config
+    if config.get(key) not in (None, config.get("hidden_size")):
+        found = f"{config.get(key)}, hidden_size is {config.get('hidden_size')}"
+        yield Finding(key, found, "fc gets another input size than its weight has")
+
+
+def single_layer(given: CheckInput) -> Iterator[Finding]:
+    """Yields a finding unless the config has one layer.
+
+    Some trainers copy the target's layer count to a draft of one layer, which can be imported.
+    """
+    layers = given.config.get("num_hidden_layers")
+    if layers != 1:
+        is_copied = layers is None or (given.facts is not None and layers == given.facts.num_layers)
+        refusal = "" if is_copied else "our head has one layer, cannot import it"
+        effect = "the engine builds layers without weights"
+        yield given.at("num_hidden_layers", f"{layers!r}, expected 1", effect, refusal=refusal)
+
+
+def context_length(given: CheckInput) -> Iterator[Finding]:
+    """Yields a finding unless the draft has positions for every token of the target's context."""
+    key = "max_position_embeddings"
+    length, facts = given.config.size(key), given.facts
+    if length is None:
+        yield given.at(key, f"{given.config.get(key)!r}", given.format.effect_without_length)
+    elif facts and length < facts.max_position_embeddings:
+        found = f"{length}, the target's is {facts.max_position_embeddings}"
+        yield given.at(key, found, f"beyond {length} tokens the draft is served at acceptance 1.00, without an error")
+
+
+def rope(given: CheckInput) -> Iterator[Finding]:
+    """Yields findings about a rope that is not the one that engines compute for the target: `ExportFormat.has_axes`."""
+    config, facts, has_axes = given.config, given.facts, given.format.has_axes
+    if given.options and given.options.use_target_rope:
+        return
+    (theta, section, scaled, _), key = config.rope, "rope_scaling" if has_axes else "rope_parameters"
+    is_written = bool(config.get("rope_theta") or config.get("rope_parameters"))
+    option = "positions would differ from training; --use-target-rope uses the target's"
+    if section and not has_axes:
+        effect = "vLLM stops: parallel drafting does not support M-RoPE; such drafts count positions along the stream"
+        yield given.at(key, f"mrope_section {section}", effect)
+    if not is_written and not has_axes:
+        yield given.at(key, "missing", "each reader takes a theta of its own: 1e6 in vLLM")
+    elif facts and theta != facts.rope_theta:
+        found = f"{'' if is_written else 'missing, default '}{theta or DEFAULT_THETA:g}, the target's is {facts.rope_theta:g}"
+        yield given.at("rope_theta", found, "rotation angles differ from training", refusal="" if theta > 0 else INVALID)
+    if facts and scaled != facts.scaled_rope:
+        found = f"{scaled or 'unscaled'}, the target's is {facts.scaled_rope or 'unscaled'}"
+        yield given.at(key, found, "positions are scaled differently in draft and target", refusal=option)
+    if facts and has_axes and config.rope.axes != facts.rope.axes:
+        found = f"mrope_section {config.rope.axes}, the target's is {facts.rope.axes}"
+        yield given.at(key, found, "image positions differ from training", refusal=option)
+
+
+def switches(given: CheckInput) -> Iterator[Finding]:
+    """Yields the findings about tied tables, biases and norms that EAGLE's layer does not have."""
+    untied = Field("tie_word_embeddings", one_of(False), "false", TIED)
+    yield from check_fields(given, (untied, *BIASES, *EXTRA_NORMS))
+
+
+def unsupported_residual(given: CheckInput) -> Iterator[Finding]:
+    """Yields a finding if the normed feature is the residual stream."""
+    yield from check_fields(given, [Field("norm_before_residual", is_absent, "false", RESIDUAL, is_top=True)])
+
+
+LAYER_CHECKS = (classes, layer_type, sizes, context_length, rope, target_size, switches)  # of EAGLE's formats
