@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import sage
 
 
@@ -18,3 +20,21 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, sage.Target]:
     return {
         family: save_target(tmp_path_factory.mktemp(family) / "target", family) for family in ("qwen2_5_vl", "llava_onevision")
     }
+
+
+@pytest.fixture(scope="session")
+def target(targets: dict[str, sage.Target]) -> sage.Target:
+    """The target of `exports`."""
+    return targets["qwen2_5_vl"]
+
+
+@pytest.fixture(scope="session")
+def exports(target: sage.Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the export NAME and its draft NAME-draft for every row of `EXPORTS`; not to be changed."""
+    from support.export_helpers import EXPORTS, export_draft, make_draft
+
+    home = tmp_path_factory.mktemp("exports")
+    for name, (kind, config, vocabulary, format_, options) in EXPORTS.items():
+        make_draft(target, kind, vocabulary=vocabulary, **config).save_pretrained(home / f"{name}-draft")
+        export_draft(home / f"{name}-draft", home / name, format_, **options)
+    return home

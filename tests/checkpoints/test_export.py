@@ -1,173 +1,273 @@
-"""Exports: written files, refusals, outputs after reloading, and the round trip through an import."""
+"""Exports of every kind of draft in every format: written files, refusals, and outputs after reloading."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, make_draft, outputs, save_draft
+from support.export_helpers import (
+    BLOCK,
+    EXPORTS,
+    LEVELS,
+    MASK,
+    REDUCED,
+    edit_json,
+    export_draft,
+    make_draft,
+    save_draft,
+)
 from support.messages import refused
-from support.models import make_inputs
+from transformers import Qwen3Config
 
 import sage
-from checkpoints.export.checks import InvalidExport, check_folder
-from checkpoints.export.configs import EngineConfig
-from checkpoints.export.exporter import check_reload, export, find_facts
-from checkpoints.export.formats.eagle3 import Eagle3Format
-from checkpoints.export.formats.registry import find_format
-from checkpoints.export.importer import convert
+from checkpoints.export.configs import EngineConfig, TargetFacts
+from checkpoints.export.exporter import export
+from checkpoints.export.formats.block_config import MISSING, lookup
+from checkpoints.export.formats.registry import find_format, variants
 from checkpoints.export.result import ExportOptions
+from checkpoints.export.serving import serving_line
+from sage.drafts.eagle3 import Eagle3Config
 from sage.drafts.registry import KINDS
 
-FAMILIES = ("qwen2_5_vl", "llava_onevision")
-COMPRESSORS = [  # one without weights, one with the weights of every operator
-    {"kind": "text_only"},
-    {"kind": "select", "ratio": 4, "conv_ratio": 2, "queries": 2, "temperature": 1.0},
-]
+AUX = "eagle_aux_hidden_state_layer_ids"
+LAYER = "transformer_layer_config"
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # no axes of M-RoPE
+TOKENS = "speculators_config.proposal_methods"
+
+
+def proposal(tokens: int) -> list[dict[str, Any]]:
+    return [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}]
 
 
 def written(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-class TestEagle3:
-    def test_tensors_are_the_trained_ones_in_bf16(self, targets: Any, tmp_path: Path) -> None:
-        draft = make_draft(targets["qwen2_5_vl"], vocabulary=REDUCED)
-        draft.save_pretrained(tmp_path / "draft")
-        export_draft(tmp_path / "draft", tmp_path / "out")
-        _, tensors = written(tmp_path / "out")
-        state = draft.state_dict()
+# Of each export, the fields of config.json that engines read, and some tensors with their shapes; `...` is absent.
+FIELDS: dict[str, dict[str, Any]] = {
+    "eagle3": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "max_position_embeddings": 512,
+        "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 1, 1]},
+        "tie_word_embeddings": False,
+        "target_hidden_size": ...,
+        AUX: LEVELS,
+        f"eagle_config.{AUX}": [-1, 0, 1],
+    },
+    "speculators": {
+        "architectures": ["Eagle3DraftModel"],
+        "model_type": ...,
+        "norm_before_residual": False,
+        AUX: LEVELS,
+        TOKENS: proposal(3),
+        f"{LAYER}.vocab_size": 330,
+    },
+    "vllm": {"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama"},
+    "sglang": {"architectures": ["LlamaForCausalLMEagle"]},
+    "reduced": {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "model_type": ...,
+        "aux_hidden_state_layer_ids": [1, 2],
+        "mask_token_id": MASK,
+        "block_size": 4,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+        TOKENS: proposal(3),
+        f"{LAYER}.is_causal": True,
+        f"{LAYER}.max_position_embeddings": 512,
+        f"{LAYER}.layer_types": ["full_attention"] * 2,
+        f"{LAYER}.rope_parameters": PLAIN_ROPE,
+    },
+    "native": {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1], "causal": False},
+        "is_causal": False,
+        "num_target_layers": 3,
+    },
+    "dspark": {
+        "sample_from_anchor": True,
+        "markov_rank": 6,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        TOKENS: proposal(4),
+    },
+    "peagle_two": {
+        "speculators_model_type": "peagle",
+        "mask_token_id": MASK,
+        AUX: [0, 2],
+        "norm_before_residual": False,
+        "embed_requires_grad": True,
+        TOKENS: proposal(4),
+        f"{LAYER}.num_aux_hidden_states": 2,
+        f"{LAYER}.num_hidden_layers": 2,
+        f"{LAYER}.rope_parameters": PLAIN_ROPE,
+        f"{LAYER}.rope_scaling": ...,
+    },
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "eagle3": {"d2t": (109,), "t2d": (330,), "lm_head.weight": (109, 32), "embed_tokens.weight": ...},
+    "speculators": {"layers.0.hidden_norm.weight": (32,), "midlayer.hidden_norm.weight": ..., "embed_tokens.weight": (330, 32)},
+    "vllm": {"layers.0.input_layernorm.weight": ..., "lm_head.weight": ..., "d2t": ..., "fc.bias": ...},
+    "sglang": {"fc.bias": (32,)},
+    "plain": {"lm_head.weight": ..., "d2t": ..., "t2d": ..., "embed_tokens.weight": ...},
+    "reduced": {"lm_head.weight": (109, 32), "d2t": (109,), "embed_tokens.weight": ..., "mask_hidden": ...},
+    "dspark": {
+        "markov_head.markov_w1.weight": (330, 6),
+        "markov_head.markov_w2.weight": (109, 6),
+        "confidence_head.proj.weight": (1, 32 + 6),
+    },
+    "peagle_two": {
+        "mask_hidden": (1, 1, 64),
+        "mask_embedding": ...,
+        "layers.0.self_attn.q_proj.weight": (32, 64),
+        "layers.1.self_attn.q_proj.weight": (32, 32),
+    },
+}
+
+
+class TestWritten:
+    @pytest.mark.parametrize("name", FIELDS)
+    def test_fields_that_engines_read(self, exports: Path, name: str) -> None:
+        config, _ = written(exports / name)
+        found = {key: lookup(config, key, MISSING) for key in FIELDS[name]}
+        assert found == {key: MISSING if value is ... else value for key, value in FIELDS[name].items()}
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_names_and_shapes(self, exports: Path, name: str) -> None:
+        _, tensors = written(exports / name)
+        found = {key: tuple(tensors[key].shape) if key in tensors else ... for key in SHAPES[name]}
+        assert found == SHAPES[name]
+
+    def test_tensors_are_the_trained_ones_in_bf16(self, exports: Path, target: sage.Target) -> None:
+        state, (_, tensors) = sage.load_draft(exports / "eagle3-draft", target).state_dict(), written(exports / "eagle3")
         assert set(tensors) == set(state)
         assert torch.equal(tensors["d2t"], REDUCED - torch.arange(len(REDUCED)))
         assert tensors["t2d"].nonzero()[:, 0].tolist() == REDUCED.tolist()
-        for name in set(state) - {"d2t", "t2d"}:
-            assert torch.equal(tensors[name], state[name].bfloat16()), name
+        assert all(torch.equal(tensors[name], state[name].bfloat16()) for name in set(state) - {"d2t", "t2d"})
+        assert not written(exports / "sglang")[1]["fc.bias"].any()
 
-    def test_full_vocabulary_has_no_maps(self, targets: Any, tmp_path: Path) -> None:
-        export_draft(save_draft(tmp_path / "draft", targets["qwen2_5_vl"]), tmp_path / "out")
-        config, tensors = written(tmp_path / "out")
-        assert not {"d2t", "t2d"} & set(tensors)
-        assert config["draft_vocab_size"] == config["vocab_size"] == len(tensors["lm_head.weight"]) == 330
-
-    def test_config_has_the_fields_that_engines_read(self, targets: Any, tmp_path: Path) -> None:
-        export_draft(save_draft(tmp_path / "draft", targets["qwen2_5_vl"], vocabulary=REDUCED), tmp_path / "out")
-        config, _ = written(tmp_path / "out")
-        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-        assert config["model_type"] == "llama"
-        assert config["max_position_embeddings"] == 512
-        assert config["rope_scaling"] == {"type": "mrope", "rope_type": "default", "mrope_section": [2, 1, 1]}
-        assert config["tie_word_embeddings"] is False
-        assert "target_hidden_size" not in config
-        assert config["eagle_aux_hidden_state_layer_ids"] == LEVELS
-        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
+    def test_tables_of_the_target(self, exports: Path, target: sage.Target) -> None:
+        assert torch.equal(written(exports / "reduced")[1]["lm_head.weight"], target.lm_head.weight[REDUCED])
+        draft, expected = sage.load_draft(exports / "peagle-draft", target), target.embed_tokens.weight.detach().clone()
+        expected[MASK] = draft.mask_embedding[0, 0]
+        tensors = written(exports / "peagle")[1]
+        assert torch.equal(tensors["embed_tokens.weight"], expected)
+        assert torch.equal(tensors["layers.1.mlp.up_proj.weight"], draft.layers[0].mlp.up_proj.weight)
+        layer = written(exports / "reduced")[0][LAYER]
+        assert Qwen3Config(**layer).rope_parameters["rope_theta"] == 10000.0
 
     def test_default_levels_are_not_written(self) -> None:
-        from checkpoints.export.configs import TargetFacts
-        from sage.drafts.eagle3 import Eagle3Config
-
         fingerprint = {"model_type": "qwen2_5_vl", "hidden_size": 192, "vocab_size": 1024, "num_layers": 28}
         for levels, is_default in (([2, 14, 25], True), ([1, 14, 25], False)):
             draft = Eagle3Config(feature_levels=levels, target=fingerprint, mrope_section=[4, 6, 6])
             config = find_format("eagle3").config(draft, TargetFacts.of_draft(draft), torch.bfloat16)
-            written = EngineConfig(config)
+            read = EngineConfig(config)
             assert ("eagle_config" not in config) == is_default
-            assert written.vllm_levels == written.sglang_levels == (None if is_default else levels)
+            assert read.vllm_levels == read.sglang_levels == (None if is_default else levels)
 
-    def test_plain_rope_for_llava(self, targets: Any, tmp_path: Path) -> None:
-        export_draft(save_draft(tmp_path / "draft", targets["llava_onevision"]), tmp_path / "out")
-        assert "rope_scaling" not in written(tmp_path / "out")[0]
-
-    def test_embedding_option(self, targets: Any, tmp_path: Path) -> None:
+    def test_options(self, targets: Any, tmp_path: Path) -> None:
+        """A full vocabulary needs no maps, LLaVA no axes; the embedding and the target's name are written if asked for."""
         target = targets["llava_onevision"]
+        name = {"target_name": "llava-hf/tiny"}
         export_draft(save_draft(tmp_path / "draft", target), tmp_path / "out", embedding=True)
-        _, tensors = written(tmp_path / "out")
+        export_draft(tmp_path / "draft", tmp_path / "named", "speculators", **name)
+        config, tensors = written(tmp_path / "out")
+        assert "rope_scaling" not in config and not {"d2t", "t2d"} & set(tensors)
+        assert config["draft_vocab_size"] == config["vocab_size"] == len(tensors["lm_head.weight"]) == 330
         assert torch.equal(tensors["embed_tokens.weight"], target.embed_tokens.weight.bfloat16())
+        verifier = {"name_or_path": "llava-hf/tiny", "architectures": ["LlavaOnevisionForConditionalGeneration"]}
+        assert written(tmp_path / "named")[0]["speculators_config"]["verifier"] == verifier
 
     def test_embedding_of_a_target_in_the_hubs_cache(
-        self, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, target: sage.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls: list[tuple[str, bool]] = []
 
         def snapshot(name: str, local_files_only: bool) -> str:
             calls.append((name, local_files_only))
-            return targets["qwen2_5_vl"].name
+            return str(target.name)
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
+        draft = save_draft(tmp_path / "draft", target)
         edit_json(draft / "config.json", lambda config: config.update(target_path="Qwen/Tiny"))
         export_draft(draft, tmp_path / "out", "speculators")
         assert calls == [("Qwen/Tiny", True)]
         assert "embed_tokens.weight" in written(tmp_path / "out")[1]
 
-    def test_unavailable_embedding(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
+    def test_unavailable_embedding(self, target: sage.Target, tmp_path: Path) -> None:
+        draft = save_draft(tmp_path / "draft", target)
         edit_json(draft / "config.json", lambda config: config.update(target_path="/gone/target"))
         with refused("embedding", "/gone/target", "--target DIR", "--no-embedding"):
             export_draft(draft, tmp_path / "out", embedding=True)
         export_draft(draft, tmp_path / "out")  # all other facts are in the draft's config
 
-
-class TestSpeculators:
-    def test_names_and_config(self, targets: Any, tmp_path: Path) -> None:
-        target = targets["qwen2_5_vl"]
-        save_draft(tmp_path / "draft", target, vocabulary=REDUCED)
-        export_draft(tmp_path / "draft", tmp_path / "out", "speculators", target_name="Qwen/Qwen2.5-VL-7B-Instruct")
-        config, tensors = written(tmp_path / "out")
-        assert {"layers.0.hidden_norm.weight", "layers.0.self_attn.q_proj.weight", "embed_tokens.weight", "d2t"} <= set(tensors)
-        assert not any(name.startswith("midlayer") for name in tensors)
-        assert "model_type" not in config
-        assert config["norm_before_residual"] is False
-        assert config["eagle_aux_hidden_state_layer_ids"] == LEVELS
-        assert config["speculators_config"]["verifier"] == {
-            "name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct",
-            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        }
-        assert config["transformer_layer_config"]["vocab_size"] == 330
+    def test_cards_name_commands_and_limits(self, exports: Path) -> None:
+        cards = {name: (exports / name / "README.md").read_text() for name in EXPORTS}
+        for name in ("plain", "speculators", "peagle"):
+            assert f"\nvllm serve {exports / name}\n" in cards[name]
+        assert '{"method": "dflash", "model": ' in cards["native"] and '"num_speculative_tokens": 3}' in cards["native"]
+        assert "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve" in cards["dspark"] and "does not run on a CPU" in cards["dspark"]
+        assert "first layer" in cards["reduced"] and "first layer" not in cards["plain"]
+        assert "text prompts as trained" in cards["peagle"] and "M-RoPE" in cards["plain"]
 
 
-class TestEagle:
-    def test_flavours_differ_in_class_and_bias(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"], "eagle")
-        for flavour, name in (("vllm", "EagleLlamaForCausalLM"), ("sglang", "LlamaForCausalLMEagle")):
-            export_draft(draft, tmp_path / flavour, "eagle", flavour=flavour)
-            config, tensors = written(tmp_path / flavour)
-            assert config["architectures"] == [name]
-            assert "layers.0.self_attn.q_proj.weight" in tensors
-            assert not any("input_layernorm" in key or "lm_head" in key or "d2t" in key for key in tensors)
-            assert ("fc.bias" in tensors) == (flavour == "sglang")
-        assert not tensors["fc.bias"].any()
-
-    def test_missing_flavour(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"], "eagle")
-        with refused("--flavour", "vllm, sglang"):
-            export(draft, tmp_path / "out", "eagle")
+# kind of draft, its options, changes of its config.json, format, flavour; parts of the refusal
+OBSTACLES: list[tuple[str, dict[str, Any], dict[str, Any], str, str | None, tuple[str, ...]]] = [
+    ("eagle", {"input_norm": True}, {}, "eagle", "vllm", ("draft.input_norm: true", "draft.input_norm=false")),
+    ("eagle", {}, {}, "eagle", None, ("--flavour", "vllm, sglang")),
+    ("eagle", {}, {}, "eagle3", None, ("--format eagle3", "draft=eagle;", "its formats: eagle")),
+    ("eagle3", {"rope_theta": 5000.0}, {}, "eagle3", None, ("draft.rope_theta: 5000.0", "10000.0")),
+    ("eagle3", {"feature_levels": [1, 2, 3]}, {}, "eagle3", None, ("draft.feature_levels", "[1, 2, 3]", "0..2")),
+    ("eagle3", {"feature_levels": [0, 1]}, {}, "eagle3", None, ("draft.feature_levels", "[0, 1]", "exactly 3")),
+    ("eagle3", {}, {"second_head": 7}, "eagle3", None, ("draft.second_head: 7", "eagle3")),  # until an exporter writes it
+    ("eagle3", {}, {"norm_before_residual": True}, "eagle3", None, ("draft.norm_before_residual", "--format speculators")),
+    ("eagle3", {}, {}, "eagle3", "vllm", ("--flavour vllm", "eagle3")),
+    ("eagle3", {}, {}, "gguf", None, ("--format gguf", "eagle3, speculators, eagle, ")),
+    ("block", {"feed": True}, {}, "dflash", None, ("draft.feed: true", "draft.feed=false")),
+    ("block", {"conditional": "mlp"}, {}, "dflash", None, ("draft.conditional: mlp", "conditional=none or markov")),
+    ("block", {"conditional": "markov"}, {}, "dflash", None, ("draft.conditional: markov", "--format dspark")),
+    ("block", {}, {}, "dspark", None, ("draft.conditional: none", "--format dflash")),
+    ("block", {"feature_levels": [1, 3]}, {}, "dflash", None, ("draft.feature_levels: [1, 3]", "final norm", "0..2")),
+    ("block", {"feature_levels": [2, 1]}, {}, "dflash", None, ("draft.feature_levels: [2, 1]", "increasing")),
+    ("block", {"confidence": True}, {}, "dflash", None, ("draft.confidence", "draft.confidence=false")),
+    ("block", {"feature_levels": [0, 2]}, {}, "dflash", "native", ("draft.feature_levels", "embeddings", "--flavour")),
+    ("block", {"vocabulary": REDUCED}, {}, "dflash", "native", ("draft.draft_vocab_size: 109", "without --flavour")),
+    ("block", {}, {}, "dflash", "vllm", ("--flavour vllm", "unknown", "native")),
+    ("block", {}, {}, "eagle3", None, ("--format eagle3", "draft=block; its formats: dflash, dspark")),
+]
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("kind", "trained", "edited", "parts"),
-        [
-            ("eagle", {"input_norm": True}, {}, ("draft.input_norm: true", "draft.input_norm=false")),
-            ("eagle3", {"rope_theta": 5000.0}, {}, ("draft.rope_theta: 5000.0", "10000.0")),
-            *(
-                ("eagle3", {"feature_levels": levels}, {}, ("draft.feature_levels", str(levels), "0..2"))
-                for levels in ([1, 2, 3], [0, 1], [2, 1, 0])
-            ),
-            ("eagle3", {}, {"second_head": 7}, ("draft.second_head: 7", "eagle3")),  # new fields, until an exporter writes them
-        ],
-    )
-    def test_settings_that_engines_do_not_read(
-        self, targets: Any, tmp_path: Path, kind: str, trained: dict[str, Any], edited: dict[str, Any], parts: tuple[str, ...]
+    @pytest.mark.parametrize(("kind", "trained", "edited", "format_", "flavour", "parts"), OBSTACLES)
+    def test_what_engines_cannot_compute_is_refused_by_name(
+        self,
+        target: sage.Target,
+        tmp_path: Path,
+        kind: str,
+        trained: dict[str, Any],
+        edited: dict[str, Any],
+        format_: str,
+        flavour: str | None,
+        parts: tuple[str, ...],
     ) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"], kind, **trained)
+        draft = save_draft(tmp_path / "draft", target, kind, **((BLOCK if kind == "block" else {}) | trained))
         edit_json(draft / "config.json", lambda config: config.update(edited))
         with refused(*parts):
-            export_draft(draft, tmp_path / "out", kind)
+            export(draft, tmp_path / "out", format_, ExportOptions(flavour=flavour))
         assert not (tmp_path / "out").exists()
+
+    def test_no_embedding_for_a_draft_with_a_row_of_its_own(self, exports: Path, tmp_path: Path) -> None:
+        with refused("--no-embedding", "mask token"):
+            export_draft(exports / "peagle-draft", tmp_path / "out", "peagle", embedding=False)
 
     def test_unserved_family(self, targets: Any, tmp_path: Path) -> None:
         draft = save_draft(tmp_path / "draft", targets["llava_onevision"])
@@ -179,28 +279,17 @@ class TestRefusals:
         served = f"sage-serve --target {targets['llava_onevision'].name} --draft {tmp_path / 'out'} --port 8000"
         assert "No engine serves drafts for llava_onevision." in card and served in card
 
-    def test_a_format_for_another_kind_of_head(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"], "eagle")
-        with refused("--format eagle3", "draft=eagle;", "its formats: eagle"):
-            export_draft(draft, tmp_path / "out")
-        with refused("--format gguf", "eagle3, speculators, eagle, "):
-            export_draft(draft, tmp_path / "out", "gguf")
-        with refused("--flavour vllm", "eagle3"):
-            export_draft(save_draft(tmp_path / "d3", targets["qwen2_5_vl"]), tmp_path / "out", flavour="vllm")
-
-    @pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda config: config["kind"])
     @pytest.mark.parametrize("format_", [*KINDS["eagle"].export_formats, *KINDS["eagle3"].export_formats])
-    def test_compressor(self, targets: Any, tmp_path: Path, format_: str, compressor: dict[str, Any]) -> None:
+    def test_compressor(self, target: sage.Target, tmp_path: Path, format_: str) -> None:
         """Refused by every format; with allow_uncompressed, exported without the compressor's tensors."""
-        kind = "eagle" if format_ == "eagle" else "eagle3"
-        trained = make_draft(targets["qwen2_5_vl"], kind, compressor=compressor)
+        every = {"kind": "select", "ratio": 4, "conv_ratio": 2, "queries": 2, "temperature": 1.0}  # has all operators' weights
+        trained = make_draft(target, "eagle" if format_ == "eagle" else "eagle3", compressor=every)
         trained.save_pretrained(tmp_path / "draft")
-        with refused("draft.compressor", compressor["kind"], "--allow-uncompressed"):
+        with refused("draft.compressor", "select", "--allow-uncompressed"):
             export_draft(tmp_path / "draft", tmp_path / "out", format_)
         assert not (tmp_path / "out").exists()
         done = export_draft(tmp_path / "draft", tmp_path / "out", format_, allow_uncompressed=True)
-        (warning,) = [warning for warning in done.warnings if "visual compressor" in warning]
-        assert f"({compressor['kind']}" in warning
+        (warning,) = [warning for warning in done.warnings if "visual compressor (select" in warning]
         assert warning in (tmp_path / "out" / "README.md").read_text()
         about, tensors = json.loads((tmp_path / "out" / "sage_export.json").read_text()), written(tmp_path / "out")[1]
         assert warning in about["warnings"]
@@ -209,38 +298,31 @@ class TestRefusals:
         assert about["parameters"] == sum(weight.numel() for weight in own.values())
         assert all(any(torch.equal(weight.bfloat16(), tensor) for tensor in tensors.values()) for weight in own.values())
 
-    def test_norm_before_residual(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
+    def test_norm_before_residual_is_a_warning_where_vllm_alone_loads_it(self, target: sage.Target, tmp_path: Path) -> None:
+        draft = save_draft(tmp_path / "draft", target)
         edit_json(draft / "config.json", lambda config: config.update(norm_before_residual=True))
-        with refused("draft.norm_before_residual: true", "SGLang", "--format speculators"):
-            export_draft(draft, tmp_path / "out")
         done = export_draft(draft, tmp_path / "out", "speculators")
         assert [finding.where for finding in done.check.warnings] == ["norm_before_residual"]
 
-    def test_another_target(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
+    def test_folders_that_cannot_be_exported(self, targets: Any, target: sage.Target, tmp_path: Path) -> None:
+        draft = save_draft(tmp_path / "draft", target)
         with refused("--target", "llava_onevision", "qwen2_5_vl"):
             export_draft(draft, tmp_path / "out", target=targets["llava_onevision"].name)
-
-    def test_folders_without_a_draft(self, targets: Any, tmp_path: Path) -> None:
         for folder, part in (
-            (Path(targets["qwen2_5_vl"].name), "not a draft head"),
+            (Path(str(target.name)), "not a draft head"),
             (tmp_path, "config.json"),
             (tmp_path / "gone", "no such folder"),
         ):
             with refused(str(folder), part):
                 export_draft(folder, tmp_path / "out")
-
-    def test_a_draft_whose_weights_do_not_fit(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
         tensors = load_file(draft / "model.safetensors")
         tensors.pop("norm.weight")
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
         with refused(str(draft), "norm.weight"):
             export_draft(draft, tmp_path / "out")
 
-    def test_existing_folders(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
+    def test_existing_folders(self, target: sage.Target, tmp_path: Path) -> None:
+        draft = save_draft(tmp_path / "draft", target)
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "thesis.tex").write_text("text")
         for overwrite in (False, True):
@@ -253,91 +335,19 @@ class TestRefusals:
         assert written(tmp_path / "out")[1]["fc.weight"].dtype == torch.float32
 
 
-class TestReload:
-    def test_invalid_export_is_discarded(self, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The validator runs on the written files."""
-        monkeypatch.setattr(Eagle3Format, "tensors", lambda self, state, dtype: {"fc.weight": state["fc.weight"]})
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
-        with refused("lm_head.weight: missing", "acceptance 1.00", error=InvalidExport):
-            export_draft(draft, tmp_path / "out")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
+def test_engines_of_block_drafts(target: sage.Target) -> None:
+    """The line of a run names the format or the remedy; SGLang serves the native layout where it captures levels."""
 
-    def test_export_with_other_outputs_is_discarded(
-        self, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Names, shapes and value ranges are valid; only two tensors are swapped."""
+    def line_of(**options: Any) -> str:
+        return serving_line(make_draft(target, "block", **(BLOCK | options)), target.model.config)
 
-        def swapped(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
-            gate, up = "midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"
-            save_file({**tensors, gate: tensors[up], up: tensors[gate]}, path, metadata=metadata)
-
-        monkeypatch.setattr("checkpoints.export.exporter.save_file", swapped)
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
-        with refused(str(tmp_path / "out"), "outputs differ", error=InvalidExport):
-            export_draft(draft, tmp_path / "out")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
-
-    def test_rounding_is_measured(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"])
-        exact = export_draft(draft, tmp_path / "exact", dtype=torch.float32).rounding
-        rounded = export_draft(draft, tmp_path / "rounded").rounding
-        assert exact.max_abs_difference == 0
-        assert exact.agreement == 1
-        assert 0 < rounded.max_abs_difference < 0.5  # bf16 keeps 8 bits: 1/256 of logits that are about ten here, and some sums
-
-    def test_one_changed_weight_is_detected(self, targets: Any, tmp_path: Path) -> None:
-        draft = make_draft(targets["qwen2_5_vl"])
-        draft.save_pretrained(tmp_path / "draft")
-        out = export_draft(tmp_path / "draft", tmp_path / "out", dtype=torch.float32).folder
-        facts = find_facts(draft.config, None)
-        check_reload(out, find_format("eagle3"), draft, facts)
-        draft.midlayer.mlp.down_proj.weight.data[3, 5] += 0.01
-        with refused("outputs differ", error=InvalidExport):
-            check_reload(out, find_format("eagle3"), draft, facts)
-
-
-def draft_of_answer(target: sage.Target, answer: torch.Tensor, is_reduced: bool) -> Any:
-    """Returns a random draft that proposes only tokens of the answer, so that some proposals are accepted."""
-    tokens = answer.unique()
-    draft = make_draft(target, vocabulary=tokens if is_reduced else None)
-    if not is_reduced:
-        others = torch.ones(target.vocab_size, dtype=torch.bool)
-        others[tokens] = False
-        draft.lm_head.weight.data[others] = 0
-    return draft
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("is_reduced", "format_", "dtype"),
-    [(False, "eagle3", torch.float32), (True, "eagle3", torch.float32), (True, "speculators", torch.bfloat16)],
-)
-def test_export_import_decode_is_the_same(
-    targets: Any, tmp_path: Path, family: str, is_reduced: bool, format_: str, dtype: torch.dtype
-) -> None:
-    """Tokens and every round's acceptance; in bf16 compared with the trained draft rounded the same way."""
-    target = targets[family]
-    inputs = make_inputs(target)
-    answer = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=12).tokens
-    draft = draft_of_answer(target, answer, is_reduced)
-    draft.save_pretrained(tmp_path / "draft")
-    export_draft(tmp_path / "draft", tmp_path / "out", format_, dtype=dtype)
-    back = sage.load_draft(convert(tmp_path / "out", target.name, tmp_path / "back"), target)
-    before = draft.to(dtype).to(torch.float32)
-    assert torch.equal(outputs(before), outputs(back))
-    plain, again = (sage.generate(target, d, inputs, policy="static", max_new_tokens=12) for d in (before, back))
-    assert torch.equal(plain.tokens, answer)
-    assert torch.equal(again.tokens, answer)
-    assert plain.stats.accepted == again.stats.accepted
-    assert sum(plain.stats.accepted) > 0
-
-
-def test_an_export_of_an_import_is_bit_identical(targets: Any, tmp_path: Path) -> None:
-    draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"], vocabulary=REDUCED)
-    export_draft(draft, tmp_path / "one")
-    convert(tmp_path / "one", targets["qwen2_5_vl"].name, tmp_path / "back")
-    export_draft(tmp_path / "back", tmp_path / "two")
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert not check_folder(tmp_path / "two").findings
+    assert line_of().startswith("can be served by vLLM (sage-export --format dflash)")
+    assert "vLLM (sage-export --format dspark)" in line_of(conditional="markov")
+    assert "not by vLLM" in line_of(feed=True) and "draft.feed=false" in line_of(feed=True)
+    facts = TargetFacts.of_folder(str(target.name))
+    plain, native = variants(["dflash"])
+    assert plain.served_by(facts) == native.served_by(facts) == ("vLLM",)
+    spoken = replace(facts, model_type="qwen3", mrope_section=None)
+    assert plain.served_by(spoken) == ("vLLM",) and native.served_by(spoken) == ("vLLM", "SGLang")
+    assert "--speculative-algorithm DFLASH" in native.serve_command("SGLang", "T", "D", 3)
+    assert not find_format("peagle").warnings(None, spoken)

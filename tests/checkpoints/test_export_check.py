@@ -4,87 +4,54 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.export_helpers import REDUCED, edit_json, export_draft, save_draft, save_target
+from safetensors.torch import load_file
+from support.export_helpers import (
+    EXPORTS,
+    Damage,
+    add,
+    change_config,
+    change_tensors,
+    copy_export,
+    drop,
+    edit_json,
+    put,
+)
 from support.messages import check_message, refused
 
-from checkpoints.export.checks import InvalidExport, check_folder
+import sage
+from checkpoints.export.checks import CheckResult, InvalidExport, check_folder
 from checkpoints.export.configs import TargetFacts
-from checkpoints.export.formats.registry import FORMATS
 from checkpoints.export.importer import read_draft
 
-KINDS = ("eagle3", "speculators", "vllm", "sglang")
-AUX = "eagle_aux_hidden_state_layer_ids"
-Corruption = Callable[[Path], None]
+AUX, BLOCK_AUX = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+TARGET_IDS = "dflash_config.target_layer_ids"
+FC, K_NORM = "fc.weight", "layers.0.self_attn.k_norm.weight"
+UP = "midlayer.mlp.up_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One intact export of each kind, and their target."""
-    folder = tmp_path_factory.mktemp("exports")
-    target = save_target(folder / "target")
-    save_draft(folder / "three", target, vocabulary=REDUCED)
-    save_draft(folder / "one", target, "eagle")
-    for kind in ("eagle3", "speculators"):
-        export_draft(folder / "three", folder / kind, kind)
-    for flavour in FORMATS["eagle"].flavours:
-        export_draft(folder / "one", folder / flavour, "eagle", flavour=flavour)
-    return folder
+def layer(**changes: Any) -> Damage:
+    return change_config("transformer_layer_config", **changes)
 
 
-def without_manifest(exports: Path, kind: str, out: Path) -> Path:
-    """Copies an export without its manifest, so that changes are not reported as corruption."""
-    shutil.copytree(exports / kind, out)
-    (out / "manifest.json").unlink()
-    return out
+def native(**changes: Any) -> Damage:
+    return change_config("dflash_config", **changes)
 
 
-def config(**changes: Any) -> Corruption:
-    """Fields set to other values; `...` removes one."""
-
-    def apply(content: dict[str, Any]) -> None:
-        content.update(changes)
-        for key in [key for key, value in changes.items() if value is ...]:
-            content.pop(key)
-
-    return lambda folder: edit_json(folder / "config.json", apply)
+def both(first: Damage, second: Damage) -> Damage:
+    return lambda folder: (first(folder), second(folder))
 
 
-def nested(section: str, **changes: Any) -> Corruption:
-    """Fields of a section of config.json."""
-    return lambda folder: edit_json(folder / "config.json", lambda content: content[section].update(changes))
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Corruption:
-    """Tensors changed in the file."""
-
-    def apply(folder: Path) -> None:
-        content = load_file(folder / "model.safetensors")
-        change(content)
-        save_file({name: tensor.contiguous() for name, tensor in content.items()}, folder / "model.safetensors")
-
-    return apply
-
-
-def put(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Corruption:
-    """One tensor replaced by a function of itself."""
-    return tensors(lambda content: content.update({name: value(content[name])}))
-
-
-def drop(name: str) -> Corruption:
-    return tensors(lambda content: content.pop(name))
-
-
-def add(name: str, shape: tuple[int, ...] = (32,)) -> Corruption:
-    return tensors(lambda content: content.update({name: torch.ones(shape, dtype=torch.bfloat16)}))
+def mask_file(size: int, token: int | None = None) -> Damage:
+    """Adds an embedding of the mask token in a file of its own."""
+    return lambda folder: torch.save({"embedding": torch.ones(size), "mask_token_id": token}, folder / "mask_embedding.pt")
 
 
 def prefixed(content: dict[str, torch.Tensor]) -> None:
@@ -92,8 +59,12 @@ def prefixed(content: dict[str, torch.Tensor]) -> None:
         content[f"model.{name}"] = content.pop(name)
 
 
-def text(name: str, content: str) -> Corruption:
-    return lambda folder: (folder / name).write_text(content) and None
+def text(name: str, content: str) -> Damage:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def without(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
 
 
 def truncated(folder: Path) -> None:
@@ -101,12 +72,9 @@ def truncated(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def sharded(*names: str) -> Corruption:
-    def apply(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: name for name in names}}))
-
-    return apply
+def shard(name: str) -> Damage:
+    index = text("model.safetensors.index.json", json.dumps({"weight_map": {name: name}}))
+    return both(without("model.safetensors"), index)
 
 
 class Evil:
@@ -119,131 +87,173 @@ def pickled(folder: Path) -> None:
     torch.save({"fc.weight": Evil()}, folder / "pytorch_model.bin")
 
 
-def nan(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.view(-1)[5] = torch.nan
-    return tensor
+def at(index: int, value: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Replaces one value of a tensor."""
+    return lambda tensor: tensor.view(-1).index_fill(0, torch.tensor(index), value(tensor)).view_as(tensor)
 
 
-def repeated(d2t: torch.Tensor) -> torch.Tensor:
-    d2t[7] = d2t[6] - 1
-    return d2t
-
-
-# kind of export, change, where the finding must be, values that its text must contain
-CORRUPTIONS: dict[str, tuple[str, Corruption, str, tuple[str, ...]]] = {
-    "no lm_head": ("eagle3", drop("lm_head.weight"), "lm_head.weight", ("missing", "acceptance 1.00, no error")),
-    "no d2t": ("eagle3", drop("d2t"), "d2t", ("missing", "acceptance 1.00, no error")),
-    "absolute d2t": ("eagle3", put("d2t", lambda d: d + torch.arange(len(d))), "d2t", ("absolute", "offsets")),
-    "d2t out of range": ("eagle3", put("d2t", lambda d: d + 200), "d2t", ("203 to 527", "0 to 329")),
-    "duplicates in d2t": ("eagle3", put("d2t", repeated), "d2t", ("1 draft ids",)),
-    "d2t in int32": ("eagle3", put("d2t", lambda d: d.int()), "d2t", ("int32", "int64")),
-    "t2d of another vocabulary": ("eagle3", put("t2d", lambda t: t.roll(1)), "t2d", ("109 ids", "0 of them")),
-    "no fc": ("eagle3", drop("fc.weight"), "fc.weight", ("missing", "acceptance falls to 1.00")),
-    "fc of two levels": ("eagle3", put("fc.weight", lambda w: w[:, :64]), "fc.weight", ("[32, 64]", "[32, 96]")),
-    "NaN": ("eagle3", put("midlayer.mlp.up_proj.weight", nan), "midlayer.mlp.up_proj.weight", ("1 values", "finite")),
-    "ZeRO-3 saved zeros": ("eagle3", put("norm.weight", torch.zeros_like), "norm.weight", ("zero", "ZeRO-3")),
-    "ZeRO-3 saved an empty tensor": ("eagle3", put("fc.weight", lambda w: w[:0, 0]), "fc.weight", ("shape [0]",)),
-    "an extra tensor": ("eagle3", add("embed_norm.weight"), "embed_norm.weight", ("vLLM", "SGLang")),
-    "prefix model.": ("eagle3", tensors(prefixed), "model.d2t", ("'model.'",)),
-    "integer weights": ("eagle3", put("fc.weight", lambda w: w.int()), "fc.weight", ("int32", "float")),
-    "short context": ("eagle3", config(max_position_embeddings=256), "max_position_embeddings", ("256", "512")),
-    "no context": ("eagle3", config(max_position_embeddings=...), "max_position_embeddings", ("2048",)),
-    "other rope": ("eagle3", config(rope_theta=1e6), "rope_theta", ("1e+06", "10000")),
-    "plain rope": ("eagle3", config(rope_scaling=None), "rope_scaling", ("mrope_section None", "[2, 1, 1]")),
-    "scaled rope": (
-        "eagle3",
-        config(rope_scaling={"rope_type": "yarn", "mrope_section": [2, 1, 1]}),
-        "rope_scaling",
-        ("'yarn'", "unscaled"),
-    ),
-    "levels for SGLang off by one": (
-        "eagle3",
-        nested("eagle_config", **{AUX: [0, 1, 2]}),
-        f"{AUX} and eagle_config.{AUX}",
-        ("vLLM reads hidden_states[0, 1, 2]", "SGLang reads hidden_states[1, 2, 3]"),
-    ),
-    "levels for vLLM only": (
-        "eagle3",
-        config(eagle_config=...),
-        f"{AUX} and eagle_config.{AUX}",
-        ("SGLang reads hidden_states[2, 1, 0]",),
-    ),
-    "two levels": ("eagle3", config(**{AUX: [0, 1]}), AUX, ("3 levels",)),
-    "a level after the last layer": ("eagle3", config(**{AUX: [0, 1, 3]}), AUX, ("3 layers", "0 to 2")),
-    "other vocabulary": ("eagle3", config(vocab_size=331), "vocab_size", ("331", "330")),
-    "no draft_vocab_size": ("eagle3", config(draft_vocab_size=...), "draft_vocab_size", ("None", "SGLang")),
-    "tied": ("eagle3", config(tie_word_embeddings=True), "tie_word_embeddings", ("True", "false", "SGLang")),
-    "the target's layer count": ("eagle3", config(num_hidden_layers=28), "num_hidden_layers", ("28", "1")),
-    "null target_hidden_size": ("eagle3", config(target_hidden_size=None), "target_hidden_size", ("null", "SGLang")),
-    "other target_hidden_size": ("eagle3", config(target_hidden_size=64), "target_hidden_size", ("64", "32")),
-    "norm_before_residual": ("eagle3", config(norm_before_residual=True), "norm_before_residual", ("True", "SGLang")),
-    "biases": ("eagle3", config(attention_bias=True), "attention_bias", ("True", "false")),
-    "another activation": ("eagle3", config(hidden_act="gelu"), "hidden_act", ("'gelu'", "'silu'")),
-    "heads that do not divide": ("eagle3", config(num_key_value_heads=3), "num_key_value_heads", ("3", "4 heads")),
-    "a missing size": ("eagle3", config(intermediate_size=...), "intermediate_size", ("None", "positive")),
-    "SafeAILab's class": ("eagle3", config(architectures=["LlamaForCausalLM"]), "architectures", ("vLLM", "SGLang")),
-    "no class of a draft": (
-        "eagle3",
-        config(architectures=["X"], draft_vocab_size=...),
-        "architectures",
-        ("['X']", "LlamaForCausalLMEagle3"),
-    ),
-    "another model_type": ("eagle3", config(model_type="qwen2"), "model_type", ("'qwen2'", "llama")),
-    "code to run": ("eagle3", config(auto_map={"AutoModel": "x.Y"}), "auto_map", ("trust_remote_code",)),
-    "quantized": ("eagle3", config(quantization_config={"bits": 4}), "quantization_config", ("present",)),
-    "config that is not JSON": ("eagle3", text("config.json", '{"architectures": ['), "config.json", ("cannot read",)),
-    "config that is a list": ("eagle3", text("config.json", "[]"), "config.json", ("list",)),
-    "no config": ("eagle3", lambda folder: (folder / "config.json").unlink(), "config.json", ("missing",)),
-    "no target facts": ("eagle3", text("sage_export.json", "{}"), "sage_export.json", ("architecture",)),
-    "facts of another type": (
+YARN = {"rope_type": "yarn", "mrope_section": [2, 1, 1]}
+TWICE = {"target_layer_ids": [1, 2]}
+FOUR_TOKENS = [{"proposal_type": "greedy", "speculative_tokens": 4}]
+# What is damaged, in which export and how: where the finding must be, and what its text must contain. One for each check.
+DAMAGES: list[tuple[str, Damage, str, tuple[str, ...]]] = [
+    # tensors
+    ("eagle3", drop("lm_head.weight"), "lm_head.weight", ("missing", "acceptance 1.00, no error")),
+    ("eagle3", drop("d2t"), "d2t", ("missing", "acceptance 1.00, no error")),
+    ("eagle3", put("d2t", lambda d: d + torch.arange(len(d))), "d2t", ("absolute", "offsets")),
+    ("eagle3", put("d2t", lambda d: d + 200), "d2t", ("203 to 527", "0 to 329")),
+    ("eagle3", put("d2t", at(7, lambda d: int(d[6]) - 1)), "d2t", ("1 draft ids",)),
+    ("eagle3", put("d2t", lambda d: d.int()), "d2t", ("int32", "int64")),
+    ("eagle3", put("t2d", lambda t: t.roll(1)), "t2d", ("109 ids", "0 of them")),
+    ("eagle3", drop(FC), FC, ("missing", "acceptance falls to 1.00")),
+    ("eagle3", put(FC, lambda w: w[:, :64]), FC, ("[32, 64]", "[32, 96]")),
+    ("eagle3", put(UP, at(5, lambda _: torch.nan)), UP, ("1 values", "finite")),
+    ("eagle3", put("norm.weight", torch.zeros_like), "norm.weight", ("zero", "ZeRO-3")),
+    ("eagle3", put(FC, lambda w: w[:0, 0]), FC, ("shape [0]",)),
+    ("eagle3", put(FC, lambda w: w.int()), FC, ("int32", "float")),
+    ("eagle3", add("embed_norm.weight", 32), "embed_norm.weight", ("vLLM", "SGLang")),
+    ("eagle3", change_tensors(prefixed), "model.d2t", ("'model.'",)),
+    ("speculators", drop("t2d"), "t2d", ("missing", "speculators")),
+    ("vllm", add("fc.bias", 32), "fc.bias", ("unexpected",)),
+    ("sglang", drop("fc.bias"), "fc.bias", ("missing", "SGLang")),
+    ("vllm", add("layers.0.input_layernorm.weight", 32), "layers.0.input_layernorm.weight", ("unexpected",)),
+    ("sglang", add("lm_head.weight", 330, 32), "lm_head.weight", ("unexpected",)),
+    ("reduced", drop("lm_head.weight"), "lm_head.weight", ("missing", "acceptance 1.00")),
+    ("plain", drop(K_NORM), K_NORM, ("missing",)),
+    ("dspark", drop("markov_head.markov_w1.weight"), "markov_head.markov_w1.weight", ("missing",)),
+    ("peagle", drop("mask_hidden"), "mask_hidden", ("missing", "parallel drafting")),
+    ("peagle", layer(num_hidden_layers=1), "layers.1.mlp.up_proj.weight", ("unexpected",)),
+    # files
+    ("eagle3", text("config.json", '{"architectures": ['), "config.json", ("cannot read",)),
+    ("eagle3", text("config.json", "[]"), "config.json", ("list",)),
+    ("eagle3", without("config.json"), "config.json", ("missing",)),
+    ("eagle3", text("sage_export.json", "{}"), "sage_export.json", ("architecture",)),
+    (
         "eagle3",
         lambda folder: edit_json(folder / "sage_export.json", lambda content: content["target"].update(num_layers="x")),
         "sage_export.json",
         ("num_layers", "'x'", "int"),
     ),
-    "no weights": ("eagle3", lambda folder: (folder / "model.safetensors").unlink(), "weights", ("pytorch_model.bin",)),
-    "half a file": ("eagle3", truncated, "weights", ("model.safetensors", "corrupt")),
-    "a pickle that runs code": ("eagle3", pickled, "weights", ("pytorch_model.bin", "use safetensors")),
-    "a shard outside": ("eagle3", sharded("../../etc/passwd"), "weights", ("'../../etc/passwd'", "outside")),
-    "a shard lost": ("eagle3", sharded("model-00001-of-00002.safetensors"), "weights", ("00001-of-00002", "missing")),
-    "residual not specified": ("speculators", config(norm_before_residual=...), "norm_before_residual", ("missing", "true")),
-    "a model_type on top": ("speculators", config(model_type="llama"), "model_type", ("'llama'",)),
-    "no verifier": ("speculators", nested("speculators_config", verifier={}), "speculators_config.verifier", ("{}",)),
-    "no proposals": ("speculators", config(speculators_config=...), "speculators_config", ("None", "verifier")),
-    "unknown proposal": (
+    ("eagle3", without("model.safetensors"), "weights", ("pytorch_model.bin",)),
+    ("eagle3", truncated, "weights", ("model.safetensors", "corrupt")),
+    ("eagle3", pickled, "weights", ("pytorch_model.bin", "use safetensors")),
+    ("eagle3", shard("../../etc/passwd"), "weights", ("'../../etc/passwd'", "outside")),
+    ("eagle3", shard("model-00001-of-00002.safetensors"), "weights", ("00001-of-00002", "missing")),
+    # the layer
+    ("eagle3", change_config(architectures=["LlamaForCausalLM"]), "architectures", ("vLLM", "SGLang")),
+    ("eagle3", change_config(architectures=["X"], draft_vocab_size=...), "architectures", ("['X']", "LlamaForCausalLMEagle3")),
+    ("eagle3", change_config(model_type="qwen2"), "model_type", ("'qwen2'", "llama")),
+    ("eagle3", change_config(auto_map={"AutoModel": "x.Y"}), "auto_map", ("trust_remote_code",)),
+    ("eagle3", change_config(quantization_config={"bits": 4}), "quantization_config", ("present",)),
+    ("eagle3", change_config(intermediate_size=...), "intermediate_size", ("None", "positive")),
+    ("eagle3", change_config(num_key_value_heads=3), "num_key_value_heads", ("3", "4 heads")),
+    ("eagle3", change_config(hidden_act="gelu"), "hidden_act", ("'gelu'", "'silu'")),
+    ("eagle3", change_config(rms_norm_eps=1), "rms_norm_eps", ("1", "1e-06")),
+    ("eagle3", change_config(vocab_size=331), "vocab_size", ("331", "330")),
+    ("eagle3", change_config(draft_vocab_size=...), "draft_vocab_size", ("None", "SGLang")),
+    ("eagle3", change_config(draft_vocab_size=331), "draft_vocab_size", ("331", "larger")),
+    ("eagle3", change_config(num_hidden_layers=28), "num_hidden_layers", ("28", "1")),
+    ("eagle3", change_config(max_position_embeddings=256), "max_position_embeddings", ("256", "512")),
+    ("eagle3", change_config(max_position_embeddings=...), "max_position_embeddings", ("2048",)),
+    ("eagle3", change_config(rope_theta=1e6), "rope_theta", ("1e+06", "10000")),
+    ("eagle3", change_config(rope_scaling=None), "rope_scaling", ("mrope_section None", "[2, 1, 1]")),
+    ("eagle3", change_config(rope_scaling=YARN), "rope_scaling", ("'yarn'", "unscaled")),
+    ("eagle3", change_config(tie_word_embeddings=True), "tie_word_embeddings", ("True", "false", "SGLang")),
+    ("eagle3", change_config(attention_bias=True), "attention_bias", ("True", "false")),
+    ("speculators", change_config(fc_norm=True), "fc_norm", ("True", "SGLang")),
+    ("eagle3", change_config(norm_before_residual=True), "norm_before_residual", ("True", "SGLang")),
+    ("eagle3", change_config(target_hidden_size=None), "target_hidden_size", ("null", "SGLang")),
+    ("eagle3", change_config(target_hidden_size=64), "target_hidden_size", ("64", "32")),
+    ("speculators", layer(rope_theta=5.0), "transformer_layer_config.rope_theta", ("5", "10000")),
+    ("plain", layer(head_dim=...), "transformer_layer_config.head_dim", ("None", "128")),
+    (
+        "plain",
+        layer(rope_parameters={"rope_theta": 1e4, "mrope_section": [2, 1, 1]}),
+        "transformer_layer_config.rope_parameters",
+        ("[2, 1, 1]", "does not support M-RoPE"),
+    ),
+    ("plain", layer(rope_parameters=...), "transformer_layer_config.rope_parameters", ("missing", "1e6")),
+    ("peagle", change_config(fc_norm=True), "fc_norm", ("does not read it for P-EAGLE",)),
+    # the layout of the package speculators, and DFlash's own
+    ("speculators", change_config(norm_before_residual=...), "norm_before_residual", ("missing", "true")),
+    ("speculators", change_config(model_type="llama"), "model_type", ("'llama'",)),
+    ("speculators", change_config("speculators_config", verifier={}), "speculators_config.verifier", ("{}",)),
+    ("speculators", change_config(speculators_config=...), "speculators_config", ("None", "verifier")),
+    (
         "speculators",
-        nested("speculators_config", default_proposal_method="tree"),
+        change_config("speculators_config", default_proposal_method="tree"),
         "speculators_config.default_proposal_method",
         ("'tree'", "greedy"),
     ),
-    "another algorithm": ("speculators", config(speculators_model_type="mtp"), "speculators_model_type", ("'eagle3'",)),
-    "no layer": ("speculators", config(transformer_layer_config=...), "transformer_layer_config", ("missing",)),
-    "nested rope": (
-        "speculators",
-        nested("transformer_layer_config", rope_theta=5.0),
-        "transformer_layer_config.rope_theta",
-        ("5", "10000"),
+    ("speculators", change_config(speculators_model_type="mtp"), "speculators_model_type", ("'eagle3'",)),
+    ("speculators", change_config(transformer_layer_config=...), "transformer_layer_config", ("missing",)),
+    ("native", change_config(dflash_config=None), "dflash_config", ("missing",)),
+    # feature levels
+    (
+        "eagle3",
+        change_config("eagle_config", **{AUX: [0, 1, 2]}),
+        f"{AUX} and eagle_config.{AUX}",
+        ("vLLM reads hidden_states[0, 1, 2]", "SGLang reads hidden_states[1, 2, 3]"),
     ),
-    "fc_norm": ("speculators", config(fc_norm=True), "fc_norm", ("True", "SGLang")),
-    "no t2d": ("speculators", drop("t2d"), "t2d", ("missing", "speculators")),
-    "names of eagle3": (
-        "speculators",
-        tensors(lambda c: c.update({"midlayer.hidden_norm.weight": c.pop("layers.0.hidden_norm.weight")})),
-        "layers.0.hidden_norm.weight",
-        ("missing",),
+    ("eagle3", change_config(eagle_config=...), f"{AUX} and eagle_config.{AUX}", ("SGLang reads hidden_states[2, 1, 0]",)),
+    ("eagle3", change_config(**{AUX: [0, 1]}), AUX, ("3 levels",)),
+    ("eagle3", change_config(**{AUX: [0, 1, 3]}), AUX, ("3 layers", "0 to 2")),
+    (
+        "peagle_two",
+        layer(num_aux_hidden_states=...),
+        "transformer_layer_config.num_aux_hidden_states",
+        ("3", "2"),
     ),
-    "bias in vLLM's flavour": ("vllm", add("fc.bias"), "fc.bias", ("unexpected",)),
-    "no bias in SGLang's flavour": ("sglang", drop("fc.bias"), "fc.bias", ("missing", "SGLang")),
-    "an input norm": ("vllm", add("layers.0.input_layernorm.weight"), "layers.0.input_layernorm.weight", ("unexpected",)),
-    "an own lm_head": ("sglang", add("lm_head.weight", (330, 32)), "lm_head.weight", ("unexpected",)),
-}
+    ("plain", change_config(**{BLOCK_AUX: [0, 1]}), BLOCK_AUX, ("[0, 1]", "one too low", "output of layer k - 1")),
+    ("native", native(target_layer_ids=[1, 2]), TARGET_IDS, ("one too high", "[1, 2]", "[2, 3]")),
+    ("plain", change_config(dflash_config=TWICE), BLOCK_AUX, ("[1, 2]", "[2, 3]", "convention")),
+    ("native", change_config(**{AUX: [0, 1]}), TARGET_IDS, ("[1, 2]", "[0, 1]")),
+    ("plain", change_config(**{BLOCK_AUX: ...}), BLOCK_AUX, ("missing", "fc")),
+    ("plain", change_config(**{BLOCK_AUX: [2, 1]}), BLOCK_AUX, ("increasing",)),
+    ("native", native(target_layer_ids=[1, 3]), TARGET_IDS, ("[2, 4]", "3 layers", "one too high")),
+    ("plain", change_config(**{BLOCK_AUX: [0, 1, 2]}), FC, ("[32, 64]", "[32, 96]")),
+    # how slots attend
+    (
+        "plain",
+        both(layer(is_causal=...), change_config(sliding_window_non_causal=False)),
+        "transformer_layer_config.is_causal",
+        ("missing", "trains"),
+    ),
+    ("plain", layer(is_causal=True), "transformer_layer_config.is_causal", ("true", "says false")),
+    ("native", change_config(is_causal=True), "is_causal", ("dflash_config.causal says false",)),
+    ("plain", layer(is_causal="no"), "transformer_layer_config.is_causal", ("'no'",)),
+    ("plain", layer(layer_types=["full_attention"] * 2), "transformer_layer_config.layer_types", ("expected 1",)),
+    ("plain", layer(layer_types=["sliding_attention"]), "transformer_layer_config.sliding_window", ("None",)),
+    ("plain", layer(num_hidden_layers=65), "transformer_layer_config.num_hidden_layers", ("65", "64")),
+    # the block
+    ("plain", change_config(block_size=...), "block_size", ("None", "block of 8")),
+    (
+        "plain",
+        change_config("speculators_config", proposal_methods=FOUR_TOKENS),
+        "speculative_tokens",
+        ("4", "block of 4 drafts 3"),
+    ),
+    ("plain", change_config(mask_token_id=330), "mask_token_id", ("330", "0 to 329")),
+    ("native", native(mask_token_id=...), "dflash_config.mask_token_id", ("None",)),
+    ("peagle", change_config(mask_token_id=...), "mask_token_id", ("None", "0 to 329")),
+    ("plain", mask_file(8), "mask_embedding.pt", ("[8]",)),
+    ("plain", mask_file(32, 5), "mask_embedding.pt", ("token 5", "is 7")),
+    ("dspark", mask_file(32), "mask_embedding.pt", ("ignores",)),
+    ("plain", text("mask_embedding.pt", "x"), "mask_embedding.pt", ("tensors only",)),
+    ("plain", change_config(sample_from_anchor=True), "sample_from_anchor", ("V2", "DSpark")),
+    ("dspark", change_config(sample_from_anchor=...), "sample_from_anchor", ("None", "shift")),
+    ("dspark", change_config(markov_rank=0), "markov_rank", ("0", "DFlash")),
+    ("dspark", change_config(markov_head_type="gated"), "markov_head_type", ("'gated'", "vanilla")),
+]
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_every_error_is_found_and_named(exports: Path, tmp_path: Path, name: str) -> None:
-    kind, corrupt, where, parts = CORRUPTIONS[name]
-    folder = without_manifest(exports, kind, tmp_path / "broken")
-    corrupt(folder)
+@pytest.mark.parametrize(
+    "name", range(len(DAMAGES)), ids=[f"{name}-{where}-{i}" for i, (name, _, where, _) in enumerate(DAMAGES)]
+)
+def test_every_error_is_found_and_named(exports: Path, tmp_path: Path, name: int) -> None:
+    export, damage, where, parts = DAMAGES[name]
+    folder = copy_export(exports / export, tmp_path / "broken")
+    damage(folder)
     check = check_folder(folder)
     found = [str(finding) for finding in check.errors if finding.where == where]
     assert found, [str(finding) for finding in check.findings]
@@ -252,51 +262,74 @@ def test_every_error_is_found_and_named(exports: Path, tmp_path: Path, name: str
         check.raise_if_invalid()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_intact_exports_have_no_findings(exports: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("name", EXPORTS)
+def test_intact_exports_have_no_errors(exports: Path, tmp_path: Path, target: sage.Target, name: str) -> None:
     """With and without a manifest, with facts from the export or from the target."""
-    facts = TargetFacts.of_folder(exports / "target")
-    for folder in (exports / kind, without_manifest(exports, kind, tmp_path / "copy")):
+    facts = TargetFacts.of_folder(str(target.name))
+    for folder in (exports / name, copy_export(exports / name, tmp_path / "copy")):
         for known in (None, facts):
             check = check_folder(folder, known)
-            assert not check.findings
-            assert not check.notes
+            assert [finding.where for finding in check.findings] == (["k_norm"] if name == "reduced" else [])
+            assert not check.errors and not check.notes and check.format is not None
+            assert (check.format.name, check.format.flavour) == (EXPORTS[name][3], EXPORTS[name][4].get("flavour"))
             check.raise_if_invalid()
 
 
-def test_mixed_dtypes_are_a_warning(exports: Path, tmp_path: Path) -> None:
-    folder = without_manifest(exports, "eagle3", tmp_path / "odd")
-    put("norm.weight", lambda weight: weight.float())(folder)
-    check = check_folder(folder)
+def warnings(check: CheckResult) -> list[str]:
     assert not check.errors
-    (warning,) = check.warnings
-    assert (warning.where, warning.found) == ("dtype", "mixed: bfloat16, float32")
+    return [finding.where for finding in check.warnings]
 
 
-def test_third_party_drafts_are_compared_with_a_given_target(exports: Path, tmp_path: Path) -> None:
+def test_what_can_be_served_is_a_warning(exports: Path, tmp_path: Path) -> None:
+    mixed, pickle, code = (copy_export(exports / name, tmp_path / name) for name in ("eagle3", "speculators", "native"))
+    put("norm.weight", lambda weight: weight.float())(mixed)
+    assert warnings(check_folder(mixed)) == ["dtype"]
+    torch.save(load_file(pickle / "model.safetensors"), pickle / "pytorch_model.bin")
+    (pickle / "model.safetensors").unlink()
+    assert warnings(check_folder(pickle)) == ["pytorch_model.bin"]
+    change_config(auto_map={"AutoModel": "dflash.X"})(code)
+    assert warnings(check_folder(code)) == ["auto_map"]
+
+
+def test_third_party_drafts_are_compared_with_a_given_target(exports: Path, tmp_path: Path, target: sage.Target) -> None:
     """Checks that involve the target are skipped without it, and run with it."""
-    folder = without_manifest(exports, "eagle3", tmp_path / "theirs")
+    folder = copy_export(exports / "eagle3", tmp_path / "theirs")
     (folder / "sage_export.json").unlink()
-    config(max_position_embeddings=2048, rope_theta=1e6)(folder)
-    without = check_folder(folder)
-    assert not without.errors
-    check_message(without.notes[0], "--target DIR")
-    with_target = check_folder(folder, TargetFacts.of_folder(exports / "target"))
+    change_config(max_position_embeddings=2048, rope_theta=1e6)(folder)
+    found = check_folder(folder)
+    assert not found.errors
+    check_message(found.notes[0], "--target DIR")
+    with_target = check_folder(folder, TargetFacts.of_folder(str(target.name)))
     assert [finding.where for finding in with_target.errors] == ["rope_theta"]
 
 
-def test_a_pickle_of_tensors_is_read_with_a_warning(exports: Path, tmp_path: Path) -> None:
-    folder = without_manifest(exports, "eagle3", tmp_path / "bin")
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    check = check_folder(folder)
-    assert not check.errors
-    assert [finding.where for finding in check.warnings] == ["pytorch_model.bin"]
+@pytest.mark.parametrize(
+    ("name", "ids", "source"),
+    [  # outputs of layers 1 and 9 are z-lab's default of two
+        ("plain", [1, 9], "DFlash's own layout"),
+        ("native", [2, 10], "speculators"),
+        ("native", [2, 6, 9], "speculators"),
+    ],
+)
+def test_defaults_of_the_other_convention_are_a_warning(
+    exports: Path, tmp_path: Path, target: sage.Target, name: str, ids: list[int], source: str
+) -> None:
+    """A third-party folder does not say what it was trained with; its levels may be those of the other convention."""
+    folder = copy_export(exports / name, tmp_path / "theirs")
+    (folder / "sage_export.json").unlink()
+    where, damage = (
+        (BLOCK_AUX, change_config(**{BLOCK_AUX: ids})) if name == "plain" else (TARGET_IDS, native(target_layer_ids=ids))
+    )
+    damage(folder)
+    facts = replace(TargetFacts.of_folder(str(target.name)), num_layers=12)
+    (found,) = (str(finding) for finding in check_folder(folder, facts).findings if finding.where == where)
+    check_message(found, source, "the other layout's convention")
+    assert where not in [finding.where for finding in check_folder(folder).findings]
 
 
 def test_many_extra_tensors_are_summarized(exports: Path, tmp_path: Path) -> None:
-    folder = without_manifest(exports, "eagle3", tmp_path / "many")
-    tensors(lambda content: content.update({f"extra.{n}": torch.ones(1) for n in range(9)}))(folder)
+    folder = copy_export(exports / "eagle3", tmp_path / "many")
+    change_tensors(lambda content: content.update({f"extra.{n}": torch.ones(1) for n in range(9)}))(folder)
     found = [str(finding) for finding in check_folder(folder).errors]
     assert len(found) == 5
     assert "5 more unexpected tensors" in found[-1]
@@ -306,19 +339,15 @@ ODD = (None, "x", -1, 10**9, True, ["x"], [0, 1, 2], {"x": 1}, {AUX: "x"}, {"rop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "speculators"])
-def test_any_config_value_yields_findings_not_exceptions(exports: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("name", ["eagle3", "speculators", "native", "dspark", "peagle"])
+def test_any_config_value_yields_findings_not_exceptions(exports: Path, tmp_path: Path, target: sage.Target, name: str) -> None:
     """Any value in any field yields findings, and an import that succeeds or raises one ValueError."""
-    folder = without_manifest(exports, kind, tmp_path / "odd")
-    facts = TargetFacts.of_folder(exports / "target")
+    folder, facts = copy_export(exports / name, tmp_path / "odd"), TargetFacts.of_folder(str(target.name))
     path = folder / "config.json"
     complete = json.loads(path.read_text())
     sections = [complete, *(part for part in complete.values() if isinstance(part, dict))]
-    keys = [(section, key) for section in sections for key in section] + [
-        (complete, "rope_parameters"),
-        (complete, "eagle_config"),
-    ]
-    for section, key in keys:
+    keys = [(section, key) for section in sections for key in section]
+    for section, key in [*keys, (complete, "rope_parameters"), (complete, "eagle_config")]:
         before = dict(section)
         for value in ODD:
             section[key] = value
@@ -330,18 +359,14 @@ def test_any_config_value_yields_findings_not_exceptions(exports: Path, tmp_path
             section.update(before)
 
 
-def test_a_draft_that_was_not_exported(exports: Path) -> None:
-    for name in ("three", "one"):
-        check_message(str(check_folder(exports / name).errors[0]), "model_type", "sage_", "export it first")
-
-
-def test_no_such_folder() -> None:
+def test_folders_without_an_export(exports: Path) -> None:
+    check_message(str(check_folder(exports / "eagle3-draft").errors[0]), "model_type", "sage_", "export it first")
     with refused("/gone"):
         check_folder(Path("/gone"))
 
 
-def test_facts_of_a_target(exports: Path, tmp_path: Path) -> None:
-    facts = TargetFacts.of_folder(exports / "target")
+def test_facts_of_a_target(target: sage.Target, tmp_path: Path) -> None:
+    facts = TargetFacts.of_folder(str(target.name))
     assert (facts.num_layers, facts.mrope_section, facts.max_position_embeddings) == (3, [2, 1, 1], 512)
     assert TargetFacts.from_dict(facts.to_dict()) == facts
     with refused("architecture"):

@@ -10,10 +10,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.export_helpers import LEVELS, REDUCED, edit_json, export_draft, make_draft, outputs
+from support.export_helpers import (
+    LEVELS,
+    MASK,
+    REDUCED,
+    Damage,
+    add,
+    change_config,
+    change_tensors,
+    copy_export,
+    drop,
+    export_draft,
+    make_draft,
+    outputs,
+    put,
+)
 from support.messages import refused
 
 import sage
+from checkpoints.export.checks import check_folder
 from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.findings import ImportOptions
 from checkpoints.export.importer import convert, read_draft
@@ -141,15 +156,6 @@ class TestLayouts:
         draft = imported(folder, targets["qwen2_5_vl"], tmp_path / "out")
         assert torch.equal(outputs(draft), expected(targets["qwen2_5_vl"]))
 
-    def test_full_vocabulary_without_maps(self, targets: Any, tmp_path: Path) -> None:
-        target = targets["qwen2_5_vl"]
-        draft = make_draft(target)
-        draft.save_pretrained(tmp_path / "draft")
-        export_draft(tmp_path / "draft", tmp_path / "theirs", dtype=torch.float32)
-        back = imported(tmp_path / "theirs", target, tmp_path / "out")
-        assert back.token_map is None
-        assert torch.equal(outputs(back), outputs(draft))
-
     def test_load_draft(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
         """Every command loads third-party drafts and exports as it loads ours."""
         target = targets["qwen2_5_vl"]
@@ -162,6 +168,26 @@ class TestLayouts:
         with refused("mrope_section"):
             sage.load_draft(tmp_path / "theirs", targets["llava_onevision"])
 
+    def test_zlab(self, exports: Path, tmp_path: Path, target: sage.Target) -> None:
+        """Code to run, rope_theta at the top, no key for causality or attention."""
+        folder = copy_export(exports / "native", tmp_path / "zlab")
+        change_config(auto_map={"AutoModel": "dflash.X"}, is_causal=..., layer_types=...)(folder)
+        change_config(rope_parameters=..., rope_theta=1e4)(folder)
+        change_config("dflash_config", causal=...)(folder)
+        assert sage.load_draft(folder, target).config.causal is False
+
+    def test_tables_of_the_target(self, exports: Path, tmp_path: Path, target: sage.Target) -> None:
+        """Speculators up to 0.7 has its embedding and lm_head; a P-EAGLE draft without one takes the row of its mask."""
+        old, bare = copy_export(exports / "plain", tmp_path / "old"), copy_export(exports / "peagle", tmp_path / "bare")
+        tables = {"embed_tokens.weight": target.embed_tokens.weight, "lm_head.weight": target.lm_head.weight}
+        change_tensors(lambda t: t.update({name: table.detach() for name, table in tables.items()}))(old)
+        sage.load_draft(old, target)
+        drop("embed_tokens.weight")(bare)
+        for folder in (old, bare):
+            assert not check_folder(folder).errors
+        draft = read_draft(bare, TargetFacts.of_folder(str(target.name)))
+        assert torch.equal(draft.mask_embedding[0, 0], target.embed_tokens.weight[MASK])
+
     def test_image_inputs_come_from_the_export_or_the_options(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
         target = targets["qwen2_5_vl"]
         make_draft(target, image_inputs="token").save_pretrained(tmp_path / "draft")
@@ -171,77 +197,110 @@ class TestLayouts:
         assert imported(theirs(), target, tmp_path / "c").config.image_inputs == "embed"
 
 
+YARN = {"rope_type": "yarn", "mrope_section": [2, 1, 1]}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 64}
+BLOCK_AUX = "aux_hidden_state_layer_ids"
+LAYER = "transformer_layer_config"
+
+
+def narrow_confidence(folder: Path) -> None:
+    """A confidence head that does not read the markov head."""
+    change_config(confidence_head_with_markov=False)(folder)
+    put("confidence_head.proj.weight", lambda w: w[:, :32])(folder)
+
+
+# in which export, what is changed, and the parts of the refusal
+REFUSED: list[tuple[str, Damage, tuple[str, ...]]] = [
+    ("eagle3", change_config(norm_before_fc=True), ("norm_before_fc: True",)),
+    ("eagle3", change_config(attention_bias=True), ("attention_bias: True",)),
+    ("eagle3", change_config(num_hidden_layers=2), ("num_hidden_layers: 2", "one layer")),
+    ("eagle3", change_config(vocab_size=331), ("vocab_size: 331", "is 330")),
+    ("eagle3", change_config(hidden_size=64), ("hidden_size: 64", "is 32")),
+    ("eagle3", change_config(intermediate_size=...), ("intermediate_size: None",)),
+    ("eagle3", change_config(intermediate_size=64), ("midlayer.mlp.", "_proj.weight: shape", "config.json")),
+    ("eagle3", change_config(rms_norm_eps=2.0), ("rms_norm_eps: 2.0",)),
+    ("eagle3", change_config(hidden_act="x"), ("hidden_act: 'x'",)),
+    ("eagle3", change_config(rope_theta="x"), ("rope_theta: nan",)),
+    ("eagle3", change_config(rope_scaling=None), ("rope_scaling: mrope_section None", "--use-target-rope")),
+    ("eagle3", change_config(rope_scaling=YARN), ("rope_scaling: ", "'yarn'", "--use-target-rope")),
+    ("eagle3", change_config(**{AUX: [1, 2, 3]}), ("vLLM reads hidden_states[1, 2, 3]", "--levels")),
+    ("eagle3", change_config(**{AUX: [0, 1]}), ("vLLM reads hidden_states[0, 1]", "3 levels", "--levels")),
+    ("eagle3", change_config("eagle_config", **{AUX: [-1, 0, 9]}), ("SGLang reads hidden_states[0, 1, 10]", "--levels")),
+    ("eagle3", change_config("eagle_config", **{AUX: [0, 1]}), ("SGLang reads hidden_states[1, 2]", "--levels")),
+    ("eagle3", drop("lm_head.weight"), ("lm_head.weight: missing",)),
+    ("eagle3", drop("d2t"), ("d2t: missing",)),
+    ("eagle3", add("midlayer.self_attn.q_norm.weight", 8), ("q_norm.weight", "not part of our EAGLE-3 head")),
+    ("eagle3", put("fc.weight", lambda w: w.int()), ("fc.weight: dtype int32",)),
+    ("eagle3", put("d2t", lambda d: d + torch.arange(len(d))), ("d2t", "absolute")),
+    ("eagle3", put("t2d", lambda t: t.roll(1)), ("t2d", "109 ids")),
+    ("eagle3", add("embed_tokens.weight", 330, 32), ("embed_tokens.weight", "the target's")),
+    ("eagle3", change_config(architectures=["Qwen2ForCausalLM"], draft_vocab_size=...), ("Qwen2ForCausalLM", "EAGLE-3")),
+    ("speculators", change_config(norm_before_residual=...), ("norm_before_residual: missing", "add the value")),
+    ("plain", lambda folder: torch.save(torch.ones(32), folder / "mask_embedding.pt"), ("mask_embedding.pt",)),
+    ("plain", change_config(block_size=...), ("block_size", "give the size")),
+    ("plain", change_config(sample_from_anchor=True), ("sample_from_anchor", "not false")),
+    ("plain", change_config(LAYER, **WINDOW), ("layer_types", "sliding")),
+    ("plain", change_config(LAYER, attention_bias=True), ("attention_bias",)),
+    ("plain", change_config(LAYER, rope_parameters=LINEAR), ("'linear'", "--use-target-rope")),
+    ("plain", change_config(**{BLOCK_AUX: [1, 3]}), (BLOCK_AUX, "final norm", "--levels")),
+    ("plain", change_config(dflash_config={"target_layer_ids": [1, 2]}), (BLOCK_AUX, "hidden_states[2, 3]", "--levels")),
+    ("plain", change_config(mask_token_id=None), ("mask_token_id",)),
+    ("dspark", change_config(markov_head_type="rnn"), ("markov_head_type", "'rnn'")),
+    ("dspark", narrow_confidence, ("confidence_head_with_markov",)),
+    ("plain", add("lm_head.weight", 330, 32), ("lm_head.weight differs", "the target's lm_head")),
+    ("reduced", put("lm_head.weight", lambda w: w.roll(1, 0)), ("lm_head.weight differs",)),
+    ("peagle", change_config(norm_before_fc=True), ("norm_before_fc", "our head")),
+    ("peagle", change_config(mask_token_id=330), ("mask_token_id", "330")),
+    ("peagle", change_config(speculators_config={}), ("speculative_tokens", "None")),
+    ("peagle", change_config(LAYER, rope_parameters=LINEAR), ("'linear'", "unscaled")),
+    ("peagle", put("embed_tokens.weight", lambda w: w + 1), ("embed_tokens.weight differs", "the target's embedding")),
+]
+
+
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("change", "parts"),
-        [
-            ({"norm_before_fc": True}, ("norm_before_fc: True",)),
-            ({"attention_bias": True}, ("attention_bias: True",)),
-            ({"num_hidden_layers": 2}, ("num_hidden_layers: 2", "one layer")),
-            ({"vocab_size": 331}, ("vocab_size: 331", "is 330")),
-            ({"hidden_size": 64}, ("hidden_size: 64", "is 32")),
-            ({"intermediate_size": ...}, ("intermediate_size: None",)),
-            ({"intermediate_size": 64}, ("midlayer.mlp.", "_proj.weight: shape", "config.json")),
-            ({"rope_scaling": None}, ("rope_scaling: mrope_section None", "--use-target-rope")),
-            (
-                {"rope_scaling": {"rope_type": "yarn", "mrope_section": [2, 1, 1]}},
-                ("rope_scaling: ", "'yarn'", "--use-target-rope"),
-            ),
-            ({AUX: [1, 2, 3]}, ("vLLM reads hidden_states[1, 2, 3]", "--levels")),
-            ({"eagle_config": {AUX: [0, 1]}}, ("SGLang reads hidden_states[1, 2]", "--levels")),
-            ({"eagle_config": {AUX: [0, 1, 9]}}, ("SGLang reads hidden_states[1, 2, 10]", "0 to 2", "--levels")),
-            ({"architectures": ["Qwen2ForCausalLM"], "draft_vocab_size": ...}, ("Qwen2ForCausalLM", "EAGLE-3")),
-        ],
-    )
-    def test_configs_that_cannot_be_expressed(
-        self, targets: Any, theirs: Folder, tmp_path: Path, change: dict[str, Any], parts: tuple[str, ...]
+    @pytest.mark.parametrize("row", range(len(REFUSED)), ids=lambda row: f"{REFUSED[row][0]}-{REFUSED[row][2][0]}")
+    def test_what_our_head_does_not_have_is_refused_by_name(
+        self, exports: Path, target: sage.Target, tmp_path: Path, row: int
     ) -> None:
+        name, damage, parts = REFUSED[row]
+        folder = copy_export(exports / name, tmp_path / "theirs")
+        damage(folder)
         with refused(*parts):
-            convert(theirs(**change), targets["qwen2_5_vl"].name, tmp_path / "out")
+            convert(folder, str(target.name), tmp_path / "out")
         assert not (tmp_path / "out").exists()
-
-    @pytest.mark.parametrize(
-        ("change", "parts"),
-        [
-            (lambda t: t.pop("lm_head.weight"), ("lm_head.weight: missing",)),
-            (lambda t: t.pop("d2t"), ("d2t: missing",)),
-            (lambda t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}), ("q_norm.weight",)),
-            (lambda t: t.update({"d2t": REDUCED.clone()}), ("d2t", "absolute")),
-            (lambda t: t.update({"t2d": t["t2d"].roll(1)}), ("t2d", "109 ids")),
-            (lambda t: t.update({"embed_tokens.weight": torch.ones(330, 32)}), ("embed_tokens.weight", "the target's")),
-        ],
-    )
-    def test_tensors_that_are_missing_wrong_or_unknown(
-        self,
-        targets: Any,
-        theirs: Folder,
-        tmp_path: Path,
-        change: Callable[[dict[str, torch.Tensor]], Any],
-        parts: tuple[str, ...],
-    ) -> None:
-        folder = theirs()
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-        with refused(*parts):
-            convert(folder, targets["qwen2_5_vl"].name, tmp_path / "out")
-
-    def test_speculators_without_a_residual_convention(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
-        folder = theirs(architectures=["Eagle3DraftModel"], speculators_model_type="eagle3")
-        with refused("norm_before_residual: missing", "add the value"):
-            convert(folder, targets["qwen2_5_vl"].name, tmp_path / "out")
 
     def test_a_draft_of_another_target_is_refused_when_loaded(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
         out = convert(theirs(), targets["qwen2_5_vl"].name, tmp_path / "out")
         with refused("qwen2_5_vl", "llava_onevision"):
             sage.load_draft(out, targets["llava_onevision"])
 
-    def test_options_resolve_what_a_folder_leaves_open(self, targets: Any, theirs: Folder) -> None:
-        facts = TargetFacts.of_folder(targets["qwen2_5_vl"].name)
-        folder = theirs(rope_scaling=None, **{AUX: [1, 2, 3]})
+
+class TestOptions:
+    def test_options_resolve_what_a_folder_leaves_open(self, exports: Path, target: sage.Target, tmp_path: Path) -> None:
+        facts = TargetFacts.of_folder(str(target.name))
+        folder = copy_export(exports / "eagle3", tmp_path / "theirs")
+        change_config(rope_scaling=None, **{AUX: [1, 2, 3]})(folder)
         draft = read_draft(folder, facts, ImportOptions(levels=(0, 1, 2), use_target_rope=True))
-        assert draft.config.mrope_section == [2, 1, 1]
-        assert draft.levels == (0, 1, 2)
-        edit_json(folder / "config.json", lambda config: config.update(rope_theta=5.0))
+        assert draft.config.mrope_section == [2, 1, 1] and draft.levels == (0, 1, 2)
         with refused("rope_scaling", "--use-target-rope"):
             read_draft(folder, facts, ImportOptions(levels=(0, 1, 2)))
+        block = copy_export(exports / "native", tmp_path / "block")
+        change_config("dflash_config", target_layer_ids=[1, 2])(block)
+        change_config(rope_parameters=LINEAR)(block)
+        draft = read_draft(block, facts, ImportOptions(levels=(1, 2), use_target_rope=True))
+        assert draft.levels == (1, 2) and (draft.config.rope_theta, draft.config.scaled_rope) == (10000.0, None)
+
+    @pytest.mark.parametrize(("name", "levels"), [("eagle3", (0, 1)), ("plain", (0, 1, 2)), ("peagle", (1, 2))])
+    def test_levels_of_another_number_are_refused(
+        self, exports: Path, target: sage.Target, name: str, levels: tuple[int, ...]
+    ) -> None:
+        with refused("--levels", str(list(levels)), "levels"):
+            read_draft(exports / name, TargetFacts.of_folder(str(target.name)), ImportOptions(levels=levels))
+
+    def test_a_block_draft_keeps_its_own_theta(self, exports: Path, target: sage.Target, tmp_path: Path) -> None:
+        folder = copy_export(exports / "plain", tmp_path / "theirs")
+        change_config(LAYER, rope_parameters={"rope_theta": 5.0})(folder)
+        facts = TargetFacts.of_folder(str(target.name))
+        assert read_draft(folder, facts).config.rope_theta == 5.0
+        assert read_draft(folder, facts, ImportOptions(use_target_rope=True)).config.rope_theta == 10000.0

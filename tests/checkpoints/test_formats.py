@@ -18,7 +18,7 @@ from torch import Tensor
 import sage
 from checkpoints.export.checks import check_folder
 from checkpoints.export.config_checks import LAYER_CHECKS
-from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_config
+from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_config, vocabulary_specs
 from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
 from checkpoints.export.formats.findings import Finding, ImportOptions, Obstacle
 from checkpoints.export.formats.registry import FORMATS, load_format
@@ -70,9 +70,8 @@ class BlockFormat(ExportFormat):
         hidden, inner, vocab, queries, keys = config.sizes
         sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), (queries // 8, keys // 8), strict=True))
         draft = Eagle3Draft(Eagle3Config(hidden_size=hidden, intermediate_size=inner, vocab_size=vocab, head_dim=8, **sizes))
-        kinds = {torch.int64: "int64", torch.bool: "bool"}
         shapes = self.tensors(draft.state_dict(), torch.float32)
-        return {name: TensorSpec(tuple(one.shape), kinds.get(one.dtype, "float")) for name, one in shapes.items()}
+        return {name: TensorSpec(tuple(one.shape)) for name, one in shapes.items()} | vocabulary_specs(vocab, vocab)
 
     def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> Eagle3Config:
         config = given.config
@@ -145,7 +144,7 @@ def test_corrupt_exports_of_a_row_are_refused(target: sage.Target, draft: Path, 
     code, text, _ = sage_export("--check", out)
     assert code == 2
     check_message(text.replace(str(out), "OUT"), "block_size: missing", "block.mlp.up_proj.weight: missing", "2 errors")
-    with refused("midlayer.mlp.up_proj.weight: missing"):
+    with refused("block.mlp.up_proj.weight: missing"):
         load_format(FORMATS["block"]).read(out, TargetFacts.of_folder(target.name), ImportOptions())
 
 

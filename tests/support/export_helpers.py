@@ -15,7 +15,6 @@ from support.train_helpers import policy_figures
 
 import sage
 from checkpoints.export.exporter import export
-from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.formats.registry import find_format
 from checkpoints.export.result import ExportOptions, ExportResult
 from checkpoints.store import StateStore
@@ -27,11 +26,20 @@ REDUCED = torch.arange(3, 330, 3)
 MASK = 7
 BLOCK: dict[str, Any] = {"feature_levels": [1, 2], "feed": False, "conditional": "none", "block_size": 4, "mask_token": MASK}
 MARKOV = BLOCK | {"conditional": "markov", "conditional_rank": 6, "confidence": True}
-BLOCK_KINDS: dict[str, tuple[str, str | None, dict[str, Any], torch.Tensor | None]] = {  # format, flavour, draft, vocabulary
-    "plain": ("dflash", None, BLOCK, None),
-    "reduced": ("dflash", None, BLOCK | {"num_layers": 2, "causal": True}, REDUCED),
-    "native": ("dflash", "native", BLOCK, None),
-    "dspark": ("dspark", None, MARKOV, REDUCED),
+PEAGLE: dict[str, Any] = {"block_size": 4, "num_layers": 2, "mask_token": MASK, "image_inputs": "token"}
+FP32 = {"dtype": torch.float32}
+EXPORTS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None, str, dict[str, Any]]] = {
+    # name: kind of draft, its configuration, its vocabulary, format, options of the export
+    "eagle3": ("eagle3", {}, REDUCED, "eagle3", {}),
+    "speculators": ("eagle3", {}, REDUCED, "speculators", {}),
+    "vllm": ("eagle", {}, None, "eagle", {"flavour": "vllm"}),
+    "sglang": ("eagle", {}, None, "eagle", {"flavour": "sglang"}),
+    "plain": ("block", BLOCK, None, "dflash", FP32),
+    "reduced": ("block", BLOCK | {"num_layers": 2, "causal": True}, REDUCED, "dflash", FP32),
+    "native": ("block", BLOCK, None, "dflash", FP32 | {"flavour": "native"}),
+    "dspark": ("block", MARKOV, REDUCED, "dspark", FP32),
+    "peagle": ("peagle", PEAGLE | {"feature_levels": LEVELS}, None, "peagle", FP32),
+    "peagle_two": ("peagle", PEAGLE | {"feature_levels": [0, 2]}, REDUCED, "peagle", FP32),
 }
 outputs = find_format("eagle3").outputs  # of an EAGLE-3 draft on the fixed batch
 
@@ -107,7 +115,7 @@ def save_run(folder: Path, target: sage.Target, scores: dict[int, float], **draf
     return folder
 
 
-Damage = Callable[[Path], None]  # of the folder of an export
+Damage = Callable[[Path], object]  # of the folder of an export
 
 
 def change_config(*path: str, **changes: Any) -> Damage:
@@ -137,26 +145,26 @@ def change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
     return apply
 
 
+def drop(name: str) -> Damage:
+    """Removes a tensor."""
+    return change_tensors(lambda tensors: tensors.pop(name))
+
+
+def put(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    """Replaces a tensor by a function of itself."""
+    return change_tensors(lambda tensors: tensors.update({name: value(tensors[name])}))
+
+
+def add(name: str, *shape: int) -> Damage:
+    """Adds a tensor of ones."""
+    return change_tensors(lambda tensors: tensors.update({name: torch.ones(shape, dtype=torch.bfloat16)}))
+
+
 def copy_export(source: Path, out: Path) -> Path:
     """Copies an export without its manifest."""
     shutil.copytree(source, out)
     (out / "manifest.json").unlink()
     return out
-
-
-def both(first: Damage, second: Damage) -> Damage:
-    """Applies two changes, one after the other."""
-
-    def apply(folder: Path) -> None:
-        first(folder)
-        second(folder)
-
-    return apply
-
-
-def mask_file(size: int, token: int | None = None) -> Damage:
-    """Adds an embedding of the mask token in a file of its own."""
-    return lambda folder: torch.save({"embedding": torch.ones(size), "mask_token_id": token}, folder / "mask_embedding.pt")
 
 
 RECIPE = """
@@ -168,14 +176,3 @@ train: {max_steps: 300, epochs: null}
 objective: {ce_weight: 0.1}
 data: {sources: {llava: {path: /home/me/data}}, max_length: 2048, cache_dir: /home/me/cache}
 """
-
-
-def assert_outputs_depend_on_every_tensor(format_: ExportFormat, draft: DraftHead) -> None:
-    """A reload check that a tensor does not reach would not see that tensor."""
-    before = format_.outputs(draft)
-    for name, weight in draft.named_parameters():
-        kept = weight.detach().clone()
-        with torch.no_grad():
-            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
-            assert not torch.equal(format_.outputs(draft), before), name
-            weight.copy_(kept)

@@ -112,7 +112,7 @@ NATIVE_LAYOUT = BlockLayout(
     first_level=1,
     other_levels=LEVELS_KEY,
     other_first=0,
-    other_name="speculators",
+    other_name="the package speculators",
     other_defaults=lambda num_layers, count: [
         [layer + 1 for layer in native_default(num_layers, count)],
         default_levels(num_layers),
