@@ -54,7 +54,6 @@ def test_settings_in_the_way_are_named(
 ) -> None:
     line = line_of(targets["qwen2_5_vl"], kind, **options)
     assert line.startswith("can be served by this decoder only; not by vLLM and SGLang: ")
-    assert export_choice(make_draft(targets["qwen2_5_vl"], kind, **options), targets["qwen2_5_vl"].model.config) == ""
     for setting in settings:
         assert setting in line
     target = targets["qwen2_5_vl"]

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from checkpoints import files as module
-from checkpoints.files import remove_leftovers, replace_folder, restore_interrupted
+from checkpoints.files import remove_leftovers, restore_interrupted
 from checkpoints.store import StateStore
 from sage.io.manifest import verify_manifest, write_manifest
 
@@ -110,12 +110,9 @@ def save(folder: Path, step: int, label: str) -> None:
 
 
 def make_draft(home: Path, label: str) -> None:
-    part = module.part_path(home / "draft")
-    if part.exists():
-        shutil.rmtree(part)
-    fill(part, label)
-    write_manifest(part, 1)
-    replace_folder(part, home / "draft")
+    with module.new_folder(home / "draft") as part:
+        fill(part, label)
+        write_manifest(part, 1)
 
 
 # -- scenarios: (prepare, act, check) -----------------------------------------------------------------------------------
