@@ -26,7 +26,7 @@ from train.plan.data import _local_folder
 from train.plan.estimate import estimate
 from train.plan.memory import draft_activations, draft_memory
 from train.plan.meta import build_on_meta, count, target_architecture
-from train.plan.search import find_change, fits_with, plan
+from train.plan.search import find_change, plan
 from train.plan.text import render
 
 ROOT = Path(__file__).parents[2]
@@ -215,12 +215,6 @@ def test_a_72b_target_fits_when_sharded() -> None:
     assert sharded.fits and sharded.gather_s > 0 and "layers of the sharded target" in render(sharded)
 
 
-@pytest.mark.parametrize("memory", [24, 30, 40, 60])
-def test_the_suggested_change_makes_the_run_fit(memory: int) -> None:
-    found = big("qwen2_5_vl_7b", f"launch.gpu_memory_gb={memory}", "train.micro_batch_size=32", "launch.gpus=2")
-    assert not found.fits and found.change and fits_with(found, found.change)
-
-
 SMALLER = ["draft=model", "draft.num_layers=2", "train.global_batch_size=64"]
 
 
@@ -231,10 +225,13 @@ SMALLER = ["draft=model", "draft.num_layers=2", "train.global_batch_size=64"]
         ("qwen2_5_vl_7b", [*SMALLER, "launch.gpus=2"], {"deepspeed=zero3", "deepspeed.shard_target=true"}),
         ("qwen2_5_vl_7b", [*SMALLER, "draft.train_part=all", "deepspeed=zero0", "launch.gpus=2"], {"deepspeed=zero1"}),
         ("qwen2_5_vl_72b", ["launch.gpus=8", "train.validate_on=all"], {"deepspeed.shard_target=true"}),
+        ("qwen2_5_vl_7b", ["train.micro_batch_size=32", "launch.gpus=2"], set()),
     ],
 )
-@pytest.mark.parametrize("memory", [30, 40, 60, 80])
-def test_no_invalid_change_is_suggested(target: str, overrides: list[str], never: set[str], memory: int) -> None:
+@pytest.mark.parametrize("memory", [30, 60])
+def test_the_suggested_change_is_valid_and_makes_the_run_fit(
+    target: str, overrides: list[str], never: set[str], memory: int
+) -> None:
     found = big(target, *overrides, f"launch.gpu_memory_gb={memory}")
     assert not never & set(found.change or [])
     if found.change is not None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any
-
-from omegaconf import OmegaConf
+from typing import Any, NamedTuple
 
 from train.config.checks import MAX_STAGE, check_deepspeed
 from train.config.schema import Config, ConfigError, Offload, ShardOver
@@ -18,6 +14,15 @@ from train.plan.meta import build_on_meta
 
 MAX_GPUS = 64
 LEAST_TOKENS = 512  # of a budget for micro-batches
+
+
+class Change(NamedTuple):
+    """A setting with another value, and the override that sets it."""
+
+    group: str
+    name: str
+    value: Any
+    override: str
 
 
 def plan(config: Config) -> LaunchPlan:
@@ -32,32 +37,37 @@ def find_change(current: LaunchPlan) -> list[str] | None:
     kinds = _changes(current.config, current.ranks)
     *own, gpus = kinds
     strongest = [kind[-1] for kind in own]
-    if not any(_is_enough(current, [*strongest, *more]) for more in [[], *([number] for number in gpus)]):
+    if not any(_fits(current, [*strongest, *more]) for more in [[], *([number] for number in gpus)]):
         return None  # not even with all changes together
     for number in range(1, len(kinds) + 1):
         for chosen in itertools.combinations(kinds, number):
-            for change in itertools.product(*chosen):
-                if fits_with(current, list(change)):
-                    return list(change)
+            for changes in itertools.product(*chosen):
+                if _is_allowed(current, changes) and _fits(current, changes):
+                    return [change.override for change in changes]
     return None
 
 
-def _changes(config: Config, ranks: int) -> list[list[str]]:
-    """Overrides that do not change the result of the training, each kind from mild to strong; the number of GPUs last."""
-    micro, chunk, stage = config.train.micro_batch_size, config.objective.chunk_tokens, config.deepspeed.stage
-    has_nodes = ranks > config.launch.gpus_per_node
+def _changes(config: Config, ranks: int) -> list[list[Change]]:
+    """Changes that do not alter the result of the training, each kind from mild to strong; the number of GPUs last."""
+    train, deepspeed = config.train, config.deepspeed
+    batch = "micro_batch_size" if train.micro_batch_tokens is None else "micro_batch_tokens"
+    sizes = _halves(getattr(train, batch), 1 if train.micro_batch_tokens is None else LEAST_TOKENS)
+    is_over_nodes = deepspeed.shard_over is not ShardOver.world and ranks > config.launch.gpus_per_node
+    is_offloaded = not deepspeed.stage or deepspeed.offload_optimizer is not Offload.none
     kinds = [
-        [f"objective.chunk_tokens={size}" for size in _halves(chunk, 128)],
-        [f"train.micro_batch_size={size}" for size in _halves(micro, 1)]
-        if config.train.micro_batch_tokens is None
-        else [f"train.micro_batch_tokens={tokens}" for tokens in _halves(config.train.micro_batch_tokens, LEAST_TOKENS)],
-        [f"deepspeed=zero{higher}" for higher in range(stage + 1, MAX_STAGE + 1)],
-        [] if config.deepspeed.shard_target else ["deepspeed.shard_target=true"],
-        ["deepspeed.shard_over=world"] if config.deepspeed.shard_over is not ShardOver.world and has_nodes else [],
-        ["deepspeed.offload_optimizer=cpu"] if stage and config.deepspeed.offload_optimizer is Offload.none else [],
+        [_change("objective", "chunk_tokens", size) for size in _halves(config.objective.chunk_tokens, 128)],
+        [_change("train", batch, size) for size in sizes],
+        [Change("deepspeed", "stage", stage, f"deepspeed=zero{stage}") for stage in range(deepspeed.stage + 1, MAX_STAGE + 1)],
+        [] if deepspeed.shard_target else [Change("deepspeed", "shard_target", True, "deepspeed.shard_target=true")],
+        [_change("deepspeed", "shard_over", ShardOver.world)] if is_over_nodes else [],
+        [] if is_offloaded else [_change("deepspeed", "offload_optimizer", Offload.cpu)],
     ]
     doubles = itertools.takewhile(lambda more: more <= MAX_GPUS, (ranks << power for power in itertools.count(1)))
-    return [*(kind for kind in kinds if kind), [f"launch.gpus={more}" for more in doubles]]
+    return [*(kind for kind in kinds if kind), [_change("launch", "gpus", more) for more in doubles]]
+
+
+def _change(group: str, name: str, value: Any) -> Change:
+    return Change(group, name, value, f"{group}.{name}={value}")
 
 
 def _halves(value: int, lowest: int) -> Iterator[int]:
@@ -67,48 +77,29 @@ def _halves(value: int, lowest: int) -> Iterator[int]:
         yield value
 
 
-def fits_with(current: LaunchPlan, change: list[str]) -> bool:
-    """Whether a change is allowed and makes the run fit."""
+def _changed(current: LaunchPlan, changes: Sequence[Change]) -> tuple[Config, int]:
+    """Returns the configuration with these changes, and its number of ranks."""
+    config, ranks = current.config, current.ranks
+    for group, name, value, _ in changes:
+        if group == "launch":
+            ranks = value
+        else:
+            config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+    return config, ranks
+
+
+def _is_allowed(current: LaunchPlan, changes: Sequence[Change]) -> bool:
     try:
-        check_deepspeed(*_changed(current, change))
+        check_deepspeed(*_changed(current, changes))
     except ConfigError:
         return False
-    return _is_enough(current, change)
+    return True
 
 
-def _is_enough(current: LaunchPlan, change: list[str]) -> bool:
+def _fits(current: LaunchPlan, changes: Sequence[Change]) -> bool:
     """Whether the run would fit, allowed or not."""
-    config, ranks = _changed(current, change)
+    config, ranks = _changed(current, changes)
     try:
         return estimate(config, current.models, ranks).fits
     except ConfigError:  # the batch cannot be split over so many ranks
         return False
-
-
-def _changed(current: LaunchPlan, change: list[str]) -> tuple[Config, int]:
-    """Returns the configuration with these overrides, and its number of ranks."""
-    changed: dict[str, dict[str, str]] = defaultdict(dict)
-    ranks = current.ranks
-    for override in change:
-        key, _, value = override.partition("=")
-        if key == "launch.gpus":
-            ranks = int(value)
-        elif key == "deepspeed":
-            changed["deepspeed"]["stage"] = value.removeprefix("zero")
-        else:
-            group, _, name = key.rpartition(".")
-            changed[group][name] = value
-    parts = {group: getattr(current.config, group) for group in changed}
-    typed = {
-        group: replace(part, **{name: _typed(part.__class__, name, text) for name, text in changed[group].items()})
-        for group, part in parts.items()
-    }
-    return replace(current.config, **typed), ranks
-
-
-@cache
-def _typed(schema: type, name: str, text: str) -> Any:
-    """Returns the value of a setting from the text of an override."""
-    part = OmegaConf.structured(schema)
-    part[name] = text
-    return part[name]
