@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoints.export.configs import DEFAULT_THETA, EngineConfig
+from checkpoints.export.configs import DEFAULT_EPS, DEFAULT_THETA, SIZES, EngineConfig
 from checkpoints.export.formats.base import CheckInput
 from checkpoints.export.formats.findings import Finding
 
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 ACTIVATIONS = (None, "silu", "gelu", "relu")  # that our layers compute; None: the default
-DEFAULT_EPS = 1e-6  # of LlamaConfig and Qwen3Config
 UNSUPPORTED = "our head does not support it, cannot import it"
 INVALID = "invalid, cannot import it"
 

@@ -23,6 +23,8 @@ from sage.targets.rope import NOT_SCALING, RopeConfig
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 FEATURE_LEVELS = 3
 DEFAULT_THETA = 10000.0  # LlamaConfig's default
+DEFAULT_EPS = 1e-6  # of LlamaConfig and Qwen3Config
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("hidden_act", "rms_norm_eps"),

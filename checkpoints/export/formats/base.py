@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from checkpoints.export.configs import (
+    DEFAULT_EPS,
     EMBEDDING,
     FEATURE_LEVELS,
+    SIZES,
     EngineConfig,
     TargetFacts,
     TensorSpecs,
@@ -254,6 +256,20 @@ class ExportFormat(ABC):
     @abstractmethod
     def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> Any:
         """Returns the configuration of the draft in a folder without refused findings."""
+
+    def head_fields(self, config: EngineConfig, facts: TargetFacts, options: ImportOptions) -> dict[str, Any]:
+        """Returns the fields that the configurations of all heads have."""
+        own = config.rope if self.has_axes else self.rope(facts)._replace(theta=config.rope.theta, scaled=config.rope.scaled)
+        return {
+            **{key: config.size(key) for key in SIZES},
+            "head_dim": config.head_dim,
+            "rms_norm_eps": config.get("rms_norm_eps") or DEFAULT_EPS,
+            "hidden_act": config.get("hidden_act") or "silu",
+            "max_position_embeddings": facts.max_position_embeddings,
+            **(self.rope(facts) if options.use_target_rope else own).fields,
+            "target": facts.fingerprint,
+            "target_path": facts.name,
+        }
 
     def draft_tensors(self, given: CheckInput, facts: TargetFacts) -> dict[str, Tensor]:
         """Reads the tensors of our draft from a folder; those of the target and constants are left out.

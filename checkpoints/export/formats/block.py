@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.config_checks import DEFAULT_EPS
 from checkpoints.export.configs import (
     EMBEDDING,
     LAYER_FIELDS,
@@ -191,14 +190,9 @@ class BlockFormat(ExportFormat):
 
     def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> BlockConfig:
         config = given.config
-        own = RopeConfig(config.rope.theta, scaled=config.rope.scaled)
         return BlockConfig(
-            **{key: config.get(key) for key in LAYER_FIELDS}
-            | {"head_dim": config.head_dim, "rms_norm_eps": config.get("rms_norm_eps") or DEFAULT_EPS}
-            | {"hidden_act": config.get("hidden_act") or "silu"},
-            vocab_size=facts.vocab_size,
-            max_position_embeddings=facts.max_position_embeddings,
-            **(self.rope(facts) if options.use_target_rope else own).fields,
+            **self.head_fields(config, facts, options),
+            **self.heads(config),
             feature_levels=list(options.levels or self.layout.read_levels(config) or ()),
             draft_vocab_size=config.size("draft_vocab_size") or facts.vocab_size,
             block_size=config.size("block_size"),
@@ -206,12 +200,9 @@ class BlockFormat(ExportFormat):
             causal=self.layout.is_causal(config, 0),
             mask_token=self.layout.read_mask_token(config),
             feed=False,
-            **self.head_fields(config),
-            target=facts.fingerprint,
-            target_path=facts.name,
         )
 
-    def head_fields(self, config: EngineConfig) -> dict[str, Any]:
+    def heads(self, config: EngineConfig) -> dict[str, Any]:
         """Returns the fields of our draft's configuration for its conditional and its confidence head."""
         return {"conditional": self.conditional, "confidence": False}
 

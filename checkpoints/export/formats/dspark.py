@@ -72,6 +72,6 @@ class DSparkFormat(BlockFormat):
         needs = "vLLM 0.32 serves DSpark drafts with VLLM_USE_V2_MODEL_RUNNER=1 only, which does not run on a CPU."
         return [*super().warnings(draft, facts), needs]
 
-    def head_fields(self, config: EngineConfig) -> dict[str, Any]:
+    def heads(self, config: EngineConfig) -> dict[str, Any]:
         has_confidence = bool(config.raw.get(CONFIDENCE))
         return {"conditional": self.conditional, "conditional_rank": config.size(RANK), "confidence": has_confidence}

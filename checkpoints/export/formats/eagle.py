@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.export.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
-from checkpoints.export.configs import EMBEDDING, LAYER_FIELDS, EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_specs
+from checkpoints.export.configs import EMBEDDING, EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_specs
 from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
 from checkpoints.export.formats.findings import ImportOptions, Obstacle
 from checkpoints.export.tensor_checks import check_tensors
@@ -19,7 +19,6 @@ from sage.drafts.head import DraftHead
 SGLANG = "sglang"
 CLASSES = {"vllm": "EagleLlamaForCausalLM", SGLANG: "LlamaForCausalLMEagle"}
 NO_BIAS = "SGLang's fc has a bias and keeps a random one: acceptance falls to 1.00"
-COPIED = (*LAYER_FIELDS, "vocab_size", "max_position_embeddings")
 
 
 class EagleFormat(ExportFormat):
@@ -67,14 +66,8 @@ class EagleFormat(ExportFormat):
         }
 
     def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> EagleConfig:
-        config = given.config
-        return EagleConfig(
-            **{key: config.get(key) for key in COPIED} | {"head_dim": config.head_dim or 0},
-            **config.rope.fields,
-            input_norm=False,
-            image_inputs=options.image_inputs or "embed",
-            target=facts.fingerprint,
-        )
+        fields = self.head_fields(given.config, facts, options)
+        return EagleConfig(**fields, input_norm=False, image_inputs=options.image_inputs or "embed")
 
     @torch.no_grad()
     def outputs(self, draft: DraftHead) -> Tensor:

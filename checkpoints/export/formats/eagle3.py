@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.config_checks import DEFAULT_EPS, LAYER_CHECKS, SIZES, single_layer, unsupported_residual
+from checkpoints.export.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
 from checkpoints.export.configs import (
     EMBEDDING,
     FEATURE_LEVELS,
@@ -154,22 +154,14 @@ class Eagle3Format(ExportFormat):
 
     def config_fields(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> dict[str, Any]:
         """Returns the fields of our draft's configuration."""
-        config, own = given.config, given.config.rope
-        rope = own if self.has_axes else facts.rope._replace(theta=own.theta, scaled=own.scaled)
+        config = given.config
         levels = options.levels or config.vllm_levels or config.sglang_levels or default_levels(facts.num_layers)
         return {
-            **{key: config.size(key) for key in SIZES},
-            "head_dim": config.head_dim,
+            **self.head_fields(config, facts, options),
             "draft_vocab_size": config.size("draft_vocab_size") or facts.vocab_size,
-            "max_position_embeddings": facts.max_position_embeddings,
-            "rms_norm_eps": config.get("rms_norm_eps") or DEFAULT_EPS,
-            "hidden_act": config.get("hidden_act") or "silu",
-            **(facts.rope if options.use_target_rope else rope).fields,
             "norm_before_residual": bool(config.raw.get("norm_before_residual", False)),
             "feature_levels": list(levels),
             "image_inputs": options.image_inputs or export_info(given.folder).get("image_inputs") or "embed",
-            "target": facts.fingerprint,
-            "target_path": facts.name,
         }
 
     @torch.no_grad()
