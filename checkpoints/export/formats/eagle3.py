@@ -30,7 +30,7 @@ from checkpoints.export.configs import (
     vocabulary_specs,
 )
 from checkpoints.export.folder import export_info
-from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch, with_prefix
+from checkpoints.export.formats.base import CheckInput, Checks, ExportFormat, fixed_batch, with_prefix
 from checkpoints.export.formats.findings import Finding, ImportOptions, Obstacle
 from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
@@ -102,10 +102,10 @@ class Eagle3Format(ExportFormat):
     expressed: ClassVar[tuple[str, ...]] = ("feature_levels", "draft_vocab_size", "norm_before_residual")
     own_layer = layer = "midlayer."
     engine_class = "LlamaForCausalLMEagle3"
-    other_classes = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
+    other_classes: ClassVar[tuple[str, ...]] = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
     method = "eagle3"
     needs_t2d: ClassVar[bool] = False
-    checks = (
+    checks: ClassVar[Checks] = (
         *(*LAYER_CHECKS, single_layer, draft_vocabulary, _null_target_size),
         *(unsupported_residual, feature_levels, check_tensors),
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from checkpoints.export.config_checks import LAYER_CHECKS, single_layer
 from checkpoints.export.configs import LEVELS_KEY, EngineConfig, TargetFacts, layer_config
-from checkpoints.export.formats.base import TYPE, CheckInput
+from checkpoints.export.formats.base import TYPE, CheckInput, Checks
 from checkpoints.export.formats.eagle3 import Eagle3Format, draft_vocabulary, feature_levels
 from checkpoints.export.formats.findings import Finding
 from checkpoints.export.formats.layout import SPECULATORS_CHECKS, speculator_config
@@ -32,13 +32,16 @@ class SpeculatorsFormat(Eagle3Format):
 
     layer = "layers.0."
     engine_class = "Eagle3DraftModel"
-    other_classes = ()
+    other_classes: ClassVar[tuple[str, ...]] = ()
     layer_types = ("llama", "qwen3")
     has_embedding = True
     needs_t2d = True
     names_target = True
     algorithm = "eagle3"
-    checks = (*(*LAYER_CHECKS, single_layer, draft_vocabulary, *SPECULATORS_CHECKS, residual, feature_levels, check_tensors),)
+    checks: ClassVar[Checks] = (
+        *(*LAYER_CHECKS, single_layer, draft_vocabulary, *SPECULATORS_CHECKS),
+        *(residual, feature_levels, check_tensors),
+    )
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         """Without a top-level model_type: readers recognize a speculator by `speculators_model_type`."""
