@@ -47,17 +47,17 @@ passes() { # NAME CONTEXT
 }
 
 parts() { # NAME TARGET ATTENTION MICRO_BATCH LENGTH OVERRIDES ...
-  step "$1" 240 python -m benchmarks.training step --images 640x480 --length "$5" --device $device \
+  step "$1" 240 python -m benchmarks.training $layers --images 640x480 --length "$5" --device $device \
     --measured "$repeats" --out "$folder/$1.json" experiment=eagle3 target="$2" target.attention="$3" data.path=/no/data \
     train.global_batch_size="$4" train.micro_batch_size="$4" "${@:6}"
 }
 
 if [ $device = cuda ]; then
-  shape=qwen2_5_vl_7b layers='' dtype=bf16 nodes=1,16,64 repeats=20 tokens=2048 vocabulary=152064 rows=1024
-  contexts='512 2048 16384' batches='1 2 4' chunks='256 512 1024 2048' modes='eager captured' attentions='sdpa varlen'
+  shape=qwen2_5_vl_7b layers='' dtype=bf16 nodes=1,16,64 repeats=20 rows=1024
+  contexts='512 2048 16384' batches='1 2 4' modes='eager captured' attentions='sdpa varlen'
 else
-  shape=qwen2_5_vl_3b layers='--layers 1' dtype=bf16 nodes=1,2 repeats=1 tokens=64 vocabulary=1000 rows=32
-  contexts=64 batches=1 chunks=32 modes=eager attentions=sdpa
+  shape=qwen2_5_vl_3b layers='--layers 1' dtype=bf16 nodes=1,2 repeats=1 rows=32
+  contexts=64 batches=1 modes=eager attentions=sdpa
 fi
 $list || mkdir -p "$folder"
 run=$folder/run
@@ -87,16 +87,12 @@ for mode in $modes; do
   done
 done
 
-# Passes of a 7B, parts of a training step, the objective, attention of unrolled steps.
+# Passes of a 7B, parts of a training step, attention of unrolled steps.
 for context in $contexts; do passes passes_$context "$context"; done
 for attention in $attentions; do parts vision_$attention qwen2_5_vl_7b $attention 1 2048; done
 for batch in $batches; do parts step_$batch qwen2_5_vl_7b auto "$batch" 2048; done
 parts step_eager qwen2_5_vl_7b auto 1 2048 train.compile=none
 parts step_llava llava_onevision_7b auto 1 4096 # an image takes 2,929 tokens
-for chunk in $chunks; do
-  step objective_$chunk 120 python -m benchmarks.training objective --device $device --dtype $dtype --steps 7 --tokens $tokens \
-    --vocabulary $vocabulary --draft-vocab-size $((vocabulary / 5)) --chunk "$chunk" --repeats 3
-done
 step chain_attention 120 python -m benchmarks.chain_attention --rows $rows --device $device --out "$folder/chain_attention.json"
 if [ $device = cuda ]; then step tests 600 python -m pytest -q tests/device tests/passes tests/decoding/test_gpu.py; fi
 

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.training`: time and memory of the objective against the naive loss, of a step against its parts."""
+"""`python -m benchmarks.training`: time and memory of an optimizer step and of its parts."""

@@ -1,62 +1,19 @@
-"""Time and peak memory of interleaved runs, on a CPU or a GPU, so that other load affects all variants alike.
-
-Owns: interleaving and peak memory. Does not own: the clock (sage.runtime.timing), the measured functions.
-"""
+"""Peak memory on a CPU or a GPU, ratios of paired times, and the machine; the clock is in sage.runtime.timing."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
 from sage.bench.report import machine
-from sage.runtime.timing import now_s
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 GIB = 2**30
 RESET_PEAK = "5"  # see proc(5)
-
-
-@dataclass
-class Samples:
-    """Time and peak memory of repeated runs of one function."""
-
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)
-
-    @property
-    def median_s(self) -> float:
-        return median(self.seconds)
-
-    @property
-    def peak(self) -> int:
-        """Median of the bytes allocated beyond those before the run."""
-        return int(median(self.peak_bytes))
-
-    def text(self) -> str:
-        """`1.234 s (1.201-1.310)`."""
-        return f"{self.median_s:.4g} s ({min(self.seconds):.4g}-{max(self.seconds):.4g})"
-
-
-def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, Samples]:
-    """Runs every function once as a warm-up, then all of them in turn, `repeats` times."""
-    for work in works.values():
-        work()
-    samples = {name: Samples() for name in works}
-    for _ in range(repeats):
-        for name, work in works.items():
-            before = reset_peak(device)
-            start = now_s(device)
-            result = work()
-            samples[name].seconds.append(now_s(device) - start)
-            samples[name].peak_bytes.append(peak(device) - before)
-            del result
-    return samples
 
 
 def ratio_spread(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:

@@ -1,18 +1,16 @@
-"""Operations, operators, time and memory of the parts of a training step on sequences with one image each.
+"""Time and memory of the parts of a training step on sequences with one image each, beside the operations of the plan.
 
-Operations and operators are counted without weights, on any machine, beside the formula of the plan (docs/plan.md); times, the
-share of the peak and memory are measured on a GPU with random weights.
+The target has published sizes and random weights; the plan's operations (docs/plan.md) are the floor of each part.
 
 Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -20,13 +18,10 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES, get_image_processor_class_from_name
 
 import sage
 from benchmarks.figures import Figures
-from benchmarks.training.compiled_calls import LayerCalls
-from benchmarks.training.counting import Counts, counted, weightless
 from benchmarks.training.measuring import GIB, describe_machine, peak, reset_peak
 from sage.io.dtypes import torch_dtype
 from sage.runtime.attention import HALF
@@ -36,7 +31,7 @@ from sage.targets.families import family_of
 from sage.targets.loading import load_processor, set_attention
 from train.config.schema import Config
 from train.distill.build import fresh_draft, new_student
-from train.distill.compiled_layers import CompiledLayers, draft_layers, target_methods
+from train.distill.compiled_layers import draft_layers
 from train.distill.pairs import count_supervised
 from train.distill.staging import Staging
 from train.distill.student import Student, supervised_features
@@ -46,14 +41,13 @@ from train.plan.memory import Workload
 from train.plan.meta import MetaModels, target_architecture
 from train.plan.step_time import flops_of_step
 
-META = torch.device("meta")
 PARTS = {
     "vision": "vision tower, embedding",
     "text": "teacher's text layers",
     "draft": "draft, forward and backward",
     "objective": "objective",
 }
-HEAD = ("part", "TFLOP", "of the plan's", "operators", "compiled", "ms", "share of peak", "peak, GiB")
+HEAD = ("part", "TFLOP of the plan", "ms", "share of peak", "peak, GiB")
 Part = Callable[[str], AbstractContextManager[None]]
 
 
@@ -68,14 +62,8 @@ class Sizes:
 
 @dataclass
 class Measured:
-    """What a part takes: operations and operators, seconds of each repeat, and the most bytes allocated during it.
+    """Seconds of a part in each repeat, and the most bytes allocated during it."""
 
-    Attributes:
-        compiled: calls with compiled layers (`benchmarks.training.compiled_calls`); None if it has none, or is differentiated.
-    """
-
-    counts: Counts = field(default_factory=Counts)
-    compiled: int | None = None
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
@@ -92,7 +80,7 @@ class Images(Workload):
 
 
 def measure(config: Config, sizes: Sizes, num_layers: int | None, device: torch.device, repeats: int, warmup: int) -> Figures:
-    """Counts a micro-batch, and on a GPU also times it.
+    """Times a micro-batch.
 
     Args:
         config: names target, draft, objective and precision; the target's weights are random and are not loaded.
@@ -102,6 +90,19 @@ def measure(config: Config, sizes: Sizes, num_layers: int | None, device: torch.
         ValueError: a target without images, or an image that is longer than a sequence.
     """
     architecture = target_architecture(config.target)
+    depth = limit_layers(config, architecture, num_layers)
+    batch = make_batch(family_of(architecture), image_processor(config.target.path, architecture), sizes)
+    config.data.max_length = max(sizes.lengths)
+    config.train.global_batch_size = config.train.micro_batch_size = len(sizes.lengths)
+    gc.collect()
+    teacher, student = build(config, architecture, device)
+    parts = _time(teacher, student, batch, device, repeats, warmup)
+    figures = _figures(config, sizes, batch, parts, workload(config, teacher, student, batch), device)
+    return Figures(f"{config.target.name}, {depth}, {figures.title}", HEAD, figures.rows, figures.notes, figures.machine)
+
+
+def limit_layers(config: Config, architecture: Any, num_layers: int | None) -> str:
+    """Leaves so many text layers in an architecture; returns `2 of 28 text layers`."""
     text = architecture.get_text_config()
     complete = text.num_hidden_layers
     if num_layers is not None and not 1 <= num_layers <= complete:
@@ -109,61 +110,23 @@ def measure(config: Config, sizes: Sizes, num_layers: int | None, device: torch.
     text.num_hidden_layers = num_layers or complete
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
-    batch = make_batch(family_of(architecture), image_processor(config.target.path, architecture), sizes)
-    config.data.max_length = max(sizes.lengths)
-    config.train.global_batch_size = config.train.micro_batch_size = len(sizes.lengths)
-    parts = {name: Measured() for name in PARTS}
-    layers = LayerCalls()
-    work = count(config, copy.deepcopy(architecture), batch, {name: one.counts for name, one in parts.items()}, layers)
-    shares = "" if config.objective.anchors is None else _of_all_positions(config, copy.deepcopy(architecture), batch, parts)
-    for name, one in parts.items():
-        one.compiled = layers.compiled(name, one.counts.operators)
-    plan = flops_of_step(work)
-    if device.type == "cuda":
-        _time(config, architecture, batch, device, parts, repeats, warmup)
-    depth = f"{text.num_hidden_layers} of {complete} text layers"
-    figures = _figures(config, work, sizes, batch, parts, plan, device, depth)
-    return replace(figures, notes=[*figures.notes, shares]) if shares else figures
+    return f"{text.num_hidden_layers} of {complete} text layers"
 
 
-def _of_all_positions(config: Config, architecture: Any, batch: dict[str, Any], parts: dict[str, Measured]) -> str:
-    """Compares the operations of drafts from anchors with those of drafts from all positions."""
-    counts = {name: Counts() for name in PARTS}
-    count(replace(config, objective=replace(config.objective, anchors=None)), architecture, batch, counts, LayerCalls())
-    names = ("draft", "objective")
-    shares = (f"{PARTS[name]} {parts[name].counts.flops / counts[name].flops:.3f}" for name in names)
-    return f"objective.anchors={config.objective.anchors}, share of the TFLOP without anchors: {'; '.join(shares)}"
-
-
-def count(config: Config, architecture: Any, batch: dict[str, Any], counts: dict[str, Counts], layers: LayerCalls) -> Images:
-    """Adds what a micro-batch takes to `counts` and `layers`, by part; returns what the plan knows of it."""
-
-    @contextmanager
-    def part(name: str) -> Iterator[None]:
-        layers.part = name
-        with counted(counts[name]) as layers.running:
-            yield
-
-    with weightless():
-        teacher, student = build(config, architecture, META)
-        teacher.layers = CompiledLayers(target_methods(teacher.target), layers.new)
-        staged = Staging(teacher.target, torch.device("cpu"), torch_dtype(config.target.dtype))(batch)
-        placed = {key: _on_meta(value) for key, value in staged.items()}
-        run_parts(teacher, student, placed, part)
-    models = MetaModels(target=teacher.target, draft=student.decoding_draft)
+def workload(config: Config, teacher: Teacher, student: Student, batch: dict[str, Any]) -> Images:
+    """Returns what the plan knows of a micro-batch."""
     share = float(teacher.target.family.visual_mask(batch["input_ids"]).float().mean())
+    models = MetaModels(target=teacher.target, draft=student.decoding_draft)
     return Images(config=config, models=models, ranks=1, share=share)
 
 
 def build(config: Config, architecture: Any, device: torch.device) -> tuple[Teacher, Student]:
-    """Returns a teacher and a student with random weights, with the attention of a GPU."""
+    """Returns a teacher and a student with random weights, with the attention that the device would have in a run."""
     dtype = torch_dtype(config.target.dtype)
     with device:
         target = sage.Target(family_of(architecture).auto_class.from_config(architecture, dtype=dtype))
-    set_attention(
-        target.model,
-        resolve_attention(VisionAttention(config.target.attention), "cuda", dtype in HALF, target.family.is_packed, True),
-    )
+    choice = VisionAttention(config.target.attention)
+    set_attention(target.model, resolve_attention(choice, device.type, dtype in HALF, target.family.is_packed, True))
     size = getattr(config.draft, "draft_vocab_size", None)
     vocabulary = None if size is None or size >= target.vocab_size else torch.arange(size)
     student = new_student(fresh_draft(config, target, vocabulary), config).to(torch_dtype(config.train.precision))
@@ -221,28 +184,18 @@ def run_parts(teacher: Teacher, student: Student, batch: dict[str, Any], part: P
         torch.autograd.grad(sums.loss / count_supervised(batch["loss_mask"]), trained, allow_unused=True)
 
 
-def _on_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
 def _time(
-    config: Config,
-    architecture: Any,
-    batch: dict[str, Any],
-    device: torch.device,
-    parts: dict[str, Measured],
-    repeats: int,
-    warmup: int,
-) -> None:
-    """Adds times and memory of every part; the clock waits for the device at its bounds."""
-    gc.collect()
-    teacher, student = build(config, architecture, device)
-    staged = Staging(teacher.target, device, torch_dtype(config.target.dtype))(batch)
+    teacher: Teacher, student: Student, batch: dict[str, Any], device: torch.device, repeats: int, warmup: int
+) -> dict[str, Measured]:
+    """Returns times and memory of every part; the clock waits for the device at its bounds."""
+    staged = Staging(teacher.target, device, teacher.target.dtype)(batch)
+    parts = {name: Measured() for name in PARTS}
     for number in range(warmup + repeats):
         seconds = dict.fromkeys(PARTS, 0.0)
         run_parts(teacher, student, staged, partial(_timed, device=device, seconds=seconds, parts=parts))
         for name, spent in seconds.items() if number >= warmup else ():
             parts[name].seconds.append(spent)
+    return parts
 
 
 @contextmanager
@@ -255,46 +208,32 @@ def _timed(name: str, device: torch.device, seconds: dict[str, float], parts: di
 
 
 def _figures(
-    config: Config,
-    work: Images,
-    sizes: Sizes,
-    batch: dict[str, Any],
-    parts: dict[str, Measured],
-    plan: dict[str, float],
-    device: torch.device,
-    layers: str,
+    config: Config, sizes: Sizes, batch: dict[str, Any], parts: dict[str, Measured], work: Images, device: torch.device
 ) -> Figures:
-    total, peak_flops = Measured(), config.launch.gpu_peak_tflops * 1e12
-    rows = []
-    for name, one in parts.items():
-        total.counts.flops += one.counts.flops
-        total.counts.operators += one.counts.operators
-        total.peak_bytes = max(total.peak_bytes, one.peak_bytes)
-        rows.append(_row(PARTS[name], one, plan[name], peak_flops))
-    total.seconds = [sum(times) for times in zip(*(one.seconds for one in parts.values()), strict=True)]
+    plan, peak_flops = flops_of_step(work), config.launch.gpu_peak_tflops * 1e12
+    total = Measured(
+        seconds=[sum(times) for times in zip(*(one.seconds for one in parts.values()), strict=True)],
+        peak_bytes=max(one.peak_bytes for one in parts.values()),
+    )
+    rows = [_row(PARTS[name], one, plan[name], peak_flops) for name, one in parts.items()]
     rows.append(_row("sum", total, sum(plan.values()), peak_flops))
     tokens, padded = int(batch["attention_mask"].sum()), batch["input_ids"].numel()
     width, height = sizes.image
-    supervised = int(count_supervised(batch["loss_mask"]))
     title = (
-        f"{config.target.name}, {layers}, draft={config.draft.kind}, {config.objective.steps} step(s), "
-        f"{config.train.precision}: {len(sizes.lengths)} sequences with an image of {width} x {height}"
+        f"draft={config.draft.kind}, {config.objective.steps} step(s), {config.train.precision}: "
+        f"{len(sizes.lengths)} sequences with an image of {width} x {height}"
     )
+    supervised = int(count_supervised(batch["loss_mask"]))
     notes = [
         f"{tokens} tokens, {padded} with padding ({tokens / padded:.2f}); {work.share:.2f} visual, {supervised} supervised",
         f"the plan takes the {round((1 - work.share) * padded)} tokens of text to be supervised; "
         f"share of {config.launch.gpu_peak_tflops:g} TFLOP/s (launch.gpu_peak_tflops)",
+        f"{tokens / median(total.seconds):,.0f} tokens/s without the optimizer",
     ]
-    if total.seconds:
-        notes.append(f"{tokens / median(total.seconds):,.0f} tokens/s without the optimizer")
     return Figures(title, HEAD, rows, notes, describe_machine(device))
 
 
-def _row(name: str, one: Measured, plan: float, peak_flops: float) -> list[str]:
-    flops = one.counts.flops
-    counts = [name, f"{flops / 1e12:.4g}", f"{flops / plan:.2f}" if plan else "", f"{one.counts.operators}"]
-    counts += ["" if one.compiled is None else f"{one.compiled}"]
-    if not one.seconds:
-        return [*counts, "", "", ""]
+def _row(name: str, one: Measured, flops: float, peak_flops: float) -> list[str]:
     seconds = median(one.seconds)
-    return [*counts, f"{1e3 * seconds:.1f}", f"{flops / seconds / peak_flops:.0%}", f"{one.peak_bytes / GIB:.1f}"]
+    share = f"{flops / seconds / peak_flops:.0%}"
+    return [name, f"{flops / 1e12:.4g}", f"{1e3 * seconds:.1f}", share, f"{one.peak_bytes / GIB:.1f}"]
