@@ -8,7 +8,7 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,12 +99,13 @@ def test_ranks_are_started_so_that_they_import_the_installed_packages(monkeypatc
 
         join = start
 
-    def elastic_launch(settings: Any, entry: Any) -> Any:
-        return lambda *arguments: started.append((entry, *arguments)) or {0: 0}  # type: ignore[func-returns-value]
+    def start_processes(start: Any, nprocs: int, join: bool) -> Any:
+        started.append((start.func, *start.args))
+        return SimpleNamespace(processes=[])
 
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
+    monkeypatch.setattr("torch.multiprocessing.start_processes", start_processes)
     monkeypatch.setattr("multiprocessing.context.SpawnContext.Process", Process)
-    config: Any = object()
+    config: Any = SimpleNamespace(run=SimpleNamespace(dir="nowhere"))
     assert spawn(config, print, 2) == 0  # type: ignore[arg-type]
     assert data_cli._start_ranks(config, 1) == 0
     assert [part[:3] for part in started] == [(call, _run_spawned_rank, config), (call, data_cli._rank, config)]

@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from PIL import Image
-from torch.distributed.launcher import api
+from torch import multiprocessing
 
 from sage.io.files import config_dir
 from train.report import run_page, style
@@ -49,7 +49,7 @@ def shorten() -> None:
 
 def fork_ranks() -> None:
     """Makes the ranks of a command forks of it; tests/training/test_launch.py starts them as users do."""
-    api.LaunchConfig = partial(api.LaunchConfig, start_method="fork")  # type: ignore[misc, assignment]
+    multiprocessing.start_processes = partial(multiprocessing.start_processes, start_method="fork")
 
 
 def save_blank(made: Figure, path: Path) -> None:

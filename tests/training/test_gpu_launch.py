@@ -21,7 +21,6 @@ from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.engine.engine import import_deepspeed
 from train.job import loop
 from train.job.build import set_threads
-from train.job.loop import deterministic
 from train.launch.launcher import check_devices
 from train.launch.ranks import NCCL_TIMEOUT_S, Ranks, check_own_gpu, pick_device, process_group
 from train.state.resume import TrainState
@@ -77,10 +76,10 @@ def test_nccl_has_a_shorter_time_limit_than_waiting_for_rank_0(one_gpu: FakeCuda
     assert groups["gloo"]["timeout"] == timedelta(seconds=7200)
 
 
-@pytest.mark.parametrize("key", ["gpus", "ranks"])
-def test_more_ranks_than_gpus_are_refused_with_the_key_that_was_given(one_gpu: FakeCuda, key: str) -> None:
-    with refused(f"launch.{key}=2", "1 GPU(s)", "launch.device=cpu", error=ConfigError):
-        check_devices(LaunchConfig(**{key: 2}), 2)
+def test_more_ranks_than_gpus_are_refused_with_the_key_that_was_given(one_gpu: FakeCuda) -> None:
+    for key in ("gpus", "ranks"):
+        with refused(f"launch.{key}=2", "1 GPU(s)", "launch.device=cpu", error=ConfigError):
+            check_devices(LaunchConfig(**{key: 2}), 2)  # type: ignore[arg-type]
 
 
 def test_gpus_of_a_machine_without_any_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +87,8 @@ def test_gpus_of_a_machine_without_any_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with refused("launch.gpus=8", "no GPU", "launch.ranks=8", error=ConfigError):
         check_devices(LaunchConfig(gpus=8), 8)
+    with refused("launch.device=cuda", "no GPU", error=ConfigError):
+        check_devices(LaunchConfig(ranks=2, device=Device.cuda), 2)
     for meant in (LaunchConfig(ranks=8), LaunchConfig(gpus=8, device=Device.cpu)):
         check_devices(meant, 8)
 
@@ -98,16 +99,15 @@ def test_regeneration_refuses_more_ranks_than_gpus(one_gpu: FakeCuda) -> None:
         data_command._regenerate_on_ranks(config)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_run_on_a_machine_with_one_gpu(one_gpu: FakeCuda, preset: str) -> None:
-    launch = compose("config", [f"experiment={preset}"], Config).launch
-    check_devices(launch, launch.gpus or launch.ranks or 1)
+def test_presets_run_on_a_machine_with_one_gpu(one_gpu: FakeCuda) -> None:
+    for preset in PRESETS:
+        launch = compose("config", [f"experiment={preset}"], Config).launch
+        check_devices(launch, launch.gpus or launch.ranks or 1)
 
 
 @pytest.mark.parametrize(
     ("given", "launcher", "device", "expected"),
     [
-        (None, None, "cuda", 4),
         (None, None, "cpu", 4),
         ("1", "torchrun", "cuda", 4),
         ("1", "torchrun", "cpu", None),
@@ -149,20 +149,13 @@ def test_operators_are_probed_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch, dev
     assert probed == (["cpu"] if device == "cpu" else [])
 
 
-def test_deterministic_algorithms_hold_for_the_step_alone() -> None:
+def test_steps_of_a_deterministic_run_alone_are_restricted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation may use operations without a deterministic algorithm; it does not change the weights."""
-    for is_on in (True, False):
-        with deterministic(is_on):
-            assert torch.are_deterministic_algorithms_enabled() is is_on
-        assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_every_step_of_a_deterministic_run_is_restricted(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[bool]()
     monkeypatch.setattr(loop, "train_step", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()) or 0.0)
     for is_on in ("true", "false"):
         config = compose("config", [f"train.deterministic={is_on}", "train.max_steps=2"], Config)
         run: Any = SimpleNamespace(config=config, state=TrainState(), total_steps=2, figures={})
         loop.take_step(run, [])
-        loop.take_step(run, [])
-    assert seen == [True, True, False, False]
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert seen == [True, False]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -20,7 +18,7 @@ import torch
 from support.data_helpers import make_noise
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
-from support.train_helpers import ROOT, command, environment, metrics, sage_train, srun_variables
+from support.train_helpers import command, environment, metrics, sage_train, srun_variables
 
 from checkpoints.store import SaveFailed
 from sage.commands.cli import NOTHING_SAVED
@@ -30,18 +28,13 @@ from train.config.schema import Config, ConfigError
 from train.job.answers import AnswersStopped
 from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host
-from train.launch.launcher import check_devices
-from train.launch.launcher import launch as launch_work
+from train.launch.launcher import launch
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
-from train.launch.supervisor import Supervisor, describe, interrupted
+from train.launch.supervisor import Failure, RankFailed, Supervisor, describe, interrupted
 
 START_S = 200
 SAGE_TRAIN = [sys.executable, "-m", "train.cli.train"]  # as users start it: torch has yet to read its log level
-
-
-def launch(config: Config) -> int:
-    return launch_work(config, run_rank)
 
 
 TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
@@ -52,12 +45,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-def two_ranks(target: Path, run: Path, *overrides: str) -> Config:
-    arguments = command(target, run, *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1", "launch.device=cpu")
-    config: Config = compose("config", [*arguments, *overrides], Config)
-    return config
 
 
 @pytest.mark.slow
@@ -208,34 +195,72 @@ def test_a_killed_rank_ends_the_run_within_seconds(target: Path, tmp_path: Path,
     assert not any(Path(f"/proc/{pid}").exists() for pid in others)
 
 
+def reported(folder: Path, *failures: Failure) -> Supervisor:
+    """A supervisor whose ranks have reported these errors one after another."""
+    for rank, failure in enumerate(failures):
+        (folder / f"rank_{rank}.json").write_text(json.dumps(asdict(replace(failure, time=float(rank)))))
+    return Supervisor(folder)
+
+
 def test_the_root_cause_is_a_kill_or_the_first_primary_failure(tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path)
-    lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 2)
+    lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 0)
     assert lost.is_secondary and not lost.details
-    check_message(lost.message, "rank 2: ")
-    bug = describe(RuntimeError("a bug"), 0)
-    assert not bug.is_secondary and bug.message == "rank 0: RuntimeError: a bug" and "RuntimeError: a bug" in bug.details
+    check_message(lost.message, "rank 0: ")
     full = describe(SaveFailed("disk full"), 1)
     assert (full.message, full.exit_code, full.details) == ("disk full", 1, "")
+    bug = describe(RuntimeError("a bug"), 2)
+    assert not bug.is_secondary and bug.message == "rank 2: RuntimeError: a bug" and "RuntimeError: a bug" in bug.details
     mistake = describe(ConfigError("seed=-1"), 1)
     assert (mistake.message, mistake.exit_code) == ("seed=-1", 2)
-    for rank, when, failure in ((0, 3.0, bug), (1, 2.0, full), (2, 1.0, lost)):
-        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(asdict(replace(failure, time=when))))
-        (tmp_path / f"rank_{rank}.pid").write_text(str(rank + 100))
+    supervisor = reported(tmp_path, lost, full, bug)
+    supervisor.failed = {0: 1, 1: 1, 2: 1}
     assert str(supervisor.root_cause()) == "disk full"
-    supervisor.failed = {101: -9, 100: 1}
-    check_message(str(supervisor.root_cause()), "rank 1 ", "SIGKILL")
-    supervisor.failed = {100: -15, 101: -9}  # torch has terminated the other one within the same poll
-    check_message(str(supervisor.root_cause()), "rank 1 ", "SIGKILL")
-    supervisor.failed = {100: -15, 101: 1}
-    assert str(supervisor.root_cause()) == "disk full"
+    supervisor.failed[1] = -9
+    check_message(str(supervisor.root_cause()), "rank 1 ", "SIGKILL", "out of memory?")
+
+
+class Rank:
+    """A process that exits at once, while it is joined, or not at all until it is killed."""
+
+    def __init__(self, exitcode: int | None, late: int | None = None) -> None:
+        self.exitcode, self.late = exitcode, late
+        self.sentinel, other_end = os.pipe()
+        if exitcode is not None:
+            os.close(other_end)  # `wait` finds the sentinel ready
+
+    def join(self, timeout: float | None = None) -> None:
+        self.exitcode = self.late if self.exitcode is None else self.exitcode
+
+    def kill(self) -> None:
+        self.exitcode = -9 if self.exitcode is None else self.exitcode
+
+
+def test_ranks_that_fail_within_a_second_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.launch.supervisor.GRACE_S", 0.0)
+    supervisor, ranks = Supervisor(tmp_path), [Rank(1), Rank(None, late=-11), Rank(None), Rank(0), Rank(3)]
+    with refused("rank 1 ", "SIGSEGV", error=RankFailed):
+        supervisor.wait(ranks, str(tmp_path))  # type: ignore[arg-type]
+    assert supervisor.failed == {0: 1, 1: -11} and ranks[2].exitcode == -9
+    assert supervisor.wait([Rank(3), Rank(0)], str(tmp_path)) == 3  # type: ignore[list-item]  # stopped, and saved
+
+
+def test_an_exit_without_a_report_is_an_error(tmp_path: Path) -> None:
+    """The message names the rank and its exit code; the details are what it wrote to its file."""
+    (tmp_path / "rank_1.log").write_text("\n".join(f"line {number}" for number in range(1, 31)) + "\n")
+    (tmp_path / "rank_2.log").touch()
+    supervisor = Supervisor(tmp_path)
+    supervisor.failed = {1: 1}
+    failed = supervisor.root_cause()
+    assert failed.exit_code == 1
+    assert failed.details == "rank_1:\n" + "".join(f"line {number}\n" for number in range(11, 31))
+    check_message(str(failed), "rank 1 ", "code 1", "launch.ranks=1")
 
 
 def test_what_a_command_waits_for_is_said_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("train.launch.launcher.is_locked", lambda folder: folder == tmp_path)
-    assert launch_work(compose("config", [f"run.dir={tmp_path}"], Config), lambda _: int("waiting" not in caplog.text)) == 0
+    assert launch(compose("config", [f"run.dir={tmp_path}"], Config), lambda _: int("waiting" not in caplog.text)) == 0
 
 
 def test_an_interrupt_exits_with_3_only_if_a_state_is_saved(tmp_path: Path) -> None:
@@ -246,12 +271,9 @@ def test_an_interrupt_exits_with_3_only_if_a_state_is_saved(tmp_path: Path) -> N
 
 
 def test_a_stopped_rank_that_has_saved_answers_says_so(tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path)
-    assert supervisor.stopped(str(tmp_path)).exit_code == 130
+    assert Supervisor(tmp_path).stopped(str(tmp_path)).exit_code == 130
     failures = (describe(interrupted(tmp_path), 0), describe(AnswersStopped(tmp_path / "kept"), 1))
-    for rank, failure in enumerate(failures):
-        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(asdict(failure)))
-    stopped = supervisor.stopped(str(tmp_path))
+    stopped = reported(tmp_path, *failures).stopped(str(tmp_path))
     assert stopped.exit_code == 3
     check_message(str(stopped), "same command continues", f"{tmp_path}/kept")
 
@@ -281,57 +303,6 @@ def test_a_command_interrupted_before_it_saved_exits_with_130_and_ends_a_sweep(
     assert run_command(lambda: signal.default_int_handler(2, None)) == 130
 
 
-class Child:
-    """A process whose exit code changes as listed, poll by poll."""
-
-    def __init__(self, *found: int | None) -> None:
-        self.found = list(found)
-
-    @property
-    def exitcode(self) -> int | None:
-        return self.found.pop(0) if len(self.found) > 1 else self.found[0]
-
-    def is_alive(self) -> bool:
-        return False
-
-
-def test_a_rank_that_exits_during_or_after_a_poll_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.launch.supervisor.GRACE_S", 0.0)
-    supervisor = Supervisor(tmp_path)
-    supervisor._children = {100: Child(None, -9), 101: Child(1), 102: Child(None, None, -9)}  # 102 is killed with the others
-    supervisor.poll(threading.Event())
-    check_message(str(supervisor.root_cause()), "SIGKILL")
-    assert supervisor.failed == {100: -9, 101: 1}
-    supervisor = Supervisor(tmp_path)
-    supervisor._children = {100: Child(-9)}  # torch finds it before the first poll
-    check_message(str(supervisor.root_cause()), "SIGKILL")
-
-
-def test_a_terminated_rank_is_reported_before_a_secondary_failure(tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path)
-    lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 0)
-    (tmp_path / "rank_0.json").write_text(json.dumps(asdict(lost)))
-    (tmp_path / "rank_1.pid").write_text("101")
-    supervisor.failed = {101: -15}
-    check_message(str(supervisor.root_cause()), "rank 1 ", "SIGTERM")
-
-
-def test_an_exit_without_a_report_is_an_error(tmp_path: Path) -> None:
-    """The message names the rank and its exit code; the details are what it wrote to its file."""
-    supervisor = Supervisor(tmp_path)
-    log = tmp_path / "run" / "attempt_0" / "1" / "stderr.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("\n".join(f"line {number}" for number in range(1, 31)) + "\n")
-    (log.parent / "stdout.log").touch()
-    (tmp_path / "rank_1.pid").write_text("101")
-    supervisor.failed = {101: 1}
-    failed = supervisor.root_cause()
-    assert failed.exit_code == 1
-    assert failed.details == "rank 1, stderr:\n" + "".join(f"line {number}\n" for number in range(11, 31))
-    check_message(str(failed), "rank 1 ", "code 1", "launch.ranks=1")
-    check_message(str(Supervisor(tmp_path / "none").root_cause()), "launch.ranks=1")
-
-
 def test_torch_variables_follow_from_those_of_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = {"STEP_ID": "0", "STEP_NUM_TASKS": "8", "PROCID": "5", "LOCALID": "1", "JOB_ID": "77"}
     slurm["STEP_NODELIST"] = "gpu[03-04]"
@@ -345,7 +316,7 @@ def test_torch_variables_follow_from_those_of_srun(monkeypatch: pytest.MonkeyPat
     assert 20_000 <= int(os.environ["MASTER_PORT"]) < 32_000
 
 
-@pytest.mark.parametrize(("nodes", "first"), [("a", "a"), ("a,b", "a"), ("gpu[003-007,9],big1", "gpu003"), ("n[1,5]", "n1")])
+@pytest.mark.parametrize(("nodes", "first"), [("a,b", "a"), ("gpu[003-007,9],big1", "gpu003"), ("n[1,5]", "n1")])
 def test_first_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
@@ -356,37 +327,26 @@ def test_incomplete_launcher_variables_are_refused(monkeypatch: pytest.MonkeyPat
         detect_launcher()
 
 
-def test_launcher_variables_are_read_in_one_module() -> None:
-    names = re.compile(r"[\"'](RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|SLURM_\w+)[\"']")
-    files = [path for package in ("sage", "data_prep", "checkpoints", "train") for path in (ROOT / package).rglob("*.py")]
-    found = [path.relative_to(ROOT).as_posix() for path in files if names.search(path.read_text())]
-    assert found == ["train/launch/cluster_env.py"]
-
-
-@pytest.mark.slow
-def test_another_number_of_ranks_than_started_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with refused("launch.ranks=2", "4 rank(s)", error=ConfigError):
-        launch(two_ranks(tmp_path, tmp_path / "run"))
-
-
-def test_a_stage_that_the_number_of_ranks_rules_out_is_refused_inside_a_launcher(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "words"),
+    [
+        (4, [], ("launch.ranks=2", "4 rank(s)")),
+        (
+            2,
+            ["launch.ranks=null", "draft=model", "draft.num_layers=1", "deepspeed=zero3"],
+            ("deepspeed.stage=3", "0 to 2 with draft=model on 2 ranks"),
+        ),
+    ],
+)
+def test_what_the_number_of_ranks_of_a_launcher_rules_out_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, world_size: int, overrides: list[str], words: tuple[str, ...]
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with refused("deepspeed.stage=3", "0 to 2 with draft=model on 2 ranks", error=ConfigError):
-        launch(
-            two_ranks(tmp_path, tmp_path / "run", "launch.ranks=null", "draft=model", "draft.num_layers=1", "deepspeed=zero3")
-        )
-
-
-def test_a_missing_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = two_ranks(tmp_path, tmp_path / "run", "launch.device=cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with refused("launch.device=cuda", "no GPU", error=ConfigError):
-        check_devices(config.launch, 2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, str(value))
+    arguments = command(tmp_path, tmp_path / "run", *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1")
+    config: Config = compose("config", [*arguments, "launch.device=cpu", *overrides], Config)
+    with refused(*words, error=ConfigError):
+        launch(config, run_rank)
 
 
 def test_signals_set_the_flag_once_it_is_polled() -> None:

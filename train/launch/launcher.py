@@ -1,7 +1,7 @@
 """Starts the ranks of a run on this machine, or runs one rank of torchrun, deepspeed or srun.
 
-A single rank runs in this process. More are spawned by torch's elastic launcher: rank 0 keeps the terminal, the others write to
-a temporary folder. A failing rank writes its error to that folder, and the others are killed a second later. A rank of an
+A single rank runs in this process. Of several ranks, which are spawned, rank 0 keeps the terminal, and the others write to a
+temporary folder. A failing rank writes its error to that folder, and the others are killed a second later. A rank of an
 external launcher prints its own error if it is the first one to fail.
 """
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +28,7 @@ from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.launch import cluster_env
 from train.launch.log import configure_logging
 from train.launch.signals import StopFlag, ignore_sigterm
-from train.launch.supervisor import POLL_S, Failure, describe, interrupted, silence_loggers, supervise
+from train.launch.supervisor import Failure, Supervisor, describe, interrupted
 
 logger = logging.getLogger(__name__)
 IGNORE_LEAKS = "ignore:resource_tracker:UserWarning"  # of the semaphores that a killed rank leaves; they are cleaned up
@@ -94,46 +95,32 @@ def check_devices(launch: LaunchConfig, num_ranks: int) -> None:
 
 
 def spawn(config: Config, work: RankWork, num_ranks: int) -> int:
-    """Starts the ranks, waits for them, and raises the first failure as RankFailed."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    """Starts the ranks, waits for them, and raises the first failure as RankFailed; this process hosts their store."""
+    from torch.distributed import TCPStore
+    from torch.multiprocessing import start_processes
 
-    silence_loggers("torch.distributed.elastic", "torch.multiprocessing")
-    with tempfile.TemporaryDirectory(prefix="sage-train-") as folder, supervise(Path(folder)) as supervisor:
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=Path(folder).name,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=POLL_S,
-            signals_to_handle="SIGHUP,SIGQUIT",  # `supervise` forwards SIGTERM and SIGINT
-            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects={rank: Std.ALL for rank in range(1, num_ranks)}),
-        )
-        try:
-            codes = elastic_launch(settings, call)(_run_spawned_rank, config, work, folder)
-        except (ChildFailedError, SignalException) as error:
-            if supervisor.is_stop_requested:
-                raise supervisor.stopped(config.run.dir) from error
-            raise supervisor.root_cause() from error
-    return max(codes.values())
+    with tempfile.TemporaryDirectory(prefix="sage-train-") as folder, Supervisor(Path(folder)) as supervisor:
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        start = partial(call, _run_spawned_rank, config, work, folder, num_ranks, store.port)
+        return supervisor.wait(start_processes(start, nprocs=num_ranks, join=False).processes, config.run.dir)
 
 
-def _run_spawned_rank(config: Config, work: RankWork, folder: str) -> int:
+def _run_spawned_rank(config: Config, work: RankWork, folder: str, num_ranks: int, port: int, rank: int) -> NoReturn:
     """Runs a spawned rank; writes its error to `folder` for the launcher."""
-    rank = cluster_env.rank()
-    (Path(folder) / f"rank_{rank}.pid").write_text(str(os.getpid()))
+    cluster_env.set_rank(rank, num_ranks, port)
+    own = Path(folder) / f"rank_{rank}"
+    if rank:
+        output = own.with_suffix(".log").open("w")
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
     configure_logging(config.debug, is_main=rank == 0)
     try:
-        return work(config)
+        code = work(config)
     except BaseException as error:
         failure = _describe(error, rank, config)
-        write_text(Path(folder) / f"rank_{rank}.json", json.dumps(asdict(failure)))
+        write_text(own.with_suffix(".json"), json.dumps(asdict(failure)))
         _exit_at_once(failure.exit_code)
+    sys.exit(code)
 
 
 def _describe(error: BaseException, rank: int, config: Config) -> Failure:

@@ -1,4 +1,4 @@
-"""Supervision of spawned ranks: detects the first failure, forwards signals, and kills the other ranks after a second.
+"""Supervision of spawned ranks: waits for the first failure, forwards signals, and kills the other ranks after a second.
 
 When one rank fails, the others soon lose the connection to it and fail as well; those failures must not hide the first one.
 """
@@ -6,17 +6,16 @@ When one rank fails, the others soon lose the connection to it and fail as well;
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import active_children
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from sage.commands.cli import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_U
 from train.launch.signals import STOP_SIGNALS
 
 GRACE_S = 1.0  # time for the ranks to report their own errors after the first one has exited
-POLL_S = 0.1
 LAST_LINES = 20  # that are shown of the output of a rank that has reported no error
 LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket|timed out|recvvalue|remote (worker|process)|nccl",
@@ -78,10 +76,13 @@ def describe(error: BaseException, rank: int) -> Failure:
 
 
 class Supervisor:
-    """Polls the child processes; ranks write their error (`rank_N.json`, a `Failure`) and pid (`rank_N.pid`) to `folder`.
+    """Waits for spawned ranks and forwards signals to them while its context is open.
+
+    A rank that fails writes its error, a `Failure`, to `rank_N.json` in `folder`; all but rank 0 have their output in
+    `rank_N.log`.
 
     Attributes:
-        failed: pid -> exit code of the ranks that had failed before the others were killed.
+        failed: rank -> exit code of the ranks that had failed before the others were killed.
         is_stop_requested: whether a signal has been forwarded to the ranks.
     """
 
@@ -89,105 +90,92 @@ class Supervisor:
         self.folder = folder
         self.failed: dict[int, int] = {}
         self.is_stop_requested = False
-        self._other_processes = set(active_children())
-        self._children: dict[int, Any] = {}
-        self._has_killed = False
+        self._ranks: Sequence[BaseProcess] = ()
+        self._previous: dict[signal.Signals, Any] = {}
 
-    def poll(self, done: threading.Event) -> None:
-        """Looks for failed ranks until `done` is set; kills the others after the first failure."""
-        while not done.wait(POLL_S):
-            for child in set(active_children()) - self._other_processes:
-                self._children.setdefault(int(child.pid or 0), child)
+    def __enter__(self) -> Supervisor:
+        if threading.current_thread() is threading.main_thread():  # Python allows no other thread to set handlers
+            self._previous = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def wait(self, ranks: Sequence[BaseProcess], run_dir: str) -> int:
+        """Waits until all ranks have exited; after the first failure, the others have a second to report their own errors.
+
+        Returns:
+            the exit code: 0 done, 3 stopped by a signal after saving.
+
+        Raises:
+            RankFailed: a rank failed.
+        """
+        self._ranks = ranks
+        if self.is_stop_requested:  # while they were started
+            self._request_stop()
+        while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
             if self._find_failed():
-                done.wait(GRACE_S)
-                self._update_failed()
-                self.kill()
-                return
-
-    def _update_failed(self) -> None:
-        """Looks again: a secondary failure may be visible before its cause, whose exit torch may be collecting."""
-        if not self._has_killed:
-            self.failed |= self._find_failed()
+                break
+            wait(running)
+        if self._find_failed():
+            deadline = time.monotonic() + GRACE_S
+            for rank in ranks:
+                rank.join(max(0.0, deadline - time.monotonic()))
+            self.failed = self._find_failed()
+            self.kill()
+            raise self.stopped(run_dir) if self.is_stop_requested else self.root_cause()
+        return max((rank.exitcode or 0 for rank in ranks), default=0)
 
     def _find_failed(self) -> dict[int, int]:
-        return {pid: child.exitcode for pid, child in self._children.items() if child.exitcode not in (None, 0)}
+        """A rank that has stopped after saving exits with 3 and reports no error."""
+        codes, reports = {number: rank.exitcode or 0 for number, rank in enumerate(self._ranks)}, self._reports()
+        return {number: code for number, code in codes.items() if code not in (0, EXIT_STOPPED) or (code and number in reports)}
 
     def kill(self) -> None:
-        """Kills every remaining rank."""
-        self._has_killed = True
-        for child in self._children.values():
-            if child.is_alive():
-                child.kill()
+        """Kills every remaining rank, and waits for it."""
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.join()
 
-    def forward(self, number: int, frame: Any) -> None:
+    def _forward(self, number: int, frame: Any) -> None:
         """Signal handler: requests a stop of every rank; kills them at a second Ctrl-C."""
         if self.is_stop_requested and number == signal.SIGINT:
             self.kill()
             return
         self.is_stop_requested = True
-        for child in self._children.values():
-            if child.is_alive():
-                os.kill(child.pid, signal.SIGUSR1)
+        self._request_stop()
+
+    def _request_stop(self) -> None:
+        for rank in self._ranks:
+            if rank.is_alive() and rank.pid is not None:
+                os.kill(rank.pid, signal.SIGUSR1)
 
     def stopped(self, run_dir: str) -> RankFailed:
         """Returns the error of a run that a signal has stopped: that of a rank that has saved its work, else `interrupted`."""
-        saved = next((report for report in self._reports() if report.exit_code == EXIT_STOPPED), None)
+        saved = next((report for report in self._reports().values() if report.exit_code == EXIT_STOPPED), None)
         return interrupted(run_dir) if saved is None else RankFailed(saved.message, EXIT_STOPPED)
 
-    def _reports(self) -> list[Failure]:
-        return [Failure(**json.loads(path.read_text())) for path in self.folder.glob("rank_*.json")]
+    def _reports(self) -> dict[int, Failure]:
+        paths = self.folder.glob("rank_*.json")
+        return {int(path.stem.split("_")[1]): Failure(**json.loads(path.read_text())) for path in paths}
 
     def root_cause(self) -> RankFailed:
-        """Returns the error to report: of a rank killed from outside, else the first failure that is not secondary.
-
-        torch sends SIGTERM to the other ranks once one has exited, and both exits may be detected in one poll. Therefore
-        SIGTERM counts least.
-        """
-        self._update_failed()  # torch may have found the failure first
-        reports = self._reports()
-        ranks = {int(path.read_text()): int(path.stem.split("_")[1]) for path in self.folder.glob("rank_*.pid")}
-        first = min(reports, key=lambda report: (report.is_secondary, report.time), default=None)
-        killed = {pid: signal.Signals(-code).name for pid, code in self.failed.items() if code < 0}
-        pid = min(killed, key=lambda pid: killed[pid] == "SIGTERM", default=None)
-        if pid is not None and (killed[pid] != "SIGTERM" or first is None or first.is_secondary):
-            hint = " (out of memory?)" if killed[pid] == "SIGKILL" else ""
-            return RankFailed(f"rank {ranks.get(pid, '?')} was killed by {killed[pid]}{hint}", EXIT_CRASH)
+        """Returns the error to report: of a rank killed from outside, else the first failure that is not secondary."""
+        first = min(self._reports().values(), key=lambda report: (report.is_secondary, report.time), default=None)
+        killed = next((rank for rank, code in self.failed.items() if code < 0), None)
+        if killed is not None:
+            name = signal.Signals(-self.failed[killed]).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            return RankFailed(f"rank {killed} was killed by {name}{hint}", EXIT_CRASH)
         if first is not None:
             return RankFailed(first.message, first.exit_code, first.details)
-        exits = ", ".join(f"rank {ranks.get(pid, '?')} with code {code}" for pid, code in self.failed.items())
-        message = f"a rank exited without reporting an error ({exits or 'exit codes are unknown'})"
-        return RankFailed(f"{message}; run with launch.ranks=1 to see it", EXIT_CRASH, self._last_output())
+        exits = ", ".join(f"rank {rank} with code {code}" for rank, code in self.failed.items())
+        message = f"a rank exited without reporting an error ({exits}); run with launch.ranks=1 to see it"
+        return RankFailed(message, EXIT_CRASH, self._last_output())
 
     def _last_output(self) -> str:
-        """Returns the last lines that each rank without the terminal has written, below the name of its file."""
-        written = {path: path.read_text(errors="replace").splitlines() for path in sorted(self.folder.rglob("std*.log"))}
-        return "".join(
-            "\n".join([f"rank {path.parent.name}, {path.stem}:", *lines[-LAST_LINES:], ""])
-            for path, lines in written.items()
-            if lines
-        )
-
-
-@contextmanager
-def supervise(folder: Path) -> Iterator[Supervisor]:
-    """Supervises the ranks started inside the block and forwards signals to them."""
-    supervisor = Supervisor(folder)
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    previous = {number: signal.signal(number, supervisor.forward) for number in STOP_SIGNALS} if is_main_thread else {}
-    done = threading.Event()
-    thread = threading.Thread(target=supervisor.poll, args=(done,), name="rank-supervisor", daemon=True)
-    thread.start()
-    try:
-        yield supervisor
-    finally:
-        done.set()
-        thread.join()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def silence_loggers(*names: str) -> None:
-    """Silences the loggers of a library whose reports `root_cause` replaces."""
-    for known in [*names, *logging.root.manager.loggerDict]:
-        if known.startswith(names):
-            logging.getLogger(known).setLevel(logging.CRITICAL + 1)
+        """Returns the last lines of each rank without the terminal."""
+        written = {path.stem: path.read_text(errors="replace").splitlines() for path in sorted(self.folder.glob("rank_*.log"))}
+        return "".join("\n".join([f"{name}:", *lines[-LAST_LINES:], ""]) for name, lines in written.items() if lines)
