@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from train.config.schema import ObjectiveConfig
 from train.distill import chunked_loss
-from train.distill.chunked_loss import TERMS, ChunkedDistillation, blocked_row_dot, weighted_terms
+from train.distill.chunked_loss import ChunkedDistillation, blocked_row_dot
 from train.distill.objective import METRIC_NAMES, DraftOutput, LossSums, Objective
 from train.distill.rows import Rows
 from train.distill.student import gather_supervised
@@ -96,13 +95,11 @@ def objective_of(*names: str, **options: Any) -> Objective:
     return Objective(ObjectiveConfig(**{"steps": K, "step_decay": 0.8, "chunk_tokens": 5, **weights, **options}))
 
 
-MIXTURES = [names for count in (1, 2, 4) for names in itertools.combinations(WEIGHTS, count)]
+MIXTURES = [*((name,) for name in WEIGHTS), ("tv_weight", "lk_weight"), WEIGHTS]
 
 
-def test_every_term_has_a_weight_in_the_configuration_and_a_naive_counterpart_here() -> None:
-    in_config = {part.name for part in fields(ObjectiveConfig) if part.name.endswith("_weight")}
-    assert in_config == set(WEIGHTS) == {f"{term.name}_weight" for term in TERMS} | {"feature_weight"}
-    assert [(term.name, weight) for term, weight in weighted_terms(objective_of("lk_weight").config)] == [("lk", 0.3)]
+def test_every_weight_of_the_configuration_has_a_naive_counterpart_here() -> None:
+    assert {part.name for part in fields(ObjectiveConfig) if part.name.endswith("_weight")} == set(WEIGHTS)
 
 
 @pytest.mark.parametrize("names", MIXTURES, ids=["+".join(n.removesuffix("_weight") for n in names) for names in MIXTURES])
@@ -112,7 +109,7 @@ def test_value_and_gradients_equal_the_naive_loss(names: tuple[str, ...], temper
     check_against_naive(objective, x)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, S, 1000])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("same_head", [True, False])
 def test_chunk_size_and_a_borrowed_head_change_nothing(chunk: int, same_head: bool) -> None:
     objective, x = objective_of(*WEIGHTS, chunk_tokens=chunk, smooth_l1_beta=0.3), make(same_head=same_head)
@@ -145,8 +142,7 @@ def test_float32_is_accurate_to_float32_rounding() -> None:
         assert float((mine.double() - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
 
 
-@pytest.mark.parametrize("steps", [1, 7])
-@pytest.mark.parametrize("chunk", [16, 256, 2048])
+@pytest.mark.parametrize(("steps", "chunk"), [(1, 2048), (7, 16), (7, 256)])
 def test_the_head_gradient_in_bf16_does_not_depend_on_the_chunks(chunk: int, steps: int) -> None:
     """The reference takes the same logits, rounded to bf16."""
     generator = torch.Generator().manual_seed(0)
@@ -170,7 +166,7 @@ def test_the_head_gradient_in_bf16_does_not_depend_on_the_chunks(chunk: int, ste
     assert float((found.double() - expected).norm() / expected.norm()) < 0.004
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 100])
+@pytest.mark.parametrize("size", [1, 4, 100])
 def test_parts_hold_whole_positions_in_order(size: int) -> None:
     is_valid = torch.rand(3, 12, generator=torch.Generator().manual_seed(0)) < 0.5
     rows = Rows.of(is_valid)

@@ -162,7 +162,7 @@ class DeepspeedConfig:
 
 @dataclass(kw_only=True)
 class ObjectiveConfig:
-    """Weights of the loss terms (`train.distill.chunked_loss.TERMS`) and the number of unrolled steps.
+    """Weights of the loss terms (`train.distill.chunked_loss`) and the number of unrolled steps.
 
     Attributes:
         name: the choice of `objective=`, for the name of a run.
