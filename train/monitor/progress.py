@@ -12,8 +12,7 @@ from rich.table import Column
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
-BAR_WIDTH, NUM_GAPS = 12, 4  # columns of the bar; blanks between the five parts of the live line
-LONGEST_TIME = "0:00:00"
+BAR_WIDTH = 12
 PROMPT = "prompt"
 ESTIMATE_S = 900.0  # the time left follows from the steps of this period, which has to contain two
 
@@ -34,7 +33,7 @@ class Display:
 class LiveDisplay(Display):
     """A progress bar with loss, estimated acceptance, tokens/s, memory and the time left; a second one during a validation.
 
-    One line each: in a narrow terminal the last metrics are left out, never the steps or the time left.
+    One line each: a narrow terminal cuts off the last metrics, never the steps or the time left.
 
     Args:
         total: steps of the run; 0: only validations are shown.
@@ -45,27 +44,25 @@ class LiveDisplay(Display):
         self.bar = Progress(
             BarColumn(bar_width=BAR_WIDTH),
             TextColumn("{task.fields[unit]}{task.completed}/{task.total}", table_column=Column(no_wrap=True)),
-            TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True, ratio=1)),
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
             TextColumn("left", table_column=Column(no_wrap=True)),
             console=console or Console(stderr=True),
+            expand=True,
             speed_estimate_period=ESTIMATE_S,
         )
-        self.total = total
         self.task = self.bar.add_task("training", total=total, completed=first, metrics="", unit="", visible=total > 0)
         self.validation: TaskID | None = None
         self.bar.start()
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
-        taken = BAR_WIDTH + 2 * len(str(self.total)) + len(f"/{LONGEST_TIME}left") + NUM_GAPS
-        self.bar.update(self.task, completed=step, metrics=describe(metrics, self.bar.console.width - taken))
+        self.bar.update(self.task, completed=step, metrics=describe(metrics))
 
     def show_validation(self, done: int, total: int, figures: str) -> None:
         if self.validation is None or done == 0:
             self._end_validation()
             self.validation = self.bar.add_task("validating", total=total, completed=0, metrics="", unit=f"{PROMPT} ")
-        taken = BAR_WIDTH + len(f"{PROMPT} /{LONGEST_TIME}left") + 2 * len(str(total)) + NUM_GAPS
-        self.bar.update(self.validation, completed=done, metrics=_fitting(figures, self.bar.console.width - taken))
+        self.bar.update(self.validation, completed=done, metrics=figures)
         if done == total:
             self._end_validation()
 
@@ -120,21 +117,6 @@ PARTS = (  # metric, format
 )
 
 
-def describe(metrics: dict[str, float], width: int | None = None) -> str:
-    """Returns `loss 0.4120  agree 0.870  ~3.41 tokens/pass  12,345 tokens/s  21.3 GiB`, of the metrics that are present.
-
-    Args:
-        width: only the first ones that fit into so many characters; None: all.
-    """
-    return _joined([form.format(metrics[name]) for name, form in PARTS if name in metrics], "  ", width)
-
-
-def _fitting(figures: str, width: int) -> str:
-    """Returns the first of the figures, which are separated by commas, that fit into `width` characters."""
-    return _joined(figures.split(", "), ", ", width)
-
-
-def _joined(parts: list[str], separator: str, width: int | None) -> str:
-    while width is not None and parts and len(separator.join(parts)) > width:
-        parts.pop()
-    return separator.join(parts)
+def describe(metrics: dict[str, float]) -> str:
+    """Returns `loss 0.4120  agree 0.870  ~3.41 tokens/pass  12,345 tokens/s  21.3 GiB`, of the metrics that are present."""
+    return "  ".join(form.format(metrics[name]) for name, form in PARTS if name in metrics)
