@@ -26,7 +26,6 @@ from train.config.schema import MAX_STAGE, Compile, Config
 logger = logging.getLogger(__name__)
 
 Method = tuple[nn.Module, str]  # a module, and the name of a method that is compiled
-New = Callable[[type, str], Callable[..., Any]]  # a class and the name of a method -> what replaces the method
 BACKEND = "inductor"
 FLASH = "flash"  # in the names of implementations to which transformers gives a packed sequence as a whole
 
@@ -95,11 +94,10 @@ class CompiledLayers:
 
     Args:
         methods: modules and the names of their methods. Modules of one class share the compiled function.
-        new: makes the function that replaces a method of a class.
     """
 
-    def __init__(self, methods: Sequence[Method] = (), new: New = CompiledFunction) -> None:
-        functions = {key: new(*key) for key in dict.fromkeys((type(module), name) for module, name in methods)}
+    def __init__(self, methods: Sequence[Method] = ()) -> None:
+        functions = {key: CompiledFunction(*key) for key in dict.fromkeys((type(module), name) for module, name in methods)}
         self._methods = [(module, name, functions[type(module), name]) for module, name in methods]
 
     def __str__(self) -> str:

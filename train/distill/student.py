@@ -85,12 +85,7 @@ class HeadStudent(Student):
     """An EAGLE or EAGLE-3 head; `objective.feature_noise` is added to the target's features.
 
     With `objective.anchors` drafts start at anchors alone (see `train.distill.anchors`).
-
-    Attributes:
-        max_roots: share of the pairs beyond which an unrolled pass computes all of them; 0 computes all of them always.
     """
-
-    max_roots = MAX_ROOTS
 
     def __init__(self, draft: DraftHead, objective: Objective) -> None:
         super().__init__(draft, objective)
@@ -117,7 +112,7 @@ class HeadStudent(Student):
         if config.anchors is not None:
             keep = [1.0] * min(config.steps, mask.shape[1])
             anchors = draw_anchors(is_root_of(mask, len(keep)), config.anchors, keep)
-        roots = roots_of(mask, config.steps, self.max_roots) if anchors is None else anchors.root_BA
+        roots = roots_of(mask, config.steps) if anchors is None else anchors.root_BA
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight, roots)
         if anchors is None:
             hidden_RD, rows = gather_supervised(steps, mask, short.run_length, roots)
@@ -170,7 +165,7 @@ class ModelStudent(Student):
             self.decoding_draft.model.processor.save_pretrained(folder)
 
 
-def roots_of(mask_BP: Tensor, steps: int, max_share: float = MAX_ROOTS) -> Tensor | None:
+def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
     """Returns the pairs from which a chain of at most K - 1 drafted tokens reaches a supervised pair.
 
     An unrolled pass costs in proportion to them. Worked example, two steps:
@@ -179,7 +174,6 @@ def roots_of(mask_BP: Tensor, steps: int, max_share: float = MAX_ROOTS) -> Tenso
 
     Args:
         mask_BP: supervised pairs.
-        max_share: the largest R / P.
 
     Returns:
         LongTensor [B, R]; None if computing all pairs costs less, since causal attention needs no mask. R is read from the
@@ -187,7 +181,7 @@ def roots_of(mask_BP: Tensor, steps: int, max_share: float = MAX_ROOTS) -> Tenso
     """
     is_root_BP = is_root_of(mask_BP, steps)
     num_roots = max(1, int(is_root_BP.sum(1).max()))
-    if num_roots > max_share * mask_BP.shape[1]:
+    if num_roots > MAX_ROOTS * mask_BP.shape[1]:
         return None
     return (~is_root_BP).to(torch.uint8).argsort(stable=True)[:, :num_roots].sort(1).values
 
