@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -20,20 +19,17 @@ from sage.bench.__main__ import main as bench
 from sage.commands.cli import run
 from sage.commands.generate import main as sage_generate
 from sage.io.docstrings import parse_section
-from sage.planning.options import defaults
 from sage.serving.command import main as sage_serve
-from sage.trees import POLICIES, policy_class
 from train.cli.data import DataCommand
 from train.cli.data import main as sage_data
 from train.cli.export import main as sage_export
 from train.cli.train import main as sage_train
 from train.cli.validate import main as sage_validate
-from train.config.descriptions import choice_meaning, policy_options
 from train.config.help import help_text
 from train.config.keys import keys_of
 from train.config.resolvers import register_resolvers
 from train.config.schema import Config, ValidateConfig
-from train.config.store import group_choices
+from train.config.store import choice_meaning, group_choices
 
 COMMANDS: dict[str, tuple[str, Any]] = {
     "sage-train": ("config", Config),
@@ -73,16 +69,13 @@ def test_every_key_and_group_is_shown(command: str) -> None:
     """On one screen and in the complete help, there with a meaning."""
     schema = COMMANDS[command][1]
     shown, screen = key_lines(helped(command, "all")), helped(command)
-    expected = keys_of(schema).keys() - {"decode.options"}
+    expected = keys_of(schema).keys()
     assert {"data.sources.LABEL.kind", "target.path"} < expected
-    if "decode" in schema.__dataclass_fields__:
-        expected |= {f"decode.options.{name}.{option}" for name in POLICIES for option in defaults(policy_class(name))}
     assert shown.keys() == expected
     assert [key for key, (_, meaning) in shown.items() if not meaning] == []
     words = set(screen[screen.index("Keys (") :].replace("=", " ").split())
     for key in expected:
-        part, _, last = key.rpartition(".")
-        assert (last if not part.startswith("decode.options") else part.rpartition(".")[2]) in words, key
+        assert key.rpartition(".")[2] in words, key
     assert set(re.findall(r"^  ([\w/]+)=$", helped(command, "all"), flags=re.MULTILINE)) == GROUPS[command]
     assert set(re.findall(r"^  ([a-z/]+)= ", screen, flags=re.MULTILINE)) == GROUPS[command]
 
@@ -102,7 +95,7 @@ def test_topics_are_described() -> None:
     assert "a number above 0; SpecVLM uses 8e-5 for a 7B target" in text
     assert "optim.lr=0.5 " in helped("sage-train", "optim.lr", "optim.lr=0.5")
     assert "target.recipe.lr" in helped("sage-train", "lr")
-    assert "decode.options.sage.max_depth=8 " in helped("sage-train", "sage")
+    assert "`sage-bench policies` lists them" in helped("sage-train", "decode.options")
     assert helped("sage-train", "draft/compressor").count("\n  draft.compressor.") > 3
     assert "qwen2_5_vl_72b" in helped("sage-train", "target") and "num_hidden_layers" not in helped("sage-train", "target")
     for topic, near in (("optim.learning", ""), ("lrr", "did you mean lr?"), ("optm", "did you mean optim?")):
@@ -111,7 +104,7 @@ def test_topics_are_described() -> None:
 
 
 @pytest.mark.parametrize(
-    "group", ["target", "draft", "draft/compressor", "data", "objective", "tracking", "experiment", "sweep"]
+    "group", ["target", "draft", "draft/compressor", "data", "decode/policy", "objective", "tracking", "experiment", "sweep"]
 )
 def test_every_choice_has_a_meaning(group: str) -> None:
     assert [choice for choice in group_choices(group) if not choice_meaning(group, choice)] == []
@@ -122,7 +115,7 @@ def test_the_composed_configuration_is_shown() -> None:
     text = helped("sage-train", *words)
     shown = key_lines(text)
     assert (shown["optim.lr"][0], shown["train.max_steps"][0], shown["run.dir"][0]) == ("0.5", "550", "runs/demo")
-    assert (shown["decode.options.sage.max_width"][0], shown["decode.options.sage.max_nodes"][0]) == ("2", "64")
+    assert shown["decode.options"][0] == "{autoregressive,chain,static,sage,cost_aware}"
     assert shown["decode.policies"][0] == "[autoregressive,chain,static,sage,cost_aware]"
     assert shown["target.path"][0] == "Qwen/Qwen2.5-VL-7B-Instruct"
     assert "  * model " in text and shown["draft.kind"][0] == "model" and shown["draft.num_layers"][0] == "null"
@@ -131,16 +124,6 @@ def test_the_composed_configuration_is_shown() -> None:
     missing = key_lines(helped("sage-train", "target=by_path", "all"))
     assert missing["target.path"][0] == "???" and str(missing["target.name"][0]).startswith("${")
     assert key_lines(helped("sage-train", "-m", "seed=1,2", "train.max_steps=3", "all"))["train.max_steps"][0] == "3"
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_options_read_from_the_source_are_those_of_the_class(policy: str) -> None:
-    options, expected = policy_options(policy), defaults(policy_class(policy))
-    assert options.keys() == expected.keys()
-    for name, option in options.items():
-        if (policy, name) != ("static", "paths"):
-            value = expected[name]
-            assert option.default == (value if isinstance(value, str) else json.dumps(value))
 
 
 def test_sections_of_docstrings() -> None:

@@ -23,16 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 from sage.io.files import config_dir
 from sage.io.names import did_you_mean
 from sage.io.ranges import allowed, plain_type
-from sage.trees import POLICIES
-from train.config.descriptions import choice_meaning, policy_options
 from train.config.keys import LABEL, group_of, keys_of
 from train.config.schema import ConfigError
-from train.config.store import POLICY_GROUP, group_choices
+from train.config.store import POLICY_GROUP, choice_meaning, group_choices
 
 CHOICES, KEYS = "$APP_CONFIG_GROUPS", "$CONFIG"  # placeholders of Hydra in the templates of conf/*.yaml
 INDENT, TERMINAL = "  ", (128, 24)
 CHOICE_COLUMN, KEY_COLUMN, NAME_COLUMN = 24, 42, 20  # widths of the first column
-POLICY_OPTIONS = "decode.options"
+UNLIMITED = (str, bool, dict[str, Any])  # types that a meaning need not state
 ALL = "all"  # the topic of the complete help
 MAX_CHOICES = 12  # names of a group that the one screen lists
 
@@ -131,24 +129,12 @@ def _as_list(chosen: Any) -> list[str]:
 def _rows(schema: type, composed: Any) -> Iterator[Row]:
     """Yields a row per key of a schema, with its value in the composed configuration, else its default."""
     for name, key in keys_of(schema).items():
-        if name == POLICY_OPTIONS:
-            yield from _policy_rows(composed.decode.options)
-            continue
         only = f"only with {group_of(name.rpartition('.')[0])}={'|'.join(key.choices)}" if key.choices else ""
-        limits = "" if plain_type(key.hint) in (str, bool) else allowed(key.hint).removeprefix("give ")
+        limits = allowed(key.hint).removeprefix("give ") if plain_type(key.hint) not in UNLIMITED else ""
         value = _value(composed, name, key.default)
         is_of_other_choice = bool(key.choices) and value == MISSING
         written = name if is_of_other_choice else f"{name}={_written(value)}"
         yield Row(name, written, "; ".join(filter(None, (key.meaning, limits, only))), key.section)
-
-
-def _policy_rows(given: Mapping[str, Any]) -> Iterator[Row]:
-    """Yields a row per option of every policy; `given` has the options that the configuration sets."""
-    for policy in POLICIES:
-        own = given.get(policy) or {}
-        for name, option in policy_options(policy).items():
-            key, value = f"{POLICY_OPTIONS}.{policy}.{name}", _written(own[name]) if name in own else option.default
-            yield Row(key, f"{key}={value}", option.meaning, "Options of the policies")
 
 
 def _value(composed: Any, name: str, default: Any) -> Any:
@@ -188,13 +174,11 @@ def _keys(rows: Iterable[Row], width: int) -> str:
 
 
 def _sections(rows: Iterable[Row], width: int) -> str:
-    """Returns every key with its value, by section; of keys that every label or policy has, the names alone."""
+    """Returns every key with its value, by section; of keys that every label has, the names alone."""
     sections: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         place, _, entry = row.key.rpartition(".")
-        if place.startswith(f"{POLICY_OPTIONS}."):
-            place, _, entry = place.rpartition(".")
-        elif not place.endswith(LABEL):
+        if not place.endswith(LABEL):
             entry = row.written.removeprefix(f"{place}.")
         sections.setdefault((place, row.section), {})[entry] = None
     lines = []

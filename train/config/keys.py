@@ -1,6 +1,6 @@
 """The keys of a schema with annotation, default and meaning, for help and messages: the dataclasses are their only source.
 
-Does not own: the values of a configuration (conf/), options of policies (train.config.descriptions). Imports no torch.
+Does not own: the values of a configuration (conf/), options of policies (their classes). Imports no torch.
 """
 
 from __future__ import annotations

@@ -279,7 +279,8 @@ class DecodeConfig(MeasurementSettings):
 
     Attributes:
         policies: policies that are measured.
-        options: policy name -> options that differ from the policy's defaults; decode.options.POLICY.KEY=VALUE.
+        options: policy name -> options that differ from the policy's defaults, as decode.options.POLICY.KEY=VALUE;
+            `sage-bench policies` lists them.
         baselines: decoders of Hugging Face that are measured beside the policies.
         num_prompts: number of held-out prompts.
         dtype: dtype of both models; null: as trained.
