@@ -7,7 +7,7 @@ Shapes: H hidden, I intermediate, V target vocabulary, A = 3 feature levels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ LAYER_FIELDS = (
 )
 LEVELS_KEY = "eagle_aux_hidden_state_layer_ids"
 NO_D2T = "engines take draft ids for target ids and propose the wrong tokens: acceptance 1.00, no error"
+NO_LM_HEAD = "engines use the target's lm_head or a random one: acceptance 1.00, no error"
 NO_T2D = "speculators cannot train or verify the draft"
 
 
@@ -342,31 +343,46 @@ def rope_parameters(facts: TargetFacts) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": facts.rope_theta} | dict(facts.scaled_rope or {})
 
 
-def layer_specs(sizes: Sizes, layer: str, attention_input: int) -> TensorSpecs:
-    """Returns attention and MLP of a layer whose tensors start with `layer`; its attention reads `attention_input` values."""
+NORMS = ("input_layernorm", "post_attention_layernorm")
+FUSED_NORMS = (*NORMS, "hidden_norm")
+
+
+def layer_specs(
+    config: EngineConfig, sizes: Sizes, layer: str, norms: Sequence[str] = NORMS, has: Collection[str] = ()
+) -> TensorSpecs:
+    """Returns the tensors of a decoder layer, whose names start with `layer`.
+
+    Args:
+        norms: those of hidden size; attention with a `hidden_norm` reads embedding and feature side by side.
+        has: `biases`, where the config says so, and `head_norms`, of queries and keys.
+    """
     hidden, inner, _, queries, keys = sizes
-    shapes = {
-        "self_attn.q_proj": (queries, attention_input),
-        "self_attn.k_proj": (keys, attention_input),
-        "self_attn.v_proj": (keys, attention_input),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    return {f"{layer}{name}.weight": TensorSpec(shape) for name, shape in shapes.items()}
+    read = hidden * (2 if "hidden_norm" in norms else 1)
+    attention = {"q": (queries, read), "k": (keys, read), "v": (keys, read), "o": (hidden, queries)}
+    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
+    shapes |= {f"self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+    shapes |= {f"mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
+    if "biases" in has and config.get("attention_bias"):
+        shapes |= {f"self_attn.{name}_proj.bias": shape[:1] for name, shape in attention.items()}
+    if "head_norms" in has:
+        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim or 0,) for name in ("q", "k")}
+    return {f"{layer}{name}": TensorSpec(shape) for name, shape in shapes.items()}
 
 
-def bias_specs(sizes: Sizes, layer: str) -> TensorSpecs:
-    """Returns the biases of the attention of a layer whose tensors start with `layer`."""
-    rows = {"q": sizes.queries, "k": sizes.keys, "v": sizes.keys, "o": sizes.hidden}
-    return {f"{layer}self_attn.{name}_proj.bias": TensorSpec((size,)) for name, size in rows.items()}
+def head_specs(config: EngineConfig, sizes: Sizes, num_levels: int, needs_t2d: bool = False) -> TensorSpecs:
+    """Returns the tensors of a head outside its layers: fc, norm, lm_head, embedding and maps.
 
-
-def vocabulary_specs(vocab: int, draft_vocab: int, needs_t2d: bool = False) -> TensorSpecs:
-    """Returns the maps between draft and target vocabulary, of which a full draft vocabulary needs none."""
+    A full draft vocabulary needs no maps. `needs_t2d`: a reduced one needs both.
+    """
+    hidden, vocab = sizes.hidden, sizes.vocab
+    draft_vocab = config.size("draft_vocab_size") or vocab
     is_full = vocab == draft_vocab
     return {
+        "fc.weight": TensorSpec((hidden, num_levels * hidden)),
+        "norm.weight": TensorSpec((hidden,)),
+        LM_HEAD: TensorSpec((draft_vocab, hidden), effect_if_missing=NO_LM_HEAD),
+        EMBEDDING: TensorSpec((vocab, hidden), is_optional=True),
         "d2t": TensorSpec((draft_vocab,), "int64", is_optional=is_full, effect_if_missing=NO_D2T),
         "t2d": TensorSpec((vocab,), "bool", is_optional=is_full or not needs_t2d, effect_if_missing=NO_T2D),
     }

@@ -18,7 +18,7 @@ from torch import Tensor
 import sage
 from checkpoints.export.checks import check_folder
 from checkpoints.export.config_checks import LAYER_CHECKS
-from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_config, vocabulary_specs
+from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs, head_specs, layer_config
 from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
 from checkpoints.export.formats.findings import Finding, ImportOptions, Obstacle
 from checkpoints.export.formats.registry import FORMATS, load_format
@@ -71,7 +71,7 @@ class BlockFormat(ExportFormat):
         sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), (queries // 8, keys // 8), strict=True))
         draft = Eagle3Draft(Eagle3Config(hidden_size=hidden, intermediate_size=inner, vocab_size=vocab, head_dim=8, **sizes))
         shapes = self.tensors(draft.state_dict(), torch.float32)
-        return {name: TensorSpec(tuple(one.shape)) for name, one in shapes.items()} | vocabulary_specs(vocab, vocab)
+        return head_specs(config, config.sizes, 3) | {name: TensorSpec(tuple(one.shape)) for name, one in shapes.items()}
 
     def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> Eagle3Config:
         config = given.config

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +21,11 @@ from checkpoints.export.configs import (
     TargetFacts,
     TensorSpec,
     TensorSpecs,
-    bias_specs,
+    head_specs,
     layer_specs,
     read_target_embedding,
     read_target_lm_head,
     rope_parameters,
-    vocabulary_specs,
 )
 from checkpoints.export.folder import Weights
 from checkpoints.export.formats.base import BATCH, TOKENS, CheckInput, Checks, ExportFormat, fixed_batch
@@ -74,7 +74,7 @@ class BlockFormat(ExportFormat):
     def checks(self) -> Checks:
         return (*SPECULATORS_CHECKS, *block_checks(self.layout))
 
-    def head_specs(self, config: EngineConfig) -> TensorSpecs:
+    def own_specs(self, config: EngineConfig) -> TensorSpecs:
         """Returns the expected tensors of the heads beside lm_head."""
         return {}
 
@@ -82,26 +82,12 @@ class BlockFormat(ExportFormat):
         layers, levels, dim = config.size("num_hidden_layers"), self.layout.read_levels(config), config.head_dim
         if (sizes := config.sizes) is None or layers is None or layers > MAX_LAYERS or not levels or dim is None:
             return None
-        hidden, vocab = sizes.hidden, sizes.vocab
-        draft_vocab = config.size("draft_vocab_size") or vocab
-        norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), hidden)
-        norms |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), dim)
-        specs: TensorSpecs = {}
+        hidden, specs = sizes.hidden, head_specs(config, sizes, len(levels))
         for index in range(layers):
-            specs |= layer_specs(sizes, f"layers.{index}.", attention_input=hidden)
-            specs |= {f"layers.{index}.{name}.weight": TensorSpec((size,)) for name, size in norms.items()}
-            if config.get("attention_bias"):
-                specs |= bias_specs(sizes, f"layers.{index}.")
-        return {
-            **specs,
-            "fc.weight": TensorSpec((hidden, len(levels) * hidden)),
-            "hidden_norm.weight": TensorSpec((hidden,)),
-            "norm.weight": TensorSpec((hidden,)),
-            **self.head_specs(config),
-            LM_HEAD: TensorSpec((draft_vocab, hidden), is_optional=draft_vocab == vocab, effect_if_missing=NO_ROWS),
-            EMBEDDING: TensorSpec((vocab, hidden), is_optional=True),
-            **vocabulary_specs(vocab, draft_vocab),
-        }
+            specs |= layer_specs(config, sizes, f"layers.{index}.", has=("biases", "head_norms"))
+        is_full = config.size("draft_vocab_size") in (None, sizes.vocab)
+        lm_head = replace(specs[LM_HEAD], is_optional=is_full, effect_if_missing=NO_ROWS)
+        return specs | {LM_HEAD: lm_head, "hidden_norm.weight": TensorSpec((hidden,)), **self.own_specs(config)}
 
     # -- export --------------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class DSparkFormat(BlockFormat):
     def checks(self) -> Checks:
         return (*super().checks, _heads)
 
-    def head_specs(self, config: EngineConfig) -> TensorSpecs:
+    def own_specs(self, config: EngineConfig) -> TensorSpecs:
         rank, vocab, hidden = config.size(RANK) or 1, config.size("vocab_size") or 1, config.size("hidden_size") or 1
         specs = {
             "markov_head.markov_w1.weight": TensorSpec((vocab, rank)),

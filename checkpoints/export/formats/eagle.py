@@ -58,9 +58,8 @@ class EagleFormat(ExportFormat):
         hidden = sizes.hidden
         bias = TensorSpec((hidden,), is_zero=True, effect_if_missing=NO_BIAS)
         return {
-            **layer_specs(sizes, self.layer, attention_input=hidden),
+            **layer_specs(config, sizes, self.layer, norms=("post_attention_layernorm",)),
             "fc.weight": TensorSpec((hidden, 2 * hidden)),
-            f"{self.layer}post_attention_layernorm.weight": TensorSpec((hidden,)),
             EMBEDDING: TensorSpec((sizes.vocab, hidden), is_optional=True),
             **({"fc.bias": bias} if self.flavour == SGLANG else {}),
         }

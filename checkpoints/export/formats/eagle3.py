@@ -18,16 +18,15 @@ from torch import Tensor
 
 from checkpoints.export.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
 from checkpoints.export.configs import (
-    EMBEDDING,
     FEATURE_LEVELS,
+    FUSED_NORMS,
     LEVELS_KEY,
     EngineConfig,
     TargetFacts,
-    TensorSpec,
     TensorSpecs,
     default_levels,
+    head_specs,
     layer_specs,
-    vocabulary_specs,
 )
 from checkpoints.export.folder import export_info
 from checkpoints.export.formats.base import CheckInput, Checks, ExportFormat, fixed_batch, with_prefix
@@ -37,7 +36,6 @@ from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead
 
 SAVED_LAYER = "layers.0."  # prefix of the layer's tensors in the folders of most trainers
-NO_LM_HEAD = "engines use the target's lm_head or a random one: acceptance 1.00, no error"
 GIVE_LEVELS = "give --levels A,B,C"
 
 
@@ -134,17 +132,13 @@ class Eagle3Format(ExportFormat):
     def specs(self, config: EngineConfig) -> TensorSpecs | None:
         if (sizes := config.sizes) is None:
             return None
-        hidden, draft_vocab = sizes.hidden, config.size("draft_vocab_size") or sizes.vocab
-        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        return {
-            **{f"{self.layer}{name}.weight": TensorSpec((hidden,)) for name in norms},
-            **layer_specs(sizes, self.layer, attention_input=2 * hidden),
-            "fc.weight": TensorSpec((hidden, FEATURE_LEVELS * hidden)),
-            "norm.weight": TensorSpec((hidden,)),
-            "lm_head.weight": TensorSpec((draft_vocab, hidden), effect_if_missing=NO_LM_HEAD),
-            EMBEDDING: TensorSpec((sizes.vocab, hidden), is_optional=True),
-            **vocabulary_specs(sizes.vocab, draft_vocab, self.needs_t2d),
-        }
+        levels = FEATURE_LEVELS if self.num_levels else len(config.vllm_levels or range(FEATURE_LEVELS))
+        layer = layer_specs(config, sizes, self.layer, FUSED_NORMS, self.layer_has(config))
+        return layer | head_specs(config, sizes, levels, self.needs_t2d)
+
+    def layer_has(self, config: EngineConfig) -> tuple[str, ...]:
+        """Returns what a layer has besides that of EAGLE-3, as in `layer_specs`."""
+        return ()
 
     def format_name(self, name: str) -> str:
         return with_prefix(super().format_name(name), SAVED_LAYER, self.layer)

@@ -33,7 +33,6 @@ from checkpoints.export.configs import (
     TargetFacts,
     TensorSpec,
     TensorSpecs,
-    bias_specs,
     layer_specs,
     read_target_embedding,
     rope_parameters,
@@ -109,25 +108,19 @@ class PEagleFormat(SpeculatorsFormat):
         return config.raw.get(TYPE) == self.algorithm
 
     def specs(self, config: EngineConfig) -> TensorSpecs | None:
-        layers, levels = config.size(LAYERS), len(config.vllm_levels or range(FEATURE_LEVELS))
-        specs = super().specs(config)
+        layers, specs = config.size(LAYERS), super().specs(config)
         if specs is None or (sizes := config.sizes) is None or layers is None or layers > MAX_LAYERS:
             return None
-        hidden = sizes.hidden
         for index in range(1, layers):
-            specs |= layer_specs(sizes, f"layers.{index}.", attention_input=hidden)
-            norms = ("input_layernorm", "post_attention_layernorm")
-            specs |= {f"layers.{index}.{name}.weight": TensorSpec((hidden,)) for name in norms}
-        for index in range(layers):
-            specs |= bias_specs(sizes, f"layers.{index}.") if config.get("attention_bias") else {}
-            if config.layer.get("model_type") == "qwen3":
-                norms = ("q_norm", "k_norm")
-                specs |= {f"layers.{index}.self_attn.{n}.weight": TensorSpec((config.head_dim or 0,)) for n in norms}
+            specs |= layer_specs(config, sizes, f"layers.{index}.", has=self.layer_has(config))
+        _, width = specs["fc.weight"].shape
         if config.get(NORMS[0]):
-            specs["input_norm.weight"] = TensorSpec((levels * hidden,))
-        specs["fc.weight"] = TensorSpec((hidden, levels * hidden))
-        specs["mask_hidden"] = TensorSpec((1, 1, levels * hidden), effect_if_missing=NO_MASK)
+            specs["input_norm.weight"] = TensorSpec((width,))
+        specs["mask_hidden"] = TensorSpec((1, 1, width), effect_if_missing=NO_MASK)
         return specs
+
+    def layer_has(self, config: EngineConfig) -> tuple[str, ...]:
+        return ("biases", "head_norms") if config.layer.get("model_type") == "qwen3" else ("biases",)
 
     # -- export --------------------------------------------------------------------------------------------------------
 
