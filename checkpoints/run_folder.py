@@ -30,6 +30,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from sage.drafts import location
+from sage.io.files import read_json
 from sage.io.manifest import has_manifest, read_manifest
 from sage.trees import AUTOREGRESSIVE, SAGE
 
@@ -247,10 +248,10 @@ def read_report(path: Path) -> Report:
         ValueError: it is missing or cannot be parsed.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); validate that run again") from error
-    if not isinstance(report, dict) or "policies" not in report:
+        report = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; validate that run again") from error
+    if "policies" not in report:
         raise ValueError(f"{path}: has no policies; give a report.json of sage-validate or sage.bench")
     return report
 
@@ -278,7 +279,7 @@ def draft_report(draft: Path) -> Report | None:
 def read_command(run: Path) -> list[str]:
     """Reads `sys.argv` of the command that started a run; empty if nothing is recorded."""
     path = run / PROVENANCE
-    return list(json.loads(path.read_text(encoding="utf-8")).get("command", ())) if path.exists() else []
+    return list(read_json(path).get("command", ())) if path.exists() else []
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ Owns: reading. Does not own: the models (sage.drafts, sage.targets), checksums (
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
+from sage.io.files import read_json
+
 logger = logging.getLogger(__name__)
 MAX_LISTED = 4  # tensors listed in an error
 
@@ -27,14 +28,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"draft: {folder}: no draft there (config.json is missing); give a run's draft/ folder")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"contains a {type(content).__name__}, not a JSON object")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"draft: {folder}: cannot read its config.json ({in_one_line(error)}); save or copy it again"
-        ) from error
-    return content
+        return read_json(path)
+    except ValueError as error:
+        raise ValueError(f"draft: {folder}: cannot read its config.json ({error}); save or copy it again") from error
 
 
 def load_weights(model_class: Any, folder: str | Path, role: str, allow_unused: bool = False, **options: Any) -> Any:

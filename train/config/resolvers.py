@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from sage.io.dtypes import SHORT_NAMES
-from sage.io.files import package_dir
+from sage.io.files import package_dir, read_json
 from train.config.schema import Precision
 from train.config.store import register
 
@@ -74,7 +73,6 @@ def lr_for_width(path: str, lr: float, width: int) -> float:
 def _read_config(path: str) -> dict[str, Any]:
     """The folder's config.json; empty if it is missing or unreadable, which loading the target reports."""
     try:
-        config = json.loads((Path(path).expanduser() / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(Path(path).expanduser() / CONFIG_FILE)
+    except ValueError:
         return {}
-    return config if isinstance(config, dict) else {}
