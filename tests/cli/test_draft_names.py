@@ -59,6 +59,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
 def test_a_run_stands_for_its_best_draft(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_draft(run) == run / "draft_best"
     assert find_draft(str(run / "draft")) == run / "draft"
+    copy = Path(shutil.copytree(run / "draft", tmp_path / "copy"))
+    assert find_draft(copy) == copy
     monkeypatch.setenv("HOME", str(run.parent))
     assert find_draft("~/run") == run / "draft_best"
     unscored = shutil.copytree(run, tmp_path / "unscored", ignore=shutil.ignore_patterns("draft_best"))
@@ -82,12 +84,6 @@ def test_the_target_of_a_draft(run: Path, target: Path, tmp_path: Path) -> None:
         target_of(tmp_path, "--target")
 
 
-@pytest.fixture(params=["", "draft_best", "draft", "copy"])
-def name(request: pytest.FixtureRequest, run: Path, tmp_path: Path) -> Path:
-    """Every way to name a draft: the run, one of its drafts, a draft without a run."""
-    return Path(shutil.copytree(run / "draft", tmp_path / "copy")) if request.param == "copy" else run / request.param
-
-
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The drafts that were verified, instead of loading anything."""
@@ -102,10 +98,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return found
 
 
-def expected(name: Path) -> Path:
-    return name / "draft_best" if name.name == "run" else name
-
-
 COMMANDS = {
     "sage-generate": ["--prompt", "Hi", "--draft", "NAME"],
     "sage-validate checkpoint=": ["checkpoint=NAME"],
@@ -117,29 +109,25 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands(command: str, name: Path, opened: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from train.cli.validate import main as sage_validate
-
-    words = [word.replace("NAME", str(name)).replace("OUT", str(tmp_path / "out")) for word in COMMANDS[command]]
+def test_a_run_is_a_draft_of_every_command(
+    command: str, run: Path, opened: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [word.replace("NAME", str(run)).replace("OUT", str(tmp_path / "out")) for word in COMMANDS[command]]
     monkeypatch.setattr(sys, "argv", [command, *words])
     programs = {"sage-generate": sage_generate, "sage-export": sage_export, "python": bench, "sage-serve": sage_serve}
-    program: Any = programs.get(command.split()[0], sage_validate)
+    program: Any = programs.get(command.split()[0], validate_main)
     with pytest.raises((SystemExit, ValueError)):
         program()
-    assert opened == [expected(name)]
+    assert opened == [run / "draft_best"]
 
 
-def test_python(name: Path, opened: list[Path]) -> None:
+def test_a_run_is_a_draft_in_python_and_in_configurations(run: Path, opened: list[Path], target: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="found"):
-        sage.load_draft(name, SimpleNamespace(dtype=None, is_meta=False))  # type: ignore[arg-type]
-    assert opened == [expected(name)]
-
-
-def test_configurations(name: Path, target: Path, tmp_path: Path) -> None:
-    where = [f"target.path={target}", f"run.dir={tmp_path}/new"]
-    check(compose("config", [*where, f"draft.path={name}"], Config))
+        sage.load_draft(run, SimpleNamespace(dtype=None, is_meta=False))  # type: ignore[arg-type]
+    assert opened == [run / "draft_best"]
+    check(compose("config", [f"target.path={target}", f"run.dir={tmp_path}/new", f"draft.path={run}"], Config))
     ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
-    check_data_command(compose("prepare", [f"target.path={target}", f"regenerate.draft={name}"], DataCommand))
+    check_data_command(compose("prepare", [f"target.path={target}", f"regenerate.draft={run}"], DataCommand))
 
 
 def test_the_origin_of_regenerated_answers_is_the_draft_that_a_run_stands_for(run: Path) -> None:

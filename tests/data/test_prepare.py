@@ -24,6 +24,7 @@ from data_prep.dataset.example_store import LEVEL, STILL, PixelTable
 from data_prep.dataset.skip_log import read_skipped
 from data_prep.pocket import world
 from data_prep.sources import KINDS, SourceConfig
+from sage.io.files import json_digest
 from sage.io.source import source_digest
 
 
@@ -77,6 +78,18 @@ def test_cache_is_used_until_a_setting_changes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(prepare, "VERSION", prepare.VERSION + 1)
     made.add(build_dataset(pocket(tmp_path), processor).fingerprint)
     assert len(made) == 7
+
+
+@pytest.mark.parametrize(
+    ("family", "digest"),
+    [("qwen2_5_vl", "ec2172d39133bbca694ca146ae0c505e"), ("llava_onevision", "7dafcd65c64e863ef9fa11d228dfc417")],
+)
+def test_cached_examples_have_the_version_of_the_code(family: str, digest: str) -> None:
+    """Whoever changes a digest increases `prepare.VERSION`, too, or cached examples differ from new ones."""
+    processor = make_processor(family)
+    examples = [build_example(world.sample("train", number), processor) for number in range(4)]
+    assert prepare.VERSION == 1
+    assert json_digest([[one["input_ids"].tolist(), one["loss_mask"].tolist()] for one in examples]) == digest
 
 
 def test_an_edited_reader_of_the_user_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
