@@ -8,7 +8,6 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
@@ -33,7 +32,6 @@ from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, DecodeConfig, ValidateConfig
 from train.config.store import subschemas
 
-ROOT = Path(sage.__file__).parents[1]
 SETTINGS = (MeasurementSettings, Sampling)  # of the commands that argparse reads
 SCHEMAS = (Config, ValidateConfig, DataCommand, *dict.fromkeys(subschemas().values()))
 HAS_OWN_CHECK = {"prune"}  # sage.Pruning
@@ -149,15 +147,6 @@ def test_the_default_policy_is_one_constant() -> None:
     assert RegenerateConfig().policy is DEFAULT_POLICY
     assert parse_args([]).policy is FIRST_ANSWER_POLICY
     assert policy_of(serving_args(["--draft", "DIR"])) is DEFAULT_POLICY
-    page = " ".join((ROOT / "docs" / "decoder.md").read_text().split())
-    assert f"`sage-generate` starts a process per answer, so its default is `{FIRST_ANSWER_POLICY}`" in page
-
-
-def test_no_other_module_writes_a_default_policy() -> None:
-    second = re.compile(rf"\bpolicy(?:: [\w |]+)? = \"(?:{'|'.join(POLICIES)})\"|--policy\", default=\"")
-    sources = [path for package in ("sage", "data_prep", "checkpoints", "train") for path in (ROOT / package).rglob("*.py")]
-    assert [str(path) for path in sources if second.search(path.read_text())] == []
-    assert second.search('    policy: str | Policy = "sage",')  # negative control
 
 
 def test_the_bench_and_a_run_measure_the_same_policies_by_default() -> None:
