@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,30 +95,32 @@ def at(index: int, value: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tens
 YARN = {"rope_type": "yarn", "mrope_section": [2, 1, 1]}
 TWICE = {"target_layer_ids": [1, 2]}
 FOUR_TOKENS = [{"proposal_type": "greedy", "speculative_tokens": 4}]
-# What is damaged, in which export and how: where the finding must be, and what its text must contain. One for each check.
-DAMAGES: list[tuple[str, Damage, str, tuple[str, ...]]] = [
+IMPORTED = "only engines are affected"
+# In which export, what is damaged: where the finding must be, and what its text must contain; whether the draft can be imported
+# in spite of it. One for each check.
+DAMAGES: list[tuple[Any, ...]] = [
     # tensors
     ("eagle3", drop("lm_head.weight"), "lm_head.weight", ("missing", "acceptance 1.00, no error")),
     ("eagle3", drop("d2t"), "d2t", ("missing", "acceptance 1.00, no error")),
     ("eagle3", put("d2t", lambda d: d + torch.arange(len(d))), "d2t", ("absolute", "offsets")),
     ("eagle3", put("d2t", lambda d: d + 200), "d2t", ("203 to 527", "0 to 329")),
     ("eagle3", put("d2t", at(7, lambda d: int(d[6]) - 1)), "d2t", ("1 draft ids",)),
-    ("eagle3", put("d2t", lambda d: d.int()), "d2t", ("int32", "int64")),
+    ("eagle3", put("d2t", lambda d: d.int()), "d2t", ("int32", "int64"), IMPORTED),
     ("eagle3", put("t2d", lambda t: t.roll(1)), "t2d", ("109 ids", "0 of them")),
     ("eagle3", drop(FC), FC, ("missing", "acceptance falls to 1.00")),
     ("eagle3", put(FC, lambda w: w[:, :64]), FC, ("[32, 64]", "[32, 96]")),
-    ("eagle3", put(UP, at(5, lambda _: torch.nan)), UP, ("1 values", "finite")),
-    ("eagle3", put("norm.weight", torch.zeros_like), "norm.weight", ("zero", "ZeRO-3")),
+    ("eagle3", put(UP, at(5, lambda _: torch.nan)), UP, ("1 values", "finite"), IMPORTED),
+    ("eagle3", put("norm.weight", torch.zeros_like), "norm.weight", ("zero", "ZeRO-3"), IMPORTED),
     ("eagle3", put(FC, lambda w: w[:0, 0]), FC, ("shape [0]",)),
     ("eagle3", put(FC, lambda w: w.int()), FC, ("int32", "float")),
     ("eagle3", add("embed_norm.weight", 32), "embed_norm.weight", ("vLLM", "SGLang")),
-    ("eagle3", change_tensors(prefixed), "model.d2t", ("'model.'",)),
+    ("eagle3", change_tensors(prefixed), "model.d2t", ("'model.'",), IMPORTED),
     ("speculators", drop("t2d"), "t2d", ("missing", "speculators")),
     ("vllm", add("fc.bias", 32), "fc.bias", ("unexpected",)),
     ("sglang", drop("fc.bias"), "fc.bias", ("missing", "SGLang")),
     ("vllm", add("layers.0.input_layernorm.weight", 32), "layers.0.input_layernorm.weight", ("unexpected",)),
     ("sglang", add("lm_head.weight", 330, 32), "lm_head.weight", ("unexpected",)),
-    ("reduced", drop("lm_head.weight"), "lm_head.weight", ("missing", "acceptance 1.00")),
+    ("reduced", drop("lm_head.weight"), "lm_head.weight", ("missing", "acceptance 1.00"), IMPORTED),
     ("plain", drop(K_NORM), K_NORM, ("missing",)),
     ("dspark", drop("markov_head.markov_w1.weight"), "markov_head.markov_w1.weight", ("missing",)),
     ("peagle", drop("mask_hidden"), "mask_hidden", ("missing", "parallel drafting")),
@@ -127,12 +129,13 @@ DAMAGES: list[tuple[str, Damage, str, tuple[str, ...]]] = [
     ("eagle3", text("config.json", '{"architectures": ['), "config.json", ("cannot read",)),
     ("eagle3", text("config.json", "[]"), "config.json", ("list",)),
     ("eagle3", without("config.json"), "config.json", ("missing",)),
-    ("eagle3", text("sage_export.json", "{}"), "sage_export.json", ("architecture",)),
+    ("eagle3", text("sage_export.json", "{}"), "sage_export.json", ("architecture",), IMPORTED),
     (
         "eagle3",
         lambda folder: edit_json(folder / "sage_export.json", lambda content: content["target"].update(num_layers="x")),
         "sage_export.json",
         ("num_layers", "'x'", "int"),
+        IMPORTED,
     ),
     ("eagle3", without("model.safetensors"), "weights", ("pytorch_model.bin",)),
     ("eagle3", truncated, "weights", ("model.safetensors", "corrupt")),
@@ -140,52 +143,54 @@ DAMAGES: list[tuple[str, Damage, str, tuple[str, ...]]] = [
     ("eagle3", shard("../../etc/passwd"), "weights", ("'../../etc/passwd'", "outside")),
     ("eagle3", shard("model-00001-of-00002.safetensors"), "weights", ("00001-of-00002", "missing")),
     # the layer
-    ("eagle3", change_config(architectures=["LlamaForCausalLM"]), "architectures", ("vLLM", "SGLang")),
+    ("eagle3", change_config(architectures=["LlamaForCausalLM"]), "architectures", ("vLLM", "SGLang"), IMPORTED),
     ("eagle3", change_config(architectures=["X"], draft_vocab_size=...), "architectures", ("['X']", "LlamaForCausalLMEagle3")),
-    ("eagle3", change_config(model_type="qwen2"), "model_type", ("'qwen2'", "llama")),
-    ("eagle3", change_config(auto_map={"AutoModel": "x.Y"}), "auto_map", ("trust_remote_code",)),
-    ("eagle3", change_config(quantization_config={"bits": 4}), "quantization_config", ("present",)),
+    ("eagle3", change_config(model_type="qwen2"), "model_type", ("'qwen2'", "llama"), IMPORTED),
+    ("eagle3", change_config(auto_map={"AutoModel": "x.Y"}), "auto_map", ("trust_remote_code",), IMPORTED),
+    ("eagle3", change_config(quantization_config={"bits": 4}), "quantization_config", ("present",), IMPORTED),
     ("eagle3", change_config(intermediate_size=...), "intermediate_size", ("None", "positive")),
     ("eagle3", change_config(num_key_value_heads=3), "num_key_value_heads", ("3", "4 heads")),
-    ("eagle3", change_config(hidden_act="gelu"), "hidden_act", ("'gelu'", "'silu'")),
+    ("eagle3", change_config(hidden_act="gelu"), "hidden_act", ("'gelu'", "'silu'"), IMPORTED),
     ("eagle3", change_config(rms_norm_eps=1), "rms_norm_eps", ("1", "1e-06")),
     ("eagle3", change_config(vocab_size=331), "vocab_size", ("331", "330")),
     ("eagle3", change_config(draft_vocab_size=...), "draft_vocab_size", ("None", "SGLang")),
     ("eagle3", change_config(draft_vocab_size=331), "draft_vocab_size", ("331", "larger")),
     ("eagle3", change_config(num_hidden_layers=28), "num_hidden_layers", ("28", "1")),
-    ("eagle3", change_config(max_position_embeddings=256), "max_position_embeddings", ("256", "512")),
-    ("eagle3", change_config(max_position_embeddings=...), "max_position_embeddings", ("2048",)),
-    ("eagle3", change_config(rope_theta=1e6), "rope_theta", ("1e+06", "10000")),
+    ("eagle3", change_config(max_position_embeddings=256), "max_position_embeddings", ("256", "512"), IMPORTED),
+    ("eagle3", change_config(max_position_embeddings=...), "max_position_embeddings", ("2048",), IMPORTED),
+    ("eagle3", change_config(rope_theta=1e6), "rope_theta", ("1e+06", "10000"), IMPORTED),
     ("eagle3", change_config(rope_scaling=None), "rope_scaling", ("mrope_section None", "[2, 1, 1]")),
     ("eagle3", change_config(rope_scaling=YARN), "rope_scaling", ("'yarn'", "unscaled")),
-    ("eagle3", change_config(tie_word_embeddings=True), "tie_word_embeddings", ("True", "false", "SGLang")),
+    ("eagle3", change_config(tie_word_embeddings=True), "tie_word_embeddings", ("True", "false", "SGLang"), IMPORTED),
     ("eagle3", change_config(attention_bias=True), "attention_bias", ("True", "false")),
     ("speculators", change_config(fc_norm=True), "fc_norm", ("True", "SGLang")),
-    ("eagle3", change_config(norm_before_residual=True), "norm_before_residual", ("True", "SGLang")),
-    ("eagle3", change_config(target_hidden_size=None), "target_hidden_size", ("null", "SGLang")),
-    ("eagle3", change_config(target_hidden_size=64), "target_hidden_size", ("64", "32")),
-    ("speculators", layer(rope_theta=5.0), "transformer_layer_config.rope_theta", ("5", "10000")),
-    ("plain", layer(head_dim=...), "transformer_layer_config.head_dim", ("None", "128")),
+    ("eagle3", change_config(norm_before_residual=True), "norm_before_residual", ("True", "SGLang"), IMPORTED),
+    ("eagle3", change_config(target_hidden_size=None), "target_hidden_size", ("null", "SGLang"), IMPORTED),
+    ("eagle3", change_config(target_hidden_size=64), "target_hidden_size", ("64", "32"), IMPORTED),
+    ("speculators", layer(rope_theta=5.0), "transformer_layer_config.rope_theta", ("5", "10000"), IMPORTED),
+    ("plain", layer(head_dim=...), "transformer_layer_config.head_dim", ("None", "128"), IMPORTED),
     (
         "plain",
         layer(rope_parameters={"rope_theta": 1e4, "mrope_section": [2, 1, 1]}),
         "transformer_layer_config.rope_parameters",
         ("[2, 1, 1]", "does not support M-RoPE"),
+        IMPORTED,
     ),
-    ("plain", layer(rope_parameters=...), "transformer_layer_config.rope_parameters", ("missing", "1e6")),
+    ("plain", layer(rope_parameters=...), "transformer_layer_config.rope_parameters", ("missing", "1e6"), IMPORTED),
     ("peagle", change_config(fc_norm=True), "fc_norm", ("does not read it for P-EAGLE",)),
     # the layout of the package speculators, and DFlash's own
     ("speculators", change_config(norm_before_residual=...), "norm_before_residual", ("missing", "true")),
-    ("speculators", change_config(model_type="llama"), "model_type", ("'llama'",)),
-    ("speculators", change_config("speculators_config", verifier={}), "speculators_config.verifier", ("{}",)),
-    ("speculators", change_config(speculators_config=...), "speculators_config", ("None", "verifier")),
+    ("speculators", change_config(model_type="llama"), "model_type", ("'llama'",), IMPORTED),
+    ("speculators", change_config("speculators_config", verifier={}), "speculators_config.verifier", ("{}",), IMPORTED),
+    ("speculators", change_config(speculators_config=...), "speculators_config", ("None", "verifier"), IMPORTED),
     (
         "speculators",
         change_config("speculators_config", default_proposal_method="tree"),
         "speculators_config.default_proposal_method",
         ("'tree'", "greedy"),
+        IMPORTED,
     ),
-    ("speculators", change_config(speculators_model_type="mtp"), "speculators_model_type", ("'eagle3'",)),
+    ("speculators", change_config(speculators_model_type="mtp"), "speculators_model_type", ("'eagle3'",), IMPORTED),
     ("speculators", change_config(transformer_layer_config=...), "transformer_layer_config", ("missing",)),
     ("native", change_config(dflash_config=None), "dflash_config", ("missing",)),
     # feature levels
@@ -195,7 +200,13 @@ DAMAGES: list[tuple[str, Damage, str, tuple[str, ...]]] = [
         f"{AUX} and eagle_config.{AUX}",
         ("vLLM reads hidden_states[0, 1, 2]", "SGLang reads hidden_states[1, 2, 3]"),
     ),
-    ("eagle3", change_config(eagle_config=...), f"{AUX} and eagle_config.{AUX}", ("SGLang reads hidden_states[2, 1, 0]",)),
+    (
+        "eagle3",
+        change_config(eagle_config=...),
+        f"{AUX} and eagle_config.{AUX}",
+        ("SGLang reads hidden_states[2, 1, 0]",),
+        IMPORTED,
+    ),
     ("eagle3", change_config(**{AUX: [0, 1]}), AUX, ("3 levels",)),
     ("eagle3", change_config(**{AUX: [0, 1, 3]}), AUX, ("3 layers", "0 to 2")),
     (
@@ -203,8 +214,9 @@ DAMAGES: list[tuple[str, Damage, str, tuple[str, ...]]] = [
         layer(num_aux_hidden_states=...),
         "transformer_layer_config.num_aux_hidden_states",
         ("3", "2"),
+        IMPORTED,
     ),
-    ("plain", change_config(**{BLOCK_AUX: [0, 1]}), BLOCK_AUX, ("[0, 1]", "one too low", "output of layer k - 1")),
+    ("plain", change_config(**{BLOCK_AUX: [0, 1]}), BLOCK_AUX, ("[0, 1]", "one too low", "output of layer k - 1"), IMPORTED),
     ("native", native(target_layer_ids=[1, 2]), TARGET_IDS, ("one too high", "[1, 2]", "[2, 3]")),
     ("plain", change_config(dflash_config=TWICE), BLOCK_AUX, ("[1, 2]", "[2, 3]", "convention")),
     ("native", change_config(**{AUX: [0, 1]}), TARGET_IDS, ("[1, 2]", "[0, 1]")),
@@ -218,11 +230,12 @@ DAMAGES: list[tuple[str, Damage, str, tuple[str, ...]]] = [
         both(layer(is_causal=...), change_config(sliding_window_non_causal=False)),
         "transformer_layer_config.is_causal",
         ("missing", "trains"),
+        IMPORTED,
     ),
-    ("plain", layer(is_causal=True), "transformer_layer_config.is_causal", ("true", "says false")),
-    ("native", change_config(is_causal=True), "is_causal", ("dflash_config.causal says false",)),
-    ("plain", layer(is_causal="no"), "transformer_layer_config.is_causal", ("'no'",)),
-    ("plain", layer(layer_types=["full_attention"] * 2), "transformer_layer_config.layer_types", ("expected 1",)),
+    ("plain", layer(is_causal=True), "transformer_layer_config.is_causal", ("true", "says false"), IMPORTED),
+    ("native", change_config(is_causal=True), "is_causal", ("dflash_config.causal says false",), IMPORTED),
+    ("plain", layer(is_causal="no"), "transformer_layer_config.is_causal", ("'no'",), IMPORTED),
+    ("plain", layer(layer_types=["full_attention"] * 2), "transformer_layer_config.layer_types", ("expected 1",), IMPORTED),
     ("plain", layer(layer_types=["sliding_attention"]), "transformer_layer_config.sliding_window", ("None",)),
     ("plain", layer(num_hidden_layers=65), "transformer_layer_config.num_hidden_layers", ("65", "64")),
     # the block
@@ -232,6 +245,7 @@ DAMAGES: list[tuple[str, Damage, str, tuple[str, ...]]] = [
         change_config("speculators_config", proposal_methods=FOUR_TOKENS),
         "speculative_tokens",
         ("4", "block of 4 drafts 3"),
+        IMPORTED,
     ),
     ("plain", change_config(mask_token_id=330), "mask_token_id", ("330", "0 to 329")),
     ("native", native(mask_token_id=...), "dflash_config.mask_token_id", ("None",)),
@@ -247,12 +261,11 @@ DAMAGES: list[tuple[str, Damage, str, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", range(len(DAMAGES)), ids=[f"{name}-{where}-{i}" for i, (name, _, where, _) in enumerate(DAMAGES)]
-)
-def test_every_error_is_found_and_named(exports: Path, tmp_path: Path, name: int) -> None:
-    export, damage, where, parts = DAMAGES[name]
-    folder = copy_export(exports / export, tmp_path / "broken")
+@pytest.mark.parametrize("row", range(len(DAMAGES)), ids=lambda row: f"{DAMAGES[row][0]}-{DAMAGES[row][2]}")
+def test_every_error_is_found_and_named(exports: Path, tmp_path: Path, target: sage.Target, row: int) -> None:
+    """And an import refuses what our head cannot do without either, and nothing else."""
+    name, damage, where, parts, *imported = DAMAGES[row]
+    folder = copy_export(exports / name, tmp_path / "broken")
     damage(folder)
     check = check_folder(folder)
     found = [str(finding) for finding in check.errors if finding.where == where]
@@ -260,6 +273,8 @@ def test_every_error_is_found_and_named(exports: Path, tmp_path: Path, name: int
     check_message(" | ".join(found), where, *parts)
     with pytest.raises(InvalidExport, match=re.escape(where.split()[0])):
         check.raise_if_invalid()
+    with nullcontext() if imported else pytest.raises(ValueError, match=str(folder)):
+        read_draft(folder, TargetFacts.of_folder(str(target.name)))
 
 
 @pytest.mark.parametrize("name", EXPORTS)
