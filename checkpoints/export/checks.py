@@ -11,7 +11,7 @@ from pathlib import Path
 from checkpoints.export.configs import EngineConfig, TargetFacts, as_list
 from checkpoints.export.folder import CONFIG, Weights, export_info, verify_export
 from checkpoints.export.formats.base import CheckInput, ExportFormat
-from checkpoints.export.formats.findings import Finding
+from checkpoints.export.formats.records import Finding
 from checkpoints.export.formats.registry import recognize, variants
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run

@@ -11,7 +11,7 @@ from typing import Any
 
 from checkpoints.export.configs import DEFAULT_EPS, DEFAULT_THETA, SIZES, EngineConfig
 from checkpoints.export.formats.base import CheckInput
-from checkpoints.export.formats.findings import Finding
+from checkpoints.export.formats.records import Finding
 
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 ACTIVATIONS = (None, "silu", "gelu", "relu")  # that our layers compute; None: the default

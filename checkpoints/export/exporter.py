@@ -16,7 +16,7 @@ from checkpoints.export.checks import CheckResult, InvalidExport, check_folder
 from checkpoints.export.configs import TargetFacts
 from checkpoints.export.folder import CONFIG, WEIGHTS, new_export
 from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.formats.findings import ImportOptions
+from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.formats.registry import find_format, imported_drafts
 from checkpoints.export.model_card import render_card
 from checkpoints.export.result import DraftSource, ExportOptions, ExportResult, RoundingError

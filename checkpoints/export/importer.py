@@ -26,7 +26,7 @@ from checkpoints.export.configs import (
 )
 from checkpoints.export.folder import CONFIG, Weights, export_info, new_export
 from checkpoints.export.formats.base import without_prefixes
-from checkpoints.export.formats.findings import ImportOptions
+from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.formats.registry import imported_drafts, recognize
 from sage.drafts.head import DraftHead
 from sage.drafts.location import EXPORT_INFO

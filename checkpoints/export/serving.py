@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.formats.findings import Obstacle
+from checkpoints.export.formats.records import Obstacle
 from checkpoints.export.formats.registry import flavoured, variants
 from sage.drafts.registry import KINDS, head_kind
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoints.export.folder import PICKLED
 from checkpoints.export.formats.base import MAPS, CheckInput
-from checkpoints.export.formats.findings import Finding
+from checkpoints.export.formats.records import Finding
 from sage.io.dtypes import dtype_name
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

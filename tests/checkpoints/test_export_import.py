@@ -30,7 +30,7 @@ from support.messages import refused
 import sage
 from checkpoints.export.checks import check_folder
 from checkpoints.export.configs import TargetFacts
-from checkpoints.export.formats.findings import ImportOptions
+from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.importer import convert, read_draft
 
 AUX = "eagle_aux_hidden_state_layer_ids"

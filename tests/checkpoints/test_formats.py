@@ -20,9 +20,8 @@ from checkpoints.export.checks import check_folder
 from checkpoints.export.config_checks import LAYER_CHECKS
 from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs, head_specs, layer_config
 from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
-from checkpoints.export.formats.findings import Finding, ImportOptions, Obstacle
+from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions, Obstacle
 from checkpoints.export.formats.registry import FORMATS, load_format
-from checkpoints.export.formats.row import FormatRow
 from checkpoints.export.serving import serving_line
 from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft

@@ -12,7 +12,7 @@ from support.plans import big, configure
 
 from train.config.schema import ShardOver
 from train.config.sharding import sharding_ranks, validation_line
-from train.plan.balance import balance_of
+from train.plan.data import balance_of
 from train.plan.estimate import estimate
 from train.plan.meta import build_on_meta
 from train.plan.search import plan

@@ -259,7 +259,7 @@ def _serve_check(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from checkpoints.export.formats.findings import ImportOptions
+    from checkpoints.export.formats.records import ImportOptions
     from checkpoints.export.importer import convert
 
     levels = None

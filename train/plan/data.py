@@ -1,7 +1,8 @@
-"""The data of a run in its plan: number of examples, invalid items, and examples that are too long.
+"""The data of a run in its plan: number of examples, invalid items, examples that are too long, and padding.
 
 Owns: the decision whether the data can be opened without the hub. Does not own: their preparation (data_prep), whose result the
-run reuses from the cache, and the share of own answers (data_prep.own_answers).
+run reuses from the cache, the share of own answers (data_prep.own_answers), and the division of steps over the ranks
+(data_prep.batching.loader), whose loader runs here over examples that have lengths only.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
 from huggingface_hub import try_to_load_from_cache
 
 import sage
+from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, long_examples, open_sources
 from data_prep.config import Answers, Cache, check_paths
+from data_prep.dataset.mixing import permutation
 from data_prep.own_answers import is_quickly_measured
 from data_prep.sources import KINDS, Content
 from data_prep.splits import Split
@@ -24,14 +30,30 @@ from sage.commands.cli import resolve_device
 from sage.io.dtypes import torch_dtype
 from sage.targets.loading import load_processor
 from train.config.schema import Config, Device
-from train.plan.balance import Balance, balance_of
 
 logger = logging.getLogger(__name__)
+NUM_STEPS = 16  # that are simulated
 NUM_OWN = 16  # examples of which own answers are measured
 ANSWERS = {
     Answers.given: "as given; the first steps of the run measure how many of their tokens are the target's own choice",
     Answers.target: "the target's own, generated before the first step and kept (data.answers=target)",
 }
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The tokens of simulated steps.
+
+    Attributes:
+        mean_tokens: tokens per example.
+        real_share: tokens by tokens with padding.
+        efficiency: tokens by what the ranks compute while they wait for the slowest one: ranks x the padded tokens of the rank
+            that has most of them, in each step, or in each micro-batch of a sharded target.
+    """
+
+    mean_tokens: float
+    real_share: float
+    efficiency: float
 
 
 @dataclass(frozen=True)
@@ -99,3 +121,61 @@ def _unopened(config: Config) -> str:
         if source.streaming or (content is Content.table and not os.path.exists(source.path)):
             return f"{source.path} is on the hub"
     return ""
+
+
+# -- padding and balance -----------------------------------------------------------------------------------------------
+
+
+def balance_of(lengths: np.ndarray, config: Config, ranks: int) -> Balance:
+    """Simulates `NUM_STEPS` steps of examples whose lengths are drawn from `lengths`, int [N]; longer ones are shortened."""
+    train, limit = config.train, config.data.max_length
+    drawn = np.random.default_rng(config.seed).choice(lengths, NUM_STEPS * train.global_batch_size)
+    drawn = drawn if limit is None else np.minimum(drawn, limit)
+    by_rank = [_padded_tokens(drawn, config, rank, ranks) for rank in range(ranks)]
+    steps = [np.array(step) for step in zip(*by_rank, strict=True)]  # each [ranks, micro-batches]
+    waits = [step if config.deepspeed.shard_target else step.sum(-1, keepdims=True) for step in steps]
+    critical = ranks * sum(int(wait.max(0).sum()) for wait in waits)
+    padded = sum(int(step.sum()) for step in steps)
+    return Balance(float(drawn.mean()), float(drawn.sum() / padded), float(drawn.sum() / critical))
+
+
+def _padded_tokens(lengths: np.ndarray, config: Config, rank: int, ranks: int) -> list[list[int]]:
+    """Returns the tokens with padding of a rank's micro-batches, by step."""
+    train = config.train
+    loader = StepLoader(
+        _Examples(lengths),
+        _collate,
+        train.global_batch_size,
+        train.micro_batch_size,
+        rank,
+        ranks,
+        config.seed,
+        length_window=train.length_window,
+        micro_batch_tokens=train.micro_batch_tokens,
+    )
+    steps = iter(loader)
+    found = [[batch["attention_mask"].numel() for batch in step] for step in islice(steps, NUM_STEPS)]
+    steps.close()
+    return found
+
+
+def _collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(example["input_ids"]) for example in examples)
+    return {"attention_mask": torch.ones(len(examples), longest, dtype=torch.bool)}
+
+
+class _Examples:
+    """Examples that have a length and no content."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return {"id": str(position), "input_ids": range(int(self.lengths[position]))}
+
+    def epoch(self, seed: int, epoch: int) -> np.ndarray:
+        """Returns the order of an epoch."""
+        return permutation(len(self), seed, epoch)

@@ -22,7 +22,7 @@ from checkpoints.export.checks import CheckResult, check_folder
 from checkpoints.export.configs import TargetFacts
 from checkpoints.export.exporter import find_source, load_trained
 from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.formats.findings import ImportOptions
+from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.formats.registry import variants
 from checkpoints.export.serving import FED_INPUTS, image_inputs_of
 from sage.io.dtypes import dtype_name

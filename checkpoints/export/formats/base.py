@@ -31,8 +31,7 @@ from checkpoints.export.configs import (
     read_target_embedding,
 )
 from checkpoints.export.folder import Weights
-from checkpoints.export.formats.findings import Finding, ImportOptions, Obstacle
-from checkpoints.export.formats.row import FormatRow
+from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions, Obstacle
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config

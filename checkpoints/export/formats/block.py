@@ -31,8 +31,8 @@ from checkpoints.export.folder import Weights
 from checkpoints.export.formats.base import BATCH, TOKENS, CheckInput, Checks, ExportFormat, fixed_batch
 from checkpoints.export.formats.block_checks import ANCHOR, MAX_LAYERS, block_checks
 from checkpoints.export.formats.block_config import CAUSAL, FULL, LEVELS, NON_CAUSAL_WINDOW, BlockLayout, levels_problem
-from checkpoints.export.formats.findings import ImportOptions, Obstacle
 from checkpoints.export.formats.layout import SPECULATORS_CHECKS, speculator_config
+from checkpoints.export.formats.records import ImportOptions, Obstacle
 from sage.drafts.block import BlockConfig, BlockDraft
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name

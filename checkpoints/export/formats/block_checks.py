@@ -44,8 +44,8 @@ from checkpoints.export.formats.block_config import (
     levels_problem,
     lookup,
 )
-from checkpoints.export.formats.findings import Finding
 from checkpoints.export.formats.layout import proposed_tokens
+from checkpoints.export.formats.records import Finding
 from checkpoints.export.tensor_checks import check_tensors
 
 MASK_FILE = "mask_embedding.pt"

@@ -15,8 +15,8 @@ from checkpoints.export.formats.base import TYPE, CheckInput, Checks
 from checkpoints.export.formats.block import BlockFormat
 from checkpoints.export.formats.block_checks import ANCHOR, block_checks, native_part
 from checkpoints.export.formats.block_config import NATIVE_LAYOUT, NATIVE_PART, SPECULATORS_LAYOUT, BlockLayout, lookup
-from checkpoints.export.formats.findings import Finding, Obstacle
 from checkpoints.export.formats.layout import SPECULATORS_CHECKS
+from checkpoints.export.formats.records import Finding, Obstacle
 from sage.io.dtypes import dtype_name
 
 SGLANG_TARGETS = ("llama", "qwen3", "qwen3_moe", "qwen3_vl")  # with `set_dflash_layers_to_capture` in SGLang 0.5.23

@@ -17,7 +17,7 @@ from checkpoints.export.formats.base import CheckInput, Checks
 from checkpoints.export.formats.block import BlockFormat
 from checkpoints.export.formats.block_checks import ANCHOR
 from checkpoints.export.formats.block_config import SPECULATORS_LAYOUT
-from checkpoints.export.formats.findings import Finding
+from checkpoints.export.formats.records import Finding
 
 RANK, HEAD, CONFIDENCE, WITH_MARKOV = "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"
 NO_ANCHOR = "vLLM takes a missing one for false, speculators for true: all tokens shift by one"

@@ -11,7 +11,7 @@ from torch import Tensor
 from checkpoints.export.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
 from checkpoints.export.configs import EMBEDDING, EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_specs
 from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
-from checkpoints.export.formats.findings import ImportOptions, Obstacle
+from checkpoints.export.formats.records import ImportOptions, Obstacle
 from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.head import DraftHead

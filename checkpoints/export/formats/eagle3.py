@@ -30,7 +30,7 @@ from checkpoints.export.configs import (
 )
 from checkpoints.export.folder import export_info
 from checkpoints.export.formats.base import CheckInput, Checks, ExportFormat, fixed_batch, with_prefix
-from checkpoints.export.formats.findings import Finding, ImportOptions, Obstacle
+from checkpoints.export.formats.records import Finding, ImportOptions, Obstacle
 from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead

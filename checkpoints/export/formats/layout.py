@@ -13,7 +13,7 @@ import torch
 
 from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.base import TYPE, CheckInput
-from checkpoints.export.formats.findings import Finding
+from checkpoints.export.formats.records import Finding
 from sage.io.dtypes import dtype_name
 
 VERSION = "0.9.0"  # of the PyPI package that the configs are tested against

@@ -40,8 +40,8 @@ from checkpoints.export.configs import (
 from checkpoints.export.folder import Weights
 from checkpoints.export.formats.base import TYPE, CheckInput, fixed_batch
 from checkpoints.export.formats.eagle3 import draft_vocabulary, feature_levels
-from checkpoints.export.formats.findings import Finding, ImportOptions
 from checkpoints.export.formats.layout import SPECULATORS_CHECKS, proposed_tokens
+from checkpoints.export.formats.records import Finding, ImportOptions
 from checkpoints.export.formats.speculators import SpeculatorsFormat, residual
 from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.head import DraftHead

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from checkpoints.export.formats.row import FormatRow
+from checkpoints.export.formats.records import FormatRow
 from sage.io.names import did_you_mean
 
 if TYPE_CHECKING:

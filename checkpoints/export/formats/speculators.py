@@ -11,8 +11,8 @@ from checkpoints.export.config_checks import LAYER_CHECKS, single_layer
 from checkpoints.export.configs import LEVELS_KEY, EngineConfig, TargetFacts, layer_config
 from checkpoints.export.formats.base import TYPE, CheckInput, Checks
 from checkpoints.export.formats.eagle3 import Eagle3Format, draft_vocabulary, feature_levels
-from checkpoints.export.formats.findings import Finding
 from checkpoints.export.formats.layout import SPECULATORS_CHECKS, speculator_config
+from checkpoints.export.formats.records import Finding
 from checkpoints.export.tensor_checks import check_tensors
 from sage.io.dtypes import dtype_name
 
