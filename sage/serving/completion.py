@@ -74,7 +74,7 @@ class Completion:
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
         found = self._head("chat.completion") | {"choices": [choice | self._ids(self.tokens)], "usage": usage(stats)}
-        if self.prepared.request.options.return_token_ids:
+        if self.prepared.request.return_token_ids:
             found["prompt_token_ids"] = self.prepared.inputs["input_ids"][0].tolist()
         return found
 
@@ -89,20 +89,20 @@ class Completion:
     def last_chunks(self, stats: Stats) -> bytes:
         """Returns the chunks after the text."""
         end = self._chunk({}, self.finish_reason, ())
-        if self.prepared.request.includes_usage:
+        if self.prepared.request.stream_options.include_usage:
             end += _event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage(stats)})
         return end + DONE
 
     def _chunk(self, delta: dict[str, Any], reason: str | None, tokens: Sequence[int]) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason} | self._ids(tokens)
         content = self._head("chat.completion.chunk") | {"choices": [choice]}
-        return _event(content | ({"usage": None} if self.prepared.request.includes_usage else {}))
+        return _event(content | ({"usage": None} if self.prepared.request.stream_options.include_usage else {}))
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.model}
 
     def _ids(self, tokens: Sequence[int]) -> dict[str, Any]:
-        return {"token_ids": list(tokens)} if self.prepared.request.options.return_token_ids else {}
+        return {"token_ids": list(tokens)} if self.prepared.request.return_token_ids else {}
 
 
 def error_chunk(content: Any) -> bytes:

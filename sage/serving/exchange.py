@@ -69,7 +69,7 @@ class Exchange(Response):
         job = Job(prepared.inputs, prepared.sampling, emit)
         service.scheduler.submit(job)
         try:
-            answer = self._stream if prepared.request.options.stream else self._complete
+            answer = self._stream if prepared.request.stream else self._complete
             await answer(prepared, _tokens(events), send)
         finally:
             service.scheduler.cancel(job)
@@ -98,7 +98,7 @@ class Exchange(Response):
                 is_last = isinstance(event, Stats)
                 tokens = [] if isinstance(event, Stats) else event
                 text = completion.add(tokens, is_last)
-                if text or (tokens and prepared.request.options.return_token_ids):
+                if text or (tokens and prepared.request.return_token_ids):
                     await _send(send, completion.text_chunk(text, tokens))
                 if isinstance(event, Stats):
                     await _send(send, completion.last_chunks(event), more=False)

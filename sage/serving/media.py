@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +16,8 @@ from PIL import Image
 
 from sage.inputs.media import open_image
 from sage.inputs.video import no_size_warning
-from sage.serving.chat_request import Message, Part
-from sage.serving.errors import ApiError, invalid
+from sage.serving.chat_request import ImagePart, Message, Part, TextPart, VideoPart
+from sage.serving.errors import invalid
 from sage.serving.remote import RemoteMedia
 from sage.serving.settings import ServerLimits
 
@@ -39,29 +40,33 @@ class MediaReader:
     def __post_init__(self) -> None:
         self.remaining_pixels = self.limits.max_pixels
 
-    def open_messages(self, messages: list[Message]) -> list[Message]:
+    def open_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Returns the messages for `Target.prepare`; ApiError for an image that cannot be read or exceeds a limit."""
-        parts = [part for message in messages for part in message["content"]]
-        count = sum(len(part["urls"]) if part["type"] == "video" else part["type"] == "image" for part in parts)
+        parts = [part for message in messages for part in message.content]
+        count = sum(len(part.video) if isinstance(part, VideoPart) else isinstance(part, ImagePart) for part in parts)
         if count > self.limits.max_images:
             raise invalid(f"messages: {count} images and frames, allowed: at most {self.limits.max_images}", "messages")
-        return [message | {"content": [self._open_part(part) for part in message["content"]]} for message in messages]
+        return [self._open_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
-    def _open_part(self, part: Part) -> Part:
-        if part["type"] == "image":
-            return {"type": "image", "image": self._open(part["url"], part["where"])}
-        if part["type"] == "video":
-            frames = [self._open(url, f"{part['where']}, frame {number}") for number, url in enumerate(part["urls"])]
-            if len({frame.size for frame in frames}) > 1:
-                raise invalid(f"{part['where']}: frames of different sizes", part["where"])
-            return {"type": "video", "video": frames, **({} if part["fps"] is None else {"fps": part["fps"]})}
-        return part
+    def _open_message(self, message: Message, where: str) -> dict[str, Any]:
+        content = [self._open_part(part, f"{where}.content[{number}]") for number, part in enumerate(message.content)]
+        return {"role": "system" if message.role == "developer" else message.role, "content": content}
+
+    def _open_part(self, part: Part, where: str) -> dict[str, Any]:
+        if isinstance(part, TextPart):
+            return {"type": "text", "text": part.text}
+        if isinstance(part, ImagePart):
+            return {"type": "image", "image": self._open(part.image_url, where)}
+        frames = [self._open(url, f"{where}, frame {number}") for number, url in enumerate(part.video)]
+        if len({frame.size for frame in frames}) > 1:
+            raise invalid(f"{where}: frames of different sizes", where)
+        return {"type": "video", "video": frames} | ({} if part.fps is None else {"fps": part.fps})
 
     def _open(self, url: str, where: str) -> Image.Image:
         try:
             return self._decoded(decode_data_url(url) if url.startswith("data:") else self.remote.fetch(url))
         except ValueError as error:
-            raise _refusal(error, where) from error
+            raise invalid(f"{where}: image: {str(error).removeprefix('image ')}", where) from error
 
     def _decoded(self, data: bytes) -> Image.Image:
         try:
@@ -79,10 +84,6 @@ class MediaReader:
             raise ValueError(f"not an image in one of the formats {', '.join(FORMATS)}") from error
 
 
-def _refusal(error: ValueError, where: str) -> ApiError:
-    return invalid(f"{where}: image: {str(error).removeprefix('image ')}", where)
-
-
 def decode_data_url(url: str) -> bytes:
     """Returns the bytes of a data URL in base64; ValueError if it is none, or empty."""
     header, comma, data = url.partition(",")
@@ -95,13 +96,3 @@ def decode_data_url(url: str) -> bytes:
     if not found:
         raise ValueError("empty")
     return found
-
-
-def texts_of(messages: list[Message]) -> list[tuple[str, Any]]:
-    """Returns the texts of messages and the number of the message of each."""
-    return [
-        (part["text"], number)
-        for number, message in enumerate(messages)
-        for part in message["content"]
-        if part["type"] == "text"
-    ]

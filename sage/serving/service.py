@@ -14,9 +14,9 @@ from jinja2 import TemplateError
 
 from sage.decoding.settings import Sampling
 from sage.inputs.processing import Processor
-from sage.serving.chat_request import ChatRequest, parse_json, read_request
+from sage.serving.chat_request import ChatRequest, TextPart, read_request
 from sage.serving.errors import invalid
-from sage.serving.media import MediaReader, texts_of
+from sage.serving.media import MediaReader
 from sage.serving.metrics import Metrics
 from sage.serving.remote import RemoteMedia
 from sage.serving.scheduler import Scheduler
@@ -72,12 +72,12 @@ class Service:
     def __post_init__(self) -> None:
         family, self.tokenizer = self.processor.family, self.processor.tokenizer
         reserved = {*family.placeholders.values(), *family.slot_texts.values()}
-        self._reserved = re.compile("|".join(map(re.escape, sorted(reserved)))) if reserved else None
+        self._reserved = re.compile("|".join(map(re.escape, sorted(reserved))) or "(?!)")  # without any, it matches nothing
         self._max_characters = self.max_context * max(map(len, self.tokenizer.get_vocab()))  # more have more tokens than fit
 
     def prepare(self, body: bytes) -> Prepared:
         """Returns a request that can be decoded; ApiError for one that cannot."""
-        request = read_request(parse_json(body), self.model)
+        request = read_request(body, self.model)
         self._check_texts(request)
         messages = MediaReader(self.limits, self.remote).open_messages(request.messages)
         try:
@@ -89,17 +89,16 @@ class Service:
 
     def _check_texts(self, request: ChatRequest) -> None:
         """Refuses texts that contain a placeholder of an image, or cannot fit into the context."""
-        texts = texts_of(request.messages)
-        num_characters = sum(len(text) for text, _ in texts)
+        messages = [[part.text for part in one.content if isinstance(part, TextPart)] for one in request.messages]
+        num_characters = sum(len(text) for texts in messages for text in texts)
         if num_characters > self._max_characters:
             message = f"messages: {num_characters} characters, which are more than {self.max_context} tokens"
             raise invalid(message, "messages", TOO_LONG)
-        for text, number in texts:
-            if self._reserved is not None and (found := self._reserved.search(text)):
+        for number, texts in enumerate(messages):
+            if found := self._reserved.search("\n".join(texts)):
                 where = f"messages[{number}].content"
-                raise invalid(
-                    f"{where}: the text contains {found[0]!r}, the placeholder of an image or video; remove it", where
-                )
+                message = f"{where}: the text contains {found[0]!r}, the placeholder of an image or video; remove it"
+                raise invalid(message, where)
 
     def _max_new_tokens(self, request: ChatRequest, length: int) -> int:
         left = self.max_context - length
