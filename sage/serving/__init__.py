@@ -6,10 +6,9 @@ prometheus_client, which the extra `serve` installs.
     chat_request.py   body of a request -> options and messages
     media.py          images of a request; remote.py downloads from allowed hosts
     service.py        a body -> prompt tensors
-    scheduler.py      requests on their way to the decoding loop and back
-    decoding.py       the loop in a process of its own, or in a thread
-    loop.py           queue, rounds, ends of requests
-    decoders.py       several requests, round by round
+    scheduler.py      the queue; requests on their way to the decoding process and back
+    decoding.py       that process as the server sees it; worker.py what it does
+    decoders.py       what it decodes with
     completion.py     tokens -> text, chunks, usage
     app.py            routes; guard.py keys and hosts; exchange.py one request and its answer
     memory.py, metrics.py, errors.py, server.py

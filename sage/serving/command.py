@@ -22,7 +22,8 @@ from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY, POLICIES, check_name
 
 if TYPE_CHECKING:
     from sage.drafts.draft import Draft
-    from sage.serving.decoding import Plan
+    from sage.serving.decoders import Plan
+    from sage.serving.decoding import Decoding
     from sage.serving.service import Service
     from sage.targets import Target
 
@@ -137,52 +138,48 @@ def _load(args: argparse.Namespace, limits: ServerLimits, is_local: bool) -> Ser
     """Starts the decoding process, and loads what the server itself needs meanwhile: the processor."""
     import torch
 
-    from sage.serving.decoding import DecodingProcess
-    from sage.serving.metrics import Metrics
+    from sage.serving.decoding import Decoding
     from sage.serving.remote import RemoteMedia
-    from sage.serving.scheduler import Scheduler
-    from sage.serving.service import Service
     from sage.targets.loading import load_processor
 
     torch.set_num_threads(1)  # preparation has threads of its own, and the decoding process needs the processors
     path, folder = cli.find_models(args)
-    decoding = DecodingProcess(_load_decoder, args, path, folder, limits)
+    decoding = Decoding(_load_plan, args, path, folder, limits)
     try:
         processor = load_processor(path)
-        max_context, end_token_ids = decoding.wait()
+        name = args.model_name or (path if not Path(path).exists() else Path(path).resolve().name)
+        remote = RemoteMedia(allowed_hosts(args), limits.max_body_bytes)
+        return _service(decoding, processor, name, limits, api_key=api_key(args), remote=remote, is_local=is_local)
     except BaseException:
         decoding.kill()
         raise
-    metrics = Metrics()
-    name = args.model_name or (path if not Path(path).exists() else Path(path).resolve().name)
-    scheduler = Scheduler(decoding, limits.max_requests, limits.queue, metrics)
-    remote = RemoteMedia(allowed_hosts(args), limits.max_body_bytes)
-    shared = (limits, max_context, metrics, api_key(args), remote, is_local)
-    service = Service(processor, name, end_token_ids, scheduler, *shared)
-    scheduler.start()
-    return service
 
 
-def _load_decoder(args: argparse.Namespace, path: str, folder: Path | None, limits: ServerLimits) -> Plan:
+def _load_plan(args: argparse.Namespace, path: str, folder: Path | None, limits: ServerLimits) -> Plan:
     """Loads target and draft, in the decoding process."""
     from transformers.utils import logging
 
     import sage
     from sage.runtime.pass_modes import MANY_ANSWERS, resolve_pass_mode
+    from sage.serving.decoders import plan_decoding
 
     logging.disable_progress_bar()
     target = sage.load_target(path, passes=args.passes, **cli.load_options(args, cpu_dtype="float32"))
     target.passes = resolve_pass_mode(args.passes, target.device.type, MANY_ANSWERS, target.is_whole)
     draft = sage.load_draft(folder, target) if folder is not None else None
-    return _plan(target, draft, policy_of(args), limits)
+    return plan_decoding(target, draft, policy_of(args), limits)
 
 
-def _plan(target: Target, draft: Draft | None, policy: str, limits: ServerLimits) -> Plan:
-    from sage.serving.decoders import planned_decoder
-    from sage.serving.decoding import Plan
+def _service(decoding: Decoding, processor: Any, model: str, limits: ServerLimits, **options: Any) -> Service:
+    """Waits until `decoding` has loaded; `options` are further fields of `Service`."""
+    from sage.serving.metrics import Metrics
+    from sage.serving.scheduler import Scheduler
+    from sage.serving.service import Service
 
-    new_decoder, max_context = planned_decoder(target, draft, policy, limits)
-    return Plan(new_decoder, limits.max_requests, max_context, tuple(target.eos_token_ids))
+    max_context, end_token_ids = decoding.wait()
+    metrics = Metrics()
+    scheduler = Scheduler(decoding, limits.max_requests, limits.queue, metrics)
+    return Service(processor, model, end_token_ids, scheduler, limits, max_context, metrics, **options)
 
 
 def new_service(target: Target, draft: Draft | None, policy: str, limits: ServerLimits, model: str, **options: Any) -> Service:
@@ -191,16 +188,10 @@ def new_service(target: Target, draft: Draft | None, policy: str, limits: Server
     Raises:
         ValueError: the caches do not fit, the context is longer than the target's, or the target has no chat template.
     """
-    from sage.serving.decoding import DecodingThread
-    from sage.serving.metrics import Metrics
-    from sage.serving.scheduler import Scheduler
-    from sage.serving.service import Service
+    from sage.serving.decoders import plan_decoding
+    from sage.serving.decoding import Decoding
 
     if target.processor is None:
         raise ValueError("target: has no processor, so it takes no messages; use sage.load_target(path)")
-    plan, metrics = _plan(target, draft, policy, limits), Metrics()
-    scheduler = Scheduler(DecodingThread(plan), limits.max_requests, limits.queue, metrics)
-    shared = (limits, plan.max_context, metrics)
-    service = Service(target.processor, model, plan.end_token_ids, scheduler, *shared, **options)
-    scheduler.start()
-    return service
+    decoding = Decoding(plan_decoding, target, draft, policy, limits, in_process=False)
+    return _service(decoding, target.processor, model, limits, **options)

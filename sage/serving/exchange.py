@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -17,7 +17,6 @@ from fastapi import Response
 from sage.decoding.answer import Stats
 from sage.serving.completion import Completion, error_chunk
 from sage.serving.errors import ApiError, internal
-from sage.serving.scheduler import Job, Result
 from sage.serving.service import Prepared, Service
 
 BODY_TIMEOUT_S = 60.0
@@ -41,11 +40,8 @@ class Exchange(Response):
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         with suppress(ClientLeft):
             body = await self._body(scope, receive)
-            self._service.scheduler.reserve()
-            try:
+            with self._service.scheduler.reserved():
                 await until_left(self._answer(body, send), receive)
-            finally:
-                self._service.scheduler.release()
 
     async def _body(self, scope: Any, receive: Receive) -> bytes:
         limit = self._service.limits.max_body_bytes
@@ -58,21 +54,11 @@ class Exchange(Response):
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, f"body: not complete after {BODY_TIMEOUT_S:g} s") from error
 
     async def _answer(self, body: bytes, send: Send) -> None:
-        service, loop = self._service, asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(service.pool, service.prepare, body)
-        events: asyncio.Queue[Result] = asyncio.Queue()
-
-        def emit(event: Result) -> None:
-            with suppress(RuntimeError):  # the server has stopped
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        job = Job(prepared.inputs, prepared.sampling, emit)
-        service.scheduler.submit(job)
-        try:
-            answer = self._stream if prepared.request.stream else self._complete
-            await answer(prepared, _tokens(events), send)
-        finally:
-            service.scheduler.cancel(job)
+        service = self._service
+        prepared = await asyncio.get_running_loop().run_in_executor(service.pool, service.prepare, body)
+        answer = self._stream if prepared.request.stream else self._complete
+        async with aclosing(service.scheduler.decode(prepared.inputs, prepared.sampling)) as events:
+            await answer(prepared, events, send)
 
     async def _complete(self, prepared: Prepared, events: AsyncIterator[list[int] | Stats], send: Send) -> None:
         completion, texts = Completion(self._service, prepared), []
@@ -150,17 +136,6 @@ async def until_left(work: Any, receive: Receive) -> None:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _tokens(events: asyncio.Queue[Result]) -> AsyncIterator[list[int] | Stats]:
-    """Yields new tokens, `Stats` last; raises the ApiError that ends an answer."""
-    while True:
-        event = await events.get()
-        if isinstance(event, ApiError):
-            raise event
-        yield event
-        if isinstance(event, Stats):
-            return
 
 
 async def _start(send: Send, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:

@@ -1,14 +1,15 @@
-"""Requests on their way to the decoding loop and back: places, numbers, cancellations, metrics, the end of the server.
+"""Requests on their way to the decoding process and back: places, the queue, cancellations, metrics, the end of the server.
 
-A request reserves a place, is prepared, and is submitted; `Job.emit` receives its tokens.
+Everything runs in the event loop of the server.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from itertools import count
@@ -18,8 +19,8 @@ from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
 from sage.serving.decoding import Decoding
 from sage.serving.errors import ApiError, internal, invalid
-from sage.serving.loop import Add, Event, Events, Mark, Order, Refused, Remove
 from sage.serving.metrics import Metrics
+from sage.serving.worker import Event
 
 logger = logging.getLogger(__name__)
 MAX_RETRY_S = 60
@@ -34,158 +35,149 @@ def stopping() -> ApiError:
 
 @dataclass(eq=False)
 class Job:
-    """A prepared request.
+    """A request in the decoding process, with what has arrived of its answer.
 
     Attributes:
-        emit: receives new tokens, then `Stats` or `ApiError` once; must not block.
-        is_running: whether it has a row of the decoder.
+        queued: when the request was queued, in seconds of `time.monotonic`.
     """
 
-    inputs: Any
-    sampling: Sampling
-    emit: Callable[[Result], None]
-    number: int = -1
-    submitted: float = field(default_factory=time.monotonic)
+    queued: float
     first_token: float = 0.0
-    is_running: bool = False
+    results: asyncio.Queue[Result] = field(default_factory=asyncio.Queue)
 
 
 class Scheduler:
-    """Passes requests to a decoding loop and its events to them.
+    """Lets requests wait until they can be decoded, and passes events of the decoding process to them.
 
     Args:
         queue: requests that may wait besides those that are decoded.
 
     Attributes:
-        has_failed: whether the loop has ended by itself, which happens only if its process is killed.
-        on_failure: called then, in a thread.
+        has_failed: whether the decoding process has ended by itself, which happens only if it is killed.
+        on_failure: called then.
     """
 
     def __init__(self, decoding: Decoding, max_requests: int, queue: int, metrics: Metrics) -> None:
         self._decoding, self._metrics = decoding, metrics
         self._max_requests, self._limit = max_requests, max_requests + queue
-        self._lock = threading.Lock()
+        self._places = asyncio.Semaphore(max_requests)
         self._numbers = count()
-        self._jobs: dict[int, Job] = {}
-        self._num_reserved = 0
+        self._running: dict[int, Job] = {}
+        self._num_reserved = self.num_waiting = 0
         self._mean_s = 1.0  # duration of an answer
-        self._is_draining = False
-        self._on_drained: Callable[[], object] | None = None
+        self.is_draining = self.has_failed = False
         self.on_failure: Callable[[], object] = lambda: None
-        self.has_failed = False
-        metrics.watch(lambda: len(self._jobs) - self.num_running, lambda: self.num_running)
+        metrics.watch(lambda: self.num_waiting, lambda: self.num_running)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the decoding loop runs."""
+        """Whether the decoding process runs."""
         return self._decoding.is_alive
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the server is stopping."""
-        return self._is_draining
 
     @property
     def num_running(self) -> int:
         """Number of requests that are decoded."""
-        return sum(job.is_running for job in list(self._jobs.values()))
+        return len(self._running)
 
     def start(self) -> None:
-        """Starts the decoding loop."""
-        self._decoding.start(self._receive)
+        """Receives events in the event loop that runs."""
+        asyncio.get_running_loop().add_reader(self._decoding.fileno(), self._receive)
 
-    def reserve(self) -> None:
-        """Reserves a place for a request that will be prepared and submitted; `release` frees it. ApiError if there is none."""
-        with self._lock:
-            if self._is_draining or not self.is_alive:
-                raise stopping()
-            if self._num_reserved >= self._limit:
-                seconds = self._mean_s * max(1, self._num_reserved - self._max_requests) / self._max_requests
-                delay = str(min(MAX_RETRY_S, max(1, round(seconds))))
-                message = f"{self._num_reserved} requests are in progress, the most that this server takes; try again later"
-                raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="queue_full", headers={"Retry-After": delay})
-            self._num_reserved += 1
-
-    def release(self) -> None:
-        """Frees a place."""
-        with self._lock:
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Reserves a place for a request that is prepared and decoded inside; ApiError if there is none."""
+        if self.is_draining or not self.is_alive:
+            raise stopping()
+        if self._num_reserved >= self._limit:
+            seconds = self._mean_s * max(1, self._num_reserved - self._max_requests) / self._max_requests
+            delay = str(min(MAX_RETRY_S, max(1, round(seconds))))
+            message = f"{self._num_reserved} requests are in progress, the most that this server takes; try again later"
+            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="queue_full", headers={"Retry-After": delay})
+        self._num_reserved += 1
+        try:
+            yield
+        finally:
             self._num_reserved -= 1
 
-    def submit(self, job: Job) -> None:
-        """Appends a request to the queue; ApiError if the server is stopping."""
-        with self._lock:
-            if self._is_draining or not self.is_alive:
-                raise stopping()
-            job.number = next(self._numbers)
-            self._jobs[job.number] = job
-        self._decoding.send(Add(job.number, job.inputs, job.sampling))
-        job.inputs = None
+    async def decode(self, inputs: Any, sampling: Sampling) -> AsyncGenerator[list[int] | Stats]:
+        """Yields new tokens, `Stats` last; ApiError ends the answer early. Closing the generator cancels the request."""
+        queued = time.monotonic()
+        await self._wait_for_place()
+        number = next(self._numbers)
+        job = self._running[number] = Job(queued)
+        try:
+            self._decoding.add(number, inputs, sampling)
+            while not isinstance(result := await job.results.get(), ApiError):
+                yield result
+                if isinstance(result, Stats):
+                    return
+            raise result
+        finally:
+            if self._end(number):  # the client has left
+                self._decoding.remove(number)
+                self._metrics.ended("cancelled")
 
-    def cancel(self, job: Job) -> None:
-        """Ends a request before the next round; nothing is emitted any more. It may have ended already."""
-        if self._jobs.pop(job.number, None) is None:
-            return
-        self._decoding.send(Remove(job.number))
-        if job.is_running:
-            self._metrics.ended("cancelled")
+    async def _wait_for_place(self) -> None:
+        self.num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self.num_waiting -= 1
+        if self.is_draining or self.has_failed:
+            self._places.release()  # for the next one that waits
+            raise internal() if self.has_failed else stopping()
 
-    def drain(self, on_drained: Callable[[], object]) -> None:
-        """Refuses requests that wait or arrive, finishes those that are decoded, and then calls `on_drained` in a thread."""
-        self._on_drained = on_drained
-        self._is_draining = True  # without the lock: a signal may interrupt the thread that holds it
-        self._decoding.send(Order.DRAIN)
+    async def drain(self) -> None:
+        """Refuses requests that wait or arrive, and waits for the end of those that are decoded."""
+        self.is_draining = True
+        self._places.release()  # wakes those that wait, one after the other
+        for _ in range(self._max_requests + 1):
+            await self._places.acquire()
 
     def close(self) -> None:
-        """Ends the decoding loop after the round in progress; answers in progress are dropped."""
-        self._is_draining = True
+        """Ends the decoding process after the round in progress; answers in progress are dropped."""
         self._decoding.close()
 
-    def _receive(self, events: Events) -> None:
-        now = time.monotonic()
+    def _receive(self) -> None:
+        try:
+            events = self._decoding.events()
+        except (EOFError, OSError):
+            self._fail()
+            return
         for number, event in events:
-            if event is Mark.DRAINED:
-                self._report_drained()
-            elif event is Mark.ENDED:
-                self._fail_all()
-            elif (job := self._jobs.get(number)) is not None:  # else its client has left
-                self._handle(job, event, now)
+            if (job := self._running.get(number)) is not None:  # else its client has left
+                self._handle(number, job, event, time.monotonic())
 
-    def _handle(self, job: Job, event: Event, now: float) -> None:
-        if event is Mark.STARTED:
-            job.is_running = True
-        elif isinstance(event, list):
+    def _handle(self, number: int, job: Job, event: Event, now: float) -> None:
+        if isinstance(event, list):
             if not job.first_token:
                 job.first_token = now
-                self._metrics.first_token_s.observe(now - job.submitted)
-            job.emit(event)
-        elif self._jobs.pop(job.number, None) is not None:
-            job.emit(self._result(job, event, now))
-
-    def _result(self, job: Job, event: Event, now: float) -> Result:
-        """Returns what a client receives at the end of its request."""
+                self._metrics.first_token_s.observe(now - job.queued)
+            job.results.put_nowait(event)
+            return
+        self._end(number)
         if isinstance(event, Stats):
-            self._mean_s += SMOOTHING * (now - job.submitted - self._mean_s)
-            self._metrics.answered(event, now - job.submitted)
-            return event
-        if isinstance(event, Refused):
-            return invalid(event.reason)
-        if event is Mark.STOPPED:
-            return stopping()
-        if job.is_running:
+            self._mean_s += SMOOTHING * (now - job.queued - self._mean_s)
+            self._metrics.answered(event, now - job.queued)
+            job.results.put_nowait(event)
+        elif isinstance(event, ValueError):
+            job.results.put_nowait(invalid(str(event)))
+        else:
             self._metrics.ended("failed")
-        return internal()
+            job.results.put_nowait(internal())
 
-    def _report_drained(self) -> None:
-        report, self._on_drained = self._on_drained, None
-        if report is not None:
-            report()
+    def _end(self, number: int) -> bool:
+        """Frees the place of a request; returns False if it has ended before."""
+        if self._running.pop(number, None) is None:
+            return False
+        self._places.release()
+        return True
 
-    def _fail_all(self) -> None:
-        """Ends all requests after the loop has ended."""
-        self.has_failed = not self._is_draining
-        for job in list(self._jobs.values()):
-            self._handle(job, Mark.FAILED, time.monotonic())
-        self._report_drained()
-        if self.has_failed:
-            logger.error("the decoding process has ended, so the server stops; a process is killed if memory runs out")
-            self.on_failure()
+    def _fail(self) -> None:
+        """Ends all requests, and the server, after the decoding process has ended."""
+        asyncio.get_running_loop().remove_reader(self._decoding.fileno())
+        self.has_failed = True
+        logger.error("the decoding process has ended, so the server stops; a process is killed if memory runs out")
+        for number, job in list(self._running.items()):
+            self._handle(number, job, RuntimeError(), time.monotonic())
+        self.on_failure()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -67,8 +68,14 @@ class Server(uvicorn.Server):
         service.scheduler.on_failure = self.stop
         self._num_signals = 0
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves until `stop`."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the socket."""
+        self._service.scheduler.start()
         await super().startup(sockets)
         self._on_ready()
 
@@ -76,10 +83,14 @@ class Server(uvicorn.Server):
         """Stops accepting requests at the first signal, and everything at the second."""
         self._num_signals += 1
         if self._num_signals == 1:
-            self._service.scheduler.drain(self.stop)
+            asyncio.run_coroutine_threadsafe(self._stop_after_answers(), self._loop)
         else:
             print("stopped; answers in progress are lost", file=sys.stderr, flush=True)
             os._exit(EXIT_INTERRUPTED)
+
+    async def _stop_after_answers(self) -> None:
+        await self._service.scheduler.drain()
+        self.stop()
 
     def stop(self) -> None:
         """Ends `run` once the responses in progress are sent."""

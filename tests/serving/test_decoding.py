@@ -1,24 +1,24 @@
-"""The decoding loop in a thread and in a process of its own, with a decoder that repeats its prompt."""
+"""The scheduler with a decoder that repeats its prompt, in a thread and in a process of its own."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.serving_helpers import wait_until
 
 from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
-from sage.serving.decoding import Decoding, DecodingProcess, DecodingThread, Plan
+from sage.serving.decoders import Plan
+from sage.serving.decoding import Decoding
 from sage.serving.errors import ApiError
 from sage.serving.metrics import Metrics
-from sage.serving.scheduler import Job, Scheduler
+from sage.serving.scheduler import Scheduler
 
 ENDLESS, UNWANTED = 0, 13  # tokens of a prompt
 
@@ -41,7 +41,7 @@ class Repeater:
     def __init__(self) -> None:
         self.requests: list[Repeated] = []
 
-    def add(self, inputs: Any, sampling: Sampling) -> Repeated:
+    def add(self, inputs: Any, policy: str, sampling: Sampling) -> Repeated:
         tokens = inputs["input_ids"][0].tolist()
         if UNWANTED in tokens:
             raise ValueError("prompt: unwanted")
@@ -56,69 +56,110 @@ class Repeater:
 
 
 def plan() -> Plan:
-    return Plan(Repeater, max_requests=2, max_context=64, end_token_ids=(7,))  # type: ignore[arg-type]
+    return Plan(Repeater, "", max_context=64, end_token_ids=(7,))  # type: ignore[arg-type]
 
 
 def no_plan() -> Plan:
     raise ValueError("target: none,\ngive one")
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest.fixture(params=[True, False], ids=["process", "thread"])
 def decoding(request: pytest.FixtureRequest) -> Iterator[Decoding]:
-    if request.param == "thread":
-        found: Decoding = DecodingThread(plan())
-    else:
-        found = process = DecodingProcess(plan)
-        assert process.wait() == (64, (7,))
+    found = Decoding(plan, in_process=request.param)
+    assert found.wait() == (64, (7,))
     yield found
     found.close()
     assert not found.is_alive
 
 
-def submit(scheduler: Scheduler, *tokens: int) -> tuple[Job, SimpleQueue[Any]]:
-    results: SimpleQueue[Any] = SimpleQueue()
-    job = Job({"input_ids": torch.tensor([tokens]), "text": "kept"}, Sampling(), results.put)
-    scheduler.submit(job)
-    return job, results
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def started(decoding: Decoding) -> Scheduler:
+    scheduler = Scheduler(decoding, max_requests=2, queue=2, metrics=Metrics())
+    scheduler.start()
+    return scheduler
+
+
+def answer(scheduler: Scheduler, *tokens: int) -> asyncio.Task[list[Any]]:
+    """All results for a prompt."""
+
+    async def collect() -> list[Any]:
+        inputs = {"input_ids": torch.tensor([tokens]), "text": "kept"}
+        async with aclosing(scheduler.decode(inputs, Sampling())) as results:
+            return [result async for result in results]
+
+    return asyncio.create_task(collect())
 
 
 def test_requests_end_on_their_own(decoding: Decoding) -> None:
-    scheduler = Scheduler(decoding, max_requests=2, queue=2, metrics=Metrics())
-    scheduler.start()
-    _, first = submit(scheduler, 5, 6)
-    assert [first.get(timeout=20) for _ in range(2)] == [[5], [6]] and isinstance(first.get(timeout=20), Stats)
-    endless, _ = submit(scheduler, ENDLESS)
-    error = submit(scheduler, UNWANTED)[1].get(timeout=20)
-    assert isinstance(error, ApiError) and error.status == 400 and "unwanted" in str(error)
-    wait_until(lambda: scheduler.num_running == 1)
-    other, others = submit(scheduler, ENDLESS, 3)
-    assert others.get(timeout=20) == [ENDLESS]
-    waiting = submit(scheduler, 4)[1]
-    scheduler.cancel(endless)
-    assert waiting.get(timeout=20) == [4]  # in the place of the one that has left
-    is_drained = threading.Event()
-    scheduler.drain(is_drained.set)
-    with pytest.raises(ApiError, match="stopping"):
-        submit(scheduler, 4)
-    assert not is_drained.wait(0.05)
-    scheduler.cancel(other)
-    assert is_drained.wait(20) and scheduler.num_running == 0
+    async def test() -> None:
+        scheduler = started(decoding)
+        *tokens, stats = await answer(scheduler, 5, 6)
+        assert tokens == [[5], [6]] and isinstance(stats, Stats)
+        endless = answer(scheduler, ENDLESS)
+        with pytest.raises(ApiError, match="unwanted") as refused:
+            await answer(scheduler, UNWANTED)
+        assert refused.value.status == 400
+        other, waiting = answer(scheduler, ENDLESS, 3), answer(scheduler, 4)
+        await until(lambda: (scheduler.num_running, scheduler.num_waiting) == (2, 1))
+        endless.cancel()
+        assert (await waiting)[0] == [4]  # in the place of the one that has left
+        third, late = answer(scheduler, ENDLESS), answer(scheduler, 4)
+        await until(lambda: scheduler.num_waiting == 1)
+        drained = asyncio.create_task(scheduler.drain())
+        with pytest.raises(ApiError, match="stopping"):
+            await late
+        with pytest.raises(ApiError, match="stopping"), scheduler.reserved():
+            pass
+        assert not drained.done() and scheduler.num_running == 2
+        other.cancel(), third.cancel()
+        await drained
+        assert scheduler.num_running == 0
+
+    run(test())
 
 
-def test_a_process_that_fails() -> None:
-    with pytest.raises(ValueError, match="^target: none, give one$"):
-        DecodingProcess(no_plan).wait()
-    decoding = DecodingProcess(plan)
+def test_places_are_reserved_before_requests_are_prepared(decoding: Decoding) -> None:
+    async def test() -> None:
+        scheduler = started(decoding)
+        with scheduler.reserved(), scheduler.reserved(), scheduler.reserved(), scheduler.reserved():
+            with pytest.raises(ApiError, match="4 requests are in progress") as full, scheduler.reserved():
+                pass
+            assert full.value.headers == {"Retry-After": "1"}
+        with scheduler.reserved():
+            pass
+
+    run(test())
+
+
+def test_a_process_that_is_killed_ends_its_requests_and_the_server() -> None:
+    async def test() -> None:
+        scheduler, stopped = started(decoding), asyncio.Event()
+        scheduler.on_failure = stopped.set
+        requests = [answer(scheduler, ENDLESS) for _ in range(3)]
+        await until(lambda: scheduler.num_running == 2)
+        decoding.kill()
+        for request in requests:
+            with pytest.raises(ApiError, match="failed") as failed:
+                await request
+            assert failed.value.status == 500
+        await stopped.wait()
+        assert scheduler.has_failed and not scheduler.is_alive
+        with pytest.raises(ApiError, match="stopping"), scheduler.reserved():
+            pass
+
+    decoding = Decoding(plan)
     decoding.wait()
-    scheduler = Scheduler(decoding, max_requests=2, queue=2, metrics=Metrics())
-    has_stopped = threading.Event()
-    scheduler.on_failure = has_stopped.set
-    scheduler.start()
-    _, results = submit(scheduler, ENDLESS)
-    assert results.get(timeout=20) == [ENDLESS]
-    decoding.kill()
-    error = results.get(timeout=20)
-    assert isinstance(error, ApiError) and error.status == 500 and not scheduler.is_alive
-    assert has_stopped.wait(20) and scheduler.has_failed
-    with pytest.raises(ApiError, match="stopping"):
-        scheduler.reserve()
+    run(test())
+
+
+def test_a_mistake_that_the_process_finds_is_raised() -> None:
+    with pytest.raises(ValueError, match="^target: none, give one$"):
+        Decoding(no_plan).wait()

@@ -15,10 +15,10 @@ from support.messages import exit_code
 from support.serving_helpers import HELLO, Running, image_url, wait_until, with_images
 
 from benchmarks.serving.malformed import malformed
+from sage.decoding.batch import BatchDecoder
 from sage.serving import command, remote
 from sage.serving import server as server_module
 from sage.serving.completion import StopStrings
-from sage.serving.decoders import ServedDecoder
 from sage.serving.errors import ApiError
 from sage.serving.memory import CachePlan
 from sage.serving.remote import RemoteMedia
@@ -29,13 +29,13 @@ LONG = {"max_tokens": 60, "ignore_eos": True}
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds take at least 10 ms."""
-    step = ServedDecoder.step
+    step = BatchDecoder.step
 
-    def slower(self: ServedDecoder) -> Any:
+    def slower(self: BatchDecoder) -> Any:
         time.sleep(0.01)
         return step(self)
 
-    monkeypatch.setattr(ServedDecoder, "step", slower)
+    monkeypatch.setattr(BatchDecoder, "step", slower)
 
 
 def running(server: Running) -> int:
@@ -107,7 +107,7 @@ def test_a_full_queue_and_two_signals_to_stop(
         stream = lines(server)
         next(stream)
         waiting = pool.submit(server.chat)
-        wait_until(lambda: len(server.service.scheduler._jobs) == 2)
+        wait_until(lambda: server.service.scheduler.num_waiting == 1)
         full = server.chat()
         assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
         assert full.json()["error"]["type"] == "rate_limit_error"
@@ -126,10 +126,10 @@ def test_a_fault_ends_its_own_requests_only(new: Callable[..., Any], monkeypatch
     with new() as server:
         expected = server.chat().json()["choices"]
         with monkeypatch.context() as patch:
-            patch.setattr(ServedDecoder, "step", lambda self: 1 / 0)
+            patch.setattr(BatchDecoder, "step", lambda self: 1 / 0)
             assert server.chat().status_code == 500
         with monkeypatch.context() as patch:
-            patch.setattr(ServedDecoder, "add", lambda self, *_: 1 / 0)
+            patch.setattr(BatchDecoder, "add", lambda self, *_, **__: 1 / 0)
             assert server.chat(stream=True).status_code == 500
         assert [server.chat().json()["choices"] for _ in range(4)] == [expected] * 4
 
