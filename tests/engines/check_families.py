@@ -14,7 +14,6 @@ Evidence for `Family.served_by`: it names vLLM only where this check passes.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from check_exports import COMPARED, cells, conclude, differing_acceptance, new_parser, trace
+from check_exports import Row, conclude, new_parser, trace
 
 import sage
 from checkpoints.export.exporter import export
@@ -36,7 +35,7 @@ from checkpoints.export.result import ExportOptions
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt
-from sage.io.tables import markdown_table
+from sage.io.machine import available_cores, pin
 from sage.targets.families import FAMILIES
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
@@ -106,28 +105,6 @@ def qwen3_moe() -> Any:
 CONFIGS: dict[str, Callable[[], Any]] = {one.__name__: one for one in (llama, qwen3, qwen2, qwen3_vl, mistral, qwen3_moe)}
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. `theirs`: None if vLLM failed."""
-
-    name: str
-    ours: Answers
-    theirs: Answers | None
-
-    def problems(self) -> list[str]:
-        """Returns what is wrong."""
-        if self.theirs is None:
-            return ["vLLM failed, see above"]
-        found = [] if self.theirs.tokens == self.ours.tokens else ["other texts"]
-        found += [] if self.theirs.rounds == self.ours.rounds else ["other rounds"]
-        found += differing_acceptance(self.ours, self.theirs)
-        return [*found, *([] if 0.05 < self.ours.accepted[0] < 0.98 else ["the draft's acceptance is too low or too high"])]
-
-    def cells(self) -> list[str]:
-        """Returns the cells of the line."""
-        return [self.name, *cells(self.ours, self.theirs or Answers([[] for _ in self.ours.tokens], [], DEPTH))]
-
-
 def main() -> int:
     """Builds, trains, exports, serves and compares; returns 0 if all checks pass."""
     parser = new_parser(__doc__, list(CONFIGS))
@@ -137,18 +114,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
         rows = check(args.only or list(CONFIGS), scratch, args.engine_python)
-    print(markdown_table(["target", *COMPARED], [row.cells() for row in rows], "<"))
-    failures = [f"{row.name}: {problem}" for row in rows for problem in row.problems()]
-    return conclude("families", failures, f"{time.monotonic() - begin:.0f} s")
+    return conclude("families", ["target"], rows, f"{time.monotonic() - begin:.0f} s")
 
 
 def check(names: Sequence[str], scratch: Path, python: Path) -> list[Row]:
     """Prepares one family after the other on the first core; vLLM serves them on the last one meanwhile."""
-    first, last = (sorted(os.sched_getaffinity(0))[place] for place in (0, -1))
+    cores = available_cores()
     torch.set_num_threads(1)
     served = []
-    with Engine(scratch, python, last) as engine, ThreadPoolExecutor(1) as threads:
-        os.sched_setaffinity(0, [first])
+    with Engine(scratch, python, cores[-1]) as engine, ThreadPoolExecutor(1) as threads:
+        pin(0, cores[:1])
         for name in names:
             begin = time.monotonic()
             prepared = prepare(name, scratch / name)
@@ -174,7 +149,7 @@ def prepare(name: str, folder: Path) -> Prepared:
     draft.save_pretrained(folder / "draft")
     options = ExportOptions(target=str(folder / "target"), dtype=torch.float32, allow_unserved=True)
     export(folder / "draft", folder / "export", "eagle3", options)
-    prompts, _ = write_prompts(target, questions(target, "test", NUM_PROMPTS), folder)
+    prompts, _ = write_prompts(target, questions(_kind(target), "test", NUM_PROMPTS), folder)
     ours = decode_chain(target, draft.eval(), prompts, DEPTH, MAX_NEW_TOKENS)
     return Prepared(name, folder, ours, bool(target.family.placeholders))
 
@@ -211,25 +186,31 @@ def save_processor(folder: Path) -> None:
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
 
 
-def questions(target: sage.Target, split: str, count: int) -> list[Conversation]:
-    """Returns first questions of the pocket world, with an image each if the family has images."""
-    kind = "question" if target.family.placeholders else "text"
+def questions(kind: str, split: str, count: int) -> list[Conversation]:
+    """Returns first questions of a kind of the pocket world: `text`, or `question` about an image."""
     talks = [world.sample(split, index, [kind]) for index in range(count)]
-    return [replace(talk, family=kind, messages=talk.messages[:1]) for talk in talks]
+    return [replace(talk, id=f"{talk.id}-{kind}", family=kind, messages=talk.messages[:1]) for talk in talks]
+
+
+def _kind(target: sage.Target) -> str:
+    return "question" if target.family.placeholders else "text"
 
 
 def train_draft(target: sage.Target, folder: Path) -> Any:
     """Trains an EAGLE-3 draft on the target's answers to training prompts."""
     draft: Any = sage.new_draft(target, "eagle3", seed=0, image_inputs="token")
     objective = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=DEPTH)
-    student = HeadStudent(draft, Objective(objective)).train()
-    teacher = Teacher(target, "token", draft.levels, draft.token_map)
-    training = folder / "training"
-    training.mkdir()
-    prompts, _ = write_prompts(target, questions(target, "train", TRAIN_PROMPTS), training)
-    rows = [answered(target, prompt) for prompt in prompts]
+    rows = answers_to(target, questions(_kind(target), "train", TRAIN_PROMPTS), folder / "training")
+    train(target, HeadStudent(draft, Objective(objective)), rows, STEPS)
+    return draft
+
+
+def train(target: sage.Target, student: Any, rows: Sequence[dict[str, Any]], steps: int) -> None:
+    """Trains the draft of a student on `rows`."""
+    teacher = Teacher(target, "token", student.draft.levels, student.draft.token_map)
+    student.train()
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
-    for step in range(STEPS):
+    for step in range(steps):
         chosen = [rows[(step * BATCH + place) % len(rows)] for place in range(BATCH)]
         pairs = teacher(target.processor.collate(chosen))
         loss, *_ = student(pairs, teacher.lm_head)
@@ -237,7 +218,12 @@ def train_draft(target: sage.Target, folder: Path) -> Any:
         (loss / pairs.mask.sum()).backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
-    return draft
+
+
+def answers_to(target: sage.Target, prompts: Sequence[Conversation], folder: Path) -> list[dict[str, Any]]:
+    """Returns training examples: prompts with the target's answers; `folder` receives their images."""
+    folder.mkdir()
+    return [answered(target, prompt) for prompt in write_prompts(target, prompts, folder)[0]]
 
 
 def answered(target: sage.Target, prompt: BenchPrompt) -> dict[str, Any]:
@@ -295,7 +281,7 @@ def serve(engine: Engine, prepared: Prepared) -> Row:
         is_compiled=False,
         corrects_slots=prepared.has_images,
     )
-    row = Row(prepared.name, prepared.ours, engine.trace(setting, folder / PROMPTS_FILE))
+    row = Row([prepared.name], prepared.ours, engine.trace(setting, folder / PROMPTS_FILE))
     print(f"served {prepared.name}: {time.monotonic() - begin:.0f} s; {' | '.join(row.cells()[1:])}", flush=True)
     return row
 

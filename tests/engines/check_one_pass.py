@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,27 +30,24 @@ from typing import Any
 import check_families as families
 import torch
 import transformers
-from check_exports import COMPARED, MIN_LOSS, cells, conclude, cores, differing_acceptance, new_parser
-from check_families import MAX_NEW_TOKENS, POCKET, TEXT, Engine, answered, build_target
+from check_exports import Row, conclude, new_parser
+from check_families import MAX_NEW_TOKENS, POCKET, TEXT, Engine, answers_to, build_target, questions
 from safetensors.torch import load_file, save_file
 
 import sage
 from checkpoints.export.exporter import export
 from checkpoints.export.formats.registry import find_format
 from checkpoints.export.result import ExportOptions
-from data_prep.conversation import Conversation
-from data_prep.pocket import world
 from sage.drafts.registry import draft_kind
-from sage.io.tables import markdown_table
+from sage.io.machine import available_cores
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
-from train.distill.teacher import Teacher
 from train.serve_check.acceptance import Answers, decode_chain
 from train.serve_check.prompts import PROMPTS_FILE, write_prompts
 from train.serve_check.vllm_process import EngineSetting
 
 DEPTH, BLOCK = 3, 4
-STEPS, BATCH, LR, ANCHORS = 120, 8, 3e-3, 12
+STEPS, ANCHORS = 120, 12
 TRAIN_PROMPTS = 32
 NUM_PROMPTS = {"qwen2_5_vl": 48, "llava": 8}  # answers to texts are short
 FAMILY = {"qwen2_5_vl": "text", "llava": "question"}  # of prompts
@@ -175,36 +172,6 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. `theirs`: None if vLLM failed."""
-
-    case: Case
-    ours: Answers
-    theirs: Answers | None
-
-    def problems(self) -> list[str]:
-        """Returns what is wrong."""
-        if self.theirs is None:
-            return ["vLLM failed, see above"]
-        found = [] if self.theirs.tokens == self.ours.tokens else ["other texts"]
-        if self.case.is_fault:
-            equal = self.theirs.rounds == self.ours.rounds
-            return [*found, *(["drafts as our decoder: the warning and docs/upstream can go"] if equal else [])]
-        if self.case.damage is not None:
-            loss = 1 - sum(self.theirs.accepted) / sum(self.ours.accepted)
-            return [*found, *([] if loss >= MIN_LOSS else [f"vLLM accepts only {loss:.1%} less than our decoder"])]
-        found += [] if self.theirs.rounds == self.ours.rounds else ["other rounds"]
-        found += differing_acceptance(self.ours, self.theirs)
-        return [*found, *([] if 0.1 < self.ours.accepted[0] < 0.98 else ["the draft's acceptance is too low or too high"])]
-
-    def cells(self) -> list[str]:
-        """Returns the cells of the line."""
-        theirs = self.theirs or Answers([[] for _ in self.ours.tokens], [], DEPTH)
-        kind = "control: " if self.case.damage else "fault: " if self.case.is_fault else ""
-        return [f"{kind}{self.case.name}", self.case.format, *cells(self.ours, theirs)]
-
-
 def main() -> int:
     """Builds, trains, exports, serves and compares; returns 0 if all checks pass."""
     parser = new_parser(__doc__, [case.name for case in CASES])
@@ -214,14 +181,12 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         rows = check(cases, Path(scratch), args.engine_python)
-    print(markdown_table(["target and draft", "format", *COMPARED], [row.cells() for row in rows], "<"))
-    failures = [f"{row.case.name}: {problem}" for row in rows for problem in row.problems()]
-    return conclude("one pass", failures, f"{time.monotonic() - begin:.0f} s")
+    return conclude("one pass", ["target and draft", "format"], rows, f"{time.monotonic() - begin:.0f} s")
 
 
 def check(cases: Sequence[Case], scratch: Path, python: Path) -> list[Row]:
     """Prepares one export after the other; vLLM serves them on the last core meanwhile."""
-    with Engine(scratch, python, cores()[-1]) as engine, ThreadPoolExecutor(1) as thread:
+    with Engine(scratch, python, available_cores()[-1]) as engine, ThreadPoolExecutor(1) as thread:
         lab = Lab(scratch, engine)
         served = [thread.submit(lab.serve, case, lab.prepare(case)) for case in cases]
         return [future.result() for future in served]
@@ -256,11 +221,8 @@ class Lab:
             shutil.copytree(POCKET, folder / "target")
             target = sage.load_target(folder / "target", dtype=torch.float32)
         made = World(target, folder)
-        training = folder / "training"
-        training.mkdir()
-        prompts, _ = write_prompts(target, questions(name, "train", TRAIN_PROMPTS), training)
-        made.rows = [answered(target, prompt) for prompt in prompts]
-        made.prompts, _ = write_prompts(target, questions(name, "test", NUM_PROMPTS[name]), folder)
+        made.rows = answers_to(target, questions(FAMILY[name], "train", TRAIN_PROMPTS), folder / "training")
+        made.prompts, _ = write_prompts(target, questions(FAMILY[name], "test", NUM_PROMPTS[name]), folder)
         return made
 
     def _draft(self, target: str, name: str) -> Any:
@@ -303,16 +265,16 @@ class Lab:
             max_model_len=1024,
             is_compiled=False,
         )
-        row = Row(case, self.ours(case.target, case.draft), self.engine.trace(setting, made.folder / PROMPTS_FILE))
+        kind = "control: " if case.damage else "fault: " if case.is_fault else ""
+        row = Row(
+            [f"{kind}{case.name}", case.format],
+            self.ours(case.target, case.draft),
+            self.engine.trace(setting, made.folder / PROMPTS_FILE),
+            is_control=case.damage is not None,
+            is_fault=case.is_fault,
+        )
         print(f"served {case.name}: {time.monotonic() - begin:.0f} s; {' | '.join(row.cells()[2:])}", flush=True)
         return row
-
-
-def questions(target: str, split: str, count: int) -> list[Conversation]:
-    """Returns first questions of the pocket world: texts, or with an image each."""
-    kind = FAMILY[target]
-    talks = [world.sample(split, index, [kind]) for index in range(count)]
-    return [replace(talk, id=f"{talk.id}-{kind}", family=kind, messages=talk.messages[:1]) for talk in talks]
 
 
 def train(made: World, kind: str, options: dict[str, Any]) -> Any:
@@ -327,18 +289,9 @@ def train(made: World, kind: str, options: dict[str, Any]) -> Any:
             if "self_attn" in name and weight.dim() == 2:
                 weight += 0.1 * torch.randn(weight.shape, generator=generator)
     config = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=draft.num_levels, anchors=ANCHORS)
-    student = draft_kind(kind).student_class()(draft, Objective(config), [1.0] * draft.num_levels).train()
-    teacher = Teacher(target, "token", draft.levels, draft.token_map)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
+    student = draft_kind(kind).student_class()(draft, Objective(config), [1.0] * draft.num_levels)
     torch.manual_seed(0)
-    for step in range(STEPS):
-        chosen = [made.rows[(step * BATCH + place) % len(made.rows)] for place in range(BATCH)]
-        pairs = teacher(target.processor.collate(chosen))
-        loss, *_ = student(pairs, teacher.lm_head)
-        optimizer.zero_grad()
-        (loss / pairs.mask.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-        optimizer.step()
+    families.train(target, student, made.rows, STEPS)
     return draft.eval()
 
 
