@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import openai
 
 import sage
 from sage.serving.command import new_service
-from sage.serving.server import Server, address_of, bind
+from sage.serving.server import running
 from sage.serving.settings import ServerLimits
 
 PICTURE = Path(__file__).with_name("drawing.png")
@@ -47,19 +46,10 @@ def chat(url: str) -> None:
 def main(url: str | None = None) -> None:
     if url is not None:
         return chat(url)
-    target, ready = sage.load_target("pocket_qwen2_5_vl"), threading.Event()
+    target = sage.load_target("pocket_qwen2_5_vl")
     service = new_service(target, None, "autoregressive", ServerLimits(max_context=1024), "pocket")
-    with bind("127.0.0.1", 0) as bound:
-        server = Server(service, ready.set)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        ready.wait()
-        try:
-            chat(address_of(bound))
-        finally:
-            server.stop()
-            thread.join()
-            service.close()
+    with running(service) as (_, own_url):
+        chat(own_url)
 
 
 if __name__ == "__main__":

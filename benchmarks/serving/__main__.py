@@ -9,10 +9,8 @@ import asyncio
 import random
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from benchmarks.serving.malformed import data_url, malformed, png, valid
 from data_prep.pocket import architecture, training
 from sage.commands.cli import new_parser, run
 from sage.serving.command import new_service
-from sage.serving.server import Server, address_of, bind
+from sage.serving.server import running
 from sage.serving.settings import ServerLimits
 
 MODEL, FAMILY = "random", "qwen2_5_vl"
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draft = sage.new_draft(target, "eagle")
         limits = ServerLimits(max_requests=args.concurrency, queue=args.concurrency, max_context=400)
         cases = [_case(target, number) for number in range(NUM_PROMPTS)]
-        with _serving(new_service(target, draft, args.policy, limits, MODEL)) as url:
+        with running(new_service(target, draft, args.policy, limits, MODEL)) as (_, url):
             load = _stress if args.load == "stress" else _fuzz
             return asyncio.run(load(url, cases, args.requests, args.concurrency))
 
@@ -85,20 +83,10 @@ def _case(target: sage.Target, number: int) -> Case:
     return Case(body, expected.text)
 
 
-@contextmanager
-def _serving(service: Any) -> Iterator[str]:
-    ready = threading.Event()
-    with bind("127.0.0.1", 0) as bound:
-        server = Server(service, ready.set)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        ready.wait()
-        try:
-            yield address_of(bound)
-        finally:
-            server.stop()
-            thread.join()
-            service.close()
+async def _is_right(client: httpx.AsyncClient, case: Case) -> bool:
+    """Requests a case; returns whether the answer has its text."""
+    reply = await client.post("/v1/chat/completions", json=case.body)
+    return bool(reply.is_success and reply.json()["choices"][0]["message"]["content"] == case.text)
 
 
 async def _stress(url: str, cases: list[Case], count: int, concurrency: int) -> int:
@@ -109,8 +97,7 @@ async def _stress(url: str, cases: list[Case], count: int, concurrency: int) -> 
         nonlocal wrong, done
         for number in numbers:
             case = cases[random.Random(number).randrange(len(cases))]
-            reply = await client.post("/v1/chat/completions", json=case.body)
-            wrong += reply.status_code != httpx.codes.OK or reply.json()["choices"][0]["message"]["content"] != case.text
+            wrong += not await _is_right(client, case)
             done += 1
             if done % max(1, count // NUM_REPORTS) == 0:
                 seconds = time.perf_counter() - start
@@ -129,9 +116,8 @@ async def _fuzz(url: str, cases: list[Case], count: int, concurrency: int) -> in
     async def work(client: httpx.AsyncClient, offset: int) -> None:
         while not is_over:
             case = cases[(offset + answers[0]) % len(cases)]
-            reply = await client.post("/v1/chat/completions", json=case.body)
             answers[0] += 1
-            answers[1] += reply.status_code != httpx.codes.OK or reply.json()["choices"][0]["message"]["content"] != case.text
+            answers[1] += not await _is_right(client, case)
 
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         assert (await client.post("/v1/chat/completions", json=valid())).status_code == httpx.codes.OK

@@ -10,6 +10,6 @@ prometheus_client, which the extra `serve` installs.
     decoding.py       that process as the server sees it; worker.py what it does
     decoders.py       what it decodes with
     completion.py     tokens -> text, chunks, usage
-    app.py            routes; guard.py keys and hosts; exchange.py one request and its answer
-    memory.py, metrics.py, errors.py, server.py
+    app.py            routes, keys and hosts; exchange.py one request and its answer
+    metrics.py, errors.py, server.py
 """

@@ -1,21 +1,24 @@
-"""The routes of the server."""
+"""The routes of the server, and who may use them: the API key, and the hosts that a browser may call a local server by."""
 
 from __future__ import annotations
 
+import hmac
 import time
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from sage.serving.errors import ApiError, internal
 from sage.serving.exchange import Exchange
-from sage.serving.guard import Guard
 from sage.serving.metrics import CONTENT_TYPE
 from sage.serving.service import Service
 
 CHAT = "/v1/chat/completions"
+OPEN_PATHS = ("/health",)  # without a key
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def new_app(service: Service) -> FastAPI:
@@ -67,7 +70,7 @@ def new_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_fault)
-    app.add_middleware(Guard, service=service, respond=respond)
+    app.add_middleware(Guard, service=service)
     return app
 
 
@@ -83,3 +86,32 @@ def _unrouted(request: Request, error: HTTPException) -> ApiError:
     if error.status_code == HTTPStatus.NOT_FOUND:
         return ApiError(error.status_code, f"{path}: unknown; the server has {CHAT}, /v1/models, /health and /metrics")
     return ApiError(error.status_code, str(error.detail))
+
+
+class Guard:
+    """Refuses requests without the key. Without a key, a server that listens locally also refuses requests under any name but
+    that of this machine: a web page could reach it by a name that resolves to it.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        error = self._problem(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else respond(error))(scope, receive, send)
+
+    def _problem(self, scope: Any) -> ApiError | None:
+        headers = dict(scope["headers"])
+        key = self._service.api_key
+        if key and scope["path"] not in OPEN_PATHS:
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            is_equal = hmac.compare_digest(given.strip(), key.encode())
+            if scheme.lower() != b"bearer" or not is_equal:
+                message = "Authorization: missing or wrong; send Bearer and the key of the server"
+                return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+        if not key and self._service.is_local:
+            host = headers.get(b"host", b"").decode("latin-1").lower()
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            if name not in LOCAL_HOSTS:
+                return ApiError(HTTPStatus.FORBIDDEN, f"Host: {name!r} is not this machine; start the server with --api-key")
+        return None

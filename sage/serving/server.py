@@ -6,7 +6,9 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -95,3 +97,20 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Ends `run` once the responses in progress are sent."""
         self.should_exit = True
+
+
+@contextmanager
+def running(service: Service) -> Iterator[tuple[Server, str]]:
+    """Runs a service in a thread, on a free port of this machine; yields the server and its URL."""
+    is_ready = threading.Event()
+    with bind("127.0.0.1", 0) as bound:
+        server = Server(service, is_ready.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            is_ready.wait()
+            yield server, address_of(bound)
+        finally:
+            server.stop()
+            thread.join()
+            service.close()

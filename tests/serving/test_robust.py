@@ -19,8 +19,8 @@ from sage.decoding.batch import BatchDecoder
 from sage.serving import command, remote
 from sage.serving import server as server_module
 from sage.serving.completion import StopStrings
+from sage.serving.decoders import check_caches
 from sage.serving.errors import ApiError
-from sage.serving.memory import CachePlan
 from sage.serving.remote import RemoteMedia
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
@@ -197,8 +197,8 @@ def test_a_stop_string_is_found_across_pieces(cut: int) -> None:
 
 def test_caches_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="at most --max-requests 2, or a lower --max-context"):
-        CachePlan(10**9, 25 * 10**8).check(8, 4096)
-    CachePlan(10**9, None).check(8, 4096)
+        check_caches(10**9, 25 * 10**8, 8, 4096)
+    check_caches(10**9, None, 8, 4096)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 import httpx
 from PIL import Image
 
-from sage.serving.server import Server, address_of, bind
+from sage.serving.server import Server, running
 from sage.serving.service import Service
 
 MODEL = "toy"
@@ -41,19 +40,8 @@ class Running:
 @contextmanager
 def serving(service: Service, target: Any = None) -> Iterator[Running]:
     """Runs a service on a free port."""
-    ready = threading.Event()
-    with bind("127.0.0.1", 0) as bound:
-        server = Server(service, ready.set)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        try:
-            assert ready.wait(20)
-            with httpx.Client(base_url=address_of(bound), timeout=20) as client:
-                yield Running(service, server, client, address_of(bound), target)
-        finally:
-            server.stop()
-            thread.join()
-            service.close()
+    with running(service) as (server, url), httpx.Client(base_url=url, timeout=20) as client:
+        yield Running(service, server, client, url, target)
 
 
 def image_url(size: tuple[int, int] = (56, 56), color: str = "red", kind: str = "PNG") -> str:
