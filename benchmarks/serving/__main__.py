@@ -1,11 +1,13 @@
-"""`python -m benchmarks.serving stress`: many requests to sage-serve, each compared with its text alone; a small random target.
+"""`python -m benchmarks.serving`: many requests to sage-serve, each compared with its text alone; a small random target.
 
-Server and clients share one process, whose memory is printed. `fuzz` sends malformed requests between valid ones.
+Server and clients share one process, whose memory is printed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import random
 import sys
 import tempfile
@@ -17,10 +19,10 @@ from typing import Any
 
 import httpx
 import torch
+from PIL import Image
 from transformers.utils import logging
 
 import sage
-from benchmarks.serving.malformed import data_url, malformed, png, valid
 from data_prep.pocket import architecture, training
 from sage.commands.cli import new_parser, run
 from sage.serving.command import new_service
@@ -40,9 +42,8 @@ class Case:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the chosen load; returns 1 if an answer differs, is lost, or a malformed request is not refused."""
+    """Runs the load; returns 1 if an answer differs or is lost."""
     parser = new_parser("python -m benchmarks.serving", description=__doc__)
-    parser.add_argument("load", choices=["stress", "fuzz"])
     parser.add_argument("--requests", type=int, default=10_000, help="requests (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=8, help="at the same time (default: %(default)s)")
     parser.add_argument("--policy", default="chain", help="policy (default: %(default)s)")
@@ -54,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limits = ServerLimits(max_requests=args.concurrency, queue=args.concurrency, max_context=400)
         cases = [_case(target, number) for number in range(NUM_PROMPTS)]
         with running(new_service(target, draft, args.policy, limits, MODEL)) as (_, url):
-            load = _stress if args.load == "stress" else _fuzz
-            return asyncio.run(load(url, cases, args.requests, args.concurrency))
+            return asyncio.run(_load(url, cases, args.requests, args.concurrency))
 
 
 def _target(folder: Path) -> sage.Target:
@@ -74,7 +74,7 @@ def _case(target: sage.Target, number: int) -> Case:
         "type": "text",
         "text": " ".join(random_.choices(["what", "is", "this", "red", "circle"], k=random_.randrange(1, 20))),
     }
-    images = [data_url(png(56, seed)) for seed in range(number, number + random_.randrange(3))]
+    images = [_noise(seed) for seed in range(number, number + random_.randrange(3))]
     content: list[Any] = [*({"type": "image", "image": url} for url in images), text]
     inputs = target.prepare([{"role": "user", "content": content}])
     expected = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=max_tokens, **options)
@@ -83,13 +83,20 @@ def _case(target: sage.Target, number: int) -> Case:
     return Case(body, expected.text)
 
 
+def _noise(seed: int, side: int = 56) -> str:
+    """Returns a picture of noise as a data URL."""
+    stream = io.BytesIO()
+    Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(3 * side * side)).save(stream, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
 async def _is_right(client: httpx.AsyncClient, case: Case) -> bool:
     """Requests a case; returns whether the answer has its text."""
     reply = await client.post("/v1/chat/completions", json=case.body)
     return bool(reply.is_success and reply.json()["choices"][0]["message"]["content"] == case.text)
 
 
-async def _stress(url: str, cases: list[Case], count: int, concurrency: int) -> int:
+async def _load(url: str, cases: list[Case], count: int, concurrency: int) -> int:
     numbers, wrong, done = iter(range(count)), 0, 0
     start = time.perf_counter()
 
@@ -107,30 +114,6 @@ async def _stress(url: str, cases: list[Case], count: int, concurrency: int) -> 
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         await asyncio.gather(*(work(client) for _ in range(concurrency)))
     return int(wrong > 0 or done != count)
-
-
-async def _fuzz(url: str, cases: list[Case], count: int, concurrency: int) -> int:
-    """Sends malformed requests while `concurrency` clients send valid ones."""
-    is_over, answers, faults = False, [0, 0], 0
-
-    async def work(client: httpx.AsyncClient, offset: int) -> None:
-        while not is_over:
-            case = cases[(offset + answers[0]) % len(cases)]
-            answers[0] += 1
-            answers[1] += not await _is_right(client, case)
-
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        assert (await client.post("/v1/chat/completions", json=valid())).status_code == httpx.codes.OK
-        workers = [asyncio.create_task(work(client, number)) for number in range(concurrency)]
-        for name, body, kind in malformed(count):
-            reply = await client.post("/v1/chat/completions", content=body, headers={"content-type": kind})
-            if not 400 <= reply.status_code < 500 or "\n" in reply.json()["error"]["message"]:
-                faults += 1
-                print(f"{name}: {reply.status_code} {reply.text[:200]}")
-        is_over = True
-        await asyncio.gather(*workers)
-    print(f"{count} malformed requests, {faults} not refused; {answers[0]} valid ones beside them, {answers[1]} wrong or lost")
-    return int(faults > 0 or answers[1] > 0)
 
 
 def rss_mb() -> float:

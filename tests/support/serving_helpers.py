@@ -48,10 +48,15 @@ def image_url(size: tuple[int, int] = (56, 56), color: str = "red", kind: str = 
     """An image as a data URL."""
     stream = io.BytesIO()
     Image.new("RGB", size, color).save(stream, kind)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return data_url(stream.getvalue(), kind.lower())
 
 
-def with_images(text: str, *urls: str) -> list[dict[str, Any]]:
+def data_url(data: bytes, kind: str = "png") -> str:
+    """A file as a data URL."""
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def with_images(text: str, *urls: Any) -> list[dict[str, Any]]:
     """A message with images before its text."""
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
