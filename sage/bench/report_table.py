@@ -13,7 +13,7 @@ HEADER = ("policy", "tokens/pass", "accepted", "tokens/s", "speedup", "95% inter
 HOST_PHASES = ("accept", "commit", "policy", "other")
 SHARE_HEADER = ("of decoding time", "target", "draft", *HOST_PHASES, "overhead", "ms/token", "nodes", "levels")
 TARGET_PREFILL_PHASES = ("vision", "target_prefill")  # all other phases are decoding
-SHARES = ("target passes", "draft", "acceptance", "cache commit", "policy and tree", "other", "host overhead")
+SHARE_NOTE = "overhead: host overhead, the sum of accept, commit, policy and other; nodes verified and levels drafted per round"
 
 
 def format_table(report: Mapping[str, Any]) -> str:
@@ -23,7 +23,7 @@ def format_table(report: Mapping[str, Any]) -> str:
 
 
 def decode_shares(part: Mapping[str, Any]) -> list[float] | None:
-    """Returns the shares of a policy's decoding time, one per name in `SHARES`; None without timed decoding.
+    """Returns the shares of a policy's decoding time, as `SHARE_HEADER` names them; None without timed decoding.
 
     Decoding time excludes the vision tower and the target's prefill. The last share sums up `HOST_PHASES`.
     """
@@ -36,15 +36,20 @@ def decode_shares(part: Mapping[str, Any]) -> list[float] | None:
     return [*shares, sum(shares[2:])]
 
 
-def _share_table(report: Mapping[str, Any]) -> str:
+def share_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Returns the rows below `SHARE_HEADER`: a policy's shares of decoding time, its time per token, and sizes of its trees."""
     rows = []
     for name, part in report["policies"].items():
         shares = decode_shares(part)
         if shares is not None:
             figures = (f"{part['nodes_per_round']:.1f}", f"{part['draft_steps_per_round']:.2f}")
             rows.append((name, *(f"{share:.1%}" for share in shares), f"{1e3 / max(part['tokens_per_s'], 1e-9):.3f}", *figures))
-    note = "overhead: host overhead, the sum of accept, commit, policy and other; nodes verified and levels drafted per round"
-    return f"{text_table(SHARE_HEADER, rows)}\n{note}" if rows else ""
+    return rows
+
+
+def _share_table(report: Mapping[str, Any]) -> str:
+    rows = share_rows(report)
+    return f"{text_table(SHARE_HEADER, rows)}\n{SHARE_NOTE}" if rows else ""
 
 
 def margins(report: Mapping[str, Any]) -> str:
@@ -59,10 +64,15 @@ def margins(report: Mapping[str, Any]) -> str:
     return f"{found['policy']} against each of the others, paired by prompt: {', '.join(ratios)}"
 
 
-def _speed_table(report: Mapping[str, Any]) -> str:
+def speed_rows(report: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Returns the rows below `HEADER`: those of the policies, and those of the other baselines."""
     policies, baselines = report["policies"], report["baselines"]
     rows = [policy_row(name, section, report) for name, section in policies.items()]
-    others = [_baseline_row(name, section, report) for name, section in baselines.items() if name not in policies]
+    return rows, [_baseline_row(name, section, report) for name, section in baselines.items() if name not in policies]
+
+
+def _speed_table(report: Mapping[str, Any]) -> str:
+    rows, others = speed_rows(report)
     failed = [f"{name} left out: {reason}" for name, reason in report["failed_baselines"].items()]
     footnote = f"* fastest autoregressive baseline. {measured_with(report)}."
     return "\n".join([text_table(HEADER, [*rows, RULE, *others]), footnote, *failed])

@@ -33,15 +33,10 @@ def render(
         template: extends `base.html`.
         script: JavaScript of the page, after that of all pages.
         filters: of the template, besides `visible` and `json_block`.
-
-    Raises:
-        ValueError: jinja2 is not installed.
     """
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise ValueError("page: pages need jinja2, which is not installed; pip install 'jinja2>=3.1'") from error
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
     pages = Environment(
         loader=FileSystemLoader([template.parent, HTML]),
         autoescape=True,
@@ -119,4 +114,4 @@ def span(text: str, kind: str = "text") -> dict[str, Any]:
 
 def link(text: str, href: str) -> dict[str, Any]:
     """Returns a link for the macro `inline`."""
-    return {"kind": "link", "href": href, "spans": [span(text)]}
+    return {"kind": "link", "href": href, "text": text}

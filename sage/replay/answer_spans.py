@@ -26,6 +26,12 @@ def token_pieces(tokens: Sequence[int], tokenizer: Any) -> list[str]:
     return [visible(detokenizer.next_piece(tokens, end, end == len(tokens))) for end in range(1, len(tokens) + 1)]
 
 
+def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Returns the number of tokens before the first that differs."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(tokens), len(others)))
+
+
 def answer_spans(
     tokens: Sequence[int], pieces: Sequence[str], rounds: Iterable[tuple[int, int]], tokenizer: Any
 ) -> list[dict[str, Any]]:

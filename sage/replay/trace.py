@@ -260,13 +260,18 @@ def trace(
     messages = inputs if isinstance(inputs, (list, tuple)) else None
     ready = inputs if messages is None else target.prepare(list(messages))
     pruning = {"pruning": options.pop("pruning")} if "pruning" in options else {}
-    generation = start(target, draft, ready, policy, sampling=sampling, **pruning, **options)
+    recorder = record_rounds(start(target, draft, ready, policy, sampling=sampling, **pruning, **options))
+    without = decode_race(target, ready, sampling, **options) if race else None
+    return recorder.trace({"draft": draft_name(draft)}, messages, without)
+
+
+def record_rounds(generation: Generation) -> TraceRecorder:
+    """Decodes a request that has not started yet, and returns its recorder."""
     recorder = TraceRecorder(generation)
     with torch.inference_mode():
         for emitted in generation.rounds():
             recorder.add(emitted)
-    without = decode_race(target, ready, sampling, **options) if race else None
-    return recorder.trace({"draft": draft_name(draft)}, messages, without)
+    return recorder
 
 
 def decode_race(target: Target, inputs: Any, sampling: Sampling | None = None, **options: Any) -> Race:

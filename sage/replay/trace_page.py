@@ -14,7 +14,7 @@ from typing import Any
 from sage.io.page import render as render_page
 from sage.io.page import visible
 from sage.io.tables import counted
-from sage.replay.answer_spans import MAX_STYLES, answer_spans, token_pieces
+from sage.replay.answer_spans import MAX_STYLES, answer_spans, num_equal, token_pieces
 from sage.replay.trace import Trace, TracedRound
 
 HTML = Path(__file__).parent / "html"
@@ -70,7 +70,6 @@ def render(trace: Trace) -> str:
         line=_line(rounds, max(deepest, 1)),
         chart_caption=_chart_caption(rounds),
         numbers_note=f"numbers: the draft's {kind}{calibrated} \u2192 the target's probability",
-        has_calibration=bool(calibrated),
         rejections=rejections,
         shown=SHOWN_REJECTIONS,
         rejections_note=_rejections_note(rejections, rounds),
@@ -99,7 +98,6 @@ def page_data(trace: Trace, pieces: Pieces) -> dict[str, Any]:
     return {
         "texts": list(texts),
         "rounds": rounds,
-        "has_calibration": any(one.calibrated for one in trace.rounds),
         "phases": PHASE_NAMES,
         "names": FIGURE_NAMES,
     }
@@ -175,10 +173,7 @@ def _texts_compared(trace: Trace) -> str:
     """Returns whether decoding without the draft gave the same text; near-ties can differ in this dtype."""
     assert trace.race is not None
     own, base = trace.output.tokens.tolist(), trace.race.tokens
-    if own == base:
-        return "same text"
-    differing = (place for place, (one, other) in enumerate(zip(own, base, strict=False), start=1) if one != other)
-    return f"texts differ from token {next(differing, min(len(own), len(base)) + 1)} on"
+    return "same text" if own == base else f"texts differ from token {num_equal(own, base) + 1} on"
 
 
 def _answer(trace: Trace, pieces: Pieces) -> list[dict[str, Any]]:

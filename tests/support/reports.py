@@ -5,34 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-STAGES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
-ALPHAS = (0.5, 0.62, 0.81, 0.93, 0.88, 0.42, 0.31, 0.55, 0.77, 0.9, 0.97, 0.83, 0.64, 0.48, 0.36, 0.6, 0.85, 0.94)
+PHASES = ("draft_steps", "verify", "accept", "commit", "policy", "other")
 
 
-def _rounds() -> list[dict[str, Any]]:
-    log = []
-    for index, alpha in enumerate(ALPHAS):
-        planned = round(3 + 5 * alpha)
-        depth = planned - index % 2
-        log.append(
-            {
-                "depth": depth,
-                "nodes": 8 + round(40 * (1 - alpha)),
-                "accepted": min(depth, round(6 * alpha)),
-                "alpha": alpha,
-                "planned_depth": planned,
-                "width": 2 + 8 * (1 - alpha),
-            }
-        )
-    return log
-
-
-def _policy(
-    speedup: float, accepted: float, seconds: Sequence[float], log: list[dict[str, Any]], bins: list[int]
-) -> dict[str, Any]:
-    decode_s = 2.4 / speedup
-    share = dict(zip(STAGES[3:], seconds, strict=True))
+def _policy(speedup: float, accepted: float, shares: Sequence[float]) -> dict[str, Any]:
+    """Figures of a policy; `shares` of decoding time by `PHASES`, 2.4 s at a speedup of 1."""
     levels = [{"depth": d, "tried": 160 // d, "kept": round(160 // d * (0.5 + 0.1 * accepted - 0.04 * d))} for d in range(1, 9)]
+    phases = {phase: share * 2.4 / speedup for phase, share in zip(PHASES, shares, strict=True)}
     return {
         "mean_accepted_draft": accepted,
         "tokens_per_target_pass": accepted + 1,
@@ -44,37 +23,17 @@ def _policy(
         "total": 16,
         "match_hf": 16,
         "first_gaps": [],
-        "tokens": 360,
-        "time_s": {"vision": 0.1, "target_prefill": 0.2, "draft_prefill": 0.02 * bool(log)}
-        | {stage: value * decode_s for stage, value in share.items()},
-        "acceptance_by_depth": levels if log else [],
-        "accepted_histogram": bins,
+        "time_s": {"vision": 0.1, "target_prefill": 0.2, "draft_prefill": 0.02 * (accepted > 0)} | phases,
+        "acceptance_by_depth": levels if accepted else [],
+        "nodes_per_round": 10.0,
+        "draft_steps_per_round": 5.0,
         "per_prompt": [],
-        "example": {"prompt": "caption-12", "rounds_log": log},
     }
 
 
 def example_report() -> dict[str, Any]:
-    """A report as returned by `sage.bench.report.build_report`, with realistic figures."""
-    log = _rounds()
-    plain = [{key: entry[key] for key in ("depth", "nodes", "accepted")} for entry in log]
-    policies = {
-        "autoregressive": _policy(0.93, 0.0, (0, 0.97, 0, 0.01, 0, 0.02), [], [0]),
-        "chain": _policy(1.71, 2.61, (0.3, 0.64, 0.02, 0.01, 0.01, 0.02), plain, [20, 25, 22, 15, 9, 30]),
-        "static": _policy(1.86, 2.98, (0.27, 0.67, 0.02, 0.01, 0.01, 0.02), plain, [12, 22, 25, 20, 14, 33]),
-        "sage": _policy(2.24, 3.87, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02), log, [9, 16, 18, 17, 14, 11, 8, 6, 10]),
-    }
-    baselines = {
-        "autoregressive": {"tokens_per_s": 139.5, "speedup": 0.93, "speedup_end_to_end": 0.94, "is_autoregressive": True},
-        "hf_generate": {"tokens_per_s": 150.0, "speedup": 1.0, "speedup_end_to_end": 1.0, "is_autoregressive": True},
-        "hf_prompt_lookup": {
-            "tokens_per_s": 163.0,
-            "speedup": 1.09,
-            "speedup_end_to_end": 1.05,
-            "is_autoregressive": False,
-            "speedup_ci": [0.98, 1.21],
-        },  # fmt: skip
-    }
+    """The content of a report.json."""
+    lookup = {"tokens_per_s": 163.0, "speedup": 1.09, "speedup_end_to_end": 1.05, "speedup_ci": [0.98, 1.21]}
     return {
         "schema": 1,
         "target": "pocket_qwen2_5_vl",
@@ -88,8 +47,16 @@ def example_report() -> dict[str, Any]:
         "repeats": 3,
         "step": 400,
         "fastest_baseline": "hf_generate",
-        "policies": policies,
-        "baselines": baselines,
+        "policies": {
+            "autoregressive": _policy(0.93, 0.0, (0, 0.97, 0, 0.01, 0, 0.02)),
+            "static": _policy(1.86, 2.98, (0.27, 0.67, 0.02, 0.01, 0.01, 0.02)),
+            "sage": _policy(2.24, 3.87, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02)),
+        },
+        "baselines": {
+            "autoregressive": {"tokens_per_s": 139.5, "speedup": 0.93, "speedup_end_to_end": 0.94},
+            "hf_generate": {"tokens_per_s": 150.0, "speedup": 1.0, "speedup_end_to_end": 1.0},
+            "hf_prompt_lookup": lookup,
+        },
         "failed_baselines": {},
         "margins": {"policy": "sage", "over": {"static": {"ratio": 1.2, "ci": [1.1, 1.3]}}},
         "by_family": {"caption": {"sage": {"prompts": 16, "tokens_per_target_pass": 4.9, "speedup": 2.3}}},
@@ -101,12 +68,8 @@ def example_report() -> dict[str, Any]:
 
 def with_cost_aware(report: dict[str, Any]) -> dict[str, Any]:
     """Adds a policy with calibration, and a replay."""
-    report["policies"]["cost_aware"] = _policy(2.5, 4.0, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02), _rounds(), [9, 16, 18, 17, 14])
-    curve = [[0.05, 0.1, 300], [0.45, 0.7, 100], [0.95, 0.99, 100]]
-    rows = [
-        {"depth": d, "labels": 500, "before": 0.1, "after": 0.01 * d, "curve_before": curve, "curve_after": curve}
-        for d in range(1, 10)
-    ]
+    report["policies"]["cost_aware"] = _policy(2.5, 4.0, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02))
+    rows = [{"depth": 1, "labels": 4500, "before": 0.1, "after": 0.05}]
     figures = {"rounds": 250, "labels": 4500, "before": 0.1, "after": 0.05, "expected": 3.5, "accepted": 4.0}
     report["calibration"] = {"cost_aware": figures | {"by_depth": rows}}
     replayed = {"rounds": 200, "mean_accepted_draft": 3.0, "tokens_per_target_pass": 4.02, "nodes_per_round": 5.0, "depth": 5.0}

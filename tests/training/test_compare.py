@@ -130,25 +130,16 @@ def test_a_comparison_is_written_best_run_first(runs: list[Path], tmp_path: Path
         assert image.width > 1000 and len(image.convert("L").getcolors(256) or []) > 10
 
 
-@pytest.mark.parametrize("width", [40, 80, 118])
-@pytest.mark.parametrize("num_runs", [2, 9])
-def test_a_table_of_many_long_keys_fits_the_terminal(tmp_path: Path, width: int, num_runs: int) -> None:
+def test_runs_are_listed_where_the_table_is_too_wide(tmp_path: Path) -> None:
     policies = {name: figures(2.0) for name in ("chain", "static", "eagle2", "spec_llava", "sage", "cost_aware")}
-    runs = [read_run(write_run(tmp_path / f"run-{'x' * 60}-{n}", 1e-4 * (n + 1), {4: policies})) for n in range(num_runs)]
+    runs = [read_run(write_run(tmp_path / f"run-{n}", 1e-4 * (n + 1), {4: policies})) for n in range(3)]
     for n, run in enumerate(runs):
-        run.config["data.sources.images_and_questions.media_root"] = f"/mnt/{'folder/' * 8}part-{n}"
-        run.config["data.sources.images_and_answers.media_root"] = f"/mnt/{'folder/' * 70}part-{n}"
-        run.config["data.max_length"] = 4096
-    shown = compare(runs, tmp_path / "out", width)
-    *lines, last = shown.splitlines()
-    assert max(map(len, lines)) <= width and last.startswith("comparison: ")
-    labels = [line.split()[0] for line in lines if line.startswith("[")]
-    assert labels == [f"[{n}]" for n in range(1, num_runs + 1)]
-    assert "sage tok/pass" in shown and "max_length" not in shown
-    assert all(f"{part}." in shown.split() or f"{part}." in shown for part in ("data", "sources", "images_and_questions"))
-    assert shown.count(f"part-{num_runs - 1}") >= 1 or width == 40
-    page = (tmp_path / "out" / "compare.md").read_text()
-    assert f"{'folder/' * 70}part-{num_runs - 1}" in page  # complete
+        run.config["data.sources.images.media_root"] = f"/mnt/{'folder/' * 70}part-{n}"
+    *lines, last = compare(runs, tmp_path / "out", 80).splitlines()
+    assert max(map(len, lines)) <= 80 and last.startswith("comparison: ")
+    assert [line for line in lines if line.startswith("run-")] == ["run-0 *", "run-1", "run-2"]
+    assert lines.count("  sage tok/pass: 2.00") == 3 and lines.count("  optim.lr: 0.0002") == 1
+    assert "part-2" in "".join(line.strip() for line in lines)
 
 
 def test_the_most_decisive_settings_are_in_the_table_and_the_others_on_the_page(runs: list[Path], tmp_path: Path) -> None:
@@ -198,16 +189,12 @@ def test_runs_are_found_by_name_pattern_and_folder(runs: list[Path], tmp_path: P
         find_runs([str(runs[0]), "nowhere"])
 
 
-def test_a_comparison_is_written_beside_its_runs(tmp_path: Path) -> None:
+def test_a_comparison_is_written_beside_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output_folder([tmp_path / "a", tmp_path / "b"]) == tmp_path
     assert output_folder([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == tmp_path / "comparison"
     assert short_names([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == ["x/a", "y/a"]
-
-
-def test_the_output_of_relative_runs_is_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert output_folder([Path("runs/a"), Path("runs/b")]) == Path("runs")
-    assert output_folder([Path("runs/a"), tmp_path / "runs" / "b"]) == tmp_path / "runs"
 
 
 def test_the_command_prints_the_table_and_its_path(
@@ -244,6 +231,8 @@ def test_a_sweep_scores_its_runs_and_compares_them_with_failed_jobs(
     jobs = [Job(number=n, name=run.name, dir=str(run)) for n, run in enumerate(runs)]
     jobs[2].code, jobs[2].error = 2, "no supervised token"
     jobs += [Job(number=3, name="d", dir=str(tmp_path / "d"), code=1, error="boom"), Job(number=4, name="e", code=2, error="?")]
+    ending.compare(jobs[:1])
+    assert capsys.readouterr().out == ""  # a single job is not compared
     ending.compare(jobs)
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("b *") and lines[-1] == f"comparison: {tmp_path / 'compare.md'}"
@@ -258,11 +247,6 @@ def test_a_sweep_into_the_folder_of_a_run_is_refused(runs: list[Path], monkeypat
     monkeypatch.setattr("train.config.hydra_app.is_sweep", lambda: True)
     with refused(f"run.dir={runs[0]}", "already holds a run", "give another", error=ConfigError):
         compose("config", [f"run.dir={runs[0]}"], Config)
-
-
-def test_a_single_job_is_not_compared(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SweepComparison().compare([Job(number=0, name="a", dir=str(runs[0]))])
-    assert capsys.readouterr().out == "" and not (tmp_path / "compare.md").exists()
 
 
 def test_a_job_is_named_by_what_the_sweep_changes() -> None:
@@ -298,7 +282,7 @@ def test_the_page_of_a_run_compares_estimate_and_measurement(runs: list[Path]) -
     assert "\n55% of the supervised tokens are the target's own choice (chats 10%, docs 100%), measured in" in text
     other = write_run_report(runs[1]).read_text()
     assert "**3.00**, after step 2. By speed, the best is `sage` after step 4: **2.50x**." in other
-    assert "| 4 | 2.00 | 0.75 | 1.50 | 2.00 | 2.00x | 8/8 |" in text and "chains of 5 drafted tokens" in text
+    assert "| 4 | 2.00 | 0.75 | 1.50 | 2.00 | 2.00x | 8/8 |" in text
     assert "[validation at step 4](validation/step_00000004/report.md)" in text
     with Image.open(runs[0] / "curves.png") as image:
         assert image.height > 1000
@@ -309,21 +293,6 @@ def test_a_validation_is_compared_with_the_estimate_before_it() -> None:
     reports = [(step, {"policies": {"chain": {"tokens_per_target_pass": 6.0}}}) for step in (5, 15, 20)]
     rows = measured_against_estimate(lines, reports)
     assert [(row["estimate"], row["ratio"]) for row in rows] == [(None, None), (10.0, 0.6), (20.0, 0.3)]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("rendered_plots")
-def test_a_run_without_validation_has_curves_too(runs: list[Path]) -> None:
-    assert "Estimated and measured" not in write_run_report(runs[2]).read_text()
-
-
-@pytest.mark.slow
-def test_curves_can_be_drawn_again(
-    runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["report", str(runs[1])])
-    report_command.main()
-    assert capsys.readouterr().out == f"written: {runs[1] / 'report.md'}\n"
 
 
 @pytest.mark.slow

@@ -203,7 +203,6 @@ def test_step_folders_sort_by_step():
     ("argv", "shown"),
     [
         (["/opt/bin/sage-validate", "checkpoint=a b"], "sage-validate 'checkpoint=a b'"),
-        ([f"{ROOT}/train/cli/train.py", "seed=1"], "python -m train.cli.train seed=1"),
         ([f"{ROOT}/train/cli/__main__.py", "seed=1"], "python -m train.cli seed=1"),
         (["/other/place/own.py", "seed=1"], "python /other/place/own.py seed=1"),
     ],

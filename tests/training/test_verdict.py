@@ -125,13 +125,6 @@ CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
         ("1.84x", "chain", "1.70 to 2.03", "16 prompts", "3.60"),
         "sage-export runs/a --format eagle3 --out exports/a",
     ),
-    "a good draft in a format with flavours": (
-        facts(policy(3.6, 1.84, (1.7, 2.03)), export="eagle --flavour vllm", folder="runs/my a"),
-        Result.faster,
-        "",
-        (),
-        "sage-export 'runs/my a' --format eagle --flavour vllm --out 'exports/my a'",
-    ),
     "a good draft that no engine serves": (
         facts(policy(3.6, 1.84, (1.7, 2.03)), export="", folder="runs/my a"),
         Result.faster,
@@ -166,13 +159,6 @@ CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
         "few_prompts",
         ("all 1", "32"),
         f"{REPEATED} data.holdout=0.2 run.dir=runs/a-more_prompts",
-    ),
-    "one prompt, which seems faster": (
-        facts(policy(3.6, 1.84, None), prompts=1, folder="runs/my a"),
-        Result.unclear,
-        "",
-        ("one prompt", "1.84x"),
-        "sage-validate 'checkpoint=runs/my a/draft' decode.num_prompts=4 decode.repeats=3",
     ),
     "one prompt, which seems slower": (
         facts(policy(1.8, 0.9, None), prompts=1),

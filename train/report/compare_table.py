@@ -1,15 +1,13 @@
 """A comparison as a text table and as the page compare.md. `content` is that of compare.json (train.report.compare).
 
-Results come first, then the settings that most likely explain them; the page lists the other ones below. A table too wide for
-the terminal is transposed: a row per figure and key, a column per run, in blocks of as many runs as fit.
+Results come first, then the settings that most likely explain them; the page lists the other ones below. Where the table is too
+wide for the terminal, every run is a list.
 """
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sage.io.tables import RULE, markdown_table, text_table
@@ -17,9 +15,6 @@ from sage.trees import AUTOREGRESSIVE
 
 BEST_MARK = "*"
 ABSENT = "-"  # a run without the key or figure
-GAP = 2  # blanks between two columns
-MIN_CELL, MAX_CELL_LINES = 14, 4  # of the transposed table: least width of a run's column, lines of a cell
-ELLIPSIS = "..."
 MAX_KEYS = 8  # settings in the table
 DECISIVE = (  # prefixes of settings, the most likely reasons of a difference first; all others follow
     *("draft.", "objective.", "optim.", "data.name", "data.answers", "data.num_examples", "train.max_steps", "train.epochs"),
@@ -85,46 +80,22 @@ def table(content: dict[str, Any], width: int) -> str:
     head, rows = cells(content)
     found = text_table(head, [*rows, RULE], "<")
     if max(map(len, found.splitlines())) > width:
-        found = "\n\n".join(_transposed(head, rows, width))
+        found = _listed(head, rows, width)
     others = len(split_keys(content["changed"])[1])
     lines = notes(content) + [f"{others} more setting(s) differ; the page lists them."] * bool(others)
     return "\n".join([found, *(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)])
 
 
-def _transposed(head: list[str], rows: list[list[str]], width: int) -> Iterator[str]:
-    """Yields the names of the runs by number, then blocks of as many runs as fit into `width`."""
-    labels = [f"[{number}]" for number in range(1, len(rows) + 1)]
-    names = [f"{label} {row[0]}" for label, row in zip(labels, rows, strict=True)]
-    yield "\n".join(textwrap.fill(name, width, subsequent_indent="    ", break_on_hyphens=False) for name in names)
-    keys = [_wrapped_key(key, width // 3) for key in head[1:]]
-    key_width = max(len(line) for lines in keys for line in lines)
-    per_block = max(1, (width - key_width) // (MIN_CELL + GAP))
-    for first in range(0, len(rows), per_block):
-        chosen = rows[first : first + per_block]
-        cell_width = (width - key_width) // len(chosen) - GAP
-        columns = [_column(row[1:], cell_width) for row in chosen]
-        block = [line for cells in zip(keys, *columns, strict=True) for line in zip_longest(*cells, fillvalue="")]
-        yield text_table(["run", *labels[first : first + per_block]], block, "<")
-
-
-def _wrapped_key(key: str, width: int) -> list[str]:
-    """Wraps a key after its dots and blanks; a part that is longer than `width` stays whole."""
-    lines = [""]
-    for part in re.findall(r"[^. ]+[. ]?", key):
-        if lines[-1] and len(lines[-1] + part.rstrip()) > width:
-            lines.append("")
-        lines[-1] += part
-    return [line.rstrip() for line in lines]
-
-
-def _column(texts: Sequence[str], width: int) -> list[list[str]]:
-    """Wraps each text into lines of at most `width` characters, shortened in the middle beyond `MAX_CELL_LINES` lines."""
-    columns, kept = [], MAX_CELL_LINES * width - len(ELLIPSIS)
-    for text in texts:
-        if len(text) > MAX_CELL_LINES * width:
-            text = text[: kept // 2] + ELLIPSIS + text[len(text) - (kept - kept // 2) :]
-        columns.append([text[at : at + width] for at in range(0, len(text), width)] or [""])
-    return columns
+def _listed(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """Returns every run below its name, a line per figure and setting, without those that it lacks."""
+    lines = []
+    for name, *values in rows:
+        lines += ["", textwrap.fill(name, width, break_on_hyphens=False)]
+        for key, value in zip(head[1:], values, strict=True):
+            if value != ABSENT:
+                looks: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
+                lines.append(textwrap.fill(f"{key}: {value}", width, **looks))
+    return "\n".join(lines[1:])
 
 
 def notes(content: dict[str, Any]) -> list[str]:

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.run_folder import REPORT_PAGE
-from sage.bench.report_table import SHARES, decode_shares, interruption, interval, margins, measured_with
+from sage.bench.report_table import (
+    HEADER,
+    SHARE_HEADER,
+    SHARE_NOTE,
+    interruption,
+    margins,
+    measured_with,
+    share_rows,
+    speed_rows,
+)
 from sage.io.files import write_text
 from sage.io.tables import counted, markdown_table
 from sage.trees import AUTOREGRESSIVE
@@ -18,16 +27,16 @@ from train.report.verdict import best_policy, verdict_markdown
 from train.report.web import PAGE_SUFFIX, write_html
 
 Report = Mapping[str, Any]
-NUM_SINGLE_DEPTHS = 6  # deeper levels share a row
 
 SPEED_NOTE = (
     "Speeds are those of decoding only: the clock starts after the target's prefill, which produces the first token, and "
-    "includes the draft's prefill. *End to end* includes the vision tower and both prefills. *Mean accepted draft* excludes "
-    "the token that every target pass produces, *tokens per target pass* includes it."
+    "includes the draft's prefill; \\* is the baseline of the speedups. *End to end* includes the vision tower and both "
+    "prefills. *Accepted* excludes the token that every target pass produces, *tokens/pass* includes it. *Identical* compares "
+    "outputs with the target's own, *to HF* with those of Hugging Face `generate`."
 )
 CALIBRATION_NOTE = (
-    "the mean distance between predicted and observed acceptance, over ten equal bins of the prediction. Every prediction was "
-    "made before its outcome was used for learning."
+    "The expected calibration error is the mean distance between predicted and observed acceptance, over ten equal bins of the "
+    "prediction. Every prediction was made before its outcome was used for learning."
 )
 REPLAY_NOTE = (
     "*Coverage*: share of the nodes expanded by the policy that the recording contains. *Truncated*: rounds in which the "
@@ -44,8 +53,7 @@ def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
         headline(report),
         verdict_markdown(report),
         _policies(report),
-        _losslessness(report),
-        *[f"![{plot.caption}]({plot.file})\n\n*{plot.caption}*" for plot in plots],
+        "\n".join(f"![{plot.caption}]({plot.file})" for plot in plots),
         _decoding_time(report),
         _calibration(report),
         _replay(report),
@@ -88,72 +96,39 @@ def headline(report: Report) -> str:
 
 
 def _policies(report: Report) -> str:
-    head = ["policy", "tokens per target pass", "mean accepted draft", "tokens/s", "speedup", "95% interval", "end to end"]
-    rows = [
-        [f"`{name}`", f"{part['tokens_per_target_pass']:.2f}", f"{part['mean_accepted_draft']:.2f}", *_speeds(part)]
-        for name, part in report["policies"].items()
-    ]
-    baselines = {name: part for name, part in report["baselines"].items() if name not in report["policies"]}
-    rows += [[f"`{name}`", "", "", *_speeds(part)] for name, part in baselines.items()]
+    rows = [row for part in speed_rows(report) for row in part]
     failed = [f"`{name}` was left out: {reason}." for name, reason in report["failed_baselines"].items()]
-    ahead = f"{margins(report)}." if margins(report) else ""
-    parts = [markdown_table(head, rows), f"Measured with {measured_with(report)}.", SPEED_NOTE, ahead, *failed]
+    parts = [markdown_table(HEADER, rows), f"Measured with {measured_with(report)}.", SPEED_NOTE, _differences(report)]
+    parts += [f"{margins(report)}." if margins(report) else "", *failed]
     return "\n\n".join(part for part in parts if part)
 
 
-def _speeds(part: Mapping[str, Any]) -> list[str]:
-    bounds, end_to_end = interval(part.get("speedup_ci")), f"{part['speedup_end_to_end']:.2f}x"
-    return [f"{part['tokens_per_s']:.1f}", f"{part['speedup']:.2f}x", bounds, end_to_end]
-
-
-def _losslessness(report: Report) -> str:
-    has_hf = any("match_hf" in part for part in report["policies"].values())
-    hf_head = ["identical to Hugging Face `generate`"] if has_hf else []
-    head = ["policy", "identical to the target", *hf_head, "top-2 logit gap at the first difference"]
-    rows = []
-    for name, part in report["policies"].items():
-        row = [f"`{name}`", f"{part['match']} of {part['total']}"]
-        row += [f"{part['match_hf']} of {part['total']}" if "match_hf" in part else "-"] if has_hf else []
-        rows.append([*row, ", ".join(f"{gap:.2g}" for gap in part["first_gaps"]) or "-"])
-    return f"## Losslessness\n\n{markdown_table(head, rows)}"
+def _differences(report: Report) -> str:
+    """Returns how close the top two logits were where outputs differ from the target's, as they can in low precision."""
+    gaps = {name: part["first_gaps"] for name, part in report["policies"].items() if part["first_gaps"]}
+    texts = (f"`{name}` {', '.join(f'{gap:.2g}' for gap in found)}" for name, found in gaps.items())
+    return f"Gap of the top two logits at the first difference: {'; '.join(texts)}." if gaps else ""
 
 
 def _decoding_time(report: Report) -> str:
-    shares = {name: decode_shares(part) for name, part in report["policies"].items()}
-    rows = [[f"`{name}`", *(f"{share:.1%}" for share in own)] for name, own in shares.items() if own is not None]
-    return f"## Decoding time\n\n{markdown_table(['policy', *SHARES], rows)}" if rows else ""
+    rows = share_rows(report)
+    return f"## Decoding time\n\n{markdown_table(SHARE_HEADER, rows)}\n\n{SHARE_NOTE}." if rows else ""
 
 
 def _calibration(report: Report) -> str:
-    """Expected calibration error by depth, of every policy with calibration."""
-    sections = {name: part for name, part in report.get("calibration", {}).items() if part["by_depth"]}
-    if not sections:
-        return ""
-    head = ["policy", "depth", "labels", "error before calibration", "after calibration"]
-    rows = []
-    for name, part in sections.items():
-        total = {"depth": "all", **{key: part[key] for key in ("labels", "before", "after")}}
-        rows += [
-            [f"`{name}`", str(row["depth"]), str(row["labels"]), f"{row['before']:.3f}", f"{row['after']:.3f}"]
-            for row in [*_merge_deep(part["by_depth"]), total]
+    """Returns the table of every policy with calibration, over all depths."""
+    head = ["policy", "rounds", "labels", "error before calibration", "after", "accepted per round, expected", "measured"]
+    rows = [
+        [
+            f"`{name}`",
+            *(str(part[key]) for key in ("rounds", "labels")),
+            *(f"{part[key]:.3f}" for key in ("before", "after")),
+            *(f"{part[key]:.2f}" for key in ("expected", "accepted")),
         ]
-    rounds = ", ".join(f"{part['rounds']} rounds of `{name}`" for name, part in sections.items())
-    accepted = " ".join(
-        f"`{name}` expected {part['expected']:.2f} accepted draft tokens per round and measured {part['accepted']:.2f}."
-        for name, part in sections.items()
-    )
-    note = f"Expected calibration error over {rounds}: {CALIBRATION_NOTE} {accepted}"
-    return f"## Calibration\n\n{markdown_table(head, rows)}\n\n{note}"
-
-
-def _merge_deep(by_depth: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Merges the depths that few trees reach into one row: the mean weighted by labels."""
-    deep = by_depth[NUM_SINGLE_DEPTHS:]
-    if len(deep) < 2:
-        return list(by_depth)
-    labels = sum(row["labels"] for row in deep)
-    means = {key: sum(row[key] * row["labels"] for row in deep) / labels for key in ("before", "after")}
-    return [*by_depth[:NUM_SINGLE_DEPTHS], {"depth": f"{deep[0]['depth']}+", "labels": labels, **means}]
+        for name, part in report.get("calibration", {}).items()
+        if part["by_depth"]
+    ]
+    return f"## Calibration\n\n{markdown_table(head, rows)}\n\n{CALIBRATION_NOTE}" if rows else ""
 
 
 def _replay(report: Report) -> str:

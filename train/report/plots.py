@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from train.report import style
 
 Report = Mapping[str, Any]
-MIN_ROUNDS = 10  # shares of fewer rounds are mostly noise and drawn hollow
+MIN_ROUNDS = 10  # shares of fewer rounds are mostly noise
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,25 @@ def draw_speed(report: Report) -> Figure | None:
 
 
 def draw_acceptance(report: Report) -> Figure | None:
-    """Draws the conditional acceptance rate at each draft position."""
-    curves = {name: part["acceptance_by_depth"] for name, part in report["policies"].items() if part["acceptance_by_depth"]}
+    """Draws the conditional acceptance rate at each draft position that enough rounds reached."""
+    shares = {
+        name: {
+            level["depth"]: level["kept"] / level["tried"]
+            for level in part["acceptance_by_depth"]
+            if level["tried"] >= MIN_ROUNDS
+        }
+        for name, part in report["policies"].items()
+    }
+    curves = {name: found for name, found in shares.items() if found}
     if not curves:
         return None
-    made = style.figure(
-        3.9,
-        "Acceptance rate by draft position",
-        f"of the rounds that accepted all tokens before it; bars: 95% interval; hollow: under {MIN_ROUNDS} rounds",
-    )
+    subtitle = f"of the rounds that accepted all tokens before it; positions that at least {MIN_ROUNDS} rounds reached"
+    made = style.figure(3.9, "Acceptance rate by draft position", subtitle)
     axes = made.subplots()
-    for place, (name, levels) in enumerate(curves.items()):
-        offset = style.dodged(place, len(curves), 0.4)
-        _acceptance(axes, levels, offset, style.policy_color(name, report["policies"]), name)
+    for place, (name, found) in enumerate(curves.items()):
+        offset, color = style.dodged(place, len(curves), 0.4), style.policy_color(name, report["policies"])
+        positions = [depth + offset for depth in found]
+        axes.plot(positions, list(found.values()), color=color, linewidth=1.8, marker="o", markersize=5, label=name)
     axes.set_xlabel("draft position")
     axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -84,28 +89,6 @@ def draw_acceptance(report: Report) -> Figure | None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.4)
     style.despine(axes)
     return made
-
-
-def _acceptance(axes: Axes, levels: Sequence[Mapping[str, int]], offset: float, color: str, label: str) -> None:
-    """Draws one curve; the points of few rounds are not connected to it."""
-    places, shares = [level["depth"] + offset for level in levels], [level["kept"] / level["tried"] for level in levels]
-    connected = [share if level["tried"] >= MIN_ROUNDS else float("nan") for level, share in zip(levels, shares, strict=True)]
-    axes.plot(places, connected, color=color, linewidth=1.8, label=label, zorder=2)
-    low, high = zip(*(share_interval(level["kept"], level["tried"]) for level in levels), strict=True)
-    axes.vlines(places, low, high, color=color, linewidth=1.1, alpha=0.55, zorder=1)
-    faces = [color if level["tried"] >= MIN_ROUNDS else "white" for level in levels]
-    axes.scatter(places, shares, s=26, c=faces, edgecolors=color, linewidths=1.4, zorder=3)
-
-
-def share_interval(kept: int, tried: int) -> tuple[float, float]:
-    """Returns the 95% interval of a share, `kept` of `tried`.
-
-    Ref: Wilson, Probable inference, the law of succession, and statistical inference, 1927.
-    """
-    share, z = kept / tried, 1.96
-    center = (share + z**2 / (2 * tried)) / (1 + z**2 / tried)
-    half = z / (1 + z**2 / tried) * math.sqrt(share * (1 - share) / tried + z**2 / (4 * tried**2))
-    return max(0.0, center - half), min(1.0, center + half)
 
 
 def draw_time(report: Report) -> Figure | None:

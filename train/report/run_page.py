@@ -6,7 +6,6 @@ Everything is read from the run folder; `sage-report RUN` draws it again.
 from __future__ import annotations
 
 import bisect
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,11 +24,13 @@ from train.report.compare import RunSummary, read_run
 from train.report.compare_table import measured_lines
 from train.report.run_plots import draw_curves
 from train.report.verdict import verdict_markdown
-from train.report.warnings import below_estimate_warning
 from train.report.web import PAGE_SUFFIX, write_html
 
-logger = logging.getLogger(__name__)
 CURVES = "curves.png"
+NOTE = (
+    "Tokens per target pass. The estimate simulates chains of drafted tokens on the training batches, from the agreement of "
+    "draft and target; compare it with the measured `chain`. The speedup is that of the best policy, decoding only."
+)
 ESTIMATE = "estimated_tokens_per_pass"
 
 
@@ -57,8 +58,6 @@ def write_run_report(folder: Path, out: Path | None = None) -> Path:
     text = page(run, lines, measured, path.parent)
     write_text(path, text)
     write_html(text, path.with_suffix(PAGE_SUFFIX))
-    if measured and measured[-1]["warning"]:
-        logger.warning("%s", measured[-1]["warning"])
     return path
 
 
@@ -77,8 +76,7 @@ def measured_against_estimate(
         policies = {name: part for name, part in report["policies"].items() if name != AUTOREGRESSIVE}
         chain = policies.get(CHAIN, {}).get("tokens_per_target_pass")
         ratio = chain / estimate if chain is not None and estimate else None
-        warning = below_estimate_warning(step, chain, estimate)
-        row = {"step": step, "estimate": estimate, "ratio": ratio, "policies": policies, "warning": warning}
+        row = {"step": step, "estimate": estimate, "ratio": ratio, "policies": policies}
         rows.append(row | {"measured_with": measured_with(report)})
     return rows
 
@@ -96,8 +94,7 @@ def page(run: RunSummary, lines: Sequence[dict[str, Any]], measured: Sequence[di
             "## Estimated and measured acceptance",
             _table(measured),
             "\n".join(measured_lines({f"* step {row['step']:,}": row["measured_with"] for row in measured})),
-            _note(run),
-            measured[-1]["warning"],
+            NOTE,
         ]
     parts += ["## Files", _files(folder, home)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -152,17 +149,6 @@ def _table(measured: Sequence[dict[str, Any]]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _note(run: RunSummary) -> str:
-    from sage.trees.chain import Chain
-
-    depth = run.config.get("decode.options.chain.depth", Chain.depth)
-    return (
-        f"Tokens per target pass. The estimate simulates chains of {depth} drafted tokens on the training batches, from the "
-        "agreement of draft and target; compare it with the measured `chain`. The speedup is that of the best policy, decoding "
-        "only."
-    )
 
 
 def _files(folder: Path, home: Path) -> str:

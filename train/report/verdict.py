@@ -32,12 +32,12 @@ from sage.bench.report_table import decode_shares
 from sage.drafts.registry import KINDS
 from sage.trees import AUTOREGRESSIVE, CHAIN
 from train.config.overrides import changed_command, own_answers_command
-from train.report.warnings import MIN_MEASURED_RATIO
 
 COST_AWARE = "cost_aware"
 ESTIMATE = "estimated_tokens_per_pass"
 MIN_DEPTH_RATIO = 0.75  # acceptance of the second drafted token over that of the first
 MIN_TRIED = 20  # rounds, below which a rate of acceptance is not judged
+MIN_MEASURED_RATIO = 0.6  # measured over estimated tokens per target pass of a chain; usually around 1
 RISE = 1.05  # of the estimate from the third to the last quarter of a run that is still improving
 MIN_ACCEPTED = 1.5  # tokens per pass, from which the cost of a round is the cause rather than acceptance
 UNROLLED_STEPS = 7  # of objective=eagle3

@@ -15,7 +15,7 @@ from sage.bench.measurement import BenchPrompt
 from sage.inputs.thumbnails import Media, media_thumbnails, message_text
 from sage.io.page import link, render, table
 from sage.io.tables import counted
-from sage.replay.answer_spans import MAX_STYLES, answer_spans, token_pieces
+from sage.replay.answer_spans import MAX_STYLES, answer_spans, num_equal, token_pieces
 from train.serve_check.acceptance import Answers, acceptance_table
 
 TEMPLATE = Path(__file__).with_name("serve_check.html")
@@ -44,19 +44,13 @@ class AskedPrompt:
 def differing_rounds(answers: Answers, base: Answers, prompt: int) -> list[bool]:
     """Returns, per round, whether `base` emits the same tokens by other rounds; False after the first token that differs."""
     ours = _starts(base.rounds[prompt])
-    equal = _num_equal(answers.tokens[prompt], base.tokens[prompt])
+    equal = num_equal(answers.tokens[prompt], base.tokens[prompt])
     return [start + emitted <= equal and (start, emitted) not in ours for start, emitted in _starts(answers.rounds[prompt])]
 
 
 def _starts(rounds: Sequence[int]) -> list[tuple[int, int]]:
     """Returns first token, counted from 0, and number of tokens of every round; the prefill emits the first token."""
     return list(zip(accumulate(rounds, initial=1), rounds, strict=False))
-
-
-def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Returns the number of tokens before the first that differs."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(tokens), len(others)))
 
 
 def render_check(
@@ -108,7 +102,7 @@ def _overview(
             [
                 [link(name, f"#prompt-{place + 1}")] if number < MAX_SHOWN else name,
                 prompts[place].family or "-",
-                "equal" if is_same else f"equal up to token {_num_equal(tokens, theirs.tokens[place])}",
+                "equal" if is_same else f"equal up to token {num_equal(tokens, theirs.tokens[place])}",
                 len(tokens),
                 len(ours.rounds[place]),
                 len(theirs.rounds[place]),

@@ -34,6 +34,7 @@ from train.launch.signals import StopFlag
 from train.monitor.progress import Display
 from train.monitor.sinks import Tracker
 from train.report.run_page import write_run_report
+from train.report.verdict import verdict_lines
 from train.state.resume import TrainState, rng_state, set_rng_state
 from train.validation.decode_ranks import DecodeShard
 from train.validation.validate import ReportInfo, Validate
@@ -101,6 +102,8 @@ class InLoopValidation:
             return ValidationOutcome(report=None, is_interrupted=True)
         if report is not None:
             self.tracker.log(flatten(report), self.state.step)
+            for line in verdict_lines(report)[:-1]:  # without the command, which is for the end of the run
+                logger.info("%s", line)
         self._keep_best(folder, score)
         self._write_run_page()
         return ValidationOutcome(report=report, is_interrupted=False)

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from sage.bench.measurement import BenchPrompt
 from sage.bench.runners import on_device
 from sage.decoding.generation import start
 from sage.decoding.settings import Sampling
 from sage.planning.base import Policy
-from sage.replay.trace import Trace, TraceRecorder, decode_race
+from sage.replay.trace import Trace, decode_race, record_rounds
 from train.report.prompt_list import drafting_by_speed, ranked_prompts
 
 FOLDER = "traces"
@@ -83,9 +81,5 @@ def _traces(
     seeded = sampling if prompt.seed is None else replace(sampling, seed=prompt.seed)
     race = decode_race(target, inputs, seeded)
     for name, policy in policies.items():
-        generation = start(target, draft, inputs, policy, sampling=seeded)
-        recorder = TraceRecorder(generation)
-        with torch.inference_mode():
-            for emitted in generation.rounds():
-                recorder.add(emitted)
+        recorder = record_rounds(start(target, draft, inputs, policy, sampling=seeded))
         yield name, recorder.trace(settings, prompt.messages or None, race)

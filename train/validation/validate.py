@@ -38,7 +38,6 @@ from train.config.schema import DecodeConfig
 from train.report import prompt_list
 from train.report.page import write_pages
 from train.report.verdict import add_verdict
-from train.report.warnings import low_acceptance_warning
 from train.validation.prompts import PromptSet
 from train.validation.traces import PromptTrace, trace_extremes
 
@@ -141,8 +140,6 @@ def validate(
     write(report, folder, measured.prompts, traces)
     if measured.planned is None and info.check is None:
         shutil.rmtree(info.partial_folder, ignore_errors=True)
-    if warning := low_acceptance_warning(report):
-        logger.warning("%s", warning)
     return report | {"path": str(folder)}
 
 

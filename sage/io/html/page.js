@@ -1,29 +1,5 @@
-// Of all pages: the switch between light and dark, and tables that sort by a click on a column.
+// Of all pages: tables that sort by a click on a column.
 "use strict";
-
-const THEMES = ["auto", "light", "dark"];
-
-function remembered(key, value) { // a page in a frame or from a file may have no storage
-  try {
-    if (value === undefined) return localStorage.getItem(key);
-    localStorage.setItem(key, value);
-  } catch { /* the choice lasts as long as the page */ }
-  return null;
-}
-
-function useTheme(name) {
-  const theme = THEMES.includes(name) ? name : "auto", button = document.getElementById("theme");
-  document.documentElement.dataset.theme = theme;
-  button.textContent = `Colors: ${theme}`;
-  button.setAttribute("aria-label", `Colors: ${theme === "auto" ? "as the system" : theme}; change`);
-}
-
-document.getElementById("theme").addEventListener("click", () => {
-  const theme = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
-  useTheme(theme);
-  remembered("sage-theme", theme);
-});
-useTheme(remembered("sage-theme"));
 
 function sortKey(cell) { // numbers by value, also of "1,234", "12%", "1.50x", "16/16"; "-" and empty cells last
   const text = cell.textContent.trim();

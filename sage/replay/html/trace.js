@@ -110,20 +110,8 @@ function drawTree(round) {
   tree.setAttribute("viewBox", `0 0 ${width} ${height}`);
   tree.setAttribute("width", width);
   tree.setAttribute("height", height);
-  tree.setAttribute("aria-label", `${byId("summary").textContent} The table below lists all nodes.`);
+  tree.setAttribute("aria-label", byId("summary").textContent);
   tree.replaceChildren(...edges, ...marks);
-}
-
-function fillTable(round) {
-  const kinds = { root: "last token", accepted: "accepted", rejected: "not accepted", skipped: "not verified" }, depths = [];
-  byId("nodes").tBodies[0].replaceChildren(...round.nodes.map((token, node) => {
-    depths[node] = node === 0 ? 0 : depths[round.parents[node]] + 1;
-    const cells = [shown(data.texts[token]), node === 0 ? "" : shown(data.texts[round.nodes[round.parents[node]]]), depths[node]];
-    cells.push(node === 0 ? "" : percent(round.draft[node]));
-    if (data.has_calibration) cells.push(node === 0 || !round.calibrated ? "" : percent(round.calibrated[node]));
-    cells.push(node > 0 && node < round.verified ? percent(round.target[node]) : "", kinds[outcome(round, node)]);
-    return html("tr", "", ...cells.map((text, place) => html("td", place === 0 ? "name" : "", String(text))));
-  }));
 }
 
 // -- the current round
@@ -165,7 +153,6 @@ function show(number) {
   byId("omitted").textContent = round.omitted ? `${round.omitted} less probable nodes were drafted and not verified; they are not drawn.` : "";
   showStages(round);
   drawTree(round);
-  fillTable(round);
   spans.forEach((span) => span.classList.toggle("now", Number(span.dataset.round) === number));
 }
 

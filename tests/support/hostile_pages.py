@@ -1,0 +1,57 @@
+"""One page of every kind, in which every name and text is hostile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.data_helpers import assistant, make_image, make_processor, user
+from support.reports import example_report
+from support.serve_pages import made_check
+from support.traces import HOSTILE, made_trace
+
+from data_prep.chat import build_example
+from data_prep.conversation import Conversation
+from data_prep.tools.stats import measure, render_html
+from sage.bench.measurement import BenchPrompt
+from train.report import plots
+from train.validation.traces import PromptTrace
+from train.validation.validate import write
+
+
+def data_page() -> str:
+    """The page of a data set."""
+    processor = make_processor("llava_onevision")
+    talk = Conversation(HOSTILE[0], [user(make_image(), HOSTILE[1]), assistant(HOSTILE[0])], HOSTILE[1])
+    example = build_example(talk, processor)
+    return render_html(HOSTILE[0], measure([(talk, example)], 1, processor), [(talk, example)], processor)
+
+
+def report_page(folder: Path) -> Path:
+    """The page of a validation with a plot, prompts and a trace."""
+    report, prompts = example_report(), []
+    for place, text in enumerate(HOSTILE):
+        image = {"type": "image", "image": make_image()}
+        talk = [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
+        prompts.append(BenchPrompt(name=f"{place} {text}", inputs={}, messages=talk))
+    for number, part in enumerate(report["policies"].values()):
+        part["per_prompt"] = [
+            {"name": prompt.name, "family": HOSTILE[0], "tokens": 9, "tokens_per_target_pass": 1.0 + (place + number) % 4}
+            for place, prompt in enumerate(prompts)
+        ]
+    families = {HOSTILE[1]: report["by_family"]["caption"]}
+    report |= {"target": HOSTILE[0], "draft": HOSTILE[1], "command": HOSTILE[0], "by_family": families}
+    shown = made_trace(8, 5, HOSTILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "PLOTS", plots.PLOTS[:1])
+        write(report, folder, prompts, [PromptTrace(prompt=prompts[0].name, policy="sage", page="traces/1.html", trace=shown)])
+    return folder / "report.html"
+
+
+def hostile_pages(folder: Path) -> dict[str, Path]:
+    """Writes every page into a folder; returns their paths by kind."""
+    pages = {name: folder / f"{name}.html" for name in ("trace", "check", "data")}
+    made_trace(30, 9, HOSTILE).save(pages["trace"])
+    pages["check"].write_text(made_check(HOSTILE), encoding="utf-8")
+    pages["data"].write_text(data_page(), encoding="utf-8")
+    return pages | {"report": report_page(folder / "<img src=x onerror='window.hacked = 3'>")}
