@@ -158,7 +158,8 @@ def commands() -> Iterator[ForkServer]:
     from support.fork_server import ForkServer
     from support.train_helpers import ROOT, environment
 
-    server = ForkServer(environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MPLBACKEND": "agg"})
+    given = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MPLBACKEND": "agg", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # read at import
+    server = ForkServer(environment() | given)
     yield server
     server.close()
 

@@ -52,8 +52,7 @@ def drafts(one: sage.Target, two: sage.Target, kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "model"])
-@pytest.mark.parametrize("policy", ["static", "eagle2", "sage"])
+@pytest.mark.parametrize(("kind", "policy"), [("eagle", "sage"), ("eagle3", "eagle2"), ("model", "static")])
 @pytest.mark.parametrize("family", MAKERS)
 def test_text_and_accepted_lengths_equal_those_of_one_device(traffic: Traffic, family: str, policy: str, kind: str) -> None:
     one = MAKERS[family]()
@@ -134,16 +133,19 @@ def test_the_cache_moves_rows_on_every_device(traffic: Traffic) -> None:
         assert on_host(layer.keys[0, 0, :3, 0]).tolist() == [10 * number, 10 * number + 1, 10 * number + 3]
 
 
-class TestDeviceMap:
-    @pytest.mark.parametrize("device_map", [{"": 0}, {"a": 0, "b": 1}, {"": "cpu"}, "auto", "sequential"])
-    def test_allowed(self, device_map: Any) -> None:
+@pytest.mark.parametrize("device_map", [{"": 0}, {"a": 0, "b": 1}, {"": "cpu"}, "auto"])
+def test_a_device_map_may_name_devices_or_a_strategy(device_map: Any) -> None:
+    check_device_map(device_map)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "words"),
+    [
+        ({"a": 0, "b": "cpu"}, ("b ", "more or larger GPUs")),
+        ({"": "disk"}, ("the model", "more or larger GPUs")),
+        ("fast", ("device_map: 'fast'", "auto, balanced")),
+    ],
+)
+def test_offloading_and_unknown_strategies_are_refused(device_map: Any, words: tuple[str, ...]) -> None:
+    with refused("device_map: ", *words):
         check_device_map(device_map)
-
-    @pytest.mark.parametrize(("device_map", "part"), [({"a": 0, "b": "cpu"}, "b "), ({"": "disk"}, "the model")])
-    def test_offloading_is_refused(self, device_map: Any, part: str) -> None:
-        with refused("device_map: ", part, "more or larger GPUs"):
-            check_device_map(device_map)
-
-    def test_unknown(self) -> None:
-        with refused("device_map: 'fast'", "auto, balanced"):
-            check_device_map("fast")

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import synchronizations
 from support.accelerator import Traffic, on_device
-from support.messages import refused
 from support.models import make_inputs, make_llava, make_qwen, near_draft
 from support.pass_helpers import capture_with, head, slow_except
-from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy, table
+from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy
 
 import sage
 from sage.runtime.captured import call_again
@@ -32,15 +30,7 @@ def rounds_of(traffic: Traffic, name: str, kind: str = "near", **options: Any) -
     return counts.rounds
 
 
-@pytest.mark.parametrize(
-    ("kind", "temperature"),
-    [
-        ("near", 0.0),
-        ("eagle", 1.0),
-        pytest.param("near", 1.0, marks=pytest.mark.slow),
-        pytest.param("eagle", 0.0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "temperature"), [("near", 0.0), ("eagle", 1.0)])
 @pytest.mark.parametrize("name", sage.POLICIES)
 def test_bounds_per_round(traffic: Traffic, name: str, kind: str, temperature: float) -> None:
     for counts in rounds_of(traffic, name, kind, max_new_tokens=7, temperature=temperature):
@@ -54,24 +44,7 @@ def test_processors_that_depend_on_the_prefix_upload_the_emitted_tokens(traffic:
         assert counts.uploads <= MAX_UPLOADS + 1 and counts.blocking_uploads == 0, counts
 
 
-def test_table() -> None:
-    counts = synchronizations.Counts([1, 2, 3], [RoundCounts(4, 5, 1, 0), RoundCounts(3, 4, 2, 1)])
-    assert table({"sage": counts}).splitlines()[-1] == "| `sage` | 2 | 3.5 | 4.5 | 1.5 | 0.5 |"
-
-
-def test_unknown_policies_are_refused() -> None:
-    with refused("--policies", "'nothing'", "sage"):
-        synchronizations.main(["--policies", "sage,nothing"])
-
-
-@pytest.mark.slow
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert synchronizations.main(["--policies", "autoregressive,eagle2", "--max-new-tokens", "4", "--lines"]) == 0
-    out = capsys.readouterr().out
-    assert "| `autoregressive` | 3 | 0.0 | 1.0 | 1.0 | 0.0 |" in out and "sage/decoding/verify.py:" in out
-
-
-@pytest.mark.parametrize(("make", "kind"), [(make_qwen, "eagle"), (make_llava, "eagle3"), (make_llava, "near")])
+@pytest.mark.parametrize(("make", "kind"), [(make_qwen, "eagle3"), (make_llava, "near")])
 @pytest.mark.parametrize(
     "case", slow_except(("chain 0", "sage 1"), [f"{name} 0" for name in sage.POLICIES] + ["chain 1", "sage 1"])
 )

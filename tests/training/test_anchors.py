@@ -106,8 +106,7 @@ def test_dropped_chains_are_replaced_by_the_factor_of_those_kept() -> None:
     assert anchors.step_R.tolist() == [0] * 10 + [1] * 7 + [2] * 2
 
 
-@pytest.mark.parametrize("anchors", [None, 4])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("kind", "anchors"), [("eagle", 4), ("eagle3", None)])
 def test_a_micro_batch_without_roots_adds_nothing(kind: str, anchors: int | None) -> None:
     """Every parameter still has a gradient, of zeros: without one, the collectives of other ranks would wait."""
     student, teacher, pairs = student_of(kind, anchors)

@@ -76,7 +76,7 @@ def gradients(teacher: Teacher, student: Student, batch: dict[str, Any]) -> tupl
     return (loss, *torch.autograd.grad(loss, list(student.draft.parameters())))
 
 
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
 def test_one_function_for_all_layers_and_lengths(
     family: str, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +90,7 @@ def test_one_function_for_all_layers_and_lengths(
     plain = Teacher(target, "embed", student.levels, student.token_map)
     student.layers = CompiledLayers(student.compilable())
     batch = padded_batch(target)
-    for number, one in enumerate((batch, longer(batch, 3), longer(batch, 11))):
+    for number, one in enumerate((batch, longer(batch, 11))):
         for found, expected in zip(gradients(teacher, student, one), gradients(plain, eager, one), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
         if number == 0:
@@ -160,15 +160,15 @@ def test_what_is_compiled_where() -> None:
 @pytest.mark.usefixtures("alone", "counter")
 def test_a_run_has_the_losses_of_an_eager_one_and_resumes_exactly(target: Path, tmp_path: Path) -> None:
     def train(name: str, *overrides: str) -> None:
-        options = ("draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=2", "data.num_examples=12", *overrides)
+        options = ("draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=2", *overrides)
         assert train_quickly(configured(target, tmp_path / name, *options)) == 0
 
-    train("eager", "train.max_steps=3")
-    train("compiled", "train.max_steps=3", "train.compile=layers")
-    train("resumed", "train.max_steps=2", "train.compile=layers")
+    train("eager", "train.max_steps=2")
+    train("compiled", "train.max_steps=2", "train.compile=layers")
+    train("resumed", "train.max_steps=1", "train.compile=layers")
     torch._dynamo.reset()  # as in another process, which compiles for another batch
-    train("resumed", "train.max_steps=3", "train.compile=layers", "run.resume=true")
+    train("resumed", "train.max_steps=2", "train.compile=layers", "run.resume=true")
     eager, compiled = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("eager", "compiled"))
-    assert compiled == pytest.approx(eager, rel=1e-5) and len(eager) == 3
+    assert compiled == pytest.approx(eager, rel=1e-5) and len(eager) == 2
     weights, resumed = (draft_weights(tmp_path / name) for name in ("compiled", "resumed"))
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)

@@ -185,12 +185,10 @@ def test_an_engine_that_ends_shows_the_end_of_its_log(fake_engine: Path, tmp_pat
     [
         (["--engine-python", "nowhere/bin/python"], ["--engine-python", "nowhere/bin/python", "make engines-env"]),
         (["--prompts", "0"], ["--prompts", "0", "at least 1"]),
-        (["--repeats", "-1"], ["--repeats", "-1", "at least 1"]),
         (["--baselines", "vllm"], ["--baselines", "'vllm'", "hf_generate"]),
         (["--num-speculative-tokens", "3,x"], ["--num-speculative-tokens", "3,x", "positive integers"]),
         (["--draft", "nowhere"], ["--draft", "no such folder"]),
         (["--server", "http://host", "--num-speculative-tokens", "3"], ["--num-speculative-tokens", "--server"]),
-        (["--server-model", "m"], ["--server-model", "--server"]),
         (["--device", "cuda"], ["--device cuda", "--server"]),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.messages import refused
-from support.train_helpers import configured, draft_weights, make_target, quick_report
+from support.train_helpers import configured, draft_weights, quick_report
 
 from checkpoints.run_folder import read_reports
 from checkpoints.store import SaveFailed
@@ -105,17 +106,21 @@ class Scores:
         return quick_report(speedup=self.left.pop(0))
 
 
-def configure(folder: Path, *overrides: str) -> Config:
-    return configured(make_target(folder), folder / "run", *overrides)
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def configure(target: Path, tmp_path: Path) -> Configure:
+    return lambda *overrides: configured(target, tmp_path / "run", *overrides)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:torch.profiler")
-def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(tmp_path: Path) -> None:
+def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(configure: Configure, tmp_path: Path) -> None:
     """The best score is at step 2; with a patience of two the run ends at step 4 of 9. Steps 2 and 3 are traced."""
     scores = Scores(1.0, 2.0, 1.5, 2.0, 9.9)
     length = ["train.max_steps=9", "train.validate_every=1", "train.patience=2"]
-    assert run_rank(configure(tmp_path, *length, "score.metric=speedup", "train.profile=[2,3]"), scores) == 0
+    assert run_rank(configure(*length, "score.metric=speedup", "train.profile=[2,3]"), scores) == 0
     run = tmp_path / "run"
     assert scores.left == [9.9]
     trainer = json.loads((run / "state" / "step_00000004" / "trainer.json").read_text())
@@ -129,17 +134,21 @@ def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_run_page_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_page_that_cannot_be_written_ends_the_run_in_one_line(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("train.validation.in_loop.write_run_report", fail)
     with refused("/run: ", "No space left", "run.resume=true", error=SaveFailed):
-        run_rank(configure(tmp_path, "train.max_steps=1"), Scores(1.0))
+        run_rank(configure("train.max_steps=1"), Scores(1.0))
 
 
 @pytest.mark.slow
-def test_prompts_are_prepared_once_for_all_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_prepared_once_for_all_validations(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepared, prepare = list[Any](), Target.prepare
 
     def count(self: Target, messages: Any) -> Any:
@@ -154,14 +163,14 @@ def test_prompts_are_prepared_once_for_all_validations(tmp_path: Path, monkeypat
         return reports[-1]
 
     overrides = ["train.max_steps=3", "train.validate_every=1", "decode.num_prompts=2", "decode.policies=[autoregressive]"]
-    assert run_rank(configure(tmp_path, *overrides), decode) == 0
+    assert run_rank(configure(*overrides), decode) == 0
     assert len(reports) == 3 and all(report["prompts"] == 2 for report in reports)
     assert len(prepared) == 2
 
 
 @pytest.mark.slow
 def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A signal after the first of two prompts; the resumed run replaces the partial report by a complete one."""
     is_signalled = [True]
@@ -181,7 +190,7 @@ def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothin
 
     seen = list[tuple[int, int, str]]()
     overrides = ["train.max_steps=1", "decode.num_prompts=2", "decode.policies=[autoregressive,chain]"]
-    config, run = configure(tmp_path, *overrides), tmp_path / "run"
+    config, run = configure(*overrides), tmp_path / "run"
     with caplog.at_level(logging.INFO, logger="train"):
         assert run_rank(config, decode) == 3
     partial = run / "validation" / "step_00000001_partial"

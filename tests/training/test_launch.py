@@ -60,7 +60,7 @@ def test_the_error_of_the_failed_rank_is_reported(tmp_path: Path, commands: Fork
 
 
 @pytest.mark.slow
-def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_path: Path) -> None:
+def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_path: Path, commands: ForkServer) -> None:
     """Two processes with srun's variables. An image file is truncated; only the rank that opens it prints an error."""
     make_noise(deviation=50).save(tmp_path / "complete.png")
     content = (tmp_path / "complete.png").read_bytes()
@@ -74,7 +74,8 @@ def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_p
     prompts = ["data/validation=pocket", "data.num_workers=1"]
     arguments = [*command(target, tmp_path / "run"), "train.micro_batch_size=1", "launch.device=cpu", *data, *prompts]
     arguments = [argument for argument in arguments if not argument.startswith("data.num_examples")]
-    processes = [as_by_srun(SAGE_TRAIN, arguments, rank, stdout=subprocess.DEVNULL) for rank in range(2)]
+    sage_train = commands.command("train.cli.train")
+    processes = [as_by_srun(sage_train, arguments, rank, stdout=subprocess.DEVNULL) for rank in range(2)]
     begin = time.monotonic()
     errors = [process.communicate(timeout=START_S)[1] for process in processes]
     lines = [line for text in errors for line in text.splitlines() if "error: " in line]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import math
@@ -15,13 +14,12 @@ from support.messages import refused
 
 import sage
 from data_prep.config import RegenerateConfig
-from sage.bench.options import DEFAULT_POLICIES, compare_parser
+from sage.bench.options import DEFAULT_POLICIES
 from sage.bench.settings import MeasurementSettings
 from sage.commands.generate import parse_args
 from sage.decoding.batch import BatchDecoder
 from sage.decoding.generation import start
-from sage.decoding.settings import AnswerSettings, DraftedAnswerSettings, Sampling
-from sage.io.docstrings import key_meanings
+from sage.decoding.settings import AnswerSettings, Sampling
 from sage.io.ranges import check_fields, field_types, plain_type
 from sage.serving.command import parse_args as serving_args
 from sage.serving.command import policy_of
@@ -29,12 +27,11 @@ from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY, FIRST_ANSWER_POLICY, POLI
 from train.cli.data import DataCommand
 from train.config.checks import check_ranges
 from train.config.hydra_app import compose
-from train.config.schema import Config, ConfigError, DecodeConfig, ValidateConfig
+from train.config.schema import Config, ConfigError, ValidateConfig
 from train.config.store import subschemas
 
 SETTINGS = (MeasurementSettings, Sampling)  # of the commands that argparse reads
 SCHEMAS = (Config, ValidateConfig, DataCommand, *dict.fromkeys(subschemas().values()))
-HAS_OWN_CHECK = {"prune"}  # sage.Pruning
 
 
 def without_range(hint: Any) -> bool:
@@ -101,40 +98,6 @@ def test_every_number_of_a_composed_configuration_is_checked() -> None:
 def test_what_is_no_number_is_refused(value: object) -> None:
     with refused("temperature: ", "number", "greedy"):
         check_fields(dataclasses.replace(AnswerSettings(), temperature=value))  # type: ignore[arg-type]
-
-
-# -- the settings of an answer -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [Sampling, DecodeConfig, RegenerateConfig, MeasurementSettings])
-def test_the_settings_of_an_answer_are_defined_once(kind: type) -> None:
-    """Only the length has another default elsewhere: a second definition would show in the annotations of a class."""
-    shared = {field.name for field in dataclasses.fields(DraftedAnswerSettings)}
-    own = [base for base in kind.__mro__ if base not in (AnswerSettings, DraftedAnswerSettings)]
-    assert issubclass(kind, AnswerSettings)
-    assert shared & {name for base in own for name in inspect.get_annotations(base)} <= {"max_new_tokens"}
-    described, meanings = key_meanings(kind), key_meanings(AnswerSettings)
-    assert meanings.items() <= described.items()
-
-
-def parsers(monkeypatch: pytest.MonkeyPatch) -> list[argparse.ArgumentParser]:
-    with monkeypatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", lambda self, argv: self)
-        generate: Any = parse_args([])
-    return [generate, compare_parser()]
-
-
-def test_numbers_on_a_command_line_are_fields_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the default and the meaning of the field; their dataclass checks the range."""
-    fields = {field.name: field for kind in SETTINGS for field in dataclasses.fields(kind)}
-    defaults = {name: {getattr(kind, name) for kind in SETTINGS if hasattr(kind, name)} for name in fields}
-    meanings = {name: [key_meanings(kind).get(name, "-") for kind in SETTINGS] for name in fields}
-    for parser in parsers(monkeypatch):
-        numeric = [action for action in parser._actions if action.type in (int, float) and action.dest not in HAS_OWN_CHECK]
-        assert len(numeric) >= 3
-        for action in numeric:
-            assert action.default in defaults[action.dest], action.dest
-            assert (action.help or "").partition(" (default")[0] in [text.removesuffix(".") for text in meanings[action.dest]]
 
 
 # -- default policies ----------------------------------------------------------------------------------------------------

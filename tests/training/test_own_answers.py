@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from filelock import FileLock
 from support.data_helpers import make_target as tiny_target
 from support.messages import check_message, refused
-from support.train_helpers import configured, make_target, single_process, train_quickly
+from support.train_helpers import configured, single_process, train_quickly
 
 from checkpoints.run_folder import read_metrics
 from data_prep.chat import encode_example
@@ -29,15 +28,9 @@ from train.config.overrides import own_answers_command
 from train.distill.own_answers import MAX_STEPS, OwnAnswers
 from train.distill.teacher import Teacher
 from train.job.answers import AnswersStopped
-from train.launch.ranks import Ranks
 
 SHORT = ("data.sources.pocket.families=[caption]", "train.max_steps=3", "train.log_every=1")
 ANSWERED = (*SHORT, "data.answers=target", "regenerate.batch_size=1")  # by `own_decoder.answerer`
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("targets"))
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +194,3 @@ def test_streams_cannot_be_answered() -> None:
     source = SourceConfig(kind="hub", path="a/b", streaming=True)
     with refused("data.answers: target", "action=convert"):
         validate(DataConfig(sources={"s": source}, answers=Answers.target))
-
-
-def test_ranks_of_one_process_do_not_wait() -> None:
-    Ranks(0, 1, torch.device("cpu")).wait_for_all()

