@@ -7,7 +7,6 @@ import sys
 
 import torch
 
-from benchmarks.figures import counts
 from benchmarks.training import parts, step
 from sage.commands.cli import new_parser, run
 from train.config.checks import MAX_STAGE, check
@@ -38,8 +37,12 @@ def _step(arguments: argparse.Namespace, overrides: list[str]) -> str:
 def _parts(arguments: argparse.Namespace, overrides: list[str]) -> str:
     config: Config = compose("config", [*overrides, "launch.plan=true"], Config)  # opens no data
     check(config)
-    lengths = arguments.lengths or [arguments.length] * config.train.micro_batch_size
-    sizes = parts.Sizes(lengths=tuple(lengths), image=arguments.images, supervised=arguments.supervised)
+    sizes = parts.Sizes(
+        sequences=config.train.micro_batch_size,
+        length=arguments.length,
+        image=arguments.images,
+        supervised=arguments.supervised,
+    )
     device = pick_device(arguments.device, 0)
     found = parts.measure(config, sizes, arguments.layers, device, arguments.measured, arguments.warmup)
     found.write(arguments.out)
@@ -72,7 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=2048, help="tokens of each sequence of --images (default: %(default)s)")
     text = "time the parts of a step on sequences with one image each, with random weights; default %(const)s"
     parser.add_argument("--images", metavar="WxH", type=_size, nargs="?", const="640x480", help=text)
-    parser.add_argument("--lengths", metavar="N,N", type=counts, help="tokens of each sequence of --images")
     parser.add_argument("--supervised", type=_share, default=0.25, help="share of the text of --images (default: %(default)s)")
     parser.add_argument("--out", metavar="FILE", help="write the table of --images as JSON")
     return parser

@@ -53,9 +53,10 @@ Part = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A micro-batch: tokens of its sequences, pixels of their images, and the supervised share of each sequence's text."""
+    """A micro-batch: its sequences, their tokens, the pixels of their images, and the supervised share of their text."""
 
-    lengths: tuple[int, ...]
+    sequences: int
+    length: int
     image: tuple[int, int] = (640, 480)
     supervised: float = 0.25
 
@@ -92,8 +93,8 @@ def measure(config: Config, sizes: Sizes, num_layers: int | None, device: torch.
     architecture = target_architecture(config.target)
     depth = limit_layers(config, architecture, num_layers)
     batch = make_batch(family_of(architecture), image_processor(config.target.path, architecture), sizes)
-    config.data.max_length = max(sizes.lengths)
-    config.train.global_batch_size = config.train.micro_batch_size = len(sizes.lengths)
+    config.data.max_length = sizes.length
+    config.train.global_batch_size = config.train.micro_batch_size = sizes.sequences
     gc.collect()
     teacher, student = build(config, architecture, device)
     parts = _time(teacher, student, batch, device, repeats, warmup)
@@ -147,24 +148,18 @@ def image_processor(path: str, architecture: Any) -> Any:
 
 
 def make_batch(family: Any, processor: Any, sizes: Sizes) -> dict[str, Any]:
-    """Returns a micro-batch of random tokens; each sequence begins with its image and ends with its supervised tokens.
-
-    Tokens are right-padded to the longest sequence; all images are the same noise.
-    """
+    """Returns a micro-batch of random tokens; each sequence begins with the same image and ends with its supervised tokens."""
     image = Image.effect_noise(sizes.image, 64).convert("RGB")
     pixels, (text,) = family.encode_images(processor, [image])
     count = text.count(family.placeholders["image"])
-    longest = max(sizes.lengths)
-    if count + 2 >= min(sizes.lengths):
-        raise ValueError(f"--images: an image takes {count} tokens; --length {min(sizes.lengths)} is too short")
+    if count + 2 >= sizes.length:
+        raise ValueError(f"--images: an image takes {count} tokens; --length {sizes.length} is too short")
     generator = torch.Generator().manual_seed(0)
-    shape = (len(sizes.lengths), longest)
-    ids = torch.randint(min(1000, min(family.slots.values())), shape, generator=generator)
+    ids = torch.randint(min(1000, min(family.slots.values())), (sizes.sequences, sizes.length), generator=generator)
     ids[:, 1 : 1 + count] = family.slots["image"]
-    place, length = torch.arange(longest), torch.tensor(sizes.lengths)[:, None]
-    is_token = place < length
-    first = length - ((length - count - 1) * sizes.supervised).long()
-    tokens = {"input_ids": ids, "attention_mask": is_token.long(), "loss_mask": is_token & (place >= first)}
+    first = sizes.length - int((sizes.length - count - 1) * sizes.supervised)
+    mask = (torch.arange(sizes.length) >= first).expand_as(ids)
+    tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": mask}
     stacked = {key: family.stack(key, [value] * len(ids)) for key, value in pixels.items()}
     return {**tokens, **stacked, **family.token_inputs(ids)}
 
@@ -217,16 +212,16 @@ def _figures(
     )
     rows = [_row(PARTS[name], one, plan[name], peak_flops) for name, one in parts.items()]
     rows.append(_row("sum", total, sum(plan.values()), peak_flops))
-    tokens, padded = int(batch["attention_mask"].sum()), batch["input_ids"].numel()
+    tokens = batch["input_ids"].numel()
     width, height = sizes.image
     title = (
         f"draft={config.draft.kind}, {config.objective.steps} step(s), {config.train.precision}: "
-        f"{len(sizes.lengths)} sequences with an image of {width} x {height}"
+        f"{sizes.sequences} sequences with an image of {width} x {height}"
     )
     supervised = int(count_supervised(batch["loss_mask"]))
     notes = [
-        f"{tokens} tokens, {padded} with padding ({tokens / padded:.2f}); {work.share:.2f} visual, {supervised} supervised",
-        f"the plan takes the {round((1 - work.share) * padded)} tokens of text to be supervised; "
+        f"{tokens} tokens, {work.share:.2f} visual, {supervised} supervised",
+        f"the plan takes the {round((1 - work.share) * tokens)} tokens of text to be supervised; "
         f"share of {config.launch.gpu_peak_tflops:g} TFLOP/s (launch.gpu_peak_tflops)",
         f"{tokens / median(total.seconds):,.0f} tokens/s without the optimizer",
     ]

@@ -57,23 +57,23 @@ def test_a_step_is_printed_with_its_parts(
 def test_images_prints_the_time_of_every_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = ["--measured", "1", "--warmup", "0", "--lengths", "128,96", "--supervised", "1", "--out", str(tmp_path / "out.json")]
-    text = printed([*IMAGES, *few], monkeypatch, capsys)
+    few = ["--measured", "1", "--warmup", "0", "--length", "128", "--out", str(tmp_path / "out.json")]
+    text = printed([*IMAGES, *few, "train.micro_batch_size=2", "train.global_batch_size=2"], monkeypatch, capsys)
     assert "12 of 12 text layers, draft=eagle, 1 step(s), fp32: 2 sequences with an image of 160 x 160" in text
-    assert "224 tokens, 256 with padding (0.88); 0.12 visual, 190 supervised" in text
+    assert "256 tokens, 0.12 visual, 54 supervised" in text
     _, figures = read_figures(tmp_path / "out.json")
     assert [row[0] for row in figures.rows] == [*parts.PARTS.values(), "sum"] and figures.text() in text
     assert all(float(row[2]) > 0 for row in figures.rows)
 
 
-def counted(lengths: tuple[int, ...], *overrides: str) -> tuple[dict[str, int], dict[str, float]]:
+def counted(sequences: int, length: int, *overrides: str) -> tuple[dict[str, int], dict[str, float]]:
     """The operations of a micro-batch by part, and those of the plan; attention is counted with all of its pairs."""
     config = configure("target=pocket_qwen2_5_vl", *overrides)
     architecture = target_architecture(config.target)
-    sizes = parts.Sizes(lengths=lengths, image=(160, 160), supervised=1.0)
+    sizes = parts.Sizes(sequences=sequences, length=length, image=(160, 160), supervised=1.0)
     batch = parts.make_batch(family_of(architecture), parts.image_processor(config.target.path, architecture), sizes)
-    config.data.max_length = max(lengths)
-    config.train.global_batch_size = config.train.micro_batch_size = len(lengths)
+    config.data.max_length = length
+    config.train.global_batch_size = config.train.micro_batch_size = sequences
     teacher, student = parts.build(config, architecture, CPU)
     flops = dict.fromkeys(parts.PARTS, 0)
 
@@ -88,20 +88,18 @@ def counted(lengths: tuple[int, ...], *overrides: str) -> tuple[dict[str, int], 
 
 
 def test_counted_operations_are_those_of_the_plan() -> None:
-    """The plan reads the merger of the vision tower for every patch, takes padding to be supervised, and counts half of the
-    pairs of causal attention.
-    """
-    flops, plan = counted((128, 96), "draft=eagle")
+    """The plan reads the merger of the vision tower for every patch, and counts half of the pairs of causal attention."""
+    flops, plan = counted(2, 128, "draft=eagle")
     shares = {name: flops[name] / plan[name] for name in plan}
     assert shares["vision"] == pytest.approx(1, abs=0.21)
     assert shares["text"] == pytest.approx(1, abs=0.06) and shares["draft"] == pytest.approx(1, abs=0.04)
-    assert shares["objective"] == pytest.approx(190 / 224, abs=0.02)
+    assert shares["objective"] == pytest.approx(1, abs=0.02)
 
 
 def test_operations_grow_with_the_anchors() -> None:
     """An eighth of the supervised positions: at most a quarter of the operations."""
     words = ["draft=eagle3", "draft.feature_levels=[4,8,12]"]
-    (every, _), (few, plan) = counted((512,), *words), counted((512,), *words, "objective.anchors=60")
+    (every, _), (few, plan) = counted(1, 512, *words), counted(1, 512, *words, "objective.anchors=60")
     assert all(few[name] <= 0.25 * every[name] for name in ("draft", "objective"))
     assert few["draft"] / plan["draft"] == pytest.approx(1, abs=0.25)
 
