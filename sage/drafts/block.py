@@ -21,30 +21,26 @@ levels, U draft vocabulary, V target vocabulary, H query heads, C key heads, G =
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from sage.drafts.block_conditional import ConditionalPass
 from sage.drafts.block_heads import ConfidenceHead, Feed, MarkovHead, PathHead
-from sage.drafts.block_passes import BlockPass
 from sage.drafts.config import HeadConfig
-from sage.drafts.correction import Correction
 from sage.drafts.eagle3 import levels_for
-from sage.drafts.head import DraftHead
 from sage.drafts.layer import MLP, FusedLinear, GatedLayer, rotate
-from sage.drafts.mask_token import mask_token_of
 from sage.drafts.options import Conditional
-from sage.drafts.rollout import steps_of_rows
+from sage.drafts.rollout import steps_of_rows, visible_to_rows
 from sage.drafts.rope import Rope
+from sage.drafts.slots import SlotHead, mask_token_of
+from sage.drafts.unroll import at_rows
 from sage.drafts.vocabulary import DraftVocabulary
-from sage.runtime.attention import joint_attention
-from sage.runtime.pass_function import PassFunction
+from sage.runtime.attention import joint_attention, tile_mask
 from sage.runtime.shared_cache import JointCache
-from sage.targets import Features, Target
+from sage.targets import Features, Prompt, Target
 
 
 class BlockConfig(HeadConfig):
@@ -139,6 +135,8 @@ class BlockAttention(nn.Module):
 class BlockLayer(GatedLayer):
     """A decoder layer of slots. The fused context enters keys and values alone, the same in every layer."""
 
+    compilable = ()
+
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -154,7 +152,7 @@ class BlockLayer(GatedLayer):
         return self.feed_forward(hidden)
 
 
-class BlockDraft(DraftVocabulary, DraftHead):
+class BlockDraft(DraftVocabulary, SlotHead):
     """fc over the target's feature levels, layers of slots, norm; embedding and lm_head are the target's and are not saved.
 
     With `feed`, slots start as the target's last feature, and the output replaces the next one as input of the lm_head, as in
@@ -166,6 +164,7 @@ class BlockDraft(DraftVocabulary, DraftHead):
     config_class = BlockConfig
     _no_split_modules = ["BlockLayer"]
     compressor = None
+    computes_tokens = False
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -231,18 +230,25 @@ class BlockDraft(DraftVocabulary, DraftHead):
         self.mask_embedding.copy_(target.embed_tokens(token)[0])
 
     @property
-    def num_layers(self) -> int:
-        return int(self.config.num_layers)
-
-    @property
     def num_slots(self) -> int:
-        """S, the rows of a block."""
         return int(self.config.block_size)
 
     @property
     def num_levels(self) -> int:
-        """K, the levels that a block drafts."""
         return int(self.config.num_levels)
+
+    @property
+    def is_causal(self) -> bool:
+        return bool(self.config.causal)
+
+    def placed(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt with the indices of its tokens as positions."""
+        length = prompt.input_ids.shape[1]
+        steps = torch.arange(length + 1, device=prompt.input_ids.device)
+        return replace(prompt, position_ids=steps[None, :length], next_position=steps[length:])
+
+    def decode_positions(self, positions: Tensor, target: Target) -> Tensor:
+        return positions[None]
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -251,21 +257,6 @@ class BlockDraft(DraftVocabulary, DraftHead):
     def options(self) -> dict[str, Any]:
         names = ("block_size", "num_layers", "conditional", "conditional_rank", "feed", "causal", "confidence")
         return {name: getattr(self.config, name) for name in names}
-
-    def pass_functions(self, target: Target) -> tuple[PassFunction, ...]:
-        """Returns the function of a block and, with a conditional, that of a level. They live as long as the head."""
-        key = (target, self.dtype, self.device)
-        if key not in self._functions:
-            self._functions[key] = self._new_functions(target)
-        for function in self._functions[key]:
-            if isinstance(function, ConditionalPass):
-                function.correction.refresh()
-        return self._functions[key]
-
-    def _new_functions(self, target: Target) -> tuple[PassFunction, ...]:
-        if self.config.conditional == Conditional.none:
-            return (BlockPass(self, target),)
-        return BlockPass(self, target), ConditionalPass(self, target, Correction(self, target))
 
     def fuse(self, features: Features) -> Tensor:
         """Returns the context [B, T, D], fused from the target's feature levels."""
@@ -310,6 +301,25 @@ class BlockDraft(DraftVocabulary, DraftHead):
         """Returns the input [.., K, D] of the lm_head for the output [.., S, D] of blocks."""
         return self.norm(slots[..., self.num_slots - self.num_levels :, :])
 
+    def run_slots(
+        self, embeds: Tensor, fused: Tensor, ends: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        assert mask is not None, "slots that attend to one another need a mask"
+        slots = self.slots(embeds.index_select(1, ends), fused.index_select(1, ends)).flatten(1, 2)
+        return self.at_levels(self.run(fused, slots, rope, mask, cache)[0].unflatten(0, (len(ends), self.num_slots)))
+
+    def roll_out(
+        self,
+        embeds_next: Tensor,
+        features: Tensor,
+        position_ids: Tensor,
+        roots: Tensor,
+        sizes: Sequence[int],
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        """Drafts from several pairs, as of `SlotHead`; `position_ids` are not read, and `weight` is None."""
+        return self.read_blocks(features, roots + 1, at_rows(embeds_next, roots, 1), sizes)
+
     def read_blocks(self, context: Tensor, anchors: Tensor, embeds: Tensor, sizes: Sequence[int]) -> Tensor:
         """Runs the blocks of several anchors over complete sequences, for training.
 
@@ -317,42 +327,17 @@ class BlockDraft(DraftVocabulary, DraftHead):
             context: [B, T, D], `fuse(..)` of complete, right-padded sequences.
             anchors: LongTensor [B, A], number of context tokens before each anchor, at least 1; the anchor has this position.
             embeds: [B, A, D], embeddings of the anchors.
-            sizes: number of blocks that have each of the K levels, the first of them A; level k has the first `sizes[k]`. Equal
-                unless slots attend to earlier slots alone.
+            sizes: as of `roll_out`.
 
         Returns:
-            [B, R, D], the input of the lm_head: the rows of level 0, then those of level 1, ..
+            as `roll_out`.
         """
-        size, length = context.shape[-1], context.shape[1]
         sizes = [sizes[0]] * (self.num_slots - self.num_levels) + list(sizes)
-        before = (anchors - 1)[..., None].expand(-1, -1, size)
-        blocks = self.slots(embeds, context.gather(1, before)).unbind(2)
+        blocks = self.slots(embeds, at_rows(context, anchors - 1, 1)).unbind(2)
         slots = torch.cat([slot[:, :count] for slot, count in zip(blocks, sizes, strict=True)], 1)
         step, block = steps_of_rows(sizes, anchors.device)
-        steps = torch.arange(length, device=anchors.device).expand(len(anchors), -1)
+        steps = torch.arange(context.shape[1], device=anchors.device).expand(len(anchors), -1)
         rope = self.rope(torch.cat((steps, anchors[:, block] + step), 1), context.dtype)
-        visible = visible_to_blocks(anchors, length, sizes, self.config.causal)
-        lowest = torch.finfo(context.dtype).min
-        mask = torch.zeros(visible.shape, dtype=context.dtype, device=visible.device).masked_fill_(~visible, lowest)
-        hidden = self.run(context, slots, rope, mask[:, None])
+        visible = visible_to_rows(anchors - 1, sizes, context.shape[1], is_root_slot=True, is_causal=self.is_causal)
+        hidden = self.run(context, slots, rope, tile_mask(visible, 1, context.dtype))
         return self.norm(hidden[:, sum(sizes[: self.num_slots - self.num_levels]) :])
-
-
-def visible_to_blocks(anchors: Tensor, length: int, sizes: Sequence[int], is_causal: bool) -> Tensor:
-    """Returns what the slots of several blocks attend to: the context before their anchor and their own block.
-
-    Args:
-        anchors: LongTensor [B, A], number of context tokens before each anchor.
-        length: T, tokens of the context.
-        sizes: number of blocks that have each of the S slots, as in `steps_of_rows`.
-        is_causal: whether a slot attends to the earlier slots and itself only, instead of to its block.
-
-    Returns:
-        BoolTensor [B, R, T + R], R rows ordered by slot.
-    """
-    step, block = steps_of_rows(sizes, anchors.device)
-    context = torch.arange(length, device=anchors.device) < anchors[:, block, None]
-    own = block[:, None] == block
-    if is_causal:
-        own &= step <= step[:, None]
-    return torch.cat((context, own.expand(len(anchors), -1, -1)), -1)

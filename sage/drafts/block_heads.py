@@ -5,13 +5,10 @@ Shapes: B batch, A anchors, S slots, D hidden, U draft vocabulary, r rank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from sage.drafts.block import BlockConfig
 
 
 class Feed(nn.Module):
@@ -19,7 +16,7 @@ class Feed(nn.Module):
     the other slots share, and a learned vector of each slot.
     """
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         size = config.hidden_size
         self.feature = nn.Linear(size, 2 * size, bias=False)
@@ -42,7 +39,7 @@ class Feed(nn.Module):
 class MarkovHead(nn.Module):
     """Correction of the logits below a node by its token: markov_w2 of row `token` of markov_w1."""
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.conditional_rank)
         self.markov_w2 = nn.Linear(config.conditional_rank, int(config.draft_vocab_size or 0), bias=False)
@@ -62,7 +59,7 @@ class PathHead(nn.Module):
 
     activation = staticmethod(nn.functional.silu)
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         size, rank = config.hidden_size, config.conditional_rank
         self.token = nn.Linear(size, rank, bias=False)

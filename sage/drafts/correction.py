@@ -1,19 +1,32 @@
-"""The correction of a block's logits by the tokens before a node, in decoding.
+"""The correction of a block's logits by the tokens before a node, in decoding, and its pass as a function of tensors.
 
 Shapes: F nodes, R requests, K levels, D hidden, U draft vocabulary, V target vocabulary, r rank of the conditional.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sage.drafts.slot_passes import lm_head_rows
+from sage.runtime.host_tensors import cached_index
+from sage.runtime.joint import Call
+from sage.runtime.pass_function import (
+    ALL_NODES,
+    CALLS,
+    NODES,
+    Argument,
+    Dim,
+    JointFunction,
+    PassFunction,
+    Result,
+    Value,
+)
 from sage.targets import Target
-
-if TYPE_CHECKING:
-    from sage.drafts.block import BlockDraft
+from sage.targets.tree_passes import describe_target, without_paths
 
 ROWS_AT_ONCE = 4096  # of the target's embedding, while tables are computed
 
@@ -25,7 +38,7 @@ class Correction(nn.Module):
     one matrix [U, r]; `refresh` computes them.
     """
 
-    def __init__(self, draft: BlockDraft, target: Target) -> None:
+    def __init__(self, draft: Any, target: Target) -> None:
         super().__init__()
         self.draft, self._target = draft, target
         self._of_versions: list[tuple[int, int]] = []
@@ -69,11 +82,75 @@ class Correction(nn.Module):
         return self.to_logits(state)
 
 
-def lm_head_rows(draft: BlockDraft, target: Target) -> nn.Module:
-    """Returns the target's lm_head, or a layer with its rows of the draft vocabulary."""
-    if draft.token_map is None:
-        return target.lm_head
-    with torch.inference_mode(False), torch.no_grad():
-        rows = nn.Linear(target.hidden_size, draft.num_draft_tokens, bias=False, device="meta")
-        rows.weight = nn.Parameter(target.lm_head.weight[draft.token_map.to(target.device)], requires_grad=False)
-    return rows
+class CorrectionPass(PassFunction):
+    """Logits below the nodes of one level: those of the slot, corrected for each node.
+
+    Args:
+        nodes: the dimension of the nodes.
+        own: of several requests, arguments after the nodes.
+        slots: the dimension of the slots that they are in.
+    """
+
+    def __init__(
+        self,
+        draft: Any,
+        target: Target,
+        correction: Correction,
+        names: tuple[str, str] = ("the draft's correction of one node", "the draft's correction of several nodes"),
+        nodes: Dim = NODES,
+        own: Sequence[Argument] = (),
+        slots: Dim | int = 1,
+    ) -> None:
+        num_tokens = draft.num_draft_tokens
+        arguments = (
+            Argument("tokens", (nodes,), torch.long),
+            Argument("parents", (nodes,), torch.long),
+            *own,
+            Argument("hidden", (slots, draft.config.hidden_size), draft.dtype),
+            Argument("logits", (slots, num_tokens), draft.dtype),
+        )
+        facts, modules = (describe_target(target), without_paths(draft.config)), (type(draft).__module__,)
+        super().__init__("draft", names, arguments, (Result((nodes, num_tokens)),), facts, modules)
+        self.draft, self._target, self.correction = draft, target, correction
+
+    def _new_joint(self) -> JointFunction | None:
+        return JointCorrectionPass(self.draft, self._target, self.correction)
+
+    def forward(self, tokens: Tensor, parents: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor]:
+        """Returns logits [F, U].
+
+        Args:
+            tokens, parents: LongTensor [F], the nodes' tokens and those of their parents.
+            hidden, logits: results [1, D] and [1, U] of the block at the nodes' level.
+        """
+        return (logits + self.correction(tokens, parents, self.correction.of_slots(hidden)),)
+
+
+class JointCorrectionPass(CorrectionPass, JointFunction):
+    """Corrected logits below the nodes of one level of several requests. Shapes: T nodes, R requests."""
+
+    def __init__(self, draft: Any, target: Target, correction: Correction) -> None:
+        names = ("the draft's correction of one node of every request", "the draft's correction of several requests")
+        super().__init__(draft, target, correction, names, ALL_NODES, (Argument("slots", (ALL_NODES,), torch.long),), CALLS)
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, parents: Tensor, slots: Tensor, hidden: Tensor, logits: Tensor
+    ) -> tuple[Tensor]:
+        """Returns logits [T, U].
+
+        Args:
+            tokens, parents: LongTensor [T], as for `CorrectionPass.forward`.
+            slots: LongTensor [T], the request of each node.
+            hidden, logits: of the slots, [R, D] and [R, U].
+        """
+        corrected = self.correction(tokens, parents, self.correction.of_slots(hidden).index_select(0, slots))
+        return (logits.index_select(0, slots) + corrected,)
+
+    def join(self, calls: Sequence[Call], num_rows: int) -> Sequence[Value]:
+        tokens, parents, hidden, logits = ([call.values[place] for call in calls] for place in range(4))
+        numbers = tuple(place for place, one in enumerate(tokens) for _ in range(len(one)))
+        slots = cached_index(numbers, tokens[0].device)
+        return torch.cat(tokens), torch.cat(parents), slots, torch.cat(hidden), torch.cat(logits)
+
+    def split(self, calls: Sequence[Call], results: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        return [(part,) for part in results[0].split([len(call.values[0]) for call in calls])]

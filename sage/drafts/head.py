@@ -25,7 +25,7 @@ from sage.drafts.unroll import Chains, at_rows
 from sage.io.model_files import load_weights, read_config
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_function import PassFunction
-from sage.targets import Features, Target
+from sage.targets import Features, Prompt, Target
 from sage.targets.tree_passes import without_paths
 
 
@@ -145,14 +145,25 @@ class DraftHead(PreTrainedModel):
         return 1
 
     def pass_functions(self, target: Target) -> tuple[PassFunction, ...]:
-        """Returns the functions of a level and of a commit, which live as long as the head."""
-        key = (target, self.dtype)
+        """Returns the functions of its passes in decoding, which live as long as the head: of a commit, then of a level."""
+        key = (target, self.dtype, self.device)
         if key not in self._functions:
-            self._functions[key] = (LevelPass(self, target), CommitPass(self, target))
+            self._functions[key] = self._new_functions(target)
         return self._functions[key]
+
+    def _new_functions(self, target: Target) -> tuple[PassFunction, ...]:
+        return CommitPass(self, target), LevelPass(self, target)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_functions": {}}  # a copy has functions of its own
+
+    def placed(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt with the rope positions that the head reads."""
+        return prompt
+
+    def decode_positions(self, positions: Tensor, target: Target) -> Tensor:
+        """Returns the rope positions [1, N] or [3, 1, N] of text tokens at `positions` [N]."""
+        return target.family.decode_positions(positions)
 
     @property
     def levels(self) -> tuple[int, ...]:

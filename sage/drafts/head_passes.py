@@ -7,7 +7,7 @@ U draft vocabulary, H KV heads, d head size. Of R requests: T nodes or tokens of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,14 +39,12 @@ from sage.runtime.shared_cache import JointCache, JointQueries
 from sage.targets import Features, Target
 from sage.targets.tree_passes import describe_target, family_modules, without_paths
 
-if TYPE_CHECKING:
-    from sage.drafts.head import DraftHead
-
 
 class HeadPass(PassFunction):
     """A pass of a draft head over pairs.
 
     Args:
+        draft: a `DraftHead`.
         count: the dimension of the pairs.
         pairs: arguments that describe the pairs, before those that every pass of a head has.
         num_positions: of the rope: those of the pairs, or one for all of them.
@@ -56,7 +54,7 @@ class HeadPass(PassFunction):
 
     def __init__(
         self,
-        draft: DraftHead,
+        draft: Any,
         target: Target,
         names: tuple[str, str],
         count: Dim,
@@ -74,8 +72,8 @@ class HeadPass(PassFunction):
             Argument("sin", (1, 1, num_positions, config.head_dim), dtype),
             Argument("rows", (count,), torch.long, Padding.spare_row),
             *([Argument("mask", (count, KEYS), dtype, Padding.masked)] if attention is None else attention),
-            Argument("keys", buffers, dtype, Padding.cache, 1),
-            Argument("values", buffers, dtype, Padding.cache, 1),
+            Argument("keys", buffers, dtype, Padding.cache, draft.num_layers),
+            Argument("values", buffers, dtype, Padding.cache, draft.num_layers),
         )
         modules = (type(draft).__module__, *family_modules(target))
         super().__init__("draft", names, arguments, results, (describe_target(target), without_paths(config)), modules)
@@ -103,7 +101,7 @@ class HeadPass(PassFunction):
 class LevelPass(HeadPass):
     """A draft head's pass over one level of a tree."""
 
-    def __init__(self, draft: DraftHead, target: Target) -> None:
+    def __init__(self, draft: Any, target: Target) -> None:
         size = draft.config.hidden_size
         names = ("the draft's level of one token", "the draft's level of several tokens")
         results = (Result((NODES, size)), Result((NODES, draft.num_draft_tokens)))
@@ -144,11 +142,11 @@ class LevelPass(HeadPass):
 class CommitPass(HeadPass):
     """A draft head's pass over the tokens that the target accepted, or over a prompt."""
 
-    def __init__(self, draft: DraftHead, target: Target) -> None:
+    def __init__(self, draft: Any, target: Target) -> None:
         names = ("the draft's commit of one token", "the draft's commit of several tokens")
         results = (Result((1, draft.config.hidden_size)), Result((1, draft.num_draft_tokens)))
         attention = [Argument("mask", (1, KEYS), draft.dtype, Padding.masked)]
-        super().__init__(draft, target, names, TOKENS, _read_tokens(TOKENS, draft, target), TOKENS, results, attention)
+        super().__init__(draft, target, names, TOKENS, pair_arguments(TOKENS, draft, target), TOKENS, results, attention)
 
     def _new_joint(self) -> JointFunction | None:
         return JointCommitPass(self.draft, self._target)
@@ -187,7 +185,7 @@ class CommitPass(HeadPass):
 class JointLevelPass(HeadPass, JointFunction):
     """A draft head's pass over one level of the trees of several requests."""
 
-    def __init__(self, draft: DraftHead, target: Target) -> None:
+    def __init__(self, draft: Any, target: Target) -> None:
         size = draft.config.hidden_size
         names = ("the draft's level of one token of every request", "the draft's level of several requests")
         attention = (
@@ -262,7 +260,7 @@ class JointLevelPass(HeadPass, JointFunction):
 class JointCommitPass(HeadPass, JointFunction):
     """A draft head's pass over the tokens that the target accepted in several requests."""
 
-    def __init__(self, draft: DraftHead, target: Target) -> None:
+    def __init__(self, draft: Any, target: Target) -> None:
         names = ("the draft's commit of one token of every request", "the draft's commit of several requests")
         attention = (
             *layout_arguments(ALL_NODES),
@@ -270,7 +268,7 @@ class JointCommitPass(HeadPass, JointFunction):
             Argument("columns", (KEYS,), torch.long, Padding.counting),
         )
         results = (Result((CALLS, draft.config.hidden_size)), Result((CALLS, draft.num_draft_tokens)))
-        pairs = _read_tokens(ALL_NODES, draft, target)
+        pairs = pair_arguments(ALL_NODES, draft, target)
         super().__init__(draft, target, names, ALL_NODES, pairs, ALL_NODES, results, attention, ROWS)
 
     def forward(
@@ -334,13 +332,13 @@ class JointCommitPass(HeadPass, JointFunction):
         return list(zip(*(result.split(1) for result in results), strict=True))
 
 
-def _nodes(count: Dim, parents: Dim, draft: DraftHead) -> list[Argument]:
+def _nodes(count: Dim, parents: Dim, draft: Any) -> list[Argument]:
     """Describes the nodes of a level: their tokens, their parents, and the outputs of the last pass, which parents index."""
     hidden = Argument("hidden", (parents, draft.config.hidden_size), draft.dtype)
     return [Argument("tokens", (count,), torch.long), Argument("parents", (count,), torch.long), hidden]
 
 
-def _read_tokens(count: Dim, draft: DraftHead, target: Target) -> list[Argument]:
+def pair_arguments(count: Dim, draft: Any, target: Target) -> list[Argument]:
     """Describes the pairs of tokens that the target has read: the embeddings of the second ones, features of the first."""
     of_target = (1, count, target.hidden_size)
     levels = Argument("levels", of_target, target.dtype, count=len(draft.levels))

@@ -1,20 +1,22 @@
-"""A draft head in decoding: its session (KV cache and tree of one request, re-synchronization with the target's features), and
-its passes as functions of tensors.
+"""Sessions of draft heads: KV cache and tree of one request, and its re-synchronization with the target's features.
 
-Shapes: F frontier nodes of one tree level, P parents, M tokens committed, S keys, C cache capacity, D hidden, A feature levels,
-U draft vocabulary, H KV heads, d head size.
+Shapes: F frontier nodes of one tree level, P parents, M tokens committed, S slots, K levels, D hidden, U draft vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sage.drafts.compressor.spans import HeadInput, PairMasks, ends_of_turn
+from sage.drafts.head import DraftHead
 from sage.drafts.layer import LastQuery, fuse_linears
+from sage.drafts.options import ImageInputs
 from sage.drafts.session import JointSession
+from sage.drafts.slots import SlotHead
 from sage.runtime.attention import tile_mask
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
@@ -22,13 +24,10 @@ from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, BoundPass, Steps, alon
 from sage.runtime.pass_function import PROMPT
 from sage.targets import Features, Prompt, Target
 
-if TYPE_CHECKING:
-    from sage.drafts.head import DraftHead
 
-
-class HeadSession(JointSession):
-    """Session of a head that drafts level by level: pair t = (feature of token t, embedding of token t + 1) at the position of
-    token t.
+class PairSession(JointSession):
+    """Base class of sessions of a head that reads pairs: pair t = (feature of token t, embedding of token t + 1) at the
+    position of token t.
 
     A draft in training runs eagerly. So does the prefill of a prompt that is long, pruned or compressed; others are read in the
     same way as accepted tokens.
@@ -39,19 +38,17 @@ class HeadSession(JointSession):
     """
 
     def __init__(self, draft: DraftHead, target: Target, capacity: int) -> None:
-        self.draft, self.target = draft, target
+        self.draft: Any = draft
+        self.target = target
         self.device, self.dtype = draft.device, draft.dtype  # a model searches its modules for them
         if not draft.training:
             fuse_linears(draft)
         self._executor = EAGER if draft.training else executor_of(target.passes)
-        level, commit = draft.pass_functions(target)
-        self._level = BoundPass(self._executor, level, LEVEL_ORDER)
+        commit, *others = draft.pass_functions(target)
         self._commit = BoundPass(self._executor, commit, COMMIT_ORDER)
+        self._level = BoundPass(self._executor, others[0], LEVEL_ORDER) if others else None
         self.levels, self.token_map = draft.levels, draft.token_map
-        self.hidden = torch.zeros(1, draft.config.hidden_size, dtype=self.dtype, device=self.device)
-        self.visible: Tensor | None = None
         self.committed = self.depth = self.offset = 0
-        self._siblings: dict[int, Tensor] = {}
         self._staging = TokenStagingBuffer(self.device)
         self.cache = self._executor.new_cache(draft, capacity, draft.new_cache)
         self._set_capacity(capacity)
@@ -61,13 +58,12 @@ class HeadSession(JointSession):
         self.capacity = capacity
         self.cache.grow_to(self._executor.capacity(capacity))
         self._steps = torch.arange(self.cache.capacity, device=self.device)
-        self._zeros = torch.zeros(1, self.cache.capacity, dtype=self.dtype, device=self.device)
 
     def _set_origin(self, position: Tensor, before: Tensor | None = None) -> None:
         """Precomputes the rope of all positions from `position` [1] on, and of those `before`, as far as they are given; the
         root is at index `offset`, a level is a slice.
         """
-        positions = self.target.family.decode_positions(position + self._steps[: self.capacity])
+        positions = self.draft.decode_positions(position + self._steps[: self.capacity], self.target)
         self.offset = 0 if before is None else before.shape[-1]
         if before is not None:
             positions = torch.cat((before, positions), -1)
@@ -82,24 +78,63 @@ class HeadSession(JointSession):
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
+        prompt = self.draft.placed(prompt)
         if self._is_read_as_tokens(prompt):
             embeds = next_embeds(self.draft, self.target, prompt, root)
             self._set_origin(prompt.next_position, before=prompt.position_ids)
-            hidden, logits = alone(self._read_steps(embeds, features, *self._rope(0, self.offset)))
-            self._start_tree(hidden)
-            return logits
+            return alone(self._read_steps(embeds, features, *self._rope(0, self.offset)))
         pairs = pairs_of_prompt(self.draft, self.target, prompt, features, root)
         more = pairs.features.shape[1] - prompt.input_ids.shape[1]
         if more > 0:  # tiny images become longer
             self._set_capacity(self.capacity + more)
-        hidden = self.draft(pairs.embeds_next, pairs.features, pairs.position_ids, cache=LastQuery(self.cache))[0]
         self._set_origin(prompt.next_position)
-        self._start_tree(hidden)
-        return self.draft.logits(hidden, self.target)
+        return alone(self._read_pairs(pairs))
 
     def _is_read_as_tokens(self, prompt: Prompt) -> bool:
         is_short = PROMPT.minimum <= prompt.input_ids.shape[1] <= self._executor.max_prompt
         return is_short and prompt.kept is None and self.draft.compressor is None
+
+    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
+        self.cache.crop_to(self.committed)
+        length = len(tokens)
+        embeds = self.target.embed_tokens(self._staging.stage(tokens))[None]
+        rope = self._rope(self.offset, length)
+        self.offset += length
+        logits = yield from self._read_steps(embeds, features, *rope)
+        return logits
+
+    @abstractmethod
+    def _read_pairs(self, pairs: HeadInput) -> Steps[Tensor]:
+        """Reads a prompt into the empty cache, eagerly, and starts a tree; returns the logits [1, U] below the root."""
+
+    @abstractmethod
+    def _read_steps(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Steps[Tensor]:
+        """Appends pairs to the cache, `offset` being the index behind the last one, and starts a tree; returns the logits
+        [1, U] below its root.
+        """
+
+
+class HeadSession(PairSession):
+    """Session of a head that drafts level by level."""
+
+    _level: BoundPass
+
+    def __init__(self, draft: DraftHead, target: Target, capacity: int) -> None:
+        super().__init__(draft, target, capacity)
+        self.hidden = torch.zeros(1, draft.config.hidden_size, dtype=self.dtype, device=self.device)
+        self.visible: Tensor | None = None
+        self._siblings: dict[int, Tensor] = {}
+
+    def _set_capacity(self, capacity: int) -> None:
+        super()._set_capacity(capacity)
+        self._zeros = torch.zeros(1, self.cache.capacity, dtype=self.dtype, device=self.device)
+
+    def _read_pairs(self, pairs: HeadInput) -> Steps[Tensor]:
+        yield from ()
+        hidden = self.draft(pairs.embeds_next, pairs.features, pairs.position_ids, cache=LastQuery(self.cache))[0]
+        self._start_tree(hidden)
+        logits: Tensor = self.draft.logits(hidden, self.target)
+        return logits
 
     def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
         width = len(rows)
@@ -135,17 +170,7 @@ class HeadSession(JointSession):
         self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(rows))), 1)
         return self.visible
 
-    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
-        self.cache.crop_to(self.committed)
-        length = len(tokens)
-        embeds = self.target.embed_tokens(self._staging.stage(tokens))[None]
-        hidden, logits = yield from self._read_steps(embeds, features, *self._rope(self.offset, length))
-        self.offset += length
-        self._start_tree(hidden)
-        return logits
-
-    def _read_steps(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-        """Appends pairs to the cache; returns the output [1, D] of the last one and its logits [1, U]."""
+    def _read_steps(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Steps[Tensor]:
         length = embeds.shape[1]
         first = self.cache.reserve(length)
         hidden, logits = yield from self._commit.steps(
@@ -160,7 +185,8 @@ class HeadSession(JointSession):
             self.cache.keys,
             self.cache.values,
         )
-        return hidden, logits
+        self._start_tree(hidden)
+        return logits
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.zero_to(context)
@@ -184,6 +210,99 @@ class HeadSession(JointSession):
         return self._siblings[width]
 
 
+class SlotSession(PairSession):
+    """Session of a head with slots: keys and values of pairs stay in the cache, those of slots are dropped again.
+
+    The pass over accepted tokens returns what K levels have in common; a level is a look-up, and with a conditional a small
+    correction for each node.
+    """
+
+    def __init__(self, draft: SlotHead, target: Target, capacity: int) -> None:
+        super().__init__(draft, target, capacity + draft.num_slots)
+        self.max_depth = draft.num_levels
+        self._last = torch.zeros(2, dtype=torch.long, device=self.device)  # the token before the root, and the root
+        if draft.has_conditional:
+            draft.pass_functions(target)[1].correction.refresh()
+
+    @torch.no_grad()
+    def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
+        self._last = torch.cat((prompt.input_ids[0, -1:], root))
+        return super().prefill(prompt, features, root)
+
+    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
+        staged = self._staging.stage(tokens)
+        self._last = torch.cat((self._last, staged))[-2:]
+        logits = yield from super().commit_steps(features, staged)
+        return logits
+
+    def _read_pairs(self, pairs: HeadInput) -> Steps[Tensor]:
+        """Reads a prompt; causal attention needs no mask, whose size would be that of the prompt squared."""
+        slots, length, function = self.draft.num_slots, pairs.features.shape[1], self._commit.function
+        parts = zip(self.draft.rope(pairs.position_ids, self.dtype), self._rope(0, slots), strict=True)
+        cos, sin = (torch.cat(both, 2) for both in parts)
+        steps = self._steps.narrow(0, 0, length + slots)
+        mask = None if self.draft.computes_tokens else function.mask(steps[:length], steps[length:], steps)
+        self.committed = length
+        results = function.run(pairs.embeds_next, pairs.features, (cos, sin), mask, self.cache)
+        logits = yield from self._start_tree(*results)
+        return logits
+
+    def _read_steps(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Steps[Tensor]:
+        length, slots = embeds.shape[1], self.draft.num_slots
+        first = self.cache.reserve(length + slots)
+        self.committed = first + length
+        results = yield from self._commit.steps(
+            self.cache,
+            embeds,
+            features.last,
+            features.levels,
+            cos,
+            sin,
+            self._steps.narrow(0, first, length),
+            *self._rope(self.offset, slots),
+            self._steps.narrow(0, first + length, slots),
+            self._steps.narrow(0, 0, first + length + slots),
+            self.cache.keys,
+            self.cache.values,
+        )
+        logits = yield from self._start_tree(*results)
+        return logits
+
+    def _start_tree(self, hidden: Tensor, logits: Tensor) -> Steps[Tensor]:
+        """Starts a tree from the block's hidden states [K, D] and logits [K, U]; returns the logits [1, U] below the root."""
+        self._hidden, self._logits = hidden, logits
+        self._frontier, self.depth = self._last[1:], 0
+        below = yield from self._below(self._frontier, self._last[:1])
+        return below
+
+    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
+        staged = self._staging.stage(tokens)
+        parents = self._frontier.index_select(0, rows)
+        self._frontier = staged if isinstance(tokens, Tensor) else staged.clone()
+        self.depth += 1
+        logits = yield from self._below(staged, parents)
+        return logits
+
+    def _below(self, tokens: Tensor, parents: Tensor) -> Steps[Tensor]:
+        """Returns the logits [F, U] below nodes of the current depth."""
+        assert self.depth < self.draft.num_levels, "the decoder drafts at most `max_depth` levels"
+        logits = self._logits.narrow(0, self.depth, 1)
+        if self._level is None:
+            return logits.expand(len(tokens), -1)
+        (corrected,) = yield from self._level.steps(None, tokens, parents, self._hidden.narrow(0, self.depth, 1), logits)
+        return corrected
+
+    def set_synthetic_state(self, context: int, width: int) -> None:
+        draft = self.draft
+        self.cache.zero_to(context)
+        self._set_origin(torch.zeros(1, dtype=torch.long, device=self.device))
+        self.committed, self.depth = context, 0
+        self._hidden = torch.zeros(draft.num_levels, draft.config.hidden_size, dtype=self.dtype, device=self.device)
+        self._logits = self._hidden.new_zeros(draft.num_levels, draft.num_draft_tokens)
+        self._last = torch.zeros(2, dtype=torch.long, device=self.device)
+        self._frontier = self._last.new_zeros(width)
+
+
 def pairs_of_prompt(draft: DraftHead, target: Target, prompt: Prompt, features: Features, root: Tensor) -> HeadInput:
     """Returns the pairs of a prompt and the first token [1] as a head reads them, without pruned tokens or compressed."""
     embeds = next_embeds(draft, target, prompt, root)
@@ -200,7 +319,7 @@ def pairs_of_prompt(draft: DraftHead, target: Target, prompt: Prompt, features: 
 def next_embeds(draft: DraftHead, target: Target, prompt: Prompt, root: Tensor) -> Tensor:
     """Returns the embeddings [1, T, D] of the prompt's second to last token and of the root, as the head reads them."""
     embeds = prompt.embeds
-    if draft.config.image_inputs == "token":
+    if getattr(draft.config, "image_inputs", ImageInputs.embed) == ImageInputs.token:
         embeds = torch.where(prompt.visual_mask[..., None], target.embed_tokens(prompt.input_ids), embeds)
     return torch.cat((embeds[:, 1:], target.embed_tokens(root)[None]), 1)
 

@@ -26,10 +26,8 @@ from torch import Tensor, nn
 
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.layer import DraftLayer
-from sage.drafts.mask_token import mask_token_of
-from sage.drafts.peagle_session import PEaglePass
 from sage.drafts.rollout import Rollout, steps_of_rows, visible_to_rows
-from sage.runtime.pass_function import PassFunction
+from sage.drafts.slots import SlotHead, mask_token_of
 from sage.targets import Target
 
 
@@ -54,7 +52,7 @@ class PEagleConfig(Eagle3Config):
         super().__post_init__(**kwargs)
 
 
-class PEagleDraft(Eagle3Draft):
+class PEagleDraft(Eagle3Draft, SlotHead):
     """EAGLE-3's head with further layers and the masked input of slots.
 
     Attributes:
@@ -63,11 +61,13 @@ class PEagleDraft(Eagle3Draft):
     """
 
     config_class = PEagleConfig
+    computes_tokens = True
     _no_split_modules = ["Eagle3Layer", "DraftLayer"]
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
+        self.markov_head = self.path_head = self.confidence_head = None
         self.layers = nn.ModuleList(DraftLayer(config, number) for number in range(1, config.num_layers))
         self.mask_embedding = nn.Parameter(torch.zeros(1, 1, size))
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(config.feature_levels) * size))
@@ -93,29 +93,16 @@ class PEagleDraft(Eagle3Draft):
             mask.normal_(std=self.config.initializer_range)
 
     @property
-    def num_layers(self) -> int:
-        return int(self.config.num_layers)
-
-    @property
     def num_levels(self) -> int:
-        """K, the levels that a pass drafts."""
         return int(self.config.block_size)
 
     @property
     def num_slots(self) -> int:
-        """Masked inputs of a pass."""
         return self.num_levels - 1
 
     def options(self) -> dict[str, Any]:
         own = ("block_size", "num_layers")
         return super().options() | {name: getattr(self.config, name) for name in own}
-
-    def pass_functions(self, target: Target) -> tuple[PassFunction, ...]:
-        """Returns the function of a pass over accepted tokens and slots, which lives as long as the head."""
-        key = (target, self.dtype)
-        if key not in self._functions:
-            self._functions[key] = (PEaglePass(self, target),)
-        return self._functions[key]
 
     def is_of_context(self, name: str) -> bool:
         last = f"layers.{self.num_layers - 2}." if self.num_layers > 1 else "midlayer."
@@ -133,6 +120,17 @@ class PEagleDraft(Eagle3Draft):
             hidden = layer(hidden, rope, mask, cache)
         return hidden
 
+    def run_slots(
+        self, embeds: Tensor, fused: Tensor, ends: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        slot_embeds, slot_features = self.slots(1, self.num_slots)
+        repeats, length = (1, len(ends), 1), embeds.shape[1]
+        embeds = torch.cat((embeds, slot_embeds.repeat(repeats)), 1)
+        fused = torch.cat((fused, slot_features.repeat(repeats)), 1)
+        out = self.read(embeds, fused, rope, mask, cache)[0]
+        slots = out.narrow(0, length, len(ends) * self.num_slots).unflatten(0, (len(ends), self.num_slots))
+        return torch.cat((out.index_select(0, ends)[:, None], slots), 1)
+
     def roll_out(
         self,
         embeds_next: Tensor,
@@ -142,18 +140,6 @@ class PEagleDraft(Eagle3Draft):
         sizes: Sequence[int],
         weight: Tensor | None = None,
     ) -> Tensor:
-        """Drafts from several pairs of complete sequences in one pass, for training.
-
-        Args:
-            embeds_next, features, position_ids: as in `forward`, of complete right-padded sequences of P pairs, or of the rows
-                returned by `shorten`.
-            roots: LongTensor [B, A], pairs to draft from.
-            sizes: number of rollouts that reach each level, K numbers, the first of them A; level k has the first `sizes[k]`.
-            weight: [B, P], factors of the attention values (`HeadInput.weight`); None for 1.
-
-        Returns:
-            [B, R, D], the rows of level 0, then those of level 1, ..; undefined where root + level is beyond the last pair.
-        """
         batch, num_pairs, _ = embeds_next.shape
         step, rollout = steps_of_rows(sizes, roots.device)
         first = slice(sizes[0], None)

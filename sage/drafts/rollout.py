@@ -38,17 +38,23 @@ def steps_of_rows(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, T
     return steps, torch.cat([torch.arange(size, device=device) for size in sizes])
 
 
-def visible_to_rows(roots: Tensor, sizes: Sequence[int], num_pairs: int) -> Tensor:
+def visible_to_rows(
+    roots: Tensor, sizes: Sequence[int], num_pairs: int, is_root_slot: bool = False, is_causal: bool = True
+) -> Tensor:
     """Returns what the rows of rollouts attend to, BoolTensor [B, R, P + M].
 
     Args:
         roots: LongTensor [B, A], pairs at which the rollouts start.
         sizes: as in `steps_of_rows`.
+        is_root_slot: whether the row at step 0 is a slot, too, behind its root: then M = R.
+        is_causal: whether a slot attends to the slots of its rollout up to itself, instead of to all of them.
     """
     step, rollout = steps_of_rows(sizes, roots.device)
     pairs = torch.arange(num_pairs, device=roots.device) <= roots[:, rollout, None]
-    is_slot = slice(sizes[0], None)
-    own = (rollout[:, None] == rollout[is_slot]) & (step[is_slot] <= step[:, None])
+    is_slot = slice(0 if is_root_slot else sizes[0], None)
+    own = rollout[:, None] == rollout[is_slot]
+    if is_causal:
+        own &= step[is_slot] <= step[:, None]
     return torch.cat((pairs, own.expand(len(roots), -1, -1)), -1)
 
 

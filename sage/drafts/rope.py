@@ -14,8 +14,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sage.targets.rope import check_rope_type
 
-MIN_TABLE = 1024  # positions that a table has at least
-
 
 class Rope(nn.Module):
     """Rotary embeddings; with `mrope_section` the frequencies are split among temporal, height and width positions.
@@ -32,15 +30,6 @@ class Rope(nn.Module):
             check_rope_type(self.scaled.get("rope_type"))
         self.axes = rope_axes(config.mrope_section or [], config.mrope_interleaved)
         self._factors: dict[torch.device, tuple[Tensor, Tensor, float]] = {}
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-
-    def table(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of the positions 0, 1, .., at least `length` of them, [1, 1, positions, d] each; kept."""
-        known = self._tables.get((device, dtype))
-        if known is None or known[0].shape[2] < length:
-            positions = torch.arange(max(2 * length, MIN_TABLE), device=device)
-            known = self._tables[device, dtype] = self(positions[None], dtype)
-        return known
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
         """Frequencies [d / 2], their axes (LongTensor [d / 2] or [0]), and the factor of cos and sin, on a device."""

@@ -18,16 +18,18 @@ from torch import Tensor
 
 import sage
 from sage.costs.measure import measure_costs
-from sage.drafts.block import BlockDraft, visible_to_blocks
-from sage.drafts.block_session import BlockSession
+from sage.drafts.block import BlockDraft
 from sage.drafts.draft import new_session
+from sage.drafts.head_session import SlotSession
+from sage.drafts.rollout import visible_to_rows
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.pass_modes import PassMode
 from sage.targets import Features
 from train.config.schema import ObjectiveConfig
-from train.distill.block import BlockStudent, block_anchors
+from train.distill.anchors import draw_anchors, within_turns
 from train.distill.objective import Objective
+from train.distill.slots import SlotStudent
 from train.distill.teacher import Teacher
 
 SMALL = {"feature_levels": [1, 3], "block_size": 4, "conditional_rank": 5}
@@ -47,7 +49,7 @@ def block(target: sage.Target, form: str = "mlp", **options: Any) -> BlockDraft:
 @pytest.mark.parametrize(("is_causal", "sizes"), [(False, (2, 2, 2)), (True, (2, 2, 1))])
 def test_slots_see_the_context_before_their_anchor_and_their_block(is_causal: bool, sizes: tuple[int, ...]) -> None:
     anchors, length = torch.tensor([[3, 1], [5, 5]]), 5
-    found = visible_to_blocks(anchors, length, sizes, is_causal)
+    found = visible_to_rows(anchors - 1, sizes, length, is_root_slot=True, is_causal=is_causal)
     rows = [(slot, anchor) for slot, size in enumerate(sizes) for anchor in range(size)]
     expected = torch.zeros(2, len(rows), length + len(rows), dtype=torch.bool)
     for batch, (row, (slot, anchor)) in itertools.product(range(2), enumerate(rows)):
@@ -61,7 +63,7 @@ def test_slots_see_the_context_before_their_anchor_and_their_block(is_causal: bo
 # -- training and decoding -------------------------------------------------------------------------------------------------
 
 
-def chain_logits(session: BlockSession, first: Tensor, tokens: list[int]) -> Tensor:
+def chain_logits(session: SlotSession, first: Tensor, tokens: list[int]) -> Tensor:
     """The logits [K, V] below the root and the chain of `tokens`."""
     rows = torch.zeros(1, dtype=torch.long)
     return torch.cat([first, *(session.expand(rows, [token]) for token in tokens)])
@@ -97,10 +99,10 @@ def test_a_block_from_the_cache_is_the_block_of_training(form: str, monkeypatch:
             expected.append(level_logits(draft, target, torch.tensor(ids[anchor - 1 : anchor + levels]), states))
     for shift, is_equal in ((0, True), (1, False)):
         session = new_session(draft, target, 40)
-        assert isinstance(session, BlockSession) and session.max_depth == levels
+        assert isinstance(session, SlotSession) and session.max_depth == levels
         read = torch.arange(10)
         if shift:
-            monkeypatch.setattr(session, "_set_origin", lambda *place, set_=session._set_origin: set_(place[0] + 1, place[1]))
+            monkeypatch.setattr(session, "_set_origin", lambda position, set_=session._set_origin: set_(position + 1))
         first = session.prefill(prompt.at(read), features.at(read), prompt.input_ids[0, 10:11])
         found = [chain_logits(session, first, ids[11 : 10 + levels])]
         first = session.commit(features.at(torch.tensor([10])), [ids[11]])
@@ -248,10 +250,10 @@ def test_costs_have_a_part_per_round_and_a_part_per_level(tiny_qwen: sage.Target
 
 def student_of(
     draft: BlockDraft, target: sage.Target, keep: Sequence[float] | None = None, **objective: Any
-) -> tuple[BlockStudent, Teacher]:
+) -> tuple[SlotStudent, Teacher]:
     options: dict[str, Any] = {"ce_weight": 1.0, "feature_weight": 0.0, "step_decay": 0.5} | objective
     config, keep = ObjectiveConfig(**options, steps=draft.num_levels), keep or [1.0] * draft.num_levels
-    student = BlockStudent(draft.requires_grad_(True), Objective(config), keep)
+    student = SlotStudent(draft.requires_grad_(True), Objective(config), keep)
     return student, Teacher(target, levels=student.levels, token_map=student.token_map)
 
 
@@ -296,7 +298,7 @@ def test_the_loss_is_that_of_every_block_alone(form: str, double: sage.Target) -
 
 def test_rows_end_with_the_turn() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1]]).bool()
-    anchors = block_anchors(mask, None, [1.0] * 3)
+    anchors = within_turns(draw_anchors(mask, None, [1.0] * 3), mask)
     rows = {int(root): scale.tolist() for root, scale in zip(anchors.root_BA[0], anchors.scale_BR.view(3, -1).T, strict=True)}
     assert rows == {2: [1, 1, 1], 3: [1, 1, 0], 4: [1, 0, 0], 6: [1, 0, 0]}
 

@@ -126,7 +126,7 @@ def test_its_pass_is_compiled(tiny_qwen: sage.Target, draft: Any, monkeypatch: p
     results = []
     for executor in (EAGER, Compiled()):
         session: Any = new_session(draft, tiny_qwen, 64)
-        session._block = BoundPass(executor, function, COMMIT_ORDER)
+        session._commit = BoundPass(executor, function, COMMIT_ORDER)
         session.prefill(prompt, features, torch.tensor([7]))
         results.append([session.commit(features.at(torch.arange(3)), torch.arange(3) + 5), session._logits])
     for eager, compiled in zip(*results, strict=True):

@@ -20,7 +20,7 @@ from sage.drafts.peagle import PEagleDraft
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig
 from train.distill.objective import Objective
-from train.distill.peagle import PEagleStudent
+from train.distill.slots import SlotStudent
 from train.distill.teacher import Teacher
 from train.plan.search import plan
 from train.plan.text import render
@@ -32,21 +32,21 @@ PEAGLE += ["objective.anchors=4"]
 
 def student_of(
     anchors: int | None, keep: tuple[float, ...] = (1, 1, 1), compressor: Any = None
-) -> tuple[PEagleStudent, Teacher, Any]:
+) -> tuple[SlotStudent, Teacher, Any]:
     """A random head in float64 with its teacher, and pairs of two sequences whose second answer begins after a gap."""
     target = make_qwen()
     target.model.double()
     vocabulary = torch.arange(0, 330, 3)
     draft = random_draft(target, "peagle", block_size=LEVELS, num_layers=2, vocabulary=vocabulary, compressor=compressor)
     config = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=LEVELS, step_decay=0.5, anchors=anchors)
-    student = PEagleStudent(draft.double().requires_grad_(True), Objective(config), keep)
+    student = SlotStudent(draft.double().requires_grad_(True), Objective(config), keep)
     teacher = Teacher(target, levels=student.levels, token_map=student.token_map)
     batch = in_double(padded_batch(target))
     batch["loss_mask"][0, -3] = False
     return student, teacher, teacher(batch)
 
 
-def by_hand(student: PEagleStudent, teacher: Teacher, pairs: Any) -> Tensor:
+def by_hand(student: SlotStudent, teacher: Teacher, pairs: Any) -> Tensor:
     """One causal pass for each supervised pair; the loss of its levels up to the end of the turn."""
     draft, total = student.draft, torch.zeros((), dtype=torch.float64)
     fused = draft.fuse(pairs.features)

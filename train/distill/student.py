@@ -122,6 +122,7 @@ class HeadStudent(Student):
         return DraftOutput(draft.to_lm_head(hidden_RD), draft.lm_head_weight(target_lm_head), rows, features)
 
     def compilable(self) -> list[Method]:
+        """Returns those that the modules of the head name."""
         return [(module, name) for module in self.draft.modules() for name in getattr(module, "compilable", ())]
 
 
