@@ -145,9 +145,10 @@ def test_text_only_removes_all_rows() -> None:
 def test_weighted_mixes_by_the_softmax_of_the_gate() -> None:
     spans, states, single = image_spans()
     operators = [Prune(3), randomised(Conv(3, CHANNELS)), Pool(3)]
-    gate = randomised(Gate(CHANNELS, 3, 0.5))
+    mode = Weighted(operators, {}, SIZES)
+    gate = randomised(mode.gate)
     question = torch.randn(len(single), CHANNELS, dtype=torch.float64)
-    rows = Weighted(operators, gate)(states, spans, question, False)
+    rows = mode(states, spans, question, False)
     parts = [Rows(*operator(states, spans, False)) for operator in operators]
     for number in range(len(single)):
         halves = question[number].view(2, -1)

@@ -18,7 +18,7 @@ Shapes: B batch, P pairs, S spans, L longest span, N rows per span, O operators,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,16 +27,6 @@ from torch import Tensor, nn
 from sage.drafts.compressor.operators import Conv, Pool, Prune, Resampler, TextOnly, norm_halves
 from sage.drafts.compressor.spans import HeadInput, Layout, PairMasks, Rows, Spans
 
-REQUIRED_KEYS: dict[str, tuple[str, ...]] = {  # required keys of each kind
-    "prune": ("ratio",),
-    "pool": ("ratio",),
-    "conv": ("ratio",),
-    "resampler": ("queries",),
-    "text_only": (),
-    "weighted": ("ratio",),
-    "concat": ("ratio", "conv_ratio", "queries"),
-    "select": ("ratio", "conv_ratio", "queries", "temperature"),
-}
 GATE_SIZE = 64
 
 
@@ -45,7 +35,9 @@ class Compressor(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.mode = _new_mode(config)
+        mode, operators, _ = MODES[config.compressor["kind"]]
+        made = [OPERATORS[name](config.compressor, config) for name in operators]
+        self.mode = mode(made, config.compressor, config)
 
     def forward(
         self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, pair_masks: PairMasks, is_sampling: bool = False
@@ -115,55 +107,62 @@ class Gate(nn.Module):
 class Single(nn.Module):
     """Rows of one operator."""
 
-    def __init__(self, operator: nn.Module) -> None:
+    def __init__(self, operators: Sequence[nn.Module], given: Mapping[str, Any], config: Any) -> None:
         super().__init__()
-        self.operator: Any = operator
+        self.operator: Any = operators[0]
 
     def num_rows(self, length: int) -> int:
         """Returns the number of rows of a span of `length` pairs."""
         return int(self.operator.num_rows(length))
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
-        """[S, L, C], [S, C] -> rows of the operator."""
+        """Returns the rows that replace the spans.
+
+        Args:
+            states: [S, L, C].
+            question: [S, C].
+            is_sampling: whether to draw from torch's generator.
+        """
         return Rows(*self.operator(states, spans, is_sampling))
 
 
-class Weighted(nn.Module):
-    """Rows of several operators of equal ratio, mixed by the softmax of the gate, at the middles of the windows."""
+class Several(nn.Module):
+    """Base class of modes with several operators; `forward` as of `Single`."""
 
-    def __init__(self, operators: Sequence[nn.Module], gate: Gate) -> None:
+    def __init__(self, operators: Sequence[nn.Module], given: Mapping[str, Any], config: Any) -> None:
         super().__init__()
-        self.operators, self.gate = nn.ModuleList(operators), gate
+        self.operators = nn.ModuleList(operators)
 
     def num_rows(self, length: int) -> int:
-        """Returns the number of rows of a span of `length` pairs."""
+        """Returns the number of rows of a span of `length` pairs, at most."""
         return max(operator.num_rows(length) for operator in self.operators)
 
+
+class Concat(Several):
+    """Concatenated rows of the operators."""
+
+    def num_rows(self, length: int) -> int:
+        return sum(operator.num_rows(length) for operator in self.operators)
+
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
-        """[S, L, C], [S, C] -> one row per window."""
+        return Rows.concat([Rows(*operator(states, spans, is_sampling)) for operator in self.operators])
+
+
+class Weighted(Several):
+    """Rows of operators of equal ratio, mixed by the softmax of the gate, at the middles of the windows."""
+
+    def __init__(self, operators: Sequence[nn.Module], given: Mapping[str, Any], config: Any) -> None:
+        super().__init__(operators, given, config)
+        self.gate = Gate(2 * config.hidden_size, len(operators), config.initializer_range)
+
+    def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
         share_SO = self.gate(question).softmax(-1)
         parts = [Rows(*operator(states, spans, is_sampling)) for operator in self.operators]
         mixed = torch.einsum("so,osnc->snc", share_SO, torch.stack([part.states for part in parts]))
         return Rows(mixed, parts[-1].offset, parts[-1].valid)
 
 
-class Concat(nn.Module):
-    """Concatenated rows of several operators."""
-
-    def __init__(self, operators: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.operators = nn.ModuleList(operators)
-
-    def num_rows(self, length: int) -> int:
-        """Returns the number of rows of a span of `length` pairs."""
-        return sum(operator.num_rows(length) for operator in self.operators)
-
-    def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
-        """[S, L, C], [S, C] -> rows of all operators."""
-        return Rows.concat([Rows(*operator(states, spans, is_sampling)) for operator in self.operators])
-
-
-class Select(nn.Module):
+class Select(Several):
     """Rows of one operator per span: the highest score of the gate, or in training a Gumbel-softmax sample of it.
 
     The gradient of the sample is that of the relaxed probability at `temperature` (straight-through), applied to the attention
@@ -172,30 +171,25 @@ class Select(nn.Module):
     Ref: Gumbel-softmax, arXiv 1611.01144, section 2.2.
     """
 
-    def __init__(self, operators: Sequence[nn.Module], gate: Gate, temperature: float) -> None:
-        super().__init__()
-        self.operators, self.gate, self.temperature = nn.ModuleList(operators), gate, temperature
-
-    def num_rows(self, length: int) -> int:
-        """Returns the maximum number of rows of a span of `length` pairs."""
-        return max(operator.num_rows(length) for operator in self.operators)
+    def __init__(self, operators: Sequence[nn.Module], given: Mapping[str, Any], config: Any) -> None:
+        super().__init__(operators, given, config)
+        self.gate = Gate(2 * config.hidden_size, len(operators), config.initializer_range)
+        self.temperature = given["temperature"]
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
-        """[S, L, C], [S, C] -> rows of the selected operators."""
         scores_SO = self.gate(question)
         if not is_sampling:
             chosen_S = scores_SO.argmax(-1)
-            wanted = set(chosen_S.tolist())
-            return self._rows(states, spans, chosen_S, [number in wanted for number in range(len(self.operators))], False)
+            return self._rows(states, spans, chosen_S, sorted(set(chosen_S.tolist())), False)
         share_SO = ((scores_SO.float() + gumbel(scores_SO)) / self.temperature).softmax(-1)
         chosen_S = share_SO.argmax(-1)
-        rows = self._rows(states, spans, chosen_S, [True] * len(self.operators), True)  # all of them have gradients
+        rows = self._rows(states, spans, chosen_S, range(len(self.operators)), True)  # all of them have gradients
         share_S = share_SO.gather(1, chosen_S[:, None])[:, 0]
         rows.weight = (1 + (share_S - share_S.detach())).to(states.dtype)  # exactly 1 in value
         return rows
 
-    def _rows(self, states: Tensor, spans: Spans, chosen_S: Tensor, is_needed: Sequence[bool], is_sampling: bool) -> Rows:
-        needed = [number for number, is_used in enumerate(is_needed) if is_used]
+    def _rows(self, states: Tensor, spans: Spans, chosen_S: Tensor, needed: Sequence[int], is_sampling: bool) -> Rows:
+        """Returns the rows of the operator chosen for each span, computed by those that are needed, in increasing order."""
         parts = [Rows(*self.operators[number](states, spans, is_sampling)) for number in needed]
         longest = max(part.offset.shape[1] for part in parts)
         parts = [part.padded(longest) for part in parts]
@@ -207,6 +201,27 @@ class Select(nn.Module):
         return Rows(states_OSNC[number_S, span_S], offset_OSN[number_S, span_S], valid_OSN[number_S, span_S])
 
 
+# Operators by name, made from the compressor's keys and the head's sizes.
+OPERATORS: dict[str, Callable[[Mapping[str, Any], Any], nn.Module]] = {
+    "prune": lambda given, config: Prune(given["ratio"]),
+    "pool": lambda given, config: Pool(given["ratio"]),
+    "conv": lambda given, config: Conv(given.get("conv_ratio", given.get("ratio")), 2 * config.hidden_size),
+    "resampler": lambda given, config: Resampler(given["queries"], config),
+    "text_only": lambda given, config: TextOnly(),
+}
+# Of each kind: the mode, its operators, and the required keys.
+MODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]] = {
+    "prune": (Single, ("prune",), ("ratio",)),
+    "pool": (Single, ("pool",), ("ratio",)),
+    "conv": (Single, ("conv",), ("ratio",)),
+    "resampler": (Single, ("resampler",), ("queries",)),
+    "text_only": (Single, ("text_only",), ()),
+    "weighted": (Weighted, ("prune", "conv", "pool"), ("ratio",)),
+    "concat": (Concat, ("pool", "conv", "resampler"), ("ratio", "conv_ratio", "queries")),
+    "select": (Select, ("prune", "pool", "conv", "resampler"), ("ratio", "conv_ratio", "queries", "temperature")),
+}
+
+
 def gumbel(like: Tensor) -> Tensor:
     """Returns standard Gumbel noise in float32, from torch's generator."""
     tiny = torch.finfo(torch.float32).tiny
@@ -215,38 +230,18 @@ def gumbel(like: Tensor) -> Tensor:
 
 
 def check_compressor(given: Mapping[str, Any]) -> None:
-    """Raises ValueError unless `given` has a known `kind`, exactly its keys in `REQUIRED_KEYS`, and allowed values."""
+    """Raises ValueError unless `given` has a known `kind`, exactly its keys in `MODES`, and allowed values."""
     kind = given.get("kind")
-    if kind not in REQUIRED_KEYS:
-        raise ValueError(f"draft.compressor.kind: {kind!r} is unknown; choose one of {', '.join(REQUIRED_KEYS)}")
-    wrong = sorted({"kind", *REQUIRED_KEYS[kind]} ^ set(given))
+    if kind not in MODES:
+        raise ValueError(f"draft.compressor.kind: {kind!r} is unknown; choose one of {', '.join(MODES)}")
+    *_, keys = MODES[kind]
+    wrong = sorted({"kind", *keys} ^ set(given))
     if wrong:
-        allowed = ", ".join(REQUIRED_KEYS[kind]) or "no keys"
-        raise ValueError(
-            f"draft.compressor.{wrong[0]}: {'unknown' if wrong[0] in given else 'missing'}; {kind} takes {allowed}"
-        )
+        is_given = "unknown" if wrong[0] in given else "missing"
+        raise ValueError(f"draft.compressor.{wrong[0]}: {is_given}; {kind} takes {', '.join(keys) or 'no keys'}")
     for key in ("ratio", "conv_ratio", "queries"):
         value = given.get(key, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"draft.compressor.{key}: {value}; allowed: a whole number of at least 1")
     if not given.get("temperature", 1) > 0:
         raise ValueError(f"draft.compressor.temperature: {given['temperature']}; allowed: above 0; 1.0 is the usual value")
-
-
-def _new_mode(config: Any) -> nn.Module:
-    given: dict[str, Any] = dict(config.compressor)
-    kind, ratio, channels = given["kind"], given.get("ratio", 1), 2 * config.hidden_size
-    if kind == "text_only":
-        return Single(TextOnly())
-    if kind == "resampler":
-        return Single(Resampler(given["queries"], config))
-    if kind in ("prune", "pool", "conv"):
-        return Single({"prune": Prune(ratio), "pool": Pool(ratio)}.get(kind) or Conv(ratio, channels))
-    if kind == "weighted":
-        same = [Prune(ratio), Conv(ratio, channels), Pool(ratio)]
-        return Weighted(same, Gate(channels, len(same), config.initializer_range))
-    learned = [Conv(given["conv_ratio"], channels), Resampler(given["queries"], config)]
-    if kind == "concat":
-        return Concat([Pool(ratio), *learned])
-    choices = [Prune(ratio), Pool(ratio), *learned]
-    return Select(choices, Gate(channels, len(choices), config.initializer_range), given["temperature"])
