@@ -33,7 +33,7 @@ from sage.drafts.config import HeadConfig
 from sage.drafts.eagle3 import levels_for
 from sage.drafts.layer import MLP, FusedLinear, GatedLayer, rotate
 from sage.drafts.options import Conditional
-from sage.drafts.rollout import steps_of_rows, visible_to_rows
+from sage.drafts.rollout import masked_attention, steps_of_rows, visible_to_rows
 from sage.drafts.rope import Rope
 from sage.drafts.slots import SlotHead, mask_token_of
 from sage.drafts.unroll import at_rows
@@ -113,7 +113,7 @@ class BlockAttention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, layer)
         if cache is None:
-            out = self._attend(query, key, value, mask)
+            out = masked_attention(query, key, value, mask)
         elif isinstance(cache, JointCache):
             out = joint_attention(query, key, value, mask, cache.queries).transpose(1, 2)
         else:
@@ -124,12 +124,6 @@ class BlockAttention(nn.Module):
     def _heads(self, states: Tensor) -> Tensor:
         """[B, R, H * d] -> [B, H, R, d]."""
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        """Attention under a mask [B, 1, R, T + R] that all heads share: repeated keys take less memory than a repeated mask."""
-        group = self.heads // self.kv_heads
-        key, value = (states[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for states in (key, value))
-        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
 class BlockLayer(GatedLayer):

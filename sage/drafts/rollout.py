@@ -86,16 +86,19 @@ class Rollout(Chains):
         if self.weight is not None:
             value = value * nn.functional.pad(self.weight, (0, self.num_slots), value=1.0)[:, None, :, None]
         if self.roots is not None:
-            return _attend(query, key, value, self.visible)
+            return masked_attention(query, key, value, tile_mask(self.visible, 1, query.dtype))
         pairs = causal_attention(*(states[:, :, :num_pairs] for states in (query, key, value)))
         if not self.num_slots:
             return pairs
-        slots = _attend(query[:, :, num_pairs:], key, value, self.visible[:, -self.num_slots :])
+        mask = tile_mask(self.visible[:, -self.num_slots :], 1, query.dtype)
+        slots = masked_attention(query[:, :, num_pairs:], key, value, mask)
         return torch.cat((pairs, slots), 2)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Attention under a mask that all heads share: repeated keys and values take less memory than a repeated mask."""
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention under an additive mask [B, 1, rows, keys] that all heads share: repeated keys and values take less memory than
+    a repeated mask.
+    """
     group = query.shape[1] // key.shape[1]
     key, value = (states[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for states in (key, value))
-    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=tile_mask(visible, 1, query.dtype))
+    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)

@@ -1,63 +1,31 @@
-"""Block heads: what slots attend to, training against decoding, losslessness in every pass mode, loss, and bad input."""
+"""Block heads: training against decoding, conditionals, and the loss."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.accelerator import IS_SUPPORTED, Traffic, on_device
-from support.messages import refused
-from support.models import VOCABULARY, in_double, make_inputs, make_qwen, padded_batch, random_draft
-from support.pass_helpers import answer, capture_with, quick_wrappers, with_eager_target, without_compiler
-from support.synchronizations import count_rounds, new_policy
+from support.models import VOCABULARY, in_double, make_inputs, make_qwen, padded_batch, slot_head
 from torch import Tensor
 
 import sage
-from sage.costs.measure import measure_costs
 from sage.drafts.block import BlockDraft
 from sage.drafts.draft import new_session
 from sage.drafts.head_session import SlotSession
-from sage.drafts.rollout import visible_to_rows
-from sage.runtime.captured import call_again
-from sage.runtime.compiled import Compiled
-from sage.runtime.pass_modes import PassMode
-from sage.targets import Features
 from train.config.schema import ObjectiveConfig
 from train.distill.anchors import draw_anchors, within_turns
 from train.distill.objective import Objective
 from train.distill.slots import SlotStudent
 from train.distill.teacher import Teacher
 
-SMALL = {"feature_levels": [1, 3], "block_size": 4, "conditional_rank": 5}
-FORMATS: dict[str, dict[str, Any]] = {
-    "dflash": {"feed": False, "conditional": "none"},
-    "dspark": {"feed": False, "conditional": "markov", "causal": True, "num_layers": 2},
-    "mlp": {"feed": True, "conditional": "mlp", "num_layers": 2},
-}
-POLICIES = [name for name in sage.POLICIES if name != "autoregressive"]
+FORMATS = ("dflash", "dspark", "mlp")
 
 
 def block(target: sage.Target, form: str = "mlp", **options: Any) -> BlockDraft:
-    draft: BlockDraft = random_draft(target, "block", **(SMALL | FORMATS[form] | options)).eval()
+    draft: BlockDraft = slot_head(target, form, **options)
     return draft
-
-
-@pytest.mark.parametrize(("is_causal", "sizes"), [(False, (2, 2, 2)), (True, (2, 2, 1))])
-def test_slots_see_the_context_before_their_anchor_and_their_block(is_causal: bool, sizes: tuple[int, ...]) -> None:
-    anchors, length = torch.tensor([[3, 1], [5, 5]]), 5
-    found = visible_to_rows(anchors - 1, sizes, length, is_root_slot=True, is_causal=is_causal)
-    rows = [(slot, anchor) for slot, size in enumerate(sizes) for anchor in range(size)]
-    expected = torch.zeros(2, len(rows), length + len(rows), dtype=torch.bool)
-    for batch, (row, (slot, anchor)) in itertools.product(range(2), enumerate(rows)):
-        for token in range(length):
-            expected[batch, row, token] = token < anchors[batch, anchor]
-        for key, (other, owner) in enumerate(rows):
-            expected[batch, row, length + key] = owner == anchor and (not is_causal or other <= slot)
-    assert torch.equal(found, expected)
 
 
 # -- training and decoding -------------------------------------------------------------------------------------------------
@@ -139,59 +107,6 @@ def test_a_draft_that_is_trained_further_decodes_with_its_new_weights(tiny_qwen:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("mode", ["compiled", "captured"])
-@pytest.mark.parametrize("form", FORMATS)
-def test_every_policy_is_lossless_in_every_pass_mode(
-    form: str, mode: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Greedy and by seed; the trees are those of eager passes."""
-    without_compiler(monkeypatch)
-    capture_with(monkeypatch, call_again)
-    draft, accepted = block(tiny_qwen, form), 0
-    for options in ({}, {"temperature": 1.0, "seed": 3}):
-        plain, _ = answer(tiny_qwen, draft, PassMode.eager, "autoregressive", **options)
-        for name in POLICIES:
-            policies = [new_policy(name) for _ in range(2)]
-            eager = answer(tiny_qwen, draft, PassMode.eager, policies[0], **options)  # type: ignore[arg-type]
-            other = answer(tiny_qwen, draft, PassMode(mode), policies[1], **options)  # type: ignore[arg-type]
-            assert eager[0] == other[0] == plain and (eager[1] == other[1] or name == "cost_aware"), "which learns from timings"
-            assert max(depth for _, depth, _ in eager[1]) <= draft.num_levels
-            accepted += sum(row[2] for row in eager[1])
-    assert accepted > 0
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_captured_rounds_have_the_logits_of_eager_ones(
-    form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph is also run while it is captured, when its arguments are padding alone; no row of the cache may change then."""
-    capture_with(monkeypatch, call_again)
-    draft, generator = block(tiny_qwen, form), torch.Generator().manual_seed(0)
-    sessions = []
-    for mode in (PassMode.eager, PassMode.captured):
-        tiny_qwen.passes = mode
-        sessions.append(new_session(draft, tiny_qwen, 60))
-    prompt = tiny_qwen.embed(make_inputs(tiny_qwen))
-    for session in sessions:
-        session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
-    for length, width in ((1, 3), (4, 1), (2, 5)):
-        states = torch.randn(3, 1, length, tiny_qwen.hidden_size, generator=generator)
-        features, tokens = Features(states[0], tuple(states[1:])), list(range(9, 9 + length))
-        rows, nodes = torch.zeros(width, dtype=torch.long), list(range(20, 20 + width))
-        for results in zip(*([one.commit(features, tokens), one.expand(rows, nodes)] for one in sessions), strict=True):
-            torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-
-
-def test_an_answer_shorter_than_the_block_and_a_pruned_prompt_decode(tiny_qwen: sage.Target) -> None:
-    draft, inputs = block(tiny_qwen), make_inputs(tiny_qwen)
-    for length in (1, 2, 3, 12):
-        plain = sage.generate(tiny_qwen, None, inputs, "autoregressive", max_new_tokens=length).tokens
-        for ratio in (0.0, 0.5):
-            pruning = sage.drafts.pruning.Pruning(ratio, "uniform")
-            out = sage.generate(tiny_qwen, draft, inputs, "chain", max_new_tokens=length, pruning=pruning)
-            assert torch.equal(out.tokens, plain)
-
-
 def test_a_draft_vocabulary_restricts_the_proposals(tiny_qwen: sage.Target) -> None:
     ids = torch.arange(3, VOCABULARY, 2)
     draft = block(tiny_qwen, vocabulary=ids)
@@ -200,49 +115,6 @@ def test_a_draft_vocabulary_restricts_the_proposals(tiny_qwen: sage.Target) -> N
     path = torch.tensor([int(prompt.input_ids[0, -1]), 5])
     torch.testing.assert_close(logits, level_logits(draft, tiny_qwen, path, session._hidden[:1])[:, ids])
     assert set(session.propose(logits, 7)[1][0].tolist()) <= set(ids.tolist())
-
-
-@pytest.mark.slow
-def test_its_functions_are_compiled(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The target's passes, which are compiled in tests/passes/test_compiled.py, run eagerly here."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    quick_wrappers(monkeypatch)
-    with_eager_target(monkeypatch)
-    draft = block(tiny_qwen, block_size=6)
-    for policy in ("eagle2", "chain"):  # which expand siblings, and the most probable path
-        eager = answer(tiny_qwen, draft, PassMode.eager, policy)
-        assert answer(tiny_qwen, draft, PassMode.compiled, policy) == eager
-    for function in draft.pass_functions(tiny_qwen):
-        (compiled,) = [one for executor, one in function.kept.items() if isinstance(executor, Compiled)]
-        assert compiled.packages and None not in compiled.packages.values()
-
-
-@pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("policy", "temperature"), [("chain", 0.0), ("static", 0.0), ("chain", 1.0)])
-def test_it_is_captured_on_a_device(
-    form: str, policy: str, temperature: float, traffic: Traffic, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host waits once for each level of the draft and once for the target."""
-    capture_with(monkeypatch, call_again)
-    draft, inputs = block(tiny_qwen, form), make_inputs(tiny_qwen)
-    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": temperature, "seed": 1}
-
-    expected = sage.generate(tiny_qwen, draft, inputs, new_policy(policy), **options).tokens.tolist()
-    tiny_qwen.passes = PassMode.captured
-    on_device(draft)
-    on_device(tiny_qwen)
-    counts = count_rounds(traffic, tiny_qwen, draft, inputs, new_policy(policy), **options)
-    assert counts.tokens == expected
-    for one in counts.rounds:
-        assert one.synchronizations <= one.levels + 1, counts.lines
-        assert one.blocking_uploads == 0
-
-
-def test_costs_have_a_part_per_round_and_a_part_per_level(tiny_qwen: sage.Target) -> None:
-    costs = measure_costs(tiny_qwen, block(tiny_qwen), 20, 40)
-    assert costs.commit_s is not None and costs.drafting_s([0, 1, 2]) == [costs.commit_s, costs.draft(1), costs.draft(2)]
-    assert costs.commit_s > costs.draft(1)
 
 
 # -- training --------------------------------------------------------------------------------------------------------------
@@ -348,24 +220,3 @@ def test_pace_weighs_a_level_by_what_is_accepted_from_it_on(double: sage.Target)
     expected /= expected.sum() / len(chains)
     torch.testing.assert_close(found, expected)
     assert student(pairs, teacher.lm_head)[0].isfinite()
-
-
-# -- bad input -------------------------------------------------------------------------------------------------------------
-
-
-def test_what_does_not_fit_is_refused(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    for options, words in (
-        ({"block_size": 1}, "draft.block_size: 1; allowed: at least 2"),
-        ({"conditional": "rnn"}, "draft.conditional: 'rnn' is not one of none, markov, mlp"),
-        ({"mask_token": VOCABULARY}, f"draft.mask_token={VOCABULARY}: allowed: below"),
-        ({"compressor": {"kind": "pool", "ratio": 2}}, "draft.compressor: a block head reads the features"),
-    ):
-        with refused(words):
-            sage.new_draft(tiny_qwen, "block", **{**SMALL, **options})
-    assert block(tiny_qwen).config.mask_token == tiny_qwen.family.slots["video"]
-    monkeypatch.setattr(type(tiny_qwen.family), "placeholders", {})
-    assert block(tiny_qwen).config.mask_token == 0, "the padding token"
-    monkeypatch.setattr(tiny_qwen, "eos_token_ids", [0, 1])
-    with refused("has no unused token", "give draft.mask_token=ID"):
-        block(tiny_qwen)
-    assert block(tiny_qwen, mask_token=7).config.mask_token == 7

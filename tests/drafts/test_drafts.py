@@ -119,26 +119,6 @@ class TestEagle3:
         assert torch.equal(draft.d2t, vocabulary - torch.arange(len(vocabulary)))
         assert self.draft(tiny_qwen).token_map is None
 
-    def test_unroll_equals_decoding(self, tiny_target: sage.Target) -> None:
-        """Two unrolled steps computed by hand against a session that drafts a chain of two."""
-        inputs = in_float64(tiny_target, make_inputs(tiny_target))
-        draft = self.draft(tiny_target)
-        prompt = tiny_target.embed(inputs)
-        features = tiny_target.features(prompt, draft.levels)
-        session = new_session(draft, tiny_target, 64)
-        first = session.prefill(prompt, features, torch.tensor([5]))
-        second = session.expand(torch.tensor([0]), torch.tensor([9]))
-        with torch.no_grad():
-            next_embeds = tiny_target.embed_tokens(torch.tensor([[5, 9]]))
-            embeds = torch.cat((prompt.embeds[:, 1:], next_embeds), 1)
-            fused = draft.fuse(features)
-            position = tiny_target.family.decode_positions(prompt.next_position)
-            positions = torch.cat((prompt.position_ids, position), -1)
-            complete = draft(embeds[:, :-1], fused, positions[..., :-1])
-            torch.testing.assert_close(draft.logits(complete[0, -1:], tiny_target), first, atol=1e-10, rtol=0)
-            again = draft(embeds, torch.cat((fused, complete[:, -1:]), 1), positions)
-        torch.testing.assert_close(draft.logits(again[0, -1:], tiny_target), second, atol=1e-10, rtol=0)
-
     def test_default_levels(self) -> None:
         assert default_levels(28) == [2, 14, 25]
         with refused("draft.feature_levels", "3 layers"):

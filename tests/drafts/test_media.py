@@ -332,15 +332,6 @@ def test_invalid_times_are_named(times: dict[str, Any], parts: tuple[str, ...]) 
         open_video_part({"type": "video", "video": [make_image(8)], **times})
 
 
-@pytest.mark.slow
-def test_invalid_video_files_are_named(tmp_path: Path) -> None:
-    names = ["a.gif"] + (["a.mp4"] if importlib.util.find_spec("av") else [])
-    for name in names:
-        (tmp_path / name).write_bytes(b"GIF89a, truncated")
-        with refused(f"video {tmp_path / name}"):
-            open_video(tmp_path / name, 4)
-
-
 @pytest.mark.parametrize("error", [RuntimeError("no item"), TypeError("float"), KeyError(3), struct.error("short")])
 def test_any_decoder_error_names_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     (tmp_path / "a.png").write_bytes(as_bytes(make_image(8), "PNG"))

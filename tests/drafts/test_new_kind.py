@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,10 +24,11 @@ import torch
 from hydra.core.config_store import ConfigStore
 from safetensors.torch import load_file
 from support.accelerator import IS_SUPPORTED, Traffic, on_device
-from support.models import make_inputs
+from support.messages import refused
+from support.models import make_inputs, make_qwen
 from support.pass_helpers import capture_with, head, quick_wrappers, without_compiler
 from support.synchronizations import count_rounds, new_policy
-from support.train_helpers import configured, make_target, metrics, single_process, train_quickly
+from support.train_helpers import configured, make_target, metrics, python, single_process, train_quickly
 from torch import Tensor, nn
 
 import sage
@@ -43,6 +46,8 @@ from sage.runtime.pass_function import NODES, Argument, PassFunction, Result
 from sage.runtime.pass_modes import PassMode
 from sage.targets import Features, Prompt
 from train.config import store
+from train.config.checks import check
+from train.config.errors import unknown_key
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.distill.objective import DraftOutput, Objective
@@ -277,3 +282,57 @@ def test_heads_keep_no_functions_of_a_copy(tiny_qwen: sage.Target) -> None:
     functions = draft.pass_functions(tiny_qwen)
     copied = copy.deepcopy(draft)
     assert copied.pass_functions(tiny_qwen)[0].draft is copied and draft.pass_functions(tiny_qwen) == functions
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_a_choice_of_the_configuration() -> None:
+    config = compose("config", ["launch.plan=true", *BIGRAM], Config)
+    check(config)
+    draft: Any = config.draft
+    assert (draft.kind, draft.scale) == ("bigram", 0.5)
+    assert config.run.name.startswith("pocket_qwen2_5_vl-bigram")
+    assert unknown_key("draft.scale", Config).endswith("draft=bigram")
+
+
+@pytest.mark.parametrize("arguments", [BIGRAM, *([f"draft={kind}"] for kind in KINDS)], ids=lambda words: words[-1])
+def test_a_configuration_can_be_sent_to_another_process(arguments: list[str]) -> None:
+    config = compose("config", arguments, Config)
+    again = pickle.loads(pickle.dumps(config))
+    assert again == config and type(again.draft) is type(config.draft)
+
+
+@pytest.mark.slow
+def test_a_row_is_listed_in_help(tmp_path: Path) -> None:
+    code = (
+        "import sys; from dataclasses import replace; from sage.drafts.registry import KINDS\n"
+        "KINDS['scaled'] = replace(KINDS['eagle'], name='scaled')\n"
+        "from train.cli.train import main; main()"
+    )
+    done = python("-c", code, "--help", "draft", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    choices = f"\n{done.stdout}".split("\n  draft=\n")[1].split("\n\n")[0]
+    assert re.findall(r"^[ *]{4}(\w+)", choices, re.MULTILINE) == ["block", "eagle", "eagle3", "model", "peagle", "scaled"]
+    assert "scaled" in done.stdout
+
+
+def test_without_the_row_the_kind_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(KINDS, ROW.name)
+    with refused("'bigram'", ", model"):
+        sage.new_draft(make_qwen(), "bigram")
+    with refused("draft=bigram", ", model"):
+        compose("config", BIGRAM, Config)
+
+
+def test_the_kind_cannot_be_changed_without_its_schema() -> None:
+    with refused("draft.kind", "model"):
+        check(compose("config", ["launch.plan=true", "draft.kind=model"], Config))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_agree_with_their_classes(kind: str) -> None:
+    row = KINDS[kind]
+    draft = row.draft_class()
+    assert row.name == kind and callable(row.session_class()) and issubclass(row.student_class(), Student)
+    assert row.is_target or draft.config_class.model_type == row.model_type

@@ -49,16 +49,6 @@ def test_multimodal_rope_is_plain_rope_on_equal_axes() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_table_has_the_rope_of_every_position_and_grows() -> None:
-    own, device = rope(None), torch.device("cpu")
-    short = own.table(5, device, torch.float32)
-    assert own.table(5, device, torch.float32) is short and own.table(5, device, torch.float64)[0].dtype == torch.float64
-    for found in (short, own.table(3000, device, torch.float32)):
-        expected = own(torch.arange(found[0].shape[2])[None], torch.float32)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-    assert found[0].shape[2] >= 3000
-
-
 def test_three_axes_without_sections_are_refused() -> None:
     with refused("mrope_section"):
         rope(None)(torch.zeros(3, 1, 2, dtype=torch.long), torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models import cut, in_float64, make_inputs, random_draft
-from torch import Tensor, nn
+from torch import Tensor
 
 import sage
 from sage.drafts.draft import new_session
@@ -17,7 +17,8 @@ STEPS = 4
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_unroll_equals_a_drafted_chain(tiny_target: sage.Target, kind: str) -> None:
-    """Row s of step i equals a session that has read up to pair s and then drafted the next i tokens of the text."""
+    """Row s of step i equals a session that has read up to pair s and then drafted the next i tokens of the text, and its
+    logits are those of the session."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target, length=14))
     draft = random_draft(tiny_target, kind, seed=3)
     prompt = tiny_target.embed(inputs)
@@ -33,11 +34,13 @@ def test_unroll_equals_a_drafted_chain(tiny_target: sage.Target, kind: str) -> N
         session = new_session(draft, tiny_target, 64)
         known = prompt.at(torch.arange(root + 1))
         known.next_position = tiny_target.embed(cut(inputs, root + 1)).next_position
-        session.prefill(known, features.at(torch.arange(root + 1)), tokens[root + 1 : root + 2])
+        logits = session.prefill(known, features.at(torch.arange(root + 1)), tokens[root + 1 : root + 2])
         for step in range(min(STEPS, pairs - root)):
             if step:
-                session.expand(torch.tensor([0]), tokens[root + 1 + step : root + 2 + step])
+                logits = session.expand(torch.tensor([0]), tokens[root + 1 + step : root + 2 + step])
             torch.testing.assert_close(unrolled[step][0, root], session.hidden[0], atol=1e-11, rtol=1e-11)
+            expected = draft.logits(unrolled[step][0, root], tiny_target)
+            torch.testing.assert_close(logits[0], expected, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -57,14 +60,6 @@ def test_only_the_last_pair_attends_where_nothing_else_is_read(tiny_qwen: sage.T
     session.commit(features.at(torch.arange(3)), tokens[:3])
     assert session.context == len(tokens) + 3
     assert rows["o_proj"] == rows["outputs"] == [1, 1]
-
-
-def test_one_step_equals_forward(tiny_target: sage.Target) -> None:
-    inputs = make_inputs(tiny_target)
-    draft, prompt = random_draft(tiny_target, seed=3), tiny_target.embed(inputs)
-    features = tiny_target.features(prompt).last
-    args = (prompt.embeds[:, 1:], features[:, :-1], prompt.position_ids[..., :-1])
-    assert torch.equal(draft.unroll(*args)[0], draft(*args))
 
 
 def test_sequences_shorter_than_the_steps_end_early(tiny_qwen: sage.Target) -> None:
@@ -139,14 +134,6 @@ def test_negative_control_later_keys_are_masked(tiny_qwen: sage.Target) -> None:
     ):
         changed = (one != other).any(-1)[0].nonzero()[:, 0].tolist()
         assert changed == list(range(5, 8 - step))
-
-
-def test_heads_share_one_forward() -> None:
-    from sage.drafts.head import DraftHead
-
-    for kind in (sage.drafts.eagle.EagleDraft, sage.drafts.eagle3.Eagle3Draft):
-        assert issubclass(kind, DraftHead) and kind.forward is DraftHead.forward and kind.unroll is DraftHead.unroll
-        assert issubclass(kind, nn.Module)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

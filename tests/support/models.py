@@ -179,6 +179,20 @@ def random_draft(target: sage.Target, kind: str = "eagle", seed: int = 0, **opti
     return draft
 
 
+SMALL_BLOCK = {"feature_levels": [1, 3], "block_size": 4, "conditional_rank": 5}
+SLOT_HEADS: dict[str, dict[str, Any]] = {
+    "dflash": {"kind": "block", **SMALL_BLOCK, "feed": False, "conditional": "none"},
+    "dspark": {"kind": "block", **SMALL_BLOCK, "feed": False, "conditional": "markov", "causal": True, "num_layers": 2},
+    "mlp": {"kind": "block", **SMALL_BLOCK, "feed": True, "conditional": "mlp", "num_layers": 2},
+    "peagle": {"kind": "peagle", "feature_levels": [1, 2, 3], "block_size": 4, "num_layers": 2},
+}
+
+
+def slot_head(target: sage.Target, form: str, **options: Any) -> Any:
+    """A random head with slots, in evaluation."""
+    return random_draft(target, **(SLOT_HEADS[form] | options)).eval()
+
+
 class Operators(TorchDispatchMode):
     """Records the operators that run: their names, and the shapes of their results."""
 

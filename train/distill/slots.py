@@ -43,7 +43,7 @@ class SlotStudent(HeadStudent):
         self.keep = keep
 
     @classmethod
-    def of(cls, draft: SlotHead, config: Config) -> Self:  # type: ignore[override]
+    def of(cls, draft: SlotHead, config: Config) -> Self:
         assert isinstance(config.draft, BlockOptions | PEagleOptions)
         objective = Objective(replace(config.objective, steps=draft.num_levels))
         return cls(draft.float().train().requires_grad_(True), objective, config.draft.kept_shares(draft.num_levels))

@@ -1,0 +1,188 @@
+"""Heads with slots, of both kinds: what slots attend to, losslessness in every pass mode, and bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.accelerator import IS_SUPPORTED, Traffic, on_device
+from support.messages import refused
+from support.models import SLOT_HEADS, VOCABULARY, make_inputs, slot_head
+from support.pass_helpers import answer, capture_with, quick_wrappers, with_eager_target, without_compiler
+from support.synchronizations import count_rounds, new_policy
+
+import sage
+from sage.costs.measure import measure_costs
+from sage.drafts.draft import new_session
+from sage.drafts.rollout import visible_to_rows
+from sage.runtime.captured import call_again
+from sage.runtime.compiled import Compiled
+from sage.runtime.pass_modes import PassMode
+from sage.targets import Features
+
+POLICIES = [name for name in sage.POLICIES if name != "autoregressive"]
+
+
+@pytest.mark.parametrize(
+    ("is_root_slot", "is_causal", "sizes"), [(True, False, (3, 3, 3)), (True, True, (3, 3, 1)), (False, True, (3, 2, 2, 1))]
+)
+def test_the_mask_is_that_of_every_row_by_hand(is_root_slot: bool, is_causal: bool, sizes: tuple[int, ...]) -> None:
+    """Every row against its definition, for two sequences."""
+    roots, pairs = torch.tensor([[1, 3, 0], [4, 2, 4]]), 5
+    visible = visible_to_rows(roots, sizes, pairs, is_root_slot, is_causal)
+    rows = [(step, rollout) for step, size in enumerate(sizes) for rollout in range(size)]
+    keys: list[Any] = [*range(pairs), *rows[0 if is_root_slot else sizes[0] :]]
+    for batch in range(2):
+        for row, (step, rollout) in enumerate(rows):
+            expected = [
+                key <= int(roots[batch, rollout])
+                if isinstance(key, int)
+                else key[1] == rollout and (key[0] <= step or not is_causal)
+                for key in keys
+            ]
+            assert visible[batch, row].tolist() == expected, (batch, row)
+
+
+@pytest.mark.parametrize("mode", ["compiled", "captured"])
+@pytest.mark.parametrize("form", SLOT_HEADS)
+def test_every_policy_is_lossless_in_every_pass_mode(
+    form: str, mode: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and by seed; the trees are those of eager passes, and deeper ones stop at the end of the block."""
+    without_compiler(monkeypatch)
+    capture_with(monkeypatch, call_again)
+    draft, accepted = slot_head(tiny_qwen, form), 0
+    for options in ({}, {"temperature": 1.0, "seed": 3}):
+        plain, _ = answer(tiny_qwen, draft, PassMode.eager, "autoregressive", **options)
+        for name in POLICIES:
+            policies = [new_policy(name) for _ in range(2)]
+            eager = answer(tiny_qwen, draft, PassMode.eager, policies[0], **options)  # type: ignore[arg-type]
+            other = answer(tiny_qwen, draft, PassMode(mode), policies[1], **options)  # type: ignore[arg-type]
+            assert eager[0] == other[0] == plain and (eager[1] == other[1] or name == "cost_aware"), "which learns from timings"
+            assert max(depth for _, depth, _ in eager[1]) <= draft.num_levels
+            accepted += sum(row[2] for row in eager[1])
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("form", SLOT_HEADS)
+def test_captured_rounds_have_the_logits_of_eager_ones(
+    form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph is also run while it is captured, when its arguments are padding alone; no row of the cache may change then."""
+    capture_with(monkeypatch, call_again)
+    draft, generator = slot_head(tiny_qwen, form), torch.Generator().manual_seed(0)
+    sessions = []
+    for mode in (PassMode.eager, PassMode.captured):
+        tiny_qwen.passes = mode
+        sessions.append(new_session(draft, tiny_qwen, 60))
+    prompt = tiny_qwen.embed(make_inputs(tiny_qwen))
+    for session in sessions:
+        session.prefill(prompt, tiny_qwen.features(prompt, draft.levels), torch.tensor([5]))
+    for length, width in ((1, 3), (4, 1), (2, 5)):
+        states = torch.randn(1 + len(draft.levels), 1, length, tiny_qwen.hidden_size, generator=generator)
+        features, tokens = Features(states[0], tuple(states[1:])), list(range(9, 9 + length))
+        rows, nodes = torch.zeros(width, dtype=torch.long), list(range(20, 20 + width))
+        for results in zip(*([one.commit(features, tokens), one.expand(rows, nodes)] for one in sessions), strict=True):
+            torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["mlp", "peagle"])
+def test_an_answer_shorter_than_the_block_and_a_pruned_prompt_decode(form: str, tiny_qwen: sage.Target) -> None:
+    draft, inputs = slot_head(tiny_qwen, form), make_inputs(tiny_qwen)
+    for length in (1, 2, 3, 12):
+        plain = sage.generate(tiny_qwen, None, inputs, "autoregressive", max_new_tokens=length).tokens
+        for ratio in (0.0, 0.5):
+            pruning = sage.drafts.pruning.Pruning(ratio, "uniform")
+            out = sage.generate(tiny_qwen, draft, inputs, "chain", max_new_tokens=length, pruning=pruning)
+            assert torch.equal(out.tokens, plain)
+
+
+@pytest.mark.parametrize("form", ["mlp", "peagle"])
+def test_a_compiled_prompt_has_the_logits_of_an_eager_one(
+    form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short prompt is read like accepted tokens, visual embeddings included."""
+    without_compiler(monkeypatch)
+    draft, prompt = slot_head(tiny_qwen, form), tiny_qwen.embed(make_inputs(tiny_qwen))
+    features, found = tiny_qwen.features(prompt, draft.levels), []
+    for mode in (PassMode.eager, PassMode.compiled):
+        tiny_qwen.passes = mode
+        session = new_session(draft, tiny_qwen, 60)
+        found.append(session.prefill(prompt, features, torch.tensor([5])))
+        found.append(session.commit(features.at(torch.arange(2)), [7, 8]))
+    for eager, compiled in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["mlp", "peagle"])
+def test_its_functions_are_compiled(form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The target's passes, which are compiled in tests/passes/test_compiled.py, run eagerly here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    quick_wrappers(monkeypatch)
+    with_eager_target(monkeypatch)
+    draft = slot_head(tiny_qwen, form, block_size=6)
+    for policy in ("eagle2", "chain"):  # which expand siblings, and a single node
+        eager = answer(tiny_qwen, draft, PassMode.eager, policy)
+        assert answer(tiny_qwen, draft, PassMode.compiled, policy) == eager
+    for function in draft.pass_functions(tiny_qwen):
+        (compiled,) = [one for executor, one in function.kept.items() if isinstance(executor, Compiled)]
+        assert compiled.packages and None not in compiled.packages.values()
+
+
+@pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
+@pytest.mark.parametrize("form", SLOT_HEADS)
+@pytest.mark.parametrize(("policy", "temperature"), [("static", 0.0), ("chain", 1.0)])
+def test_it_is_captured_on_a_device(
+    form: str, policy: str, temperature: float, traffic: Traffic, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits once for each level of the draft and once for the target."""
+    capture_with(monkeypatch, call_again)
+    draft, inputs = slot_head(tiny_qwen, form), make_inputs(tiny_qwen)
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": temperature, "seed": 1}
+    expected = sage.generate(tiny_qwen, draft, inputs, new_policy(policy), **options).tokens.tolist()
+    tiny_qwen.passes = PassMode.captured
+    on_device(draft)
+    on_device(tiny_qwen)
+    counts = count_rounds(traffic, tiny_qwen, draft, inputs, new_policy(policy), **options)
+    assert counts.tokens == expected
+    for one in counts.rounds:
+        assert one.synchronizations <= one.levels + 1, counts.lines
+        assert one.blocking_uploads == 0
+
+
+def test_costs_have_a_part_per_round_and_a_part_per_level(tiny_qwen: sage.Target) -> None:
+    costs = measure_costs(tiny_qwen, slot_head(tiny_qwen, "mlp"), 20, 40)
+    assert costs.commit_s is not None and costs.drafting_s([0, 1, 2]) == [costs.commit_s, costs.draft(1), costs.draft(2)]
+    assert costs.commit_s > costs.draft(1)
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "parts"),
+    [
+        ("mlp", {"block_size": 1}, ("draft.block_size: 1; allowed: at least 2",)),
+        ("peagle", {"block_size": 1}, ("draft.block_size: 1; allowed: at least 2",)),
+        ("mlp", {"conditional": "rnn"}, ("draft.conditional: 'rnn' is not one of none, markov, mlp",)),
+        ("mlp", {"mask_token": VOCABULARY}, (f"draft.mask_token={VOCABULARY}: allowed: below",)),
+        ("mlp", {"compressor": {"kind": "pool", "ratio": 2}}, ("draft.compressor: a block head reads the features",)),
+        ("peagle", {"feature_levels": None}, ("draft.feature_levels", "3 layers")),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    form: str, options: dict[str, Any], parts: tuple[str, ...], tiny_qwen: sage.Target
+) -> None:
+    given = {key: value for key, value in (SLOT_HEADS[form] | options).items() if value is not None}
+    with refused(*parts):
+        sage.new_draft(tiny_qwen, **given)
+
+
+def test_the_mask_token_is_one_that_the_target_does_not_use(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slot_head(tiny_qwen, "mlp").config.mask_token == tiny_qwen.family.slots["video"]
+    monkeypatch.setattr(type(tiny_qwen.family), "placeholders", {})
+    assert slot_head(tiny_qwen, "mlp").config.mask_token == 0, "the padding token"
+    monkeypatch.setattr(tiny_qwen, "eos_token_ids", [0, 1])
+    with refused("has no unused token", "give draft.mask_token=ID"):
+        slot_head(tiny_qwen, "mlp")
+    assert slot_head(tiny_qwen, "mlp", mask_token=7).config.mask_token == 7
