@@ -180,12 +180,15 @@ class TestCommand:
         words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2"]
         assert generate(*words) == 0
 
-    def test_debug_shows_the_traceback(self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_debug_shows_the_traceback(
+        self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         words = ["--target", folders[0], "--policy", "sgae"]
-        assert generate(*words) == 2
+        assert generate(*words) == 2 and "Traceback" not in capsys.readouterr().err
         monkeypatch.setattr("sys.argv", ["sage-generate", "--prompt", "Hi", *words, "--debug"])
-        with pytest.raises(ValueError, match="'sgae' is unknown"):
+        with pytest.raises(SystemExit, match="2"):
             main()
+        assert "Traceback" in capsys.readouterr().err
 
     def test_the_draft_tells_the_target_or_what_is_wrong_with_it(
         self, folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
