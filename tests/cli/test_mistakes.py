@@ -1,4 +1,4 @@
-"""Mistakes on the command line: one line with the nearest name, before torch is imported."""
+"""Help and mistakes on the command line, one line with the nearest name, before torch is imported."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ MAINS = {
 TARGET = "--target pocket_qwen3_vl"
 REFUSED = {  # command line -> parts of the message
     "train --res runs/x": ["--res:", "did you mean --resume?"],
+    "train optim.lr=0": ["optim.lr=0.0:"],
+    "train -m seed=1,2 train.max_step=5": ["train.max_step:", "did you mean train.max_steps?"],
     "train target=pocket_qwen2_5_vl optim.learning_rate=1": ["optim.learning_rate:", "did you mean optim.lr?"],
     "train target=pocket_qwen2_5_vl train.lr=1": ["train.lr:", "did you mean optim.lr?"],
     "validate --resume runs/x": ["--resume: unknown option"],
@@ -65,20 +67,21 @@ import contextlib, io, json, pkgutil, sys
 found = []
 for home, words in json.loads(sys.argv[1]):
     main, sys.argv = pkgutil.resolve_name(home), ["command", *words]
-    with contextlib.redirect_stderr(io.StringIO()) as shown:
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
             code = main()
         except SystemExit as ended:
             code = ended.code
-    found.append([code, shown.getvalue()])
-print(json.dumps([found, [name for name in ("torch", "transformers") if name in sys.modules]]))
+    found.append([code, output.getvalue(), errors.getvalue()])
+print(json.dumps([found, [name for name in ("torch", "transformers", "deepspeed", "wandb") if name in sys.modules]]))
 """
 
 
 @pytest.mark.slow
-def test_mistakes_are_one_line_and_need_no_torch(tmp_path: Path) -> None:
+def test_help_and_mistakes_need_no_torch(tmp_path: Path) -> None:
     """All commands in one process; a time limit would fail on a busy machine."""
     lines = [(MAINS[command], words) for command, *words in map(str.split, REFUSED)]
+    lines += [(main, ["--help"]) for main in MAINS.values()]
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, json.dumps(lines)],
         cwd=tmp_path,
@@ -89,9 +92,11 @@ def test_mistakes_are_one_line_and_need_no_torch(tmp_path: Path) -> None:
     )
     answers, heavy = json.loads(done.stdout)
     assert heavy == [] and list(tmp_path.iterdir()) == []
-    for (line, parts), (code, shown) in zip(REFUSED.items(), answers, strict=True):
-        assert code == 2 and shown.startswith("error: ") and shown.count("\n") == 1, (line, code, shown)
-        check_message(shown, *parts)
+    for (line, parts), (code, output, errors) in zip(REFUSED.items(), answers, strict=False):
+        assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1 and not output, (line, code, errors)
+        check_message(errors, *parts)
+    for command, (code, output, errors) in zip(MAINS, answers[len(REFUSED) :], strict=True):
+        assert code == 0 and f"sage-{command}" in output and not errors, (command, code, errors)
 
 
 def test_the_nearest_name() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from support.messages import check_message, exit_code, refused
-from support.train_helpers import python
 
 from sage.commands.cli import report
 from sage.io.files import config_dir
@@ -243,28 +242,6 @@ def test_a_failed_job_does_not_end_a_sweep(
         (records / "job_00003.json").write_text(content)
         with refused("job_00003.json"):
             read_jobs(records)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["optim.lr=0"], ["-m", "seed=1,2", "train.max_step=5"]], ids=["help", "run", "sweep"]
-)
-def test_the_command_itself_answers_without_torch(tmp_path: Path, arguments: list[str]) -> None:
-    """Help takes less than 3 s on an idle machine; on a busy one only the imports can be tested."""
-    code = (
-        "import sys; from train.cli.train import main\n"
-        "try: main()\n"
-        "finally: print('HEAVY', [m for m in ('torch', 'transformers', 'deepspeed', 'wandb') if m in sys.modules])"
-    )
-    done = python("-c", code, *arguments, cwd=tmp_path)
-    *shown, heavy = done.stdout.splitlines()
-    assert heavy == "HEAVY []" and list(tmp_path.iterdir()) == []
-    if arguments == ["--help"]:
-        assert done.returncode == 0 and any("sage-train experiment=demo" in line for line in shown), done.stderr
-        assert "*pocket_qwen2_5_vl and " in done.stdout
-    else:
-        assert done.returncode == 2 and not shown
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_rank_0_alone_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
