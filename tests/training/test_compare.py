@@ -18,7 +18,7 @@ from sage.commands.cli import NOTHING_SAVED
 from train.cli import validate as validate_cli
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, ScoreConfig, ScoreMetric
-from train.config.sweep import Job, failures, folder_name, job_line, job_name, num_jobs, stopped_line, swept_keys
+from train.config.sweep import Job, failures, folder_name, job_line, job_name, stopped_line, swept
 from train.report import __main__ as report_command
 from train.report.compare import (
     SweepComparison,
@@ -251,13 +251,12 @@ def test_a_sweep_into_the_folder_of_a_run_is_refused(runs: list[Path], monkeypat
 
 def test_a_job_is_named_by_what_the_sweep_changes() -> None:
     arguments = "-m optim.lr=1e-4,3e-4 run.dir=x +a.b=range(1,3) seed=choice(1,2) oops decode.policies=[sage,chain]"
-    assert swept_keys(arguments.split()) == ["optim.lr", "a.b", "seed"]
-    assert num_jobs(arguments.split()) == 2 * 2 * 2 and num_jobs(["-m", "seed=1"]) == 1
-    assert num_jobs(["optim.lr=interval(0,1)"]) is None and num_jobs(["seed=1,2", "sweep=optuna"]) is None
+    assert swept(arguments.split()) == (["optim.lr", "a.b", "seed"], 2 * 2 * 2) and swept(["-m", "seed=1"]) == ([], 1)
+    assert swept(["seed=1,2", "sweep=optuna"]) == (["seed"], None)
     assert job_line(1, 3, "seed=2", [60.0]) == "job 2 of 3: seed=2, about 0:02:00 left"
     assert job_line(0, 3, "seed=1", []) == "job 1 of 3: seed=1" and job_line(1, None, "seed=2", [1.0]) == "job 2: seed=2"
     assert stopped_line(3, 1) == "stopped, 2 jobs left; repeat the command with run.resume=true to go on"
-    assert swept_keys(["optim.lr=tag(log,interval(1e-5,1e-3))"]) == ["optim.lr"]
+    assert swept(["optim.lr=tag(log,interval(1e-5,1e-3))"]) == (["optim.lr"], None)
     overrides = ["optim.lr=1e-4", "run.dir=x", "+a.b=1"]
     assert job_name(overrides, ["optim.lr", "a.b"], "all") == "optim.lr=1e-4 a.b=1"
     assert job_name(overrides, [], "all") == "all"

@@ -103,7 +103,7 @@ def _run(config_name: str, job: SweepJob, leading: Sequence[str]) -> int:
         print(help_text(config_name, job.schema, words), flush=True)
         return EXIT_DONE
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise errors instead of printing them and exiting
-    job.swept_keys, job.num_jobs = sweep.swept_keys(words), sweep.num_jobs(words)
+    job.swept_keys, job.num_jobs = sweep.swept(words)
     folder = sweep.open_folder()
 
     def run_jobs() -> int:

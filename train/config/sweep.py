@@ -25,6 +25,7 @@ from sage.io.tables import counted
 
 FOLDER = "SAGE_SWEEP"  # environment variable with the folder of the records
 ROOT = Path("runs") / ".sweep"
+SEARCHING = ("sweep=", "hydra/sweeper=", "hydra.sweeper.")  # choices of a sweeper
 LONGEST_NAME = 200  # characters of a folder's name; file systems end at 255
 
 
@@ -76,34 +77,23 @@ def read_jobs(folder: Path) -> list[Job]:
     return jobs
 
 
-def swept_keys(arguments: Sequence[str]) -> list[str]:
-    """Returns the keys with several values on a command line, which distinguish the jobs of its sweep."""
-    found = []
+def swept(arguments: Sequence[str]) -> tuple[list[str], int | None]:
+    """Returns the keys with several values on a command line, which distinguish the jobs of its sweep, and the number of jobs.
+
+    The number is None if a sweeper that searches decides it.
+    """
+    keys, number = [], None if any(argument.startswith(SEARCHING) for argument in arguments) else 1
     for argument in arguments:
         try:
             override = OverridesParser.create().parse_override(argument)
         except HydraException:  # an option like -m, or a mistake that Hydra reports
             continue
-        if override.is_sweep_override():
-            found.append(override.get_key_element().lstrip("+~"))
-    return found
-
-
-def num_jobs(arguments: Sequence[str]) -> int | None:
-    """Returns the number of jobs of a sweep over all combinations; None if a sweeper that searches decides it."""
-    found = 1
-    for argument in arguments:
-        if argument.startswith(("sweep=", "hydra/sweeper=", "hydra.sweeper.")):
-            return None
-        try:
-            override = OverridesParser.create().parse_override(argument)
-        except HydraException:
+        if not override.is_sweep_override():
             continue
-        if override.is_sweep_override():
-            if not override.is_discrete_sweep():
-                return None
-            found *= sum(1 for _ in override.sweep_string_iterator())
-    return found
+        keys.append(override.get_key_element().lstrip("+~"))
+        count = sum(1 for _ in override.sweep_string_iterator()) if override.is_discrete_sweep() else None
+        number = None if number is None or count is None else number * count
+    return keys, number
 
 
 def job_line(number: int, total: int | None, name: str, seconds: Sequence[float]) -> str:
