@@ -15,7 +15,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin
 
@@ -49,6 +48,8 @@ def version_text() -> str:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # takes as long as the rest of this module
+
     try:
         return version(package)
     except PackageNotFoundError:  # a checkout that is not installed
