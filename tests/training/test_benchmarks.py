@@ -21,7 +21,7 @@ from benchmarks.training import __main__ as bench
 from benchmarks.training import parts
 from benchmarks.training.measuring import peak, reset_peak
 from sage.targets.families import family_of
-from train.distill.staging import Staging
+from train.distill.teacher import Staging
 from train.plan.meta import target_architecture
 from train.plan.step_time import flops_of_step
 

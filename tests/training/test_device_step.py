@@ -20,9 +20,8 @@ from sage.targets.loading import set_attention
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
 from train.distill.pairs import Pairs, count_supervised
-from train.distill.staging import DeviceCopies, Staging
 from train.distill.student import HeadStudent, ModelStudent, Student
-from train.distill.teacher import Teacher
+from train.distill.teacher import DeviceCopies, Staging, Teacher
 from train.job.loop import train_step
 from train.launch.signals import StopFlag
 from train.monitor.metrics import TrainingMetrics

@@ -266,13 +266,6 @@ def test_metrics_are_those_of_the_first_step() -> None:
     assert (named["loss_ce"], named["agreement"], named["kl"]) == (sums.ce.detach(), sums.agreement, sums.kl)
 
 
-def test_step_weights_sum_to_one() -> None:
-    place = (torch.device("cpu"), torch.float64)
-    weights = objective_of("ce_weight", step_decay=0.5).step_weights(*place)
-    torch.testing.assert_close(weights, torch.tensor([4, 2, 1], dtype=torch.float64) / 7)
-    assert objective_of("ce_weight", steps=1).step_weights(*place).tolist() == [1]
-
-
 def test_rows_of_an_unrolled_pass_belong_to_the_same_token() -> None:
     """Row s of step i is pair s + i; the value encodes pair and step."""
     steps = [(torch.arange(6 - i)[None, :, None] + i + 100 * i).double() for i in range(3)]

@@ -20,9 +20,8 @@ from sage.targets.target import Features
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
 from train.distill.pairs import Pairs, count_supervised, make_pairs, with_noise
-from train.distill.staging import Staging
 from train.distill.student import ModelStudent
-from train.distill.teacher import Teacher
+from train.distill.teacher import Staging, Teacher
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

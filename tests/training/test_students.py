@@ -157,7 +157,7 @@ def test_the_loss_of_a_head_with_its_own_vocabulary_equals_the_loss_by_hand() ->
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 20])
+@pytest.mark.parametrize("steps", [1, 2, 20])
 def test_roots_are_the_pairs_whose_chains_reach_a_supervised_one(steps: int) -> None:
     mask = torch.rand(20, 12, generator=torch.Generator().manual_seed(0)) < 0.08
     mask[0] = False

@@ -38,9 +38,8 @@ from train.config.sharding import validation_line
 from train.distill.build import build_student
 from train.distill.compiled_layers import target_layers
 from train.distill.own_answers import OwnAnswers
-from train.distill.staging import Staging
 from train.distill.student import Student
-from train.distill.teacher import Teacher
+from train.distill.teacher import Staging, Teacher
 from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget, load_sharded
 from train.job.answers import training_data
