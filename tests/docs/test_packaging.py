@@ -71,5 +71,5 @@ def test_wheel_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=empty, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith(str(installed))
-    assert "  experiment=\n    debug  " in done.stdout and "decode.options.sage.max_depth=8" in done.stdout
+    assert "  experiment=\n    debug  " in done.stdout and "decode.num_prompts=32" in done.stdout
     assert list(empty.iterdir()) == []
