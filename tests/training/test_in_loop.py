@@ -23,7 +23,6 @@ from data_prep.conversation import Conversation
 from data_prep.multi_turn import FOLLOW_UPS
 from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, Planned
 from sage.decoding.sampling import Sampling
-from sage.targets import Target
 from train.config.hydra_app import compose
 from train.config.schema import Config, DecodeConfig, ValidateOn
 from train.job.rank import run_rank
@@ -97,12 +96,13 @@ def test_ranks_that_decode(where: str, device: str, ranks: int, expected: bool) 
 
 
 class Scores:
-    """Replaces decoding: each validation has the next of these speedups."""
+    """Replaces decoding: each validation has the next of these speedups; keeps the prompts of each."""
 
     def __init__(self, *left: float) -> None:
-        self.left = list(left)
+        self.left, self.prompts = list(left), list[object]()
 
-    def __call__(self, *_: object, **__: object) -> dict[str, Any]:
+    def __call__(self, *arguments: object, **_: object) -> dict[str, Any]:
+        self.prompts.append(arguments[3])
         return quick_report(speedup=self.left.pop(0))
 
 
@@ -123,6 +123,7 @@ def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(configure: C
     assert run_rank(configure(*length, "score.metric=speedup", "train.profile=[2,3]"), scores) == 0
     run = tmp_path / "run"
     assert scores.left == [9.9]
+    assert len(scores.prompts) == 4 and all(prompts is scores.prompts[0] for prompts in scores.prompts)  # prepared once
     trainer = json.loads((run / "state" / "step_00000004" / "trainer.json").read_text())
     assert (trainer["step"], trainer["best"], trainer["best_step"], trainer["stale"]) == (4, 2.0, 2, 2)
     last, best = draft_weights(run), load_file(run / "draft_best" / "model.safetensors")
@@ -143,29 +144,6 @@ def test_a_run_page_that_cannot_be_written_ends_the_run_in_one_line(
     monkeypatch.setattr("train.validation.in_loop.write_run_report", fail)
     with refused("/run: ", "No space left", "run.resume=true", error=SaveFailed):
         run_rank(configure("train.max_steps=1"), Scores(1.0))
-
-
-@pytest.mark.slow
-def test_prompts_are_prepared_once_for_all_validations(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared, prepare = list[Any](), Target.prepare
-
-    def count(self: Target, messages: Any) -> Any:
-        prepared.append(messages)
-        return prepare(self, messages)
-
-    monkeypatch.setattr(Target, "prepare", count)
-    reports: list[Any] = []
-
-    def decode(*arguments: Any, **options: Any) -> Any:
-        reports.append(validate(*arguments, **options))
-        return reports[-1]
-
-    overrides = ["train.max_steps=3", "train.validate_every=1", "decode.num_prompts=2", "decode.policies=[autoregressive]"]
-    assert run_rank(configure(*overrides), decode) == 0
-    assert len(reports) == 3 and all(report["prompts"] == 2 for report in reports)
-    assert len(prepared) == 2
 
 
 @pytest.mark.slow
