@@ -1,5 +1,4 @@
 """The pocket world: images generated from a seed with conversations about them, and small targets trained on them.
 
-Owns the generation (`world`), the training of the targets (`build`) and their score. Does not own: the source that serves
-the conversations as data (data_prep.sources.pocket).
+Owns the generation (`world`), the training of the targets (`build`) and their score.
 """

@@ -1,7 +1,4 @@
-"""The families of the pocket targets: media tokens, processor settings and sizes.
-
-Does not own: the inputs and the vision towers, which are those of the same family in sage.targets.families.
-"""
+"""The families of the pocket targets: media tokens, processor settings and sizes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The elements of pocket images (colours, shapes, sizes, places) and their drawing.
-
-Does not own: the wording of conversations (data_prep.pocket.phrases).
-"""
+"""The elements of pocket images (colours, shapes, sizes, places) and their drawing."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import data_prep.pocket
 from data_prep.chat import build_example
 from data_prep.pocket import architecture, build, probe, training, world
 from data_prep.pocket.families import FAMILIES, WIDTH, pocket_family
-from data_prep.pocket.score import KINDS, pad_left, summary
+from data_prep.pocket.score import KINDS, score_target
 from sage.io.manifest import sha256
 from sage.targets import load_target
 
@@ -43,23 +42,20 @@ def encode(task, family, processor):
 
 
 @families
-@pytest.mark.parametrize("text", ["A red circle.", "Ünïcödé 日本語 \U0001f600", " two  spaces\n\n\tand 1234", "<|im_end|> x"])
-def test_tokenizer_round_trip_of_any_text(tokenizers, family, text):
+def test_tokenizer_and_template(tokenizers, family):
     tokenizer = tokenizers[family]
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    assert max(ids) < len(tokenizer)
-
-
-@families
-def test_template_renders_parts_and_plain_text(tokenizers, family):
+    for text in ("A red circle.", "Ünïcödé 日本語 \U0001f600", " two  spaces\n\n\tand 1234", "<|im_end|> x"):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text and max(ids) < len(tokenizer)
     image = pocket_family(family).media_text["image"].replace("\\n", "\n")
-    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi."}]}]
-    rendered = tokenizers[family].apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
-    assert rendered == f"<|im_start|>user\n{image}Hi.<|im_end|>\n<|im_start|>assistant\n"
-    plain = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
-    rendered = tokenizers[family].apply_chat_template(plain, tokenize=False)
-    assert rendered == "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\nHo.<|im_end|>\n"
+    chat = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi."}]},
+        {"role": "assistant", "content": "Ho."},
+    ]
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered == (
+        f"<|im_start|>user\n{image}Hi.<|im_end|>\n<|im_start|>assistant\nHo.<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.slow
@@ -105,44 +101,6 @@ def test_unknown_family_is_refused(tokenizers):
 
 
 @families
-def test_shipped_score_belongs_to_the_shipped_weights(family):
-    weights = shipped(family) / architecture.WEIGHTS
-    score = json.loads((shipped(family) / "score.json").read_text())
-    assert sha256(weights) == score["sha256"]
-    assert weights.stat().st_size == score["bytes"] <= architecture.MAX_WEIGHT_BYTES
-
-
-@families
-def test_shipped_targets_describe_images(family):
-    score = json.loads((shipped(family) / "score.json").read_text())
-    assert score["finished"] == 1.0
-    assert {kind: score["right"][kind] for kind in LEARNED.get(family, KINDS) if score["right"][kind] < 0.95} == {}
-    assert all(score["words"][kind] > 50 for kind in KINDS)
-
-
-@families
-def test_shipped_folders_load_with_the_auto_classes(family):
-    path = shipped(family)
-    config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    assert AutoImageProcessor.from_pretrained(path)
-    assert config.model_type == family == model.config.model_type
-    assert len(tokenizer) == config.get_text_config().vocab_size
-    assert tokenizer.chat_template == architecture.chat_template(family)
-    assert tokenizer.eos_token_id in model.generation_config.eos_token_id
-    assert tokenizer.decode(tokenizer("日本 42 é")["input_ids"]) == "日本 42 é"
-
-
-@families
-@pytest.mark.parametrize("task", world.FAMILIES)
-def test_training_uses_the_inputs_of_the_saved_folder(family, task):
-    processor = load_target(shipped(family), dtype=torch.float32).processor
-    saved, trained = (encode(task, family, p) for p in (processor, architecture.new_processor(family, processor.tokenizer)))
-    assert saved.keys() == trained.keys()
-    assert all(torch.equal(saved[key], trained[key]) for key in saved)
-
-
-@families
 def test_batches_are_padded_to_a_multiple_of_eight(tokenizers, family):
     processor = architecture.new_processor(family, tokenizers[family])
     batch = processor.collate([build_example(world.sample("train", k, ["question"]), processor) for k in range(3)])
@@ -176,24 +134,6 @@ def test_visual_tokens_are_what_the_text_layers_read(tokenizers, family):
     assert len(unused) == (2 if family == "llava_onevision" else 0)  # the final norm, which this family does not use
 
 
-def test_padding_moves_to_the_left():
-    batch = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
-    moved = pad_left(batch)
-    assert moved["input_ids"].tolist() == [[0, 5, 6], [7, 8, 9]]
-    assert moved["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
-
-
-def test_score_is_summed_over_families():
-    parts = {
-        "sign": {"score": Counter({("sign", True): 3, ("sign", False): 1}), "tokens": 5.0, "finished": 1, "count": 2},
-        "clip": {"score": Counter({("colour", True): 2}), "tokens": 7.0, "finished": 2, "count": 2},
-    }
-    result = summary(parts)
-    assert result["right"] == {"colour": 1.0, "sign": 0.75} and result["words"] == {"colour": 2, "sign": 4}
-    assert result["finished"] == 0.75
-    assert result["families"]["sign"]["wrong"] == {"sign": 1}
-
-
 @pytest.mark.slow
 @families
 def test_small_recipe_builds_a_loadable_folder(family, tmp_path):
@@ -212,15 +152,32 @@ def test_small_recipe_builds_a_loadable_folder(family, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
+@families
+def test_shipped_folder(family):
+    """It has the scores in its score.json, loads with the Auto classes, and its inputs are those that it was trained with."""
+    path = shipped(family)
+    score, weights = json.loads((path / "score.json").read_text()), path / architecture.WEIGHTS
+    assert sha256(weights) == score["sha256"]
+    assert weights.stat().st_size == score["bytes"] <= architecture.MAX_WEIGHT_BYTES
+    assert score["finished"] == 1.0 and all(score["words"][kind] > 50 for kind in KINDS)
+    assert {kind: score["right"][kind] for kind in LEARNED.get(family, KINDS) if score["right"][kind] < 0.95} == {}
+    config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    assert AutoImageProcessor.from_pretrained(path)
+    assert config.model_type == family == model.config.model_type
+    assert len(tokenizer) == config.get_text_config().vocab_size
+    assert tokenizer.chat_template == architecture.chat_template(family)
+    assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+    processor = load_target(path, dtype=torch.float32).processor
+    for task in world.FAMILIES:
+        saved, trained = (encode(task, family, p) for p in (processor, architecture.new_processor(family, tokenizer)))
+        assert saved.keys() == trained.keys() and all(torch.equal(saved[key], trained[key]) for key in saved), task
+
+
 @pytest.mark.slow
 @families
-def test_shipped_targets_describe_a_held_out_image(family):
-    from data_prep.pocket.grammar import score_answer
-    from data_prep.pocket.score import answers
-
-    target = load_target(shipped(family), dtype=torch.float32)
-    conversation = world.sample("test", 1, ["caption"])
-    [(text, _, ended)] = answers(target, [conversation.messages[:1]])
-    score = score_answer(text, conversation.meta["truth"], [])
-    assert ended
-    assert sum(n for (_, right), n in score.items() if right) >= 8
+def test_shipped_targets_describe_held_out_images(family):
+    """`qwen3_vl` has not learned to read signs and bars."""
+    found = score_target(load_target(shipped(family), dtype=torch.float32), 1)
+    right = sum(found["right"][kind] * number for kind, number in found["words"].items())
+    assert right / sum(found["words"].values()) > (0.6 if family == "qwen3_vl" else 0.9) and found["finished"] == 1
