@@ -25,13 +25,12 @@ from data_prep.dataset.prepare import prepare_examples
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons, read_skipped
 from data_prep.dataset.stream import StreamDataset, is_stream
 from data_prep.sources.base import Source, Stream, as_prompt, open_source, open_stream, with_validation_prompt
-from data_prep.splits import Split, enclosing_holdout, split_group
+from data_prep.splits import Split
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 
 logger = logging.getLogger(__name__)
 NUM_LOGGED_REASONS = 5
-NUM_SEARCHED = 10_000  # items of a stream, to name a share that holds out one
 
 
 def build_dataset(config: DataConfig, processor: Processor, split: str = "train", logs_skipped: bool = True) -> Any:
@@ -49,11 +48,11 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
     weights = config.source_weights() if part is Split.train else None
     dataset: Any
     if config.cache is Cache.examples:
-        store = prepare_examples(config, sources, index, processor)
+        store = prepare_examples(config, index, processor)
         skip_logs.append(store.folder.parent / SKIPPED)
         dataset = StoredDataset(store, weights, store.folder.parent.name, list(config.sources))
     else:
-        dataset = ConversationDataset(config, sources, index, processor, weights)
+        dataset = ConversationDataset(config, index, processor, weights)
     _report_skipped(skip_logs, skip_path(config, index), logs_skipped)
     return dataset
 
@@ -154,14 +153,13 @@ def _prompt_readers(config: DataConfig, split: Split, skipped: SkipLog) -> list[
 
 
 def _no_prompt_message(config: DataConfig, split: Split) -> str:
-    """Returns the message for sources without prompts; for streams it names a share that holds out one."""
     resolved = config.resolved(split)
     if config.validation or not any(source.streaming for source in resolved.values()):
         return f"data.validation: no prompt for split {split}; name prompt sources or raise data.holdout"
-    items = (item for stream in _open_streams(config, split) for item in islice(stream.iterate(0), NUM_SEARCHED))
-    share = enclosing_holdout(split_group(item) for item in items if not isinstance(item, BadItem))
-    remedy = f"data.holdout={share} holds out one" if share else "give prompt sources (+data/validation=NAME)"
-    return f"data.holdout: {config.holdout}; holds out no item of {', '.join(resolved)} for {split}; {remedy}"
+    return (
+        f"data.holdout: {config.holdout}; holds out no item of {', '.join(resolved)} for {split}; raise it, or give prompt "
+        "sources (+data/validation=NAME)"
+    )
 
 
 def _prompts(

@@ -1,15 +1,12 @@
 """Splits: the shares of training, validation and test items, and the split that an item belongs to.
 
-A source either provides its own splits (the pocket world) or is divided here by a hash of each item's first image or video,
-so that all conversations about one image are in one split, in any order and number of items. Does not own: the sources that
-a configuration assigns to a split (data_prep.config.DataConfig.resolved).
+A source either provides its own splits (the pocket world) or is divided here by a hash of each item's first image or video, so
+that all conversations about one image are in one split, in any order and number of items.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -49,12 +46,6 @@ class Shares:
     def has(self, conversation: Conversation, split: Split) -> bool:
         """Returns whether a conversation belongs to a split."""
         return not self.validation or self.split_of(split_group(conversation)) is split
-
-
-def enclosing_holdout(group_keys: Iterable[str]) -> float | None:
-    """Returns the smallest `data.holdout`, in percent steps, that contains one of the groups; None without groups."""
-    lowest = min(map(group_position, group_keys), default=1.0)
-    return math.floor(lowest * 100 + 1) / 100 if lowest < 0.99 else None
 
 
 def group_position(group: str) -> float:

@@ -2,6 +2,5 @@
 
 Reading an invalid item raises its BadItem where `data.on_bad` is `error`; else the item is skipped and listed.
 
-Owns the order of examples (`mixing`), a pure function of data, seed and epoch. Reads items from data_prep.sources. Does not
-own: micro-batches and the loader's worker processes (data_prep.batching).
+Owns the order of examples (`mixing`), a pure function of data, seed and epoch. Reads items from data_prep.sources.
 """

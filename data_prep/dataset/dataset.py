@@ -3,9 +3,6 @@ the most frequent tokens of the training answers.
 
 Ref. of the vocabulary: EAGLE-3, arXiv 2503.01840, as released.
 
-Owns: position -> example, the replacement of an invalid item, counts of tokens. Does not own: the order
-(data_prep.dataset.mixing), batches and worker processes (data_prep.batching.loader).
-
 Shapes: V target vocabulary.
 """
 
@@ -32,7 +29,6 @@ from data_prep.dataset.mixing import MixedOrder
 from data_prep.dataset.prepare import LENGTHS
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, read_skipped, unique_rows
 from data_prep.dataset.stream import is_stream
-from data_prep.sources.base import Source
 from sage.inputs.processing import Processor
 
 MAX_INVALID_IN_A_ROW = 100
@@ -52,10 +48,8 @@ class ConversationDataset(Dataset[Example]):
         epoch: seed, number of an epoch -> its positions in order, int64 [N].
     """
 
-    def __init__(
-        self, config: DataConfig, sources: list[Source], index: Index, processor: Processor, weights: list[float] | None = None
-    ) -> None:
-        self.config, self.sources, self.index, self.processor = config, sources, index, processor
+    def __init__(self, config: DataConfig, index: Index, processor: Processor, weights: list[float] | None = None) -> None:
+        self.config, self.index, self.processor = config, index, processor
         self.fingerprint = index.fingerprint
         self.skipped = SkipLog(skip_path(config, index), is_strict=config.on_bad is OnBad.error)
         self.epoch = MixedOrder(index.source, weights).epoch
@@ -82,7 +76,7 @@ class ConversationDataset(Dataset[Example]):
 
     def conversation(self, position: int) -> Conversation:
         """Returns the item without opening its images."""
-        return self.sources[self.index.source[position]].conversation(int(self.index.row[position]))
+        return self.index.conversation(position)
 
     def skipped_items(self) -> list[dict[str, str]]:
         """Returns the items that were skipped during preparation or, since then, by this process."""
@@ -104,7 +98,7 @@ class ConversationDataset(Dataset[Example]):
 
     @property
     def _measuring(self) -> Measuring:
-        return Measuring(self.config, self.sources, self.index, self.processor)
+        return Measuring(self.config, self.index, self.processor)
 
     def _example(self, position: int) -> Example:
         config = self.config
@@ -120,7 +114,7 @@ class StoredDataset(Dataset[Example]):
 
     def __init__(self, store: ExampleStore, weights: list[float] | None, fingerprint: str, labels: Sequence[str] = ()) -> None:
         self.store, self.fingerprint, self._labels = store, fingerprint, labels
-        self.lengths = store.lengths()
+        self.lengths = store.lengths
         self.epoch = MixedOrder(store.sources, weights).epoch
 
     def __len__(self) -> int:
@@ -165,9 +159,9 @@ def most_frequent(counts_V: Tensor, size: int, always: Iterable[int]) -> Tensor:
 
 
 def _answers(dataset: Any) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """Yields (input_ids, loss_mask) of the cached examples at once, or of one example at a time."""
+    """Yields (input_ids, loss_mask) of one example at a time."""
     if isinstance(dataset, StoredDataset):
-        yield dataset.store.column("input_ids"), dataset.store.column("loss_mask")
+        yield from map(dataset.store.tokens, range(len(dataset)))
         return
     if is_stream(dataset):
         keys: Iterable[Any] = islice(dataset.items(0, 0), NUM_SAMPLED)

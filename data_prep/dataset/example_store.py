@@ -1,7 +1,7 @@
-"""Encoded examples in a folder: one flat file per field, memory-mapped by every rank.
+"""Encoded examples in a folder, memory-mapped by every rank.
 
-Layout: `meta.json` (ids, source of each, fields), `FIELD.bin` (the concatenated values), `FIELD.shape.npy`
-[N, dims] (-1: absent), `table.npy` (`PixelTable`).
+Layout: `examples.bin` (one safetensors file per example, concatenated), `columns.npz` (source, tokens and end of each, and the
+`PixelTable`), `meta.json` (ids).
 
 Image processors turn 8-bit pixels into normalized floats, 256 values per channel. Pixels are stored as their 8-bit levels and a
 table of these values; every image is verified, and values that are not in the table are stored unchanged.
@@ -14,15 +14,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.numpy import load, save
 
 from sage.inputs.processing import Processor
 
 Packed = dict[str, np.ndarray]
+EXAMPLES, COLUMNS = "examples.bin", "columns.npz"
 PIXELS = ("pixel_values", "pixel_values_videos")
 LEVELS = 256
 PROBE_SIDE = 56
@@ -54,89 +56,55 @@ def unpack(packed: Packed, table: PixelTable) -> dict[str, torch.Tensor]:
 
 
 def write_examples(folder: Path, items: Iterable[tuple[str, int, Packed]], table: PixelTable) -> int:
-    """Writes (id, source number, packed example) items into a new folder; returns their number.
-
-    Raises:
-        ValueError: the dtype or number of dimensions of a field differs between examples.
-    """
+    """Writes (id, source number, packed example) items into a new folder; returns their number."""
     folder.mkdir(parents=True)
-    ids: list[str] = []
-    sources: list[int] = []
-    fields: dict[str, dict[str, Any]] = {}
-    files: dict[str, IO[bytes]] = {}
-    shapes: dict[str, list[tuple[int, ...] | None]] = {}
-    try:
+    ids, sources, lengths, ends = [], [], [], [0]
+    with (folder / EXAMPLES).open("wb") as file:
         for name, source, packed in items:
-            for key, array in packed.items():
-                _open_field(folder, key, array, len(ids), fields, files, shapes)
-                files[key].write(np.ascontiguousarray(array).tobytes())
-                shapes[key].append(array.shape)
+            ends.append(ends[-1] + file.write(save({key: np.ascontiguousarray(array) for key, array in packed.items()})))
             ids.append(name)
             sources.append(source)
-            for key in fields:
-                shapes[key] += [None] * (len(ids) - len(shapes[key]))
-    finally:
-        for file in files.values():
-            file.close()
-    for key, field in fields.items():
-        absent = (-1,) * field["dims"]
-        np.save(folder / f"{key}.shape.npy", np.array([s or absent for s in shapes[key]], dtype=np.int64))
-    np.save(folder / "table.npy", table.values)
-    meta = {"ids": ids, "sources": sources, "fields": fields, "frames": table.frames}
-    (folder / "meta.json").write_text(json.dumps(meta))
+            lengths.append(len(packed["input_ids"]))
+    columns = np.array([sources, lengths, ends[1:]], dtype=np.int64)
+    np.savez(folder / COLUMNS, columns=columns, table=table.values)
+    (folder / "meta.json").write_text(json.dumps({"ids": ids, "frames": table.frames}))
     return len(ids)
 
 
-def _open_field(folder: Path, key: str, array: np.ndarray, position: int, fields: Any, files: Any, shapes: Any) -> None:
-    field = {"dtype": str(array.dtype), "dims": array.ndim}
-    if key not in fields:
-        fields[key] = field
-        files[key] = (folder / f"{key}.bin").open("wb")
-        shapes[key] = [None] * position
-    elif fields[key] != field:
-        raise ValueError(f"{folder}: field {key} is {field} in one example and {fields[key]} in others")
-
-
 class ExampleStore:
-    """The examples of a folder written by `write_examples`, memory-mapped; pixels are decoded on access."""
+    """The examples of a folder written by `write_examples`, memory-mapped; pixels are decoded on access.
+
+    Attributes:
+        ids: of the examples.
+        sources, lengths: number of the source and tokens of each example, int64 [N].
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         meta = json.loads((folder / "meta.json").read_text())
+        with np.load(folder / COLUMNS) as stored:
+            self.sources, self.lengths, ends = stored["columns"]
+            self.table = PixelTable(stored["table"], meta["frames"])
+        self._ends = np.concatenate(([0], ends))
         self.ids: list[str] = meta["ids"]
-        self.sources = np.array(meta["sources"], dtype=np.int64)
-        self.table = PixelTable(np.load(folder / "table.npy"), meta["frames"])
-        self._fields = {key: _Field(folder, key, field["dtype"]) for key, field in meta["fields"].items()}
+        self._data = np.memmap(folder / EXAMPLES, mode="r") if self.ids else np.zeros(0, dtype=np.uint8)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        packed = {key: array for key, field in self._fields.items() if (array := field.get(index)) is not None}
-        return {"id": self.ids[index], **unpack(packed, self.table)}
+        return {"id": self.ids[index], **unpack(load(self._bytes(index)), self.table)}
 
-    def column(self, key: str) -> np.ndarray:
-        """Returns the concatenated values of a per-token field."""
-        return self._fields[key].values
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `input_ids` and `loss_mask` of an example without reading its pixels."""
+        data = self._data[self._ends[index] : self._ends[index + 1]]
+        start = 8 + int(data[:8].view(np.int64)[0])  # a safetensors file: the header's length, the header, the tensors
+        header = json.loads(data[8:start].tobytes())
+        places = {key: slice(*(start + offset for offset in header[key]["data_offsets"])) for key in ("input_ids", "loss_mask")}
+        return data[places["input_ids"]].view(np.int64), data[places["loss_mask"]].view(np.bool_)
 
-    def lengths(self) -> np.ndarray:
-        """Returns the number of tokens per example, int64 [N]."""
-        return self._fields["input_ids"].shapes[:, 0]
-
-
-class _Field:
-    def __init__(self, folder: Path, key: str, dtype: str) -> None:
-        self.shapes = np.load(folder / f"{key}.shape.npy")
-        sizes = np.where(self.shapes[:, 0] < 0, 0, self.shapes.prod(axis=1))
-        self.ends = sizes.cumsum()
-        self.values = np.memmap(folder / f"{key}.bin", dtype=dtype, mode="r")
-
-    def get(self, index: int) -> np.ndarray | None:
-        shape = tuple(self.shapes[index])
-        if shape and shape[0] < 0:
-            return None
-        end = int(self.ends[index])
-        return np.array(self.values[end - int(np.prod(shape)) : end]).reshape(shape)
+    def _bytes(self, index: int) -> bytes:
+        return self._data[self._ends[index] : self._ends[index + 1]].tobytes()
 
 
 class PixelTable:

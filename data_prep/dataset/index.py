@@ -1,8 +1,4 @@
-"""The index of a dataset: the valid items of all sources for one split, written once for all ranks and later runs.
-
-Owns: the cache key of the index, the check of every item except for its pixels. Does not own: encoded examples
-(data_prep.dataset.prepare).
-"""
+"""The index of a dataset: the valid items of all sources for one split, written once for all ranks and later runs."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ import numpy as np
 
 from data_prep.cache import cache_dir, computed_once
 from data_prep.config import DataConfig, OnBad
-from data_prep.conversation import BadItem, BadSource, TooLong
+from data_prep.conversation import BadItem, BadSource, Conversation, TooLong
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons
 from data_prep.sources import KINDS
 from data_prep.sources.base import Source, with_validation_prompt
@@ -38,17 +34,22 @@ class Index:
     Attributes:
         source: source of each item, int64 [N].
         row: index of each item in its source, int64 [N].
+        sources: the sources by number.
         folder: the folder of the index; its `skipped.jsonl` lists the other items.
         fingerprint: content hash of the items.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, sources: list[Source]) -> None:
+        self.folder, self.sources = folder, sources
         self.source, self.row = np.load(folder / "index.npy")
         self.fingerprint = json_digest([folder.name, hashlib.sha256((folder / "index.npy").read_bytes()).hexdigest()])
 
     def __len__(self) -> int:
         return len(self.row)
+
+    def conversation(self, position: int) -> Conversation:
+        """Returns the item at a position without opening its images; BadItem if it is invalid."""
+        return self.sources[int(self.source[position])].conversation(int(self.row[position]))
 
 
 def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> Index:
@@ -64,7 +65,7 @@ def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> In
     folder = cache_dir(config.cache_dir) / "index" / json_digest([settings, content, code, VERSION])
     write = partial(_write_index, config, sources, split, shares)
     with computed_once(folder, write, lambda: has_repaired_item(folder, lambda number, row: sources[number].example(row))):
-        return Index(folder)
+        return Index(folder, sources)
 
 
 def has_repaired_item(folder: Path, use: Callable[..., object]) -> bool:

@@ -1,7 +1,4 @@
-"""Examples that are longer than `data.max_length`: their outcome, and the value that keeps them.
-
-Does not own: the measured lengths (data_prep.dataset.dataset), invalid items (data_prep.dataset.skip_log).
-"""
+"""Examples that are longer than `data.max_length`: their outcome, and the value that keeps them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The lengths of all examples of an index, without decoding pixels: from the headers of images and the text.
 
-Owns: the cache of lengths, measuring in several processes if there are many examples. Does not own: the arithmetic from the
-size of an image to its tokens (`Family.image_texts`), the treatment of long examples (data_prep.dataset.lengths).
-
 A length is the number of tokens that the example has when it is built. An image with a valid header and corrupt pixels is
 measured here and fails when it is opened; lengths then describe that example, not the one that takes its place.
 """
@@ -19,19 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.cache import cache_dir, computed_once
+from data_prep.cache import computed_once
 from data_prep.chat import Fit, Lengths, encode_example, example_lengths, leading_turns, segments, turn_ends
 from data_prep.config import DataConfig
 from data_prep.conversation import BadItem, BadTemplate, Conversation, check_conversation, media_parts
 from data_prep.dataset.index import INVALID, Index, has_repaired_item
 from data_prep.dataset.lengths import as_array
-from data_prep.dataset.prepare import LENGTHS, VERSION, processor_fingerprint
-from data_prep.sources.base import Source
+from data_prep.dataset.prepare import LENGTHS, result_folder
 from data_prep.workers import mapped
 from sage.inputs.media import image_size, source_of, video_size
 from sage.inputs.processing import Processor, Segment, TemplateFault
 from sage.inputs.video import Size
-from sage.io.files import json_digest
 from sage.io.progress import progress_bar
 
 CHUNK_SIZE = 256  # examples whose texts are tokenized together
@@ -48,7 +43,6 @@ class Measuring:
     """
 
     config: DataConfig
-    sources: list[Source]
     index: Index
     processor: Processor
     sizes: dict[str, Size] = field(default_factory=dict)
@@ -76,6 +70,10 @@ class Measuring:
         lengths = [0 if isinstance(mask, BadItem) else len(mask) for mask in self._masks(kept)]
         return [min(length, limit) if is_cut else length for length, is_cut in zip(lengths, are_cut, strict=True)]
 
+    def folder(self, kind: str, *settings: Any) -> Path:
+        """Returns the folder in the cache of lengths that depend on these settings."""
+        return result_folder(self.config, self.index, self.processor, kind, *settings)
+
     def check(self, position: int) -> None:
         """Raises the BadItem of an invalid example."""
         [found] = self.full_lengths([position])
@@ -84,7 +82,7 @@ class Measuring:
 
     def _conversation(self, position: int) -> Conversation | BadItem:
         try:
-            return self.sources[int(self.index.source[position])].conversation(int(self.index.row[position]))
+            return self.index.conversation(position)
         except BadItem as error:
             return error
 
@@ -144,7 +142,7 @@ def full_lengths(measuring: Measuring, on_invalid: OnInvalid) -> np.ndarray:
     Args:
         on_invalid: called for each example that is found to be invalid.
     """
-    folder = _folder(measuring, "lengths")
+    folder = measuring.folder("lengths")
     write = partial(_write_full, measuring, on_invalid)
     with computed_once(folder, write, lambda: has_repaired_item(folder, measuring.check)):
         found: np.ndarray = np.load(folder / LENGTHS)
@@ -183,17 +181,10 @@ def _with_replacements(lengths: np.ndarray) -> np.ndarray:
 
 def _shortened(measuring: Measuring, positions: np.ndarray) -> np.ndarray:
     """Returns the tokens of the examples at these positions, which are shortened; cached."""
-    folder = _folder(measuring, "shortened", measuring.config.max_length, measuring.config.on_long)
+    folder = measuring.folder("shortened", measuring.config.max_length, measuring.config.on_long)
     with computed_once(folder, partial(_write_shortened, measuring, positions)):
         found: np.ndarray = np.load(folder / LENGTHS)
         return found
-
-
-def _folder(measuring: Measuring, name: str, *settings: Any) -> Path:
-    """Returns the folder in the cache of a result that depends on these settings, the rows and the processor."""
-    config, processor = measuring.config, measuring.processor
-    key = json_digest([measuring.index.fingerprint, config.num_frames, processor_fingerprint(processor), VERSION, settings])
-    return cache_dir(config.cache_dir) / name / key
 
 
 def _write_full(measuring: Measuring, on_invalid: OnInvalid, folder: Path) -> None:

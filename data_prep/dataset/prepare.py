@@ -1,8 +1,4 @@
-"""Examples of a dataset that are encoded once, for all ranks and later runs.
-
-Owns: the cache key of the examples, the encoding of all items, in several processes if there are many. Does not own: the index
-of valid items (data_prep.dataset.index), the files of the examples (data_prep.dataset.example_store).
-"""
+"""Examples of a dataset that are encoded once, for all ranks and later runs."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +21,6 @@ from data_prep.dataset.example_store import ExampleStore, Packed, PixelTable, pa
 from data_prep.dataset.index import INVALID, Index, has_repaired_item, no_item_message
 from data_prep.dataset.lengths import as_array, find_long
 from data_prep.dataset.skip_log import SKIPPED, SkipLog
-from data_prep.sources.base import Source
 from data_prep.splits import Split
 from data_prep.workers import mapped
 from sage.inputs.processing import Processor
@@ -37,23 +33,27 @@ Encoded = tuple[Item | BadItem, Lengths | None]
 STORE = "store"
 LENGTHS = "lengths.npy"  # of every example before it is shortened
 CHUNK_SIZE = 64  # examples per task of a worker
-VERSION = 1  # of cached examples: increase it with every change of the code that changes an example of the same item
+VERSION = 2  # of cached examples: increase it with every change of the code that changes an example of the same item
 
 
-def prepare_examples(config: DataConfig, sources: list[Source], index: Index, processor: Processor) -> ExampleStore:
+def prepare_examples(config: DataConfig, index: Index, processor: Processor) -> ExampleStore:
     """Encodes every item of an index, or returns the cached examples if no invalid item has changed."""
-    settings = {"max_length": config.max_length, "on_long": config.on_long, "num_frames": config.num_frames}
-    key = json_digest([index.fingerprint, settings, processor_fingerprint(processor), VERSION])
-    folder = cache_dir(config.cache_dir) / "examples" / key
-    write = partial(_write_examples, config, sources, index, processor)
-    with computed_once(folder, write, lambda: has_repaired_item(folder, partial(_encode, config, sources, index, processor))):
+    folder = result_folder(config, index, processor, "examples", config.max_length, config.on_long)
+    write = partial(_write_examples, config, index, processor)
+    with computed_once(folder, write, lambda: has_repaired_item(folder, partial(_encode, config, index, processor))):
         os.utime(folder, ns=(time.time_ns(),) * 2)  # the file system's own time stamps have a resolution of milliseconds
         if config.cache_keep is not None:
             _prune(folder.parent, config.cache_keep)
         return ExampleStore(folder / STORE)
 
 
-def processor_fingerprint(processor: Processor) -> str:
+def result_folder(config: DataConfig, index: Index, processor: Processor, kind: str, *settings: Any) -> Path:
+    """Returns the folder in the cache of a result that depends on the items of an index, the processor and these settings."""
+    key = [index.fingerprint, config.num_frames, _fingerprint(processor), VERSION, settings]
+    return cache_dir(config.cache_dir) / kind / json_digest(key)
+
+
+def _fingerprint(processor: Processor) -> str:
     """Returns a hash of tokenizer, chat template, image processor and family."""
     backend = getattr(processor.tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else sorted(processor.tokenizer.get_vocab().items())
@@ -69,15 +69,13 @@ def _prune(parent: Path, num_kept: int) -> None:
         logger.info("%s: deleted as least recently used", path)
 
 
-def _encode(
-    config: DataConfig, sources: list[Source], index: Index, processor: Processor, position: int
-) -> tuple[Conversation, Example]:
+def _encode(config: DataConfig, index: Index, processor: Processor, position: int) -> tuple[Conversation, Example]:
     """Returns the conversation at a position of the index and its example, however long it is; BadItem if it is invalid."""
-    conversation = sources[int(index.source[position])].conversation(int(index.row[position]))
+    conversation = index.conversation(position)
     return conversation, encode_example(conversation, processor, config.num_frames)
 
 
-def _write_examples(config: DataConfig, sources: list[Source], index: Index, processor: Processor, folder: Path) -> None:
+def _write_examples(config: DataConfig, index: Index, processor: Processor, folder: Path) -> None:
     folder.mkdir(parents=True)
     table = PixelTable.measure(processor)
     skipped = SkipLog(folder / SKIPPED, is_strict=config.on_bad is OnBad.error)
@@ -85,7 +83,7 @@ def _write_examples(config: DataConfig, sources: list[Source], index: Index, pro
     measured: list[Lengths] = []
 
     def valid() -> Iterator[Item]:
-        pack_one = partial(_pack, config, sources, index, processor, table)
+        pack_one = partial(_pack, config, index, processor, table)
         encoded = mapped(pack_one, range(len(index)), len(index), CHUNK_SIZE)
         for position, (item, lengths) in enumerate(progress_bar(encoded, "preparing", len(index))):
             measured.extend([lengths] if lengths else [])
@@ -101,17 +99,15 @@ def _write_examples(config: DataConfig, sources: list[Source], index: Index, pro
     np.save(folder / LENGTHS, as_array(measured))
     find_long(config, measured, len(measured)).check()
     if not number:
-        raise ValueError(no_item_message(config, sources, Split.train, skipped.items))
+        raise ValueError(no_item_message(config, index.sources, Split.train, skipped.items))
     logger.info("prepared %d examples, skipped %d", number, len(index) - number)
 
 
-def _pack(
-    config: DataConfig, sources: list[Source], index: Index, processor: Processor, table: PixelTable, position: int
-) -> Encoded:
+def _pack(config: DataConfig, index: Index, processor: Processor, table: PixelTable, position: int) -> Encoded:
     """Returns the packed example at a position of the index, or its error, and its lengths; runs in worker processes."""
     lengths = None
     try:
-        conversation, full = _encode(config, sources, index, processor, position)
+        conversation, full = _encode(config, index, processor, position)
         lengths = example_lengths(full)
         example = shorten_example(conversation, full, processor, config.max_length, config.on_long, config.num_frames)
     except BadItem as error:

@@ -1,8 +1,7 @@
 """`StreamDataset`: examples of sources that are read in order, shuffled within blocks and mixed by weight.
 
-Owns: the item at each position, the restart of a source at its end, the replacement of invalid items. The order is a pure
-function of sources and seed. Positions count raw items, invalid and held-out ones included, so that a resumed run skips in
-every source to the right position without decoding any item.
+The order is a pure function of sources and seed. Positions count raw items, invalid and held-out ones included, so that a
+resumed run skips in every source to the right position without decoding any item.
 """
 
 from __future__ import annotations

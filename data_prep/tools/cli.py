@@ -22,7 +22,7 @@ from data_prep.dataset.mixing import sample
 from data_prep.dataset.skip_log import InvalidItems, count_reasons, unique_rows
 from data_prep.dataset.stream import StreamDataset
 from data_prep.own_answers import OwnShare, measure_own
-from data_prep.server.answers import ServedTarget, ServerAnswers
+from data_prep.server.answers import ServerAnswers
 from data_prep.server.chat_request import MediaPolicy
 from data_prep.sources.base import Source
 from data_prep.splits import Split
@@ -59,9 +59,9 @@ def check_data(config: DataConfig, processor: Processor, split: str, limit: int)
         statistics.total = len(dataset) - sum(item.kind == BadItem.kind for item in dataset.skipped.items)
         invalid = unique_rows(invalid + _held_out_invalid(config, dataset, split, limit))
         if invalid and is_strict:
-            total = sum(map(len, dataset.sources))
+            total = sum(map(len, dataset.index.sources))
             note = "" if count == len(dataset) else f" (images of {count} items opened; limit=0 opens all)"
-            raise InvalidItems.of(invalid, _line_numbers(invalid, dataset.sources), total, dataset.skipped.path, note)
+            raise InvalidItems.of(invalid, _line_numbers(invalid, dataset.index.sources), total, dataset.skipped.path, note)
     statistics.skipped = count_reasons(invalid)
     long.check()
     if not statistics.num_measured:
@@ -79,7 +79,7 @@ def _lenient_dataset(config: DataConfig, processor: Processor, split: str) -> Da
 
 def _held_out_invalid(config: DataConfig, dataset: ConversationDataset, split: str, limit: int) -> list[dict[str, str]]:
     """Returns the invalid items among the prompts that a training split holds out, whose images a run opens as well."""
-    if split != Split.train or config.validation or any(source.has_splits for source in dataset.sources):
+    if split != Split.train or config.validation or any(source.has_splits for source in dataset.index.sources):
         return []
     try:
         held_out = _lenient_dataset(config, dataset.processor, Split.validation)
@@ -147,30 +147,23 @@ def regenerate_data(
     out: Path,
     rank: int = 0,
     world_size: int = 1,
+    key: str = "",
 ) -> RegenerationResult:
     """Replaces a split's answers by the target's own, in an `out` without rows of other settings; see
     data_prep.tools.regenerate.
+
+    Args:
+        target: a loaded target; with `settings.server`, what every server has to serve (`ServedTarget`).
+        draft: for speculative decoding without a server; None: none.
+        key: of the servers, empty if they have none.
     """
-    dataset = answerable_items(config, target.processor, split)
-    drive = own_answers(target, draft, settings, config.num_frames, len(dataset) // world_size)
-    provenance = provenance_of(dataset, decoder_origin(target, settings), settings)
-    return regenerate(dataset, drive, out, provenance, settings.seed, rank, world_size)
-
-
-def regenerate_from_server(
-    config: DataConfig,
-    target: ServedTarget,
-    key: str,
-    settings: RegenerateConfig,
-    split: str,
-    out: Path,
-    rank: int = 0,
-    world_size: int = 1,
-) -> RegenerationResult:
-    """`regenerate_data` with the answers of `settings.server`, each of which has to answer and to serve the target."""
-    policy = MediaPolicy.of(config, Split(split), settings.images)
+    if not settings.server:
+        dataset = answerable_items(config, target.processor, split)
+        drive = own_answers(target, draft, settings, config.num_frames, len(dataset) // world_size)
+        provenance = provenance_of(dataset, decoder_origin(target, settings), settings)
+        return regenerate(dataset, drive, out, provenance, settings.seed, rank, world_size)
     finished = finished_provenance(out)
-    with ServerAnswers(settings, key, target, policy) as servers:
+    with ServerAnswers(settings, key, target, MediaPolicy.of(config, Split(split), settings.images)) as servers:
         model = servers.check() if finished is None else finished.get("served_model")
         dataset = answerable_items(config, target.processor, split)
         provenance = provenance_of(dataset, server_origin(target, model), settings)

@@ -194,7 +194,7 @@ def test_no_valid_item_is_an_error(tmp_path: Path) -> None:
 
 def test_too_long_items_are_listed_even_if_invalid_ones_are_errors(tmp_path: Path) -> None:
     processor = make_processor("qwen2_5_vl")
-    lengths = build_dataset(pocket(tmp_path), processor).store.lengths()
+    lengths = build_dataset(pocket(tmp_path), processor).store.lengths
     limit = int(np.sort(lengths)[3])
     config = replace(pocket(tmp_path), max_length=limit, on_long=OnLong.drop, bad_list=str(tmp_path / "bad.jsonl"))
     dataset = build_dataset(config, processor)

@@ -210,8 +210,11 @@ def test_a_sample_and_the_store_count_the_same() -> None:
     examples = [{"input_ids": torch.tensor([3, 1, 4]), "loss_mask": torch.tensor([False, True, True])} for _ in range(5)]
 
     class Store:
-        def column(self, key: str) -> np.ndarray:
-            return torch.cat([example[key] for example in examples]).numpy()
+        def __len__(self) -> int:
+            return len(examples)
+
+        def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+            return examples[index]["input_ids"].numpy(), examples[index]["loss_mask"].numpy()
 
     stored = StoredDataset.__new__(StoredDataset)
     stored.store = Store()  # type: ignore[assignment]

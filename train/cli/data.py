@@ -234,13 +234,9 @@ def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     settings = config.regenerate
-    where = (settings, str(config.split), Path(config.out), rank, world_size)
-    if settings.server:
-        served, key = ServedTarget.load(config.target.path), read_key(settings, os.environ)
-        found = cli.regenerate_from_server(config.data, served, key, *where)
-    else:
-        target, draft = _load_models(config)
-        found = cli.regenerate_data(config.data, target, draft, *where)
+    target, draft = (ServedTarget.load(config.target.path), None) if settings.server else _load_models(config)
+    where = (str(config.split), Path(config.out), rank, world_size)
+    found = cli.regenerate_data(config.data, target, draft, settings, *where, key=read_key(settings, os.environ))
     if found.is_merged:
         print(found.as_text(Path(config.out)))
     return EXIT_DONE
