@@ -1,5 +1,4 @@
 """Micro-batches of every optimizer step, for any number of ranks, prepared ahead of the trainer.
 
-Takes any dataset of data_prep.dataset. Owns the grouping of examples by length. Does not own: the order of examples
-(data_prep.dataset.mixing).
+Takes any dataset of data_prep.dataset. Owns the grouping of examples by length.
 """

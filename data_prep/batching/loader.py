@@ -1,8 +1,5 @@
 """`StepLoader`: the micro-batches of this rank for every optimizer step, prepared ahead of the trainer.
 
-Owns: the assignment of examples to ranks and micro-batches, worker processes, resuming. Does not own: the order of examples
-(data_prep.dataset.mixing).
-
 The order is one infinite sequence of examples, epoch after epoch, a pure function of data and seed. Step s takes the next
 `global_batch_size` examples and divides them into micro-batches, so that a step contains the same examples for any number of
 ranks and any division:
@@ -10,11 +7,11 @@ ranks and any division:
     step s = [a b c d]    1 rank x 4: [abcd]    1 rank x 2 x 2: [ab] [cd]    2 ranks x 2: rank 0 [ab], rank 1 [cd]
 
 A micro-batch has either `micro_batch_size` examples, or as many as `micro_batch_tokens` allows; in the second case the number
-of micro-batches differs from step to step, and is the same on every rank (`token_budget`).
+of micro-batches differs from step to step, and is the same on every rank (`divide_step`).
 
 Examples of similar length share a micro-batch, which reduces padding, and the longest come first, so that out-of-memory errors
-occur immediately. Where the lengths are known, examples of similar length are grouped into steps (`buckets`) and sorted before
-a step is divided; where they are unknown, each rank sorts its share of a step after building it.
+occur immediately. Where the lengths are known, examples of similar length are grouped into steps (`group_by_length`) and sorted
+before a step is divided; where they are unknown, each rank sorts its share of a step after building it.
 
 Shapes: B batch, T tokens.
 """
@@ -33,8 +30,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from data_prep.batching.buckets import group_by_length
-from data_prep.batching.token_budget import divide_step
+from data_prep.batching.grouping import divide_step, group_by_length
 from data_prep.chat import Example
 from data_prep.dataset.stream import is_stream
 from data_prep.workers import start_worker, worker_context
