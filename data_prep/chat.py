@@ -1,8 +1,5 @@
 """Conversation -> token ids and loss mask, with the target's own chat template.
 
-Owns: the span of every answer in the rendered text, special tokens quoted in a text, the shortening of long examples.
-Does not own: tokenization and pixels (sage.inputs.processing).
-
 Chat templates do not mark the answers, and an answer may itself contain the text of a special token. The conversation is
 therefore rendered twice, the second time with a probe in place of each answer:
 

@@ -1,8 +1,7 @@
 """The `data` and `regenerate` settings: dataclasses with their defaults, ranges and cross-field checks.
 
 Every error names the dotted key. Imports neither torch nor Hydra: the same classes serve a notebook and a ConfigStore, and a
-command that only checks its configuration stays fast. Does not own: the settings of a source and the options of each kind
-(data_prep.sources), those of an answer (sage.decoding.settings).
+command that only checks its configuration stays fast.
 """
 
 from __future__ import annotations

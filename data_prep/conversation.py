@@ -1,8 +1,4 @@
-"""The conversation that every source yields, its validation, and the error of an item that fails it.
-
-Does not own: file formats (data_prep.sources), opening images and videos (sage.inputs.media), the chat template
-(data_prep.chat).
-"""
+"""The conversation that every source yields, its validation, and the error of an item that fails it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A conversation whose answers are replaced in order, each conditioned on the previous ones.
-
-Owns: the state of a conversation, its outcome, the seeds. Does not own: where answers come from, files.
-"""
+"""A conversation whose answers are replaced in order, each conditioned on the previous ones."""
 
 from __future__ import annotations
 

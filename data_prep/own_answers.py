@@ -5,9 +5,6 @@ chosen, and teach the draft little about decoding. Measured on a pocket target: 
 0.81 for answers sampled at temperature 0.7, 0.77 for the templates that it was trained on, 0.45 for templates about another
 image, 0.18 for those in another style. The bound lies between the answers that train useful drafts and the others.
 
-Owns: the measure, its bound, its sentences, and of which targets it is measured before a run. Does not own: when it is measured
-(train.distill.own_answers in a run, train.cli.data for `sage-data`, train.plan.data in a plan).
-
 Shapes: B batch, T tokens, S supervised tokens, D hidden size.
 """
 

@@ -2,9 +2,6 @@
 
 At the start, `ServerCheck` checks that the servers answer, serve the target, and tokenize its prompts like the target's
 processor. Every problem is reported as a `ServerError`: one line with the remedy.
-
-Owns: the check, concurrent conversations, the outcome of a request without an answer. Does not own: HTTP and retries
-(`client`), the content of requests and answers (`chat_request`).
 """
 
 from __future__ import annotations

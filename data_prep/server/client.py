@@ -1,7 +1,6 @@
 """Requests to OpenAI-compatible servers: choice of the server, retries, errors that contain no address.
 
-No other module of data_prep sends HTTP requests. Does not own: the content of requests and answers
-(data_prep.server.chat_request).
+No other module of data_prep sends HTTP requests.
 """
 
 from __future__ import annotations

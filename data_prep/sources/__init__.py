@@ -4,8 +4,7 @@ The paths of sources are checked before anything is loaded: a missing path, a fo
 the first bytes of a file are read, and no torch is imported.
 
 Adding a source is one module with `open_source` (see `base.Source`; `open_stream` where it supports `streaming`) and one entry
-in `KINDS`; a prompt set is one entry in `prompt_layouts.LAYOUTS`. Does not own: preparation, caching and order
-(data_prep.dataset).
+in `KINDS`; a prompt set is one entry in `prompt_layouts.LAYOUTS`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Row layouts of the benchmarks on which the papers measure: a row of the published file -> a `Question`.
 
 Adding a benchmark is one function and one entry in `LAYOUTS`. Imports nothing heavy, because the registry of sources reads the
-names. Does not own: opening the files (data_prep.sources.prompt_sets).
+names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """The actions of `sage-data`: check with statistics and an HTML report, convert to JSON lines, regenerate answers.
 
-Usable from a notebook, without Hydra. Does not own: the command line (train.cli.data).
+Usable from a notebook, without Hydra.
 """

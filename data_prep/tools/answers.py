@@ -6,9 +6,6 @@ They lie in the cache folder of the data, one file per training source and its i
 
 A run that was stopped continues with the next conversation, and later runs with the same key read the files. They are never
 deleted automatically.
-
-Owns: the key, the files, the data configuration that reads them. Does not own: generating and resuming
-(data_prep.tools.regenerate), who generates which part (train.job.answers).
 """
 
 from __future__ import annotations

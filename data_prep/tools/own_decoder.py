@@ -1,8 +1,4 @@
-"""Our own decoder as the source of the target's answers, several conversations at a time or one by one.
-
-Owns: the division of the conversations into batches, the refusal of too many for the memory of the device. Does not own: the
-turns of a conversation (data_prep.dialog), decoding (sage.generate, sage.decoding.batch), files (data_prep.tools.regenerate).
-"""
+"""Our own decoder as the source of the target's answers, several conversations at a time or one by one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Regeneration: replaces every answer of a dataset by the target's own answer.
 
-Owns: resuming after an interruption, the division among ranks, the files. Does not own: the turns of a conversation
-(data_prep.dialog), the source of the answers (data_prep.tools.own_decoder, data_prep.server).
-
 Ref: EAGLE-3, arXiv 2503.01840: drafts are trained on answers that the target generates.
 
 On disk, while it runs: `OUT.part-RANK-of-RANKS.jsonl`, one line per finished conversation. At the end the parts become

@@ -116,7 +116,7 @@ def test_prompt_part_equals_the_generation_prompt(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [QWEN, LLAVA])
-@pytest.mark.parametrize("times", [{}, {"fps": 4.0}, {"start": 1.0, "end": 2.5}, {"start": 0.5, "fps": 3.0}, {"end": None}])
+@pytest.mark.parametrize("times", [{}, {"start": 1.0, "end": 2.5}, {"start": 0.5, "fps": 3.0, "end": None}])
 def test_videos_are_the_same_for_training_and_inference(family: str, times: dict[str, Any], tmp_path: Path) -> None:
     """The same frames at the same rate, for a list, a folder and a file, with two videos in one conversation."""
     frames = [make_image(16, colour) for colour in ("red", "green", "blue", "yellow", "black", "white", "gray", "pink")]
@@ -146,19 +146,16 @@ def test_frames_without_a_rate_are_at_two_per_second() -> None:
     assert half["second_per_grid_ts"].tolist() == [2.0]
 
 
-def test_training_refuses_urls() -> None:
-    question: dict[str, Any] = user("Hi?")
-    question["content"].insert(0, {"type": "image", "image": "https://example.com/a.png"})
-    with refused("https://example.com/a.png", "download", error=BadItem):
-        build_example(Conversation("c", [question, assistant("a")]), make_processor(QWEN))
-
-
 def test_placeholder_is_text_in_an_answer_and_refused_in_a_question() -> None:
     processor = make_processor(LLAVA)
     example = build_example(Conversation("c", [user(make_image(), "Hi?"), assistant("<image>")]), processor)
     assert int(processor.family.visual_mask(example["input_ids"]).sum()) == 10
     with refused("data.json: item 7 (id c): message 0:", "<image>", error=BadItem):
         build_example(Conversation("c", [user("<image> hi"), assistant("a")], "data.json", meta={"index": 7}), processor)
+    remote = user("Hi?")
+    remote["content"].insert(0, {"type": "image", "image": "https://example.com/a.png"})
+    with refused("https://example.com/a.png", "download", error=BadItem):
+        build_example(Conversation("c", [remote, assistant("a")]), processor)
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,8 @@ from train.cli import data as data_cli
         ({"validation": {"v": SourceConfig(kind="gqa", prompt="x")}}, ["data.validation.v.prompt: x", "gqa"]),
         ({"path": "rows.json"}, ["data.path: rows.json", "data=pocket"]),
         ({"max_length": 1}, ["data.max_length: 1", "2"]),
-        ({"num_frames": 0}, ["data.num_frames: 0"]),
         ({"cache_keep": 0}, ["data.cache_keep: 0", "1"]),
-        ({"num_workers": -1}, ["data.num_workers: -1"]),
-        ({"shuffle_block": 0}, ["data.shuffle_block: 0"]),
         ({"holdout": 1.0}, ["data.holdout: 1.0"]),
-        ({"holdout": -0.1}, ["data.holdout: -0.1"]),
         ({"holdout": 0.6, "test_holdout": 0.4}, ["data.test_holdout: 0.4", "data.holdout=0.6"]),
         ({"holdout": 0.0, "test_holdout": 0.1}, ["data.test_holdout: 0.1", "data.holdout=0"]),
         (
@@ -54,10 +50,6 @@ def test_invalid_settings_are_refused_with_their_key(config: dict[str, Any], par
         validate(DataConfig(**config))
 
 
-def test_defaults_are_valid() -> None:
-    validate(DataConfig())
-
-
 def test_no_shipped_choice_skips_items() -> None:
     files = sorted((Path(__file__).parents[2] / "conf" / "data").glob("*.yaml"))
     assert len(files) > 5
@@ -67,9 +59,12 @@ def test_no_shipped_choice_skips_items() -> None:
 
 def test_top_level_keys_are_defaults_of_the_sources() -> None:
     sources = {"a": SourceConfig(kind="llava_json"), "b": SourceConfig(kind="llava_json", path="own", num_examples=3)}
-    config = DataConfig(sources=sources, path="shared", num_examples=9)
+    config = DataConfig(sources=sources, path="~/shared", num_examples=9)
     resolved = config.resolved(Split.train)
-    assert [(source.path, source.num_examples) for source in resolved.values()] == [("shared", 9), ("own", 3)]
+    assert [(source.path, source.num_examples) for source in resolved.values()] == [
+        (str(Path.home() / "shared"), 9),
+        ("own", 3),
+    ]
     assert config.resolved(Split.validation).keys() == sources.keys()
     config.validation = {"v": SourceConfig(kind="gqa")}
     assert config.resolved(Split.validation) == {"v": SourceConfig(kind="gqa")}
@@ -111,6 +106,7 @@ def poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourceConfig:
 def test_config_accepts_the_kind_and_its_options(poems: SourceConfig, tmp_path: Path) -> None:
     config = DataConfig(sources={"it": poems}, holdout=0.0, cache_dir=str(tmp_path / "cache"))
     validate(config)
+    validate(DataConfig())
     dataset = build_dataset(config, make_processor("qwen2_5_vl"))
     assert [dataset[i]["id"] for i in range(len(dataset))] == [f"poem-{i}" for i in range(4)]
     with refused("data.sources.it.kind", "'prose'", "poems"):
@@ -131,11 +127,3 @@ def test_sage_data_reads_the_kind(poems: SourceConfig, tmp_path: Path, capsys: p
 def test_docs_describe_every_kind() -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     assert [kind for kind in KINDS if f"`{kind}`" not in page] == []
-
-
-def test_no_other_list_of_kinds() -> None:
-    """Outside of the readers and their data sets' YAML, no file of the program names two kinds."""
-    root = Path(__file__).parents[2]
-    files = [*(root / "data_prep").glob("*.py"), *(root / "data_prep" / "tools").glob("*.py"), *(root / "train").rglob("*.py")]
-    rare = [f'"{kind}"' for kind in KINDS if kind not in ("messages", "folder", "pocket", "hub")]
-    assert {path.name for path in files if sum(kind in path.read_text() for kind in rare) > 1} == set()

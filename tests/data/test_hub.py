@@ -26,8 +26,8 @@ from support.messages import refused
 import sage
 from checkpoints.export.configs import TargetFacts
 from data_prep.batching.loader import StepLoader
-from data_prep.build import build_dataset, prompts
-from data_prep.config import DataConfig, OnBad
+from data_prep.build import build_dataset
+from data_prep.config import DataConfig
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.stream import StreamDataset
 from data_prep.sources import SourceConfig, hub
@@ -67,6 +67,11 @@ def test_configurations_and_splits_are_separate(repository: Path, tmp_path: Path
     for config, split, expected in (("ai2d", "train", "abcdef"), ("geo", "train", "abcdef"), ("ai2d", "test", "yz")):
         table = load_table(str(repository), config, split, str(tmp_path / "cache"), streaming)
         assert [row["id"] for row in table] == [f"{config}-{i}" for i in expected]
+    if not streaming:
+        first, again, other = (
+            TableRows(str(repository), name, "train", str(tmp_path / "cache")) for name in ("ai2d", "ai2d", "geo")
+        )
+        assert first.digest == again.digest != other.digest
     for config, split in (("nope", "train"), ("ai2d", "dev")):
         with refused("LLaVA-OneVision-Data", f"subset {config!r}", f"split {split!r}"):
             load_table(str(repository), config, split, str(tmp_path / "cache"), streaming)
@@ -91,18 +96,6 @@ def test_stream_and_table_give_the_same_examples(repository: Path, tmp_path: Pat
         (batch,) = next(loader)
         assert 0 < train_step(target, batch) < 20
     loader.close()  # type: ignore[attr-defined]
-
-
-def test_prompts_from_a_stream(repository: Path, tmp_path: Path) -> None:
-    source = SourceConfig(kind="llava_onevision", path=str(repository), subset="ai2d", split="test", streaming=True)
-    config = DataConfig(validation={"it": source}, cache_dir=str(tmp_path / "cache"), on_bad=OnBad.skip)
-    assert [found.meta["answer"] for found in prompts(config)] == ["It is red."] * 2
-
-
-def test_the_same_files_have_the_same_fingerprint(repository: Path, tmp_path: Path) -> None:
-    digests = {TableRows(str(repository), "ai2d", "train", str(tmp_path / "cache")).digest for _ in range(2)}
-    assert len(digests) == 1
-    assert TableRows(str(repository), "geo", "train", str(tmp_path / "cache")).digest not in digests
 
 
 def test_folder_of_save_to_disk_with_splits(tmp_path: Path) -> None:
@@ -143,35 +136,26 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Unreachable:
     return found
 
 
-def test_target_is_requested_once(client: Unreachable) -> None:
-    with refused("target: owner/missing", constants.ENDPOINT, "HF_HOME", "HF_HUB_OFFLINE=1", error=HubUnreachable):
-        sage.load_target("owner/missing")
+def test_missing_repository_is_requested_once_and_never_offline(
+    client: Unreachable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, options = "owner/missing", {"error": HubUnreachable}
+    with refused(f"target: {name}", constants.ENDPOINT, "HF_HOME", "HF_HUB_OFFLINE=1", **options):
+        sage.load_target(name)
     assert client.num_requests == 1
-
-
-def test_data_set_is_requested_once(client: Unreachable, tmp_path: Path) -> None:
-    with refused("data.path: owner/missing", constants.ENDPOINT, "HF_HOME", error=HubUnreachable):
-        load_table("owner/missing", "", "train", str(tmp_path), streaming=False)
-    assert client.num_requests == 1
-
-
-def test_the_target_of_an_export_is_requested_once(client: Unreachable) -> None:
-    with refused("--target: owner/missing", constants.ENDPOINT, "HF_HOME", error=HubUnreachable):
-        TargetFacts.of_folder("owner/missing")
-    assert client.num_requests == 1
-
-
-def test_offline_mode_sends_no_request(client: Unreachable, monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(f"data.path: {name}", constants.ENDPOINT, "HF_HOME", **options):
+        load_table(name, "", "train", str(tmp_path), streaming=False)
+    assert client.num_requests == 2
+    with refused(f"--target: {name}", constants.ENDPOINT, "HF_HOME", **options):
+        TargetFacts.of_folder(name)
+    assert client.num_requests == 3
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with refused("target: owner/missing", "HF_HUB_OFFLINE", error=HubUnreachable):
-        sage.load_target("owner/missing")
-    assert client.num_requests == 0
-
-
-def test_cached_target_is_left_to_the_cache(client: Unreachable, monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(f"target: {name}", "HF_HUB_OFFLINE", **options):
+        sage.load_target(name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(model_hub, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
-    model_hub.require_hub("owner/missing", "target")
-    assert client.num_requests == 0
+    model_hub.require_hub(name, "target")
+    assert client.num_requests == 3
 
 
 class TextStream(Stream):
@@ -212,6 +196,9 @@ def test_stream_resumes_at_any_step_with_any_ranks(tmp_path: Path) -> None:
     assert stream_loader(new_stream()).steps_per_epoch is None
     for start in range(9):
         assert take(stream_loader(new_stream(), 4, start=start), 9 - start) == expected[start:]
+    source = TextStream("a", 100)
+    take(stream_loader(stream(tmp_path, source), start=10), 1)
+    assert source.started == [40]  # ten steps of four: the block that begins at position 40
     ranks = [take(stream_loader(new_stream(), 2, rank, 2), 9) for rank in range(2)]
     assert [[ranks[0][s][0] + ranks[1][s][0]] for s in range(9)] == expected
 
@@ -221,12 +208,6 @@ def test_stream_restarts_at_its_end(tmp_path: Path) -> None:
     assert np.bincount([int(name[1:]) for name in names]).tolist() == [4] * 6
     with refused("a: not one item"):
         take(stream_loader(stream(tmp_path, TextStream("a", 0))), 1)
-
-
-def test_resumed_stream_skips_to_its_position(tmp_path: Path) -> None:
-    source = TextStream("a", 100)
-    take(stream_loader(stream(tmp_path, source), start=10), 1)
-    assert source.started == [40]  # ten steps of four: the block that begins at position 40
 
 
 def test_invalid_stream_items_are_replaced_and_listed(tmp_path: Path) -> None:
@@ -240,14 +221,11 @@ def test_invalid_stream_items_are_replaced_and_listed(tmp_path: Path) -> None:
         take(stream_loader(stream(tmp_path, TextStream("a", 16, bad=(2,)))), 2)
 
 
-@pytest.mark.parametrize("weight", [None, 1.0])
-def test_streaming_a_table(tmp_path: Path, weight: float | None) -> None:
-    import datasets
-
+def test_streaming_a_table(tmp_path: Path) -> None:
     save_images(tmp_path, "a.png")
     rows = {"question": [f"q{i}" for i in range(10)], "answer": [f"a{i}" for i in range(10)], "image": ["a.png"] * 10}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "t.parquet")
-    source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True, num_examples=8, weight=weight)
+    source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True, num_examples=8, weight=1.0)
     config = DataConfig(
         sources={"it": source}, media_root=str(tmp_path), shuffle_block=4, holdout=0.0, cache_dir=str(tmp_path / "c")
     )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from PIL import ExifTags, Image
 from support.data_helpers import make_processor, save_images, share_turns
@@ -18,9 +17,8 @@ from support.processors import random_image
 from data_prep.build import build_dataset, long_examples
 from data_prep.chat import Fit, Lengths, build_example
 from data_prep.config import Cache, DataConfig, OnBad, OnLong
-from data_prep.conversation import BadItem, Conversation, TooLong
+from data_prep.conversation import BadItem, TooLong
 from data_prep.dataset import measure
-from data_prep.dataset.lengths import find_long
 from data_prep.dataset.skip_log import read_skipped
 from data_prep.sources import SourceConfig
 from data_prep.tools import cli
@@ -38,10 +36,14 @@ def rows(folder: Path, *conversations: Any, **changes: Any) -> DataConfig:
     return DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(folder / "cache"), **changes)
 
 
-@pytest.mark.parametrize("on_long", list(OnLong))
-@pytest.mark.parametrize("max_length", [None, 36, 39, 40, 100, 1000])
-def test_what_becomes_of_an_example_is_predicted(on_long: OnLong, max_length: int | None, tmp_path: Path) -> None:
+def test_what_becomes_of_an_example_is_predicted(tmp_path: Path) -> None:
     dataset = build_dataset(rows(tmp_path, SHORT, TWO_TURNS, ONE_LONG), PROCESSOR)
+    for on_long in OnLong:
+        for max_length in (None, 36, 39, 40, 100, 1000):
+            check_prediction(dataset, on_long, max_length)
+
+
+def check_prediction(dataset: Any, on_long: OnLong, max_length: int | None) -> None:
     for position, row in enumerate(dataset.full_lengths().tolist()):
         conversation = dataset.conversation(position)
         complete = build_example(conversation, PROCESSOR)
@@ -58,7 +60,9 @@ def test_what_becomes_of_an_example_is_predicted(on_long: OnLong, max_length: in
 def test_long_examples_are_counted_apart_from_invalid_ones(
     cache: Cache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = rows(tmp_path, SHORT, SHORT[:1], TWO_TURNS, ONE_LONG, max_length=100, cache=cache, on_bad=OnBad.skip)
+    listing = tmp_path / "bad.jsonl"
+    limits = {"max_length": 100, "cache": cache, "on_bad": OnBad.skip, "bad_list": str(listing)}
+    config = rows(tmp_path, SHORT, SHORT[:1], TWO_TURNS, ONE_LONG, **limits)
     with caplog.at_level(logging.INFO):
         dataset = build_dataset(config, PROCESSOR)
         found = long_examples(config, dataset)
@@ -68,6 +72,11 @@ def test_long_examples_are_counted_apart_from_invalid_ones(
         found.line(), "2 of 3 examples", "data.max_length=100", "1 shortened and 1 dropped", "data.max_length=239 keeps"
     )
     assert "skipped 1 invalid items" in caplog.text
+    if cache is Cache.examples:
+        assert [(row["index"], row["kind"]) for row in read_skipped(listing)] == [("1", "invalid"), ("3", "too long")]
+    statistics, _ = cli.check_data(config, PROCESSOR, "train", 0)
+    check_message(statistics.as_text(), "1 invalid items skipped", "2 of 3 examples are too long")
+    assert statistics.as_json()["long"] == {"kept": 1, "shortened": 1, "dropped": 1}
     fits = long_examples(replace(config, max_length=239), build_dataset(replace(config, max_length=239), PROCESSOR))
     assert fits is not None and fits.counts == {Fit.kept: 3}
     assert "the longest of 3 examples has 239 tokens (data.max_length=239)" in fits.line()
@@ -78,13 +87,9 @@ def test_all_examples_too_long_is_an_error_before_training(cache: Cache, tmp_pat
     config = rows(tmp_path, SHORT, ONE_LONG, max_length=30, cache=cache)
     with refused("data.max_length: 30", "all of 2 examples", "data.on_long=turn", "at least 40", "data.max_length=239"):
         long_examples(config, build_dataset(config, PROCESSOR))
-
-
-def test_listed_items_have_a_kind(tmp_path: Path) -> None:
-    config = rows(tmp_path, SHORT, SHORT[:1], ONE_LONG, max_length=100, cache=Cache.examples, on_bad=OnBad.skip)
-    listing = tmp_path / "bad.jsonl"
-    build_dataset(replace(config, bad_list=str(listing)), PROCESSOR)
-    assert [(row["index"], row["kind"]) for row in read_skipped(listing)] == [("1", "invalid"), ("2", "too long")]
+    if cache is Cache.rows:
+        with refused("data.max_length: 30", "data.max_length=239 keeps"):
+            cli.check_data(config, PROCESSOR, "train", 0)
 
 
 def test_lengths_are_measured_once_for_every_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +123,7 @@ def media_rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("max_length", "on_long"), [(None, OnLong.turn), (90, OnLong.turn), (75, OnLong.cut), (90, OnLong.drop)]
-)
+@pytest.mark.parametrize(("max_length", "on_long"), [(None, OnLong.turn), (90, OnLong.turn), (75, OnLong.cut)])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
 def test_lengths_are_those_of_the_built_examples(
     family: str, max_length: int | None, on_long: OnLong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,27 +156,3 @@ def test_corrupt_image_is_found_before_training(tmp_path: Path) -> None:
     skipping = replace(config, on_bad=OnBad.skip)
     found = long_examples(skipping, build_dataset(skipping, PROCESSOR))
     assert found is not None and found.num_measured == 1
-
-
-def test_a_stream_is_not_measured(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"question": ["q"] * 2, "answer": ["a"] * 2}).to_parquet(tmp_path / "t.parquet")
-    source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True)
-    config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "c"))
-    assert long_examples(config, build_dataset(config, PROCESSOR)) is None
-
-
-def test_check_reports_long_and_invalid_rows(tmp_path: Path) -> None:
-    config = rows(tmp_path, SHORT, SHORT[:1], TWO_TURNS, ONE_LONG, max_length=100, on_bad=OnBad.skip)
-    statistics, _ = cli.check_data(config, PROCESSOR, "train", 0)
-    text = statistics.as_text()
-    assert "1 invalid items skipped" in text and "2 of 3 examples are too long" in text
-    assert statistics.as_json()["long"] == {"kept": 1, "shortened": 1, "dropped": 1}
-    with refused("data.max_length: 30", "data.max_length=239 keeps"):
-        cli.check_data(replace(config, max_length=30), PROCESSOR, "train", 0)
-
-
-def test_lines_of_a_stream_and_without_a_limit() -> None:
-    config = DataConfig(max_length=None)
-    assert "the longest of 2 measured examples has 9 tokens" in find_long(config, [Lengths(9, 9, 5)] * 2, None).line()
-    assert find_long(config, [], 0).num_long == 0
-    assert Conversation("a", []).error("x", TooLong).kind == "too long"

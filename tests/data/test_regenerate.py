@@ -56,6 +56,10 @@ def complete(tmp_path: Path) -> dict[str, bytes]:
 def test_rows_contain_the_targets_answers_and_their_provenance(complete: dict[str, bytes], tmp_path: Path) -> None:
     found = rows(tmp_path / "complete" / "out.jsonl")
     assert [row["id"] for row in found] == ["c0", "c1", "c2", "c5"]
+    source = SourceConfig(kind="messages", path=str(tmp_path / "complete" / "out.jsonl"))
+    config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "cache"))
+    dataset = build_dataset(config, make_processor("qwen2_5_vl"))
+    assert [dataset[i]["id"] for i in range(len(dataset))] == ["c0", "c1", "c2", "c5"]
     question, first, more, second = found[1]["messages"]
     assert first["content"][0]["text"].startswith("q1? ")
     assert second["content"][0]["text"].startswith("q1?|" + first["content"][0]["text"] + "|more ")
@@ -70,27 +74,11 @@ def test_rows_contain_the_targets_answers_and_their_provenance(complete: dict[st
     assert [row["outcome"] for row in (*found, *skipped)] == ["answered"] * 3 + ["cut short", "invalid", "cut short"]
 
 
-def test_rows_can_be_trained_on(complete: dict[str, bytes], tmp_path: Path) -> None:
-    source = SourceConfig(kind="messages", path=str(tmp_path / "complete" / "out.jsonl"))
-    config = DataConfig(sources={"it": source}, holdout=0.0, cache_dir=str(tmp_path / "cache"))
-    dataset = build_dataset(config, make_target("qwen2_5_vl").processor)
-    assert [dataset[i]["id"] for i in range(len(dataset))] == ["c0", "c1", "c2", "c5"]
-
-
 def test_summary_counts_every_conversation_once(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert run(out, rank=0, world_size=2).as_text(out) == f"6 conversations (3 now): 2 answered, 1 cut short: {out}"
     summary = f"6 conversations (3 now): 3 answered, 2 cut short, 1 invalid: {out}; 2 without a row, see {skipped_path(out)}"
     assert run(out).as_text(out) == summary
-
-
-def test_empty_answer_ends_a_conversation(tmp_path: Path) -> None:
-    def silent(messages: list[Message], seed: int) -> TargetAnswer:
-        return TargetAnswer("  " if len(messages) > 1 else "hello")
-
-    assert run(tmp_path / "out.jsonl", silent).outcomes == {"empty": 5, "invalid": 1}
-    assert [row["kept"] for row in rows(tmp_path / "out.jsonl")] == [1] * 5
-    check_message(rows(tmp_path / "out.jsonl")[0]["reason"], "(id c0): answer 2", "empty")
 
 
 def test_progress_is_logged_where_stderr_is_no_terminal(
@@ -130,7 +118,7 @@ def test_many_answers_run_compiled(batch_size: int, num_answers: int, mode: Pass
     assert target.passes is PassMode.eager
 
 
-@pytest.mark.parametrize("stop", [0, 1, 4, 7])
+@pytest.mark.parametrize("stop", [0, 4, 7])
 def test_interrupted_and_resumed_run_gives_the_same_file(complete: dict[str, bytes], tmp_path: Path, stop: int) -> None:
     out = tmp_path / "again" / "out.jsonl"
     calls = []
@@ -232,9 +220,8 @@ def test_too_many_conversations_for_the_memory_are_refused(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-def test_answers_are_those_of_the_decoder(family: str, tmp_path: Path) -> None:
-    target = make_target(family)
+def test_answers_are_those_of_the_decoder(tmp_path: Path) -> None:
+    target = make_target("qwen2_5_vl")
     target.eos_token_ids = list(range(0, len(target.processor.tokenizer), 2))  # a random target then ends soon
     config = DataConfig(num_examples=3, cache_dir=str(tmp_path), num_frames=2)
     settings = RegenerateConfig(max_new_tokens=40, batch_size=1)
