@@ -13,7 +13,7 @@ from data_prep.conversation import Conversation, Message, Row
 from data_prep.multi_turn import FOLLOW_UPS
 from data_prep.sources import JSON_SUFFIXES, SourceConfig
 from data_prep.sources.base import Source
-from data_prep.sources.prompt_layouts import LAYOUTS, Layout, MediaFinder, Question
+from data_prep.sources.prompt_layouts import LAYOUTS, Layout, MediaFinder
 from data_prep.sources.rows import JsonRows, ListRows, RawRows, RowSource, require_path
 from data_prep.splits import Split
 
@@ -30,24 +30,19 @@ class PromptSource(RowSource):
         super().__init__(rows, self._messages, settings, layout.id_key, layout.family, layout.family_key)
 
     def _messages(self, row: Row) -> list[Message]:
-        return question_messages(self.layout.read(row, self.find), self.long_answers)
+        """Returns the user message (media, question, instruction) and, if known, the reference answer."""
+        question = self.layout.read(row, self.find)
+        text = _lines(question.text, EXPLAIN if self.long_answers else question.instruction)
+        messages: list[Message] = [{"role": "user", "content": [*question.media, {"type": "text", "text": text}]}]
+        if question.answer is not None:
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": str(question.answer)}]})
+        return messages
 
     def conversation(self, index: int) -> Conversation:
         found = super().conversation(index)
-        follow_ups = self.layout.read(self.rows.row(index), self.find).follow_ups
-        if not follow_ups:
-            return found
         ending = EXPLAIN if self.long_answers else ""
-        return replace(found, meta=found.meta | {FOLLOW_UPS: [_lines(text, ending) for text in follow_ups]})
-
-
-def question_messages(question: Question, long_answers: bool) -> list[Message]:
-    """Returns the user message (media, question, instruction) and, if known, the reference answer."""
-    text = _lines(question.text, EXPLAIN if long_answers else question.instruction)
-    messages: list[Message] = [{"role": "user", "content": [*question.media, {"type": "text", "text": text}]}]
-    if question.answer is not None:
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": str(question.answer)}]})
-    return messages
+        later = [_lines(text, ending) for text in self.layout.read(self.rows.row(index), self.find).follow_ups]
+        return replace(found, meta=found.meta | {FOLLOW_UPS: later}) if later else found
 
 
 def _lines(question: str, ending: str) -> str:

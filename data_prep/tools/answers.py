@@ -66,15 +66,12 @@ def provenance_of(dataset: Any, origin: dict[str, Any], settings: RegenerateConf
 
 
 def draft_digest(folder: Path) -> str:
-    """Returns name and weight hash of a draft folder."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return f"{folder.name}:{digest.hexdigest()[:16]}"
+    """Returns the name of a draft folder and what identifies its weights."""
+    return f"{folder.name}:{weights_digest(str(folder), None)[:16]}"
 
 
 def weights_digest(path: str, commit: str | None) -> str:
-    """Returns what identifies the weights of a target: parts of the files of a local folder, else the hub id and its commit."""
+    """Returns what identifies the weights of a model: parts of the files of a local folder, else the hub id and its commit."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return f"{path}@{commit}"
