@@ -173,7 +173,7 @@ def _run_group(
         if runner.name in failed:
             return None
         if len(prompts) > 1 and isinstance(runner, PolicyRunner):
-            return runner.run_together([one.inputs for one in prompts], samplings, batch_size)
+            return runner.run_batch([one.inputs for one in prompts], samplings, batch_size)
         try:
             found.append(runner.run(prompt.inputs, own))
         except Exception as error:  # any error of another library

@@ -107,10 +107,10 @@ class PolicyRunner:
         wall_s = end - start - prepared_s(start, end)
         return timed_run(out, wall_s)
 
-    def run_together(
+    def run_batch(
         self, inputs: Sequence[Mapping[str, Tensor]], samplings: Sequence[Sampling], batch_size: int
     ) -> list[TimedRun]:
-        """Generates from all inputs, up to `batch_size` together; the time of a joint pass is divided among its requests."""
+        """Generates from all inputs, up to `batch_size` together; the time of a pass is divided among its requests."""
         if len(inputs) == 1:
             return [self.run(inputs[0], samplings[0])]
         if self.pruning is not KEEP_ALL:

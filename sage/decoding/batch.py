@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 
-from sage.decoding.decoder import Request, Round, draft_steps, prefill, read_chunk, verify_steps
+from sage.decoding.decoder import Request, Round, attempt, prefill, read_chunk, run_round
 from sage.decoding.generation import Generation, Output, start
 from sage.drafts.draft import Draft
-from sage.drafts.session import JointSession
+from sage.drafts.session import PackedSession
 from sage.planning.base import Policy
 from sage.runtime.cache import TreeCache
-from sage.runtime.executors import Executor
-from sage.runtime.joint import Joined, Steps, together
 from sage.runtime.shared_cache import CacheRow, SharedCache
 from sage.runtime.timing import prepared_s
 from sage.targets import Target
@@ -33,13 +31,11 @@ class BatchRequest:
     """A request of a `BatchDecoder`, which identifies it.
 
     Attributes:
-        error: what ended it early; its other figures are those until then.
         has_started: whether its prompt is read.
         rows: of the shared caches, which it occupies.
     """
 
     generation: Generation
-    error: Exception | None = None
     has_started: bool = False
     rows: list[CacheRow] = field(default_factory=list, repr=False)
 
@@ -47,6 +43,11 @@ class BatchRequest:
     def tokens(self) -> list[int]:
         """Tokens emitted so far."""
         return self.generation.tokens
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended it early; its other figures are those until then."""
+        return self.generation.request.error
 
     @property
     def is_over(self) -> bool:
@@ -104,7 +105,7 @@ class BatchDecoder:
         own = policy.for_request()
         generation = start(self.target, self.draft if own.num_candidates else None, inputs, own, **options)
         policy.costs = policy.costs or own.costs
-        generation.request.clock.pause()
+        generation.request.clock.share()
         request = BatchRequest(generation)
         self._waiting.append(request)
         return request
@@ -131,7 +132,7 @@ class BatchDecoder:
             try:
                 self._take_rows(request)
             except Exception as error:  # of memory; the others go on with the rows that they have
-                request.error = error
+                request.generation.request.error = error
                 failed.append(request)
             else:
                 self._active.append(request)
@@ -140,67 +141,49 @@ class BatchDecoder:
     def _take_rows(self, request: BatchRequest) -> None:
         """Moves the empty caches of a request into rows of shared ones."""
         own = request.generation.request
-        own.cache = self._row("target", own.cache, own.passes.executor, request)
-        if isinstance(own.session, JointSession):
-            own.session.cache = self._row("draft", own.session.cache, own.passes.executor, request)
+        own.cache = self._row("target", own.cache, request)
+        if isinstance(own.session, PackedSession):
+            own.session.cache = self._row("draft", own.session.cache, request)
 
-    def _row(self, owner: str, cache: TreeCache, executor: Executor, request: BatchRequest) -> CacheRow:
+    def _row(self, owner: str, cache: TreeCache, request: BatchRequest) -> CacheRow:
         if owner not in self._caches:
             self._caches[owner] = SharedCache(cache, self.max_requests)
-            executor.share(self._caches[owner])
         row = self._caches[owner].take(cache.capacity)
         request.rows.append(row)
         return row
 
     def _run_rounds(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
-        rows = [_num_nodes(one) for one in requests]
-        own = [one.generation.request for one in requests]
+        rows = [_num_nodes(request) for request in requests]
+        own = [request.generation.request for request in requests]
         started = time.perf_counter()
-        for one, count in zip(own, rows, strict=True):
-            one.policy.share(sum(rows) - count, len(requests))
-        policies = [one.policy for one in own]
+        for request, count in zip(own, rows, strict=True):
+            request.policy.share(sum(rows) - count, len(requests))
+        policies = [request.policy for request in own]
         kind = type(policies[0]) if len(set(map(type, policies))) == 1 else None
         if kind is not None:
-            kind.begin_together(policies)
-        drafting = [Joined(draft_steps(one), one.clock) for one in own]
-        together(drafting, self.target.device)
-        start = time.perf_counter()
-        selected = _select(own, drafting)
-        shared_s = (time.perf_counter() - start) / max(len(own), 1)
-        verifying = [
-            done if done.error is not None else Joined(verify_steps(one, done.result, keep), one.clock)
-            for one, done, keep in zip(own, drafting, selected, strict=True)
-        ]
-        together([one for one in verifying if one.error is None], self.target.device, shared_s)
-        done = [(one, self._outcome(one, ended)) for one, ended in zip(requests, verifying, strict=True)]
+            kind.begin_shared(policies)
+        rounds = run_round(own)
         if kind is not None:
             ended = time.perf_counter()
-            tokens = sum(len(round_.tokens) for _, round_ in done)
-            kind.observe_together(policies, tokens, ended - started - prepared_s(started, ended))
-        return done
+            tokens = sum(len(round_.tokens) for round_ in rounds)
+            kind.observe_shared(policies, tokens, ended - started - prepared_s(started, ended))
+        return list(zip(requests, rounds, strict=True))
 
     def _read_prompts(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
         """Reads the prompts of new requests; with `prefill_tokens`, a part of the first one."""
         done = []
         for request in requests if self.prefill_tokens is None else requests[:1]:
-            computation = Joined(self._read_prompt(request), request.generation.request.clock)
-            together([computation], self.target.device)
-            if request.has_started or computation.error is not None:
-                done.append((request, self._outcome(request, computation)))
+            round_ = attempt(request.generation.request, self._read_prompt)
+            request.has_started = round_ is not None
+            if request.has_started or request.error is not None:
+                done.append((request, round_ or Round([], 0)))
         return done
 
-    def _read_prompt(self, request: BatchRequest) -> Steps[Round | None]:
-        yield from ()
-        own = request.generation.request
-        if self.prefill_tokens is not None and read_chunk(own, self.prefill_tokens):
+    def _read_prompt(self, request: Request) -> Round | None:
+        """Reads a prompt, or a part of it; returns the first round once it has been read."""
+        if self.prefill_tokens is not None and read_chunk(request, self.prefill_tokens):
             return None
-        first = prefill(own)
-        request.has_started = True
-        return first
-
-    def _outcome(self, request: BatchRequest, computation: Joined) -> Round:
-        request.error = computation.error
-        return Round([], 0) if request.error is not None else computation.result
+        return prefill(request)
 
     def remove(self, request: BatchRequest) -> None:
         """Ends a request, whether it is complete or not; does nothing if it has left."""
@@ -212,20 +195,6 @@ class BatchDecoder:
             row.shared.release(row)
         request.rows.clear()
         request.generation.stats.time_s = request.generation.request.clock.seconds()
-
-
-def _select(requests: Sequence[Request], drafting: Sequence[Joined]) -> list[Sequence[int] | None]:
-    """Returns the nodes that each request verifies, for all policies of a class together; None where nothing was drafted."""
-    selected: list[Sequence[int] | None] = [None] * len(requests)
-    places: dict[type[Policy], list[int]] = {}
-    for place, (request, done) in enumerate(zip(requests, drafting, strict=True)):
-        if done.error is None and done.result is not None:
-            places.setdefault(type(request.policy), []).append(place)
-    for kind, own in places.items():
-        found = kind.select_together([requests[place].policy for place in own], len(requests))
-        for place, keep in zip(own, found, strict=True):
-            selected[place] = keep
-    return selected
 
 
 def _num_nodes(request: BatchRequest) -> int:

@@ -5,7 +5,7 @@ Shapes: N tree nodes, U draft vocabulary, V vocabulary, T prompt tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +21,12 @@ from sage.planning.base import Policy
 from sage.planning.tree import Columns, NextLevel, RoundOutcome, Tree, TreeBuilder
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens, cached_index, join_tokens
-from sage.runtime.joint import Steps, alone
-from sage.runtime.timing import Clock
+from sage.runtime.packing import Pass, run
+from sage.runtime.timing import Clock, shared_time
 from sage.targets import Features, Prompt, Target
 from sage.targets.family import Family
 from sage.targets.prompt_pass import read_prompt
-from sage.targets.tree_passes import TreePasses
+from sage.targets.tree_passes import TreeOutput, TreePasses
 
 MAX_UNREAD = 256  # rounds whose features are kept while a policy does not draft
 
@@ -64,6 +64,7 @@ class Request:
         draft_logits: [1, U], the draft's logits below the root; None until it has read the root.
         unread: features and tokens of the rounds that the draft has not read yet.
         unread_prompt: the prompt as the draft reads it, its features and the first token, if the draft has not read it yet.
+        error: what ended the request early.
     """
 
     target: Target
@@ -83,6 +84,7 @@ class Request:
     draft_logits: Tensor | None = None
     unread: list[tuple[Features, Tokens]] = field(default_factory=list)
     unread_prompt: tuple[Prompt, Features, Tensor] | None = None
+    error: Exception | None = None
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -100,29 +102,54 @@ def decode(request: Request) -> Iterator[Round]:
     yield emitted
     while not request.stop.is_over:
         with _inference_mode():
-            emitted = alone(round_steps(request))
+            (emitted,) = run_round([request])
+        if request.error is not None:
+            raise request.error
         yield emitted
 
 
-def round_steps(request: Request) -> Steps[Round]:
-    """Runs one round; asks for its passes, which several requests can share (`sage.runtime.joint`)."""
-    builder = yield from draft_steps(request)
-    done = yield from verify_steps(request, builder, None if builder is None else request.policy.select())
-    return done
+def run_round(requests: Sequence[Request]) -> list[Round]:
+    """Runs one round of every request: plan, verify, commit. All share one pass of the target, one pass of the draft over
+    accepted tokens, and one per level.
+
+    A request that fails keeps its `error`, and its round has no tokens; the others go on.
+    """
+    drafts = _each(requests, _begin)
+    synchronize_drafts(requests, drafts)
+    builders = grow(requests, drafts)
+    trees = _each(requests, selected_tree, builders, _select(requests, builders))
+    outputs = _run(requests, _each(requests, _verify_pass, trees))
+    rounds = _each(requests, _accept, trees, outputs)
+    return [Round([], 0) if found is None else found for found in rounds]
 
 
-def draft_steps(request: Request) -> Steps[TreeBuilder | None]:
-    """Runs the part of a round before the policy selects the nodes to verify; returns the tree that was drafted, if any."""
-    request.clock.start_round()
-    builder = yield from plan(request)
-    return builder
+def attempt(request: Request, step: Callable[..., Any], *values: Any) -> Any:
+    """Runs a step of one request on its clock; returns None if it fails, and keeps the error."""
+    if request.error is not None:
+        return None
+    request.clock.resume()
+    try:
+        return step(request, *values)
+    except Exception as error:
+        request.error = error
+        return None
+    finally:
+        request.clock.pause()
 
 
-def verify_steps(request: Request, builder: TreeBuilder | None, keep: Sequence[int] | None) -> Steps[Round]:
-    """Runs the rest of a round; `keep` as returned by `Policy.select`."""
-    tree = selected_tree(request, builder, keep)
-    verdict, features = yield from verify(request, tree)
-    return commit(request, tree, verdict, features)
+def _each(requests: Sequence[Request], step: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
+    """Runs a step of every request, with its entry of each column."""
+    return [attempt(request, step, *values) for request, *values in zip(requests, *columns, strict=True)]
+
+
+def _run(requests: Sequence[Request], needed: Sequence[Any]) -> list[Any]:
+    """Runs the passes that requests need, None for none; their clocks share the time."""
+    places = [place for place, each in enumerate(needed) if each is not None]
+    found: list[Any] = [None] * len(needed)
+    with shared_time([requests[place].clock for place in places]):
+        for place, result in zip(places, run([needed[place] for place in places]), strict=True):
+            found[place] = result
+    return found
 
 
 def read_chunk(request: Request, num_tokens: int) -> bool:
@@ -172,26 +199,116 @@ def _prefill_draft(request: Request, session: DraftSession, prompt: Prompt, feat
     request.unread_prompt = None
 
 
-def plan(request: Request) -> Steps[TreeBuilder | None]:
-    """Synchronizes the draft with the accepted tokens and drafts one tree, as far as the policy asks for it."""
+def _begin(request: Request) -> bool:
+    """Starts a round; returns whether the policy asks for a tree."""
+    request.clock.start_round()
     request.policy.begin()
     request.clock.lap("policy")
-    session, drafts = request.session, request.policy.should_draft()
+    return request.session is not None and request.policy.should_draft()
+
+
+def synchronize_drafts(requests: Sequence[Request], drafts: Sequence[bool]) -> None:
+    """Lets the drafts of requests read the accepted tokens, where the policy drafts or they have become many."""
+    for request, logits in zip(requests, _run(requests, _each(requests, _unread_pass, drafts)), strict=True):
+        if logits is not None:
+            request.draft_logits = logits
+            request.stats.draft_steps += 1
+
+
+def _unread_pass(request: Request, drafts: bool) -> Pass | Tensor | None:
+    """Returns the pass by which the draft reads the accepted tokens."""
+    session = request.session
     if session is None or not (drafts or len(request.unread) >= MAX_UNREAD):
         return None
     if request.unread_prompt is not None:
         _prefill_draft(request, session, *request.unread_prompt)
         request.clock.lap("draft_prefill")
-    if request.unread:
-        features = Features.join([features for features, _ in request.unread])
-        tokens = join_tokens([tokens for _, tokens in request.unread])
-        request.unread.clear()
-        request.draft_logits = yield from session.commit_steps(features, tokens)
-        request.stats.draft_steps += 1
-    if not drafts:
+    if not request.unread:
         return None
-    builder = yield from grow(request)
-    return builder
+    features = Features.join([features for features, _ in request.unread])
+    tokens = join_tokens([tokens for _, tokens in request.unread])
+    request.unread.clear()
+    return session.commit_pass(features, tokens)
+
+
+@dataclass
+class Growth:
+    """The tree of a request while it grows, at most to the depth that the answer can still use and the draft can reach.
+
+    Attributes:
+        chosen: the policy's choice of the last level; None for none.
+    """
+
+    request: Request
+    session: DraftSession
+    builder: TreeBuilder
+    last_level: int
+    chosen: NextLevel | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a further level."""
+        has_next = self.chosen is not None and len(self.chosen.expand) > 0 and self.builder.depth < self.last_level
+        return has_next and self.request.error is None
+
+    def expand_pass(self) -> Pass | Tensor:
+        """Returns the pass by which the draft expands the nodes that the policy chose."""
+        assert self.chosen is not None
+        rows, tokens = self.builder.advance(self.chosen)
+        self.request.clock.lap("policy")
+        self.request.stats.draft_steps += 1
+        return self.session.expand_pass(rows, tokens)
+
+    def add_level(self, logits: Tensor) -> None:
+        """Adds the policy's choice below the frontier, for which the draft gave `logits` [F, U]."""
+        request, builder, session = self.request, self.builder, self.session
+        policy, level, sampler = request.policy, builder.depth + 1, request.verifier.sampler
+        candidates = session.propose(sampler.coupled(logits, level, session.token_map), policy.num_candidates_at(level))
+        request.clock.lap("draft_steps", len(logits) if level > 1 else 0)
+        frontier = builder.open_level(*candidates)
+        check_probabilities(frontier.rows, level, request.stats.new_tokens)
+        self.chosen = policy.next_level(frontier)
+        if self.chosen is not None:
+            builder.add(self.chosen)
+
+
+def grow(requests: Sequence[Request], drafts: Sequence[bool]) -> list[TreeBuilder | None]:
+    """Grows the trees of one round level by level; returns them, None where nothing is drafted."""
+    growths = _each(requests, _first_level, drafts)
+    while growing := [growth for growth in growths if growth is not None and growth.goes_on]:
+        own = [growth.request for growth in growing]
+        logits = _run(own, _each(own, lambda _, growth: growth.expand_pass(), growing))
+        _each(own, lambda _, growth, found: growth.add_level(found), growing, logits)
+    return [growth and growth.builder for growth in growths]
+
+
+def _first_level(request: Request, drafts: bool) -> Growth | None:
+    """Starts a tree with the level below the root, for which the draft has given the logits already."""
+    session, logits, last_level = request.session, request.draft_logits, request.stop.num_remaining - 1
+    if session is not None and session.max_depth is not None:
+        last_level = min(last_level, session.max_depth)
+    if not drafts or logits is None or session is None or last_level == 0:
+        return None
+    growth = Growth(request, session, TreeBuilder(request.root, logits.device, request.stop.eos), last_level)
+    growth.add_level(logits)
+    return growth
+
+
+def _select(requests: Sequence[Request], builders: Sequence[TreeBuilder | None]) -> list[Sequence[int] | None]:
+    """Returns the nodes that each request verifies, for all policies of a class at once; None for all."""
+    if len(requests) == 1:
+        return _each(requests, lambda request, builder: None if builder is None else request.policy.select(), builders)
+    selected: list[Sequence[int] | None] = [None] * len(requests)
+    places: dict[type[Policy], list[int]] = {}
+    for place, (request, builder) in enumerate(zip(requests, builders, strict=True)):
+        if request.error is None and builder is not None:
+            places.setdefault(type(request.policy), []).append(place)
+    with shared_time([request.clock for request in requests]):
+        for kind, own in places.items():
+            found = kind.select_shared([requests[place].policy for place in own], len(requests))
+            for place, keep in zip(own, found, strict=True):
+                selected[place] = keep
+    return selected
 
 
 def selected_tree(request: Request, builder: TreeBuilder | None, keep: Sequence[int] | None) -> Tree:
@@ -203,47 +320,17 @@ def selected_tree(request: Request, builder: TreeBuilder | None, keep: Sequence[
     return tree
 
 
-def grow(request: Request) -> Steps[TreeBuilder | None]:
-    """Grows one round's tree level by level, at most to the depth that the answer can still use and the draft can reach; None
-    if nothing is drafted.
-    """
-    session, clock, logits = request.session, request.clock, request.draft_logits
-    last_level = request.stop.num_remaining - 1
-    if session is not None and session.max_depth is not None:
-        last_level = min(last_level, session.max_depth)
-    if logits is None or session is None or last_level == 0:
-        return None
-    builder = TreeBuilder(request.root, logits.device, request.stop.eos)
-    chosen = _add_level(request, session, builder, logits)
-    while chosen is not None and len(chosen.expand) and builder.depth < last_level:
-        rows, tokens = builder.advance(chosen)
-        clock.lap("policy")
-        logits = yield from session.expand_steps(rows, tokens)
-        request.stats.draft_steps += 1
-        chosen = _add_level(request, session, builder, logits)
-    return builder
-
-
-def _add_level(request: Request, session: DraftSession, builder: TreeBuilder, logits: Tensor) -> NextLevel | None:
-    """Adds the policy's choice below the frontier, for which the draft gave `logits` [F, U], and returns it; None for none."""
-    policy, level, sampler = request.policy, builder.depth + 1, request.verifier.sampler
-    candidates = session.propose(sampler.coupled(logits, level, session.token_map), policy.num_candidates_at(level))
-    request.clock.lap("draft_steps", len(logits) if level > 1 else 0)
-    frontier = builder.open_level(*candidates)
-    check_probabilities(frontier.rows, level, request.stats.new_tokens)
-    chosen = policy.next_level(frontier)
-    if chosen is not None:
-        builder.add(chosen)
-    return chosen
-
-
-def verify(request: Request, tree: Tree) -> Steps[tuple[Verdict, Features]]:
-    """Runs the target over the tree; returns the accepted path and the features of all nodes [1, N, D]."""
+def _verify_pass(request: Request, tree: Tree) -> Pass:
+    """Returns the target's pass over the tree."""
     position = request.prompt.next_position + (request.stats.new_tokens - 1)
-    output = yield from request.passes.steps(tree.tokens, position + tree.depths, tree.ancestors, request.cache)
+    return request.passes.over(tree.tokens, position + tree.depths, tree.ancestors, request.cache)
+
+
+def _accept(request: Request, tree: Tree, output: TreeOutput) -> Round:
+    """Follows the target's choices through the tree, and commits the path."""
     request.clock.lap("verify", len(tree))
-    needs_labels = request.policy.needs_feedback()
-    return request.verifier.verify(output.logits, tree, needs_labels, output.greedy), output.features
+    verdict = request.verifier.verify(output.logits, tree, request.policy.needs_feedback(), output.greedy)
+    return commit(request, tree, verdict, output.features)
 
 
 def commit(request: Request, tree: Tree, verdict: Verdict, features: Features) -> Round:

@@ -38,8 +38,8 @@ from sage.drafts.rope import Rope
 from sage.drafts.slots import SlotHead, mask_token_of
 from sage.drafts.unroll import at_rows
 from sage.drafts.vocabulary import DraftVocabulary
-from sage.runtime.attention import joint_attention, tile_mask
-from sage.runtime.shared_cache import JointCache
+from sage.runtime.attention import packed_attention, tile_mask
+from sage.runtime.packed import PackedCache
 from sage.targets import Features, Prompt, Target
 
 
@@ -114,8 +114,8 @@ class BlockAttention(nn.Module):
             key, value = cache.update(key, value, layer)
         if cache is None:
             out = masked_attention(query, key, value, mask)
-        elif isinstance(cache, JointCache):
-            out = joint_attention(query, key, value, mask, cache.queries).transpose(1, 2)
+        elif isinstance(cache, PackedCache) and cache.queries is not None:
+            out = packed_attention(query, key, value, mask, cache.queries).transpose(1, 2)
         else:
             folded = query.reshape(len(query), self.kv_heads, -1, self.head_dim)
             out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask).reshape(query.shape)
@@ -300,7 +300,7 @@ class BlockDraft(DraftVocabulary, SlotHead):
     ) -> Tensor:
         assert mask is not None, "slots that attend to one another need a mask"
         slots = self.slots(embeds.index_select(1, ends), fused.index_select(1, ends)).flatten(1, 2)
-        return self.at_levels(self.run(fused, slots, rope, mask, cache)[0].unflatten(0, (len(ends), self.num_slots)))
+        return self.at_levels(self.run(fused, slots, rope, mask, cache)[0].unflatten(0, (ends.shape[0], self.num_slots)))
 
     def roll_out(
         self,

@@ -5,26 +5,14 @@ Shapes: F nodes, R requests, K levels, D hidden, U draft vocabulary, V target vo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sage.drafts.slot_passes import lm_head_rows
-from sage.runtime.host_tensors import cached_index
-from sage.runtime.joint import Call
-from sage.runtime.pass_function import (
-    ALL_NODES,
-    CALLS,
-    NODES,
-    Argument,
-    Dim,
-    JointFunction,
-    PassFunction,
-    Result,
-    Value,
-)
+from sage.runtime.pass_function import CALLS, NODES, PassFunction, PassInputs, Result, argument
 from sage.targets import Target
 from sage.targets.tree_passes import describe_target, without_paths
 
@@ -82,75 +70,36 @@ class Correction(nn.Module):
         return self.to_logits(state)
 
 
-class CorrectionPass(PassFunction):
-    """Logits below the nodes of one level: those of the slot, corrected for each node.
+@dataclass(kw_only=True)
+class CorrectionInputs(PassInputs):
+    """Arguments of a `CorrectionPass`.
 
-    Args:
-        nodes: the dimension of the nodes.
-        own: of several requests, arguments after the nodes.
-        slots: the dimension of the slots that they are in.
+    Attributes:
+        tokens, parents: LongTensor [F], the nodes' tokens and those of their parents.
+        numbers: LongTensor [F], the request of each node.
+        hidden, logits: results [R, D] and [R, U] of the blocks at the nodes' levels.
     """
 
-    def __init__(
-        self,
-        draft: Any,
-        target: Target,
-        correction: Correction,
-        names: tuple[str, str] = ("the draft's correction of one node", "the draft's correction of several nodes"),
-        nodes: Dim = NODES,
-        own: Sequence[Argument] = (),
-        slots: Dim | int = 1,
-    ) -> None:
-        num_tokens = draft.num_draft_tokens
-        arguments = (
-            Argument("tokens", (nodes,), torch.long),
-            Argument("parents", (nodes,), torch.long),
-            *own,
-            Argument("hidden", (slots, draft.config.hidden_size), draft.dtype),
-            Argument("logits", (slots, num_tokens), draft.dtype),
-        )
-        facts, modules = (describe_target(target), without_paths(draft.config)), (type(draft).__module__,)
-        super().__init__("draft", names, arguments, (Result((nodes, num_tokens)),), facts, modules)
-        self.draft, self._target, self.correction = draft, target, correction
-
-    def _new_joint(self) -> JointFunction | None:
-        return JointCorrectionPass(self.draft, self._target, self.correction)
-
-    def forward(self, tokens: Tensor, parents: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor]:
-        """Returns logits [F, U].
-
-        Args:
-            tokens, parents: LongTensor [F], the nodes' tokens and those of their parents.
-            hidden, logits: results [1, D] and [1, U] of the block at the nodes' level.
-        """
-        return (logits + self.correction(tokens, parents, self.correction.of_slots(hidden)),)
+    tokens: Tensor = argument(NODES)
+    parents: Tensor = argument(NODES)
+    numbers: Tensor = argument(NODES)
+    hidden: Tensor = argument(CALLS, "hidden_size", dtype=None)
+    logits: Tensor = argument(CALLS, "num_tokens", dtype=None)
 
 
-class JointCorrectionPass(CorrectionPass, JointFunction):
-    """Corrected logits below the nodes of one level of several requests. Shapes: T nodes, R requests."""
+class CorrectionPass(PassFunction):
+    """Logits below the nodes of one level: those of the slot, corrected for each node."""
 
     def __init__(self, draft: Any, target: Target, correction: Correction) -> None:
-        names = ("the draft's correction of one node of every request", "the draft's correction of several requests")
-        super().__init__(draft, target, correction, names, ALL_NODES, (Argument("slots", (ALL_NODES,), torch.long),), CALLS)
+        names = ("the draft's correction of one node", "the draft's correction of several nodes")
+        sizes = {"hidden_size": draft.config.hidden_size, "num_tokens": draft.num_draft_tokens}
+        results = (Result((NODES, draft.num_draft_tokens)),)
+        facts, modules = (describe_target(target), without_paths(draft.config)), (type(draft).__module__,)
+        super().__init__("draft", names, CorrectionInputs, sizes, draft.dtype, results, facts, modules)
+        self.correction = correction
 
-    def forward(  # type: ignore[override]
-        self, tokens: Tensor, parents: Tensor, slots: Tensor, hidden: Tensor, logits: Tensor
-    ) -> tuple[Tensor]:
-        """Returns logits [T, U].
-
-        Args:
-            tokens, parents: LongTensor [T], as for `CorrectionPass.forward`.
-            slots: LongTensor [T], the request of each node.
-            hidden, logits: of the slots, [R, D] and [R, U].
-        """
-        corrected = self.correction(tokens, parents, self.correction.of_slots(hidden).index_select(0, slots))
-        return (logits.index_select(0, slots) + corrected,)
-
-    def join(self, calls: Sequence[Call], num_rows: int) -> Sequence[Value]:
-        tokens, parents, hidden, logits = ([call.values[place] for call in calls] for place in range(4))
-        numbers = tuple(place for place, one in enumerate(tokens) for _ in range(len(one)))
-        slots = cached_index(numbers, tokens[0].device)
-        return torch.cat(tokens), torch.cat(parents), slots, torch.cat(hidden), torch.cat(logits)
-
-    def split(self, calls: Sequence[Call], results: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        return [(part,) for part in results[0].split([len(call.values[0]) for call in calls])]
+    def compute(self, inputs: CorrectionInputs) -> tuple[Tensor]:
+        """Returns logits [F, U]."""
+        of_slots = self.correction.of_slots(inputs.hidden).index_select(0, inputs.numbers)
+        corrected = self.correction(inputs.tokens, inputs.parents, of_slots)
+        return (inputs.logits.index_select(0, inputs.numbers) + corrected,)

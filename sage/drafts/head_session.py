@@ -6,6 +6,7 @@ Shapes: F frontier nodes of one tree level, P parents, M tokens committed, S slo
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,17 +16,16 @@ from sage.drafts.compressor.spans import HeadInput, PairMasks, ends_of_turn
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import LastQuery, fuse_linears
 from sage.drafts.options import ImageInputs
-from sage.drafts.session import JointSession
+from sage.drafts.session import PackedSession
 from sage.drafts.slots import SlotHead
-from sage.runtime.attention import tile_mask
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
-from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, BoundPass, Steps, alone
+from sage.runtime.packing import BoundPass, Pass, run
 from sage.runtime.pass_function import PROMPT
 from sage.targets import Features, Prompt, Target
 
 
-class PairSession(JointSession):
+class PairSession(PackedSession):
     """Base class of sessions of a head that reads pairs: pair t = (feature of token t, embedding of token t + 1) at the
     position of token t.
 
@@ -45,8 +45,8 @@ class PairSession(JointSession):
             fuse_linears(draft)
         self._executor = EAGER if draft.training else executor_of(target.passes)
         commit, *others = draft.pass_functions(target)
-        self._commit = BoundPass(self._executor, commit, COMMIT_ORDER)
-        self._level = BoundPass(self._executor, others[0], LEVEL_ORDER) if others else None
+        self._commit = BoundPass(self._executor, commit, self.device)
+        self._level = BoundPass(self._executor, others[0], self.device) if others else None
         self.levels, self.token_map = draft.levels, draft.token_map
         self.committed = self.depth = self.offset = 0
         self._staging = TokenStagingBuffer(self.device)
@@ -82,36 +82,56 @@ class PairSession(JointSession):
         if self._is_read_as_tokens(prompt):
             embeds = next_embeds(self.draft, self.target, prompt, root)
             self._set_origin(prompt.next_position, before=prompt.position_ids)
-            return alone(self._read_steps(embeds, features, *self._rope(0, self.offset)))
+            return self._logits_of(self._read(embeds, features, *self._rope(0, self.offset)))
         pairs = pairs_of_prompt(self.draft, self.target, prompt, features, root)
         more = pairs.features.shape[1] - prompt.input_ids.shape[1]
         if more > 0:  # tiny images become longer
             self._set_capacity(self.capacity + more)
         self._set_origin(prompt.next_position)
-        return alone(self._read_pairs(pairs))
+        return self._logits_of(self._read_pairs(pairs))
+
+    def _logits_of(self, needed: Pass | Tensor) -> Tensor:
+        """Runs a pass that gives logits."""
+        logits: Tensor = run([needed])[0]
+        return logits
 
     def _is_read_as_tokens(self, prompt: Prompt) -> bool:
         is_short = PROMPT.minimum <= prompt.input_ids.shape[1] <= self._executor.max_prompt
         return is_short and prompt.kept is None and self.draft.compressor is None
 
-    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
+    def commit_pass(self, features: Features, tokens: Tokens) -> Pass:
         self.cache.crop_to(self.committed)
         length = len(tokens)
         embeds = self.target.embed_tokens(self._staging.stage(tokens))[None]
         rope = self._rope(self.offset, length)
         self.offset += length
-        logits = yield from self._read_steps(embeds, features, *rope)
-        return logits
+        return self._read(embeds, features, *rope)
 
     @abstractmethod
-    def _read_pairs(self, pairs: HeadInput) -> Steps[Tensor]:
-        """Reads a prompt into the empty cache, eagerly, and starts a tree; returns the logits [1, U] below the root."""
-
-    @abstractmethod
-    def _read_steps(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Steps[Tensor]:
-        """Appends pairs to the cache, `offset` being the index behind the last one, and starts a tree; returns the logits
-        [1, U] below its root.
+    def _read_pairs(self, pairs: HeadInput) -> Pass | Tensor:
+        """Reads a prompt into the empty cache, eagerly, and starts a tree; returns the logits [1, U] below the root, or a pass
+        that gives them.
         """
+
+    @abstractmethod
+    def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
+        """Returns the pass that appends pairs to the cache, `offset` being the index behind the last one, starts a tree and
+        gives the logits [1, U] below its root.
+        """
+
+    def _pairs(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor, num_slots: int) -> dict[str, Any]:
+        """Reserves columns for pairs and slots behind them; returns arguments of the pass over them."""
+        length = embeds.shape[1]
+        first = self.cache.reserve(length + num_slots)
+        return {
+            "embeds": embeds,
+            "last": features.last,
+            "levels": features.levels,
+            "cos": cos,
+            "sin": sin,
+            "columns": self._steps.narrow(0, first, length),
+            "steps": self._steps.narrow(0, 0, first + length + num_slots),
+        }
 
 
 class HeadSession(PairSession):
@@ -123,68 +143,61 @@ class HeadSession(PairSession):
         super().__init__(draft, target, capacity)
         self.hidden = torch.zeros(1, draft.config.hidden_size, dtype=self.dtype, device=self.device)
         self.visible: Tensor | None = None
-        self._siblings: dict[int, Tensor] = {}
+        self._itself = torch.ones(1, 1, dtype=torch.bool, device=self.device)
 
-    def _set_capacity(self, capacity: int) -> None:
-        super()._set_capacity(capacity)
-        self._zeros = torch.zeros(1, self.cache.capacity, dtype=self.dtype, device=self.device)
-
-    def _read_pairs(self, pairs: HeadInput) -> Steps[Tensor]:
-        yield from ()
+    def _read_pairs(self, pairs: HeadInput) -> Tensor:
         hidden = self.draft(pairs.embeds_next, pairs.features, pairs.position_ids, cache=LastQuery(self.cache))[0]
         self._start_tree(hidden)
         logits: Tensor = self.draft.logits(hidden, self.target)
         return logits
 
-    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
+    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass:
         width = len(rows)
         first = self.cache.reserve(width)
-        visible = self._visible_to(rows, first)
-        mask = self._zeros.narrow(1, 0, first + 1) if visible is None else visible
+        visible, start = self._visible_to(rows, first)
         cos, sin = self._rope(self.offset + self.depth, 1)
         self.depth += 1
-        if len(self.hidden) == 1 and width > 1:
-            rows = rows.new_zeros(width)  # a view of one number is not contiguous
-        self.hidden, logits = yield from self._level.steps(
-            self.cache,
-            self._staging.stage(tokens),
-            rows,
-            self.hidden,
-            cos,
-            sin,
-            self._steps.narrow(0, first, width),
-            mask,
-            self.cache.keys,
-            self.cache.values,
-        )
+        if width > 1:
+            cos, sin = cos.repeat(1, 1, width, 1), sin.repeat(1, 1, width, 1)
+            if len(self.hidden) == 1:
+                rows = rows.new_zeros(width)  # a view of one number is not contiguous
+        tensors = {
+            "tokens": self._staging.stage(tokens),
+            "parents": rows,
+            "hidden": self.hidden,
+            "cos": cos,
+            "sin": sin,
+            "columns": self._steps.narrow(0, first, width),
+            "visible": visible,
+            "first": self._steps.narrow(0, start, 1),
+            "steps": self._steps.narrow(0, 0, first + width),
+        }
+        return Pass(self._level, width, tensors, self._go_down, self.cache)
+
+    def _go_down(self, results: Sequence[Tensor]) -> Tensor:
+        """Takes the results of a level; returns its logits."""
+        self.hidden, logits = results
         return logits
 
-    def _visible_to(self, rows: Tensor, first: int) -> Tensor | None:
-        """Updates `visible` for the children of `rows` [F], whose first cache row is `first`; returns it, [F, first + F], or
-        None if they see all rows up to their own.
+    def _visible_to(self, rows: Tensor, first: int) -> tuple[Tensor, int]:
+        """Updates `visible` for the children of `rows` [F], whose first column is `first`; returns what they see, [F, X], and
+        the first of these columns.
         """
         if self.visible is None:
             if len(rows) == 1:
-                return None
-            self.visible = self.hidden.new_zeros(len(self.hidden), first)
-        self.visible = torch.cat((self.visible.index_select(0, rows), self._only_itself(len(rows))), 1)
-        return self.visible
+                return self._itself, first
+            self.visible = self._itself.expand(len(self.hidden), first - self.committed)
+        siblings = torch.eye(len(rows), dtype=torch.bool, device=self.device)
+        self.visible = torch.cat((self.visible.index_select(0, rows), siblings), 1)
+        return self.visible, self.committed
 
-    def _read_steps(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Steps[Tensor]:
-        length = embeds.shape[1]
-        first = self.cache.reserve(length)
-        hidden, logits = yield from self._commit.steps(
-            self.cache,
-            embeds,
-            features.last,
-            features.levels,
-            cos,
-            sin,
-            self._steps.narrow(0, first, length),
-            self._zeros.narrow(1, 0, first + length),
-            self.cache.keys,
-            self.cache.values,
-        )
+    def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
+        tensors = self._pairs(embeds, features, cos, sin, 0)
+        return Pass(self._commit, embeds.shape[1], tensors, self._start_from, self.cache)
+
+    def _start_from(self, results: Sequence[Tensor]) -> Tensor:
+        """Starts a tree from the results of a commit; returns its logits."""
+        hidden, logits = results
         self._start_tree(hidden)
         return logits
 
@@ -197,17 +210,10 @@ class HeadSession(PairSession):
     def _start_tree(self, hidden: Tensor) -> None:
         """Starts a tree from the output [1, D] of the last pair, which belongs to the root, and commits its cache row.
 
-        `visible` [F, S] is the additive mask of the frontier over all cached rows; a child inherits its parent's row. It is
-        None as long as every level has a single node, because then all cached rows are ancestors.
+        `visible` [F, X] is what the frontier sees of the X columns of the tree; a child inherits its parent's row. It is None
+        as long as every level has a single node, because then all columns are ancestors.
         """
         self.committed, self.depth, self.hidden, self.visible = self.cache.length, 0, hidden, None
-
-    def _only_itself(self, width: int) -> Tensor:
-        """Additive mask [F, F] among the nodes of one level: siblings do not attend to each other."""
-        if width not in self._siblings:
-            eye = torch.eye(width, dtype=torch.bool, device=self.hidden.device)
-            self._siblings[width] = tile_mask(eye, 1, self.dtype)[0, 0]
-        return self._siblings[width]
 
 
 class SlotSession(PairSession):
@@ -229,68 +235,53 @@ class SlotSession(PairSession):
         self._last = torch.cat((prompt.input_ids[0, -1:], root))
         return super().prefill(prompt, features, root)
 
-    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
+    def commit_pass(self, features: Features, tokens: Tokens) -> Pass:
         staged = self._staging.stage(tokens)
         self._last = torch.cat((self._last, staged))[-2:]
-        logits = yield from super().commit_steps(features, staged)
-        return logits
+        return super().commit_pass(features, staged)
 
-    def _read_pairs(self, pairs: HeadInput) -> Steps[Tensor]:
+    def _read_pairs(self, pairs: HeadInput) -> Pass | Tensor:
         """Reads a prompt; causal attention needs no mask, whose size would be that of the prompt squared."""
         slots, length, function = self.draft.num_slots, pairs.features.shape[1], self._commit.function
         parts = zip(self.draft.rope(pairs.position_ids, self.dtype), self._rope(0, slots), strict=True)
         cos, sin = (torch.cat(both, 2) for both in parts)
         steps = self._steps.narrow(0, 0, length + slots)
-        mask = None if self.draft.computes_tokens else function.mask(steps[:length], steps[length:], steps)
+        mask = None if self.draft.computes_tokens else function.mask(steps[:length], steps[None, length:], steps)
         self.committed = length
-        results = function.run(pairs.embeds_next, pairs.features, (cos, sin), mask, self.cache)
-        logits = yield from self._start_tree(*results)
-        return logits
+        return self._start_tree(function.read_prompt(pairs.embeds_next, pairs.features, (cos, sin), mask, self.cache))
 
-    def _read_steps(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Steps[Tensor]:
+    def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
         length, slots = embeds.shape[1], self.draft.num_slots
-        first = self.cache.reserve(length + slots)
-        self.committed = first + length
-        results = yield from self._commit.steps(
-            self.cache,
-            embeds,
-            features.last,
-            features.levels,
-            cos,
-            sin,
-            self._steps.narrow(0, first, length),
-            *self._rope(self.offset, slots),
-            self._steps.narrow(0, first + length, slots),
-            self._steps.narrow(0, 0, first + length + slots),
-            self.cache.keys,
-            self.cache.values,
-        )
-        logits = yield from self._start_tree(*results)
-        return logits
+        tensors = self._pairs(embeds, features, cos, sin, slots)
+        self.committed = self.cache.length - slots
+        tensors["slot_cos"], tensors["slot_sin"] = self._rope(self.offset, slots)
+        tensors["slot_columns"] = self._steps.narrow(0, self.committed, slots)[None]
+        return Pass(self._commit, length, tensors, self._start_tree, self.cache)
 
-    def _start_tree(self, hidden: Tensor, logits: Tensor) -> Steps[Tensor]:
-        """Starts a tree from the block's hidden states [K, D] and logits [K, U]; returns the logits [1, U] below the root."""
-        self._hidden, self._logits = hidden, logits
+    def _start_tree(self, results: Sequence[Tensor]) -> Pass | Tensor:
+        """Starts a tree from the block's hidden states [1, K, D] and logits [1, K, U]; returns the logits [1, U] below the
+        root, or a pass that gives them.
+        """
+        (self._hidden,), (self._logits,) = results
         self._frontier, self.depth = self._last[1:], 0
-        below = yield from self._below(self._frontier, self._last[:1])
-        return below
+        return self._below(self._frontier, self._last[:1])
 
-    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
+    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor:
         staged = self._staging.stage(tokens)
         parents = self._frontier.index_select(0, rows)
         self._frontier = staged if isinstance(tokens, Tensor) else staged.clone()
         self.depth += 1
-        logits = yield from self._below(staged, parents)
-        return logits
+        return self._below(staged, parents)
 
-    def _below(self, tokens: Tensor, parents: Tensor) -> Steps[Tensor]:
-        """Returns the logits [F, U] below nodes of the current depth."""
+    def _below(self, tokens: Tensor, parents: Tensor) -> Pass | Tensor:
+        """Returns the logits [F, U] below nodes of the current depth, or a pass that gives them."""
         assert self.depth < self.draft.num_levels, "the decoder drafts at most `max_depth` levels"
         logits = self._logits.narrow(0, self.depth, 1)
         if self._level is None:
             return logits.expand(len(tokens), -1)
-        (corrected,) = yield from self._level.steps(None, tokens, parents, self._hidden.narrow(0, self.depth, 1), logits)
-        return corrected
+        hidden = self._hidden.narrow(0, self.depth, 1)
+        tensors = {"tokens": tokens, "parents": parents, "hidden": hidden, "logits": logits}
+        return Pass(self._level, len(tokens), tensors, _first)
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         draft = self.draft
@@ -301,6 +292,10 @@ class SlotSession(PairSession):
         self._logits = self._hidden.new_zeros(draft.num_levels, draft.num_draft_tokens)
         self._last = torch.zeros(2, dtype=torch.long, device=self.device)
         self._frontier = self._last.new_zeros(width)
+
+
+def _first(results: Sequence[Tensor]) -> Tensor:
+    return results[0]
 
 
 def pairs_of_prompt(draft: DraftHead, target: Target, prompt: Prompt, features: Features, root: Tensor) -> HeadInput:

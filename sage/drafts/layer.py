@@ -15,8 +15,8 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from sage.drafts.unroll import Chains
-from sage.runtime.attention import causal_attention, joint_attention
-from sage.runtime.shared_cache import JointCache
+from sage.runtime.attention import causal_attention, packed_attention
+from sage.runtime.packed import PackedCache
 
 
 class FusedLinear:
@@ -55,20 +55,23 @@ class FusedLinear:
 
 
 class LastQuery:
-    """A cache in whose pass only the last entry attends; the entries before it are keys and values.
+    """A cache in whose pass only the last entry of each request attends; the entries before it are keys and values.
 
     All that a draft needs of a prompt, or of accepted tokens, is the output of the last pair. In a head with one layer, nothing
     else reads those of the others, so their queries, attention and MLP are left out.
+
+    Args:
+        ends: LongTensor [R], the last entries; None for that of a single request.
     """
 
     selects_queries = True
 
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
+    def __init__(self, cache: Cache, ends: Tensor | None = None) -> None:
+        self.cache, self.ends = cache, ends
 
     def queries(self, states: Tensor, dim: int = 1) -> Tensor:
-        """Returns the last entry of dimension `dim`."""
-        return states.narrow(dim, states.shape[dim] - 1, 1)
+        """Returns the last entries along dimension `dim`."""
+        return states.narrow(dim, states.shape[dim] - 1, 1) if self.ends is None else states.index_select(dim, self.ends)
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Appends to the cache; returns all keys and values."""
@@ -133,8 +136,9 @@ class Attention(nn.Module):
             return cache.attend(query, key, value)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        if isinstance(cache, JointCache):
-            return joint_attention(query, key, value, mask, cache.queries).transpose(1, 2)
+        inner = cache.cache if isinstance(cache, LastQuery) else cache
+        if isinstance(inner, PackedCache) and inner.queries is not None:
+            return packed_attention(query, key, value, mask, inner.queries).transpose(1, 2)
         if mask is None and query.shape[2] > 1:
             return causal_attention(query, key, value)
         folded = query.reshape(query.shape[0], key.shape[1], -1, self.head_dim)

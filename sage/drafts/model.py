@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from sage.drafts.registry import DraftKind
-from sage.drafts.session import JointSession
+from sage.drafts.session import PackedSession
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
-from sage.runtime.joint import COMMIT_ORDER, LEVEL_ORDER, Steps, alone
+from sage.runtime.packing import Pass, run
 from sage.targets import Features, Prompt, Target, load_target
 from sage.targets.loading import meta_target
 from sage.targets.prompt_pass import read_prompt
@@ -127,7 +127,7 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
     return ModelDraft(Target(model, target.processor), target)
 
 
-class ModelSession(JointSession):
+class ModelSession(PackedSession):
     """Session of a smaller target; its logits have the vocabulary size of the target. A draft in training runs eagerly.
 
     Args:
@@ -138,9 +138,8 @@ class ModelSession(JointSession):
     def __init__(self, draft: ModelDraft, target: Target, capacity: int) -> None:
         self.model, self.vocab_size = draft.model, target.vocab_size
         executor = EAGER if draft.network.training else executor_of(target.passes)
-        self._commits = TreePasses(draft.model, (), executor, COMMIT_ORDER)
-        self._levels = TreePasses(draft.model, (), executor, LEVEL_ORDER)
-        self.cache = self._commits.new_cache(capacity)
+        self._passes = TreePasses(draft.model, (), executor)
+        self.cache = self._passes.new_cache(capacity)
         self.committed = 0
         self._staging = TokenStagingBuffer(self.model.device)
         self.position = self._root_position = torch.zeros(1, dtype=torch.long, device=self.model.device)
@@ -157,21 +156,21 @@ class ModelSession(JointSession):
             own = own.at(prompt.kept)
         read_prompt(self.model, own, self.cache)
         self.position = own.next_position
-        return alone(self._read(root))
+        logits: Tensor = run([self._read(root)])[0]
+        return logits
 
-    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
+    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass:
         own = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
         self.ancestors = torch.cat((self.ancestors[rows], own), 1)
         positions = self.position.repeat(len(rows))  # compiled passes do not look at strides
-        output = yield from self._levels.steps(self._staging.stage(tokens), positions, self.ancestors, self.cache)
         self.position = self.position + 1
-        return self._fitted(output.logits)
+        needed = self._passes.over(self._staging.stage(tokens), positions, self.ancestors, self.cache)
+        return needed.then(lambda output: self._fitted(output.logits))
 
-    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
+    def commit_pass(self, features: Features, tokens: Tokens) -> Pass:
         self.cache.crop_to(self.committed)
         self.position = self._root_position + 1
-        logits = yield from self._read(self._staging.stage(tokens))
-        return logits
+        return self._read(self._staging.stage(tokens))
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.zero_to(context)
@@ -180,16 +179,18 @@ class ModelSession(JointSession):
         self._root_position = self.position - 1
         self.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=self.model.device)
 
-    def _read(self, tokens: Tensor) -> Steps[Tensor]:
-        """Appends accepted tokens [M], the next root last; returns the logits below it and starts a tree there."""
+    def _read(self, tokens: Tensor) -> Pass:
+        """Returns the pass that appends accepted tokens [M], the next root last, and gives the logits below it; starts a tree
+        there.
+        """
         steps = torch.arange(len(tokens), device=tokens.device)
         causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=tokens.device).tril()
-        output = yield from self._commits.steps(tokens, self.position + steps, causal, self.cache)
+        needed = self._passes.over(tokens, self.position + steps, causal, self.cache)
         self._root_position = self.position + len(tokens) - 1
         self.position = self._root_position + 1
         self.committed = self.cache.length
         self.ancestors = torch.zeros(1, 0, dtype=torch.bool, device=tokens.device)
-        return self._fitted(output.logits[-1:])
+        return needed.then(lambda output: self._fitted(output.logits[-1:]))
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """Returns logits [F, V]; entries that only pad one of the two vocabularies are dropped or have probability 0."""

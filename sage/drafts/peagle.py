@@ -124,11 +124,11 @@ class PEagleDraft(Eagle3Draft, SlotHead):
         self, embeds: Tensor, fused: Tensor, ends: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
     ) -> Tensor:
         slot_embeds, slot_features = self.slots(1, self.num_slots)
-        repeats, length = (1, len(ends), 1), embeds.shape[1]
+        repeats, length = (1, ends.shape[0], 1), embeds.shape[1]
         embeds = torch.cat((embeds, slot_embeds.repeat(repeats)), 1)
         fused = torch.cat((fused, slot_features.repeat(repeats)), 1)
         out = self.read(embeds, fused, rope, mask, cache)[0]
-        slots = out.narrow(0, length, len(ends) * self.num_slots).unflatten(0, (len(ends), self.num_slots))
+        slots = out.narrow(0, length, ends.shape[0] * self.num_slots).unflatten(0, (ends.shape[0], self.num_slots))
         return torch.cat((out.index_select(0, ends)[:, None], slots), 1)
 
     def roll_out(

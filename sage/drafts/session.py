@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens
-from sage.runtime.joint import Steps, alone
+from sage.runtime.packing import Pass, run
 from sage.targets import Features, Prompt
 
 
@@ -77,14 +77,12 @@ class DraftSession(ABC):
             [1, U], the logits below the next root.
         """
 
-    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]:
-        """Does what `expand` does, and asks for its pass, so that several requests can share one."""
-        yield from ()
+    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor:
+        """Returns the pass that `expand` needs, which several requests can share, or what it returns without one."""
         return self.expand(rows, tokens)
 
-    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]:
-        """Does what `commit` does, and asks for its pass."""
-        yield from ()
+    def commit_pass(self, features: Features, tokens: Tokens) -> Pass | Tensor:
+        """Returns the pass that `commit` needs, or what it returns without one."""
         return self.commit(features, tokens)
 
     def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
@@ -104,8 +102,8 @@ class DraftSession(ABC):
         raise NotImplementedError
 
 
-class JointSession(DraftSession):
-    """Base class of sessions whose passes several requests can share: they implement `expand_steps` and `commit_steps`.
+class PackedSession(DraftSession):
+    """Base class of sessions whose passes several requests can share.
 
     Attributes:
         cache: of the draft; a row of a shared one if requests are decoded together.
@@ -114,18 +112,20 @@ class JointSession(DraftSession):
     cache: TreeCache
 
     @abstractmethod
-    def expand_steps(self, rows: Tensor, tokens: Tokens) -> Steps[Tensor]: ...
+    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor: ...
 
     @abstractmethod
-    def commit_steps(self, features: Features, tokens: Tokens) -> Steps[Tensor]: ...
+    def commit_pass(self, features: Features, tokens: Tokens) -> Pass | Tensor: ...
 
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
-        return alone(self.expand_steps(rows, tokens))
+        logits: Tensor = run([self.expand_pass(rows, tokens)])[0]
+        return logits
 
     @torch.no_grad()
     def commit(self, features: Features, tokens: Tokens) -> Tensor:
-        return alone(self.commit_steps(features, tokens))
+        logits: Tensor = run([self.commit_pass(features, tokens)])[0]
+        return logits
 
 
 def check_probabilities(rows: Sequence[Sequence[float]], level: int, num_new: int) -> None:

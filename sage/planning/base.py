@@ -62,11 +62,11 @@ class Policy(ABC):
         """
 
     @classmethod  # noqa: B027 (optional hook)
-    def begin_together(cls, policies: Sequence[Any]) -> None:
+    def begin_shared(cls, policies: Sequence[Any]) -> None:
         """Starts a round of several requests, all of this class, after `share` of each."""
 
     @classmethod  # noqa: B027 (optional hook)
-    def observe_together(cls, policies: Sequence[Any], tokens: int, seconds: float) -> None:
+    def observe_shared(cls, policies: Sequence[Any], tokens: int, seconds: float) -> None:
         """Learns from the time of a whole round of several requests, all of this class, and the tokens that it emitted."""
 
     def begin(self) -> None:  # noqa: B027 (optional hook)
@@ -95,7 +95,7 @@ class Policy(ABC):
         return None
 
     @classmethod
-    def select_together(cls, policies: Sequence[Any], requests: int) -> list[Sequence[int] | None]:
+    def select_shared(cls, policies: Sequence[Any], requests: int) -> list[Sequence[int] | None]:
         """Returns the nodes that several requests verify in one pass, for each as `select`.
 
         Args:

@@ -19,8 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from sage.runtime.packed import Queries
 from sage.runtime.prefix_attention import PassKeys, attend_in_parts
-from sage.runtime.shared_cache import JointQueries
 
 NAME = "sage_tree"
 VARLEN = "sage_flash_varlen"  # transformers packs windows for implementations named flash
@@ -39,12 +39,12 @@ def tree_attention(
     is_masked: bool | None = None,
     attention_recorder: AttentionRecorder | None = None,
     pass_keys: PassKeys | None = None,
-    joint_queries: JointQueries | None = None,
+    packed_queries: Queries | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention for the AttentionInterface of transformers.
 
-    The text model forwards `is_masked`, `attention_recorder`, `pass_keys` and `joint_queries` from its own keyword arguments.
+    The text model forwards `is_masked`, `attention_recorder`, `pass_keys` and `packed_queries` from its own keyword arguments.
 
     Args:
         query: [B, H, N, d].
@@ -53,7 +53,7 @@ def tree_attention(
         is_masked: whether the pass has a mask, which some text models drop.
         attention_recorder: records this layer.
         pass_keys: of a pass that attends to its keys in two parts, in place of a mask; B = 1, and keys and values are buffers.
-        joint_queries: of a pass of several requests: queries are [1, H, T, d], and the result is [1, T, H, d].
+        packed_queries: of a pass of several requests: queries are [1, H, T, d], and the result is [1, T, H, d].
 
     Returns:
         [B, N, H, d] and None for the weights.
@@ -66,8 +66,8 @@ def tree_attention(
         parts = pass_keys.full if kwargs.get("sliding_window") is None else pass_keys.sliding
         assert parts is not None, "a kind of layer that the configuration of the text model does not name"
         return attend_in_parts(query, key, value, parts, scaling or query.shape[-1] ** -0.5).transpose(1, 2), None
-    if joint_queries is not None:
-        return joint_attention(query, key, value, attention_mask, joint_queries, scaling), None
+    if packed_queries is not None:
+        return packed_attention(query, key, value, attention_mask, packed_queries, scaling), None
     batch, heads, length, size = query.shape
     kv_heads = key.shape[1]
     if attention_recorder is not None:
@@ -131,8 +131,8 @@ def varlen_attention(
 AttentionInterface.register(VARLEN, varlen_attention)
 
 
-def joint_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, queries: JointQueries, scale: float | None = None
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, queries: Queries, scale: float | None = None
 ) -> Tensor:
     """Attention of the queries of several requests, each to the keys of its own.
 
@@ -238,17 +238,12 @@ class AttentionRecorder:
 
 
 def tile_mask(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Bool [N, S] or [B, N, S] (True = attend) -> additive float [1 or B, 1, group * N, S], rows ordered like folded heads."""
-    additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return repeat_mask(additive.masked_fill_(~visible, torch.finfo(dtype).min), group)
-
-
-def repeat_mask(additive: Tensor, group: int) -> Tensor:
-    """Additive [N, S] or [B, N, S] -> [1 or B, 1, group * N, S], as `tile_mask`.
+    """Bool [N, S] or [B, N, S] (True = attend) -> additive float [1 or B, 1, group * N, S], rows ordered like folded heads.
 
     The row stride is a multiple of 8 elements: otherwise the fused kernel copies the mask in every layer. While a function is
     exported its sizes are symbols, which the alignment would specialize.
     """
+    additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
     if torch.compiler.is_exporting():
         return additive.repeat(group, 1)[None, None] if additive.dim() == 2 else additive[:, None].repeat(1, 1, group, 1)
     *batch, nodes, keys = additive.shape

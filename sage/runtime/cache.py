@@ -47,47 +47,6 @@ class _Layer(CacheLayerMixin):
         return int(self.keys.shape[-2])
 
 
-class RowLayer(CacheLayerMixin):
-    is_sliding = False
-
-    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, length: int) -> None:
-        super().__init__()
-        self.keys, self.values, self.rows, self.length = keys, values, rows, length
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the buffer is that of a `TreeCache`."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.rows, key_states)
-        self.values.index_copy_(2, self.rows, value_states)
-        return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return int(self.keys.shape[-2])
-
-
-class RowCache(Cache):
-    """The buffers of a `TreeCache` within one pass, written at given rows; nothing in it is a number of the host.
-
-    Args:
-        keys, values: of every layer, [1, H, C, d].
-        rows: LongTensor [N], the rows that the pass writes.
-        length: S, the number of rows that it attends to.
-    """
-
-    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: Tensor, length: int) -> None:
-        placed = {device: rows.to(device) for device in dict.fromkeys(layer.device for layer in keys)}
-        layers = zip(keys, values, strict=True)
-        super().__init__(layers=[RowLayer(key, value, placed[key.device], length) for key, value in layers])
-
-
 class TreeCache(Cache):
     """KV cache with room for `capacity` tokens: prompt, new tokens and the largest tree.
 

@@ -1,8 +1,8 @@
 """Pass functions with static buffers, captured as CUDA graphs: one graph per bucket of sizes, captured when first needed.
 
 A replayed graph costs the host one launch. It reads and writes fixed addresses, so arguments are copied into static buffers
-padded to a bucket, and the caches of finished requests are used again. A padding node writes a row after all others, which no
-node of the tree sees. If a capture fails, passes run eagerly, with one warning.
+padded to a bucket, and the caches of finished requests are used again. A padding node writes a column after all others, which
+no node of the tree sees. If a capture fails, passes run eagerly, with one warning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sage.runtime.buckets import key_bucket
 from sage.runtime.cache import TreeCache
 from sage.runtime.executors import Executor, Run
 from sage.runtime.package_folder import warn_once
-from sage.runtime.pass_function import CAPACITY, KEYS, Argument, Dim, Padding, PassFunction, Result, flat
+from sage.runtime.pass_function import CAPACITY, KEYS, Argument, Dim, Padding, PassFunction, PassInputs, Result
 from sage.runtime.prefix_trial import has_kernels
 from sage.runtime.timing import preparation, synchronize
 
@@ -138,9 +138,7 @@ class CapturedFunction:
     def __init__(self, function: PassFunction, capture: Capture, weights: Sequence[int]) -> None:
         self.weights = weights
         self._function, self._capture = function, capture
-        self._cache_place = next(
-            (place for place, argument in enumerate(function.arguments) if argument.padding is Padding.cache), None
-        )
+        self._cache = next((each.name for each in function.arguments if each.padding is Padding.cache), None)
         self.graphs: dict[tuple[Hashable, ...], StaticCall] = {}
         self._num_failures = 0
 
@@ -148,25 +146,24 @@ class CapturedFunction:
         """Drops the graphs of caches that do not exist any more, which would keep the memory of the caches."""
         self.graphs = {key: call for key, call in self.graphs.items() if key[0] in addresses or key[0] == NO_CACHE}
 
-    def __call__(self, *values: Any) -> Outputs:
-        sizes = self._function.sizes(values)
+    def __call__(self, inputs: PassInputs) -> Outputs:
+        sizes = self._function.sizes(inputs)
         padded = {dim: dim.bucket(size) for dim, size in sizes.items()}
-        address = NO_CACHE if self._cache_place is None else values[self._cache_place][0].data_ptr()
+        address = NO_CACHE if self._cache is None else getattr(inputs, self._cache)[0].data_ptr()
         key = (address, *padded.values())
-        if key not in self.graphs and not self._try_capture(key, values, padded):
-            out: Outputs = self._function(*values)
-            return out
-        return self.graphs[key](values, sizes)
+        if key not in self.graphs and not self._try_capture(key, inputs, padded):
+            return self._function.compute(inputs)
+        return self.graphs[key](inputs, sizes)
 
-    def _try_capture(self, key: tuple[Hashable, ...], values: Sequence[Any], sizes: dict[Dim, int]) -> bool:
+    def _try_capture(self, key: tuple[Hashable, ...], inputs: PassInputs, sizes: dict[Dim, int]) -> bool:
         """Captures a graph; returns whether there is one. After `MAX_FAILURES`, nothing is tried again."""
         if self._num_failures == MAX_FAILURES:
             return False
-        device = flat(values)[0].device
+        device = inputs.flat()[0].device
         try:
             synchronize(device)
             with preparation():
-                self.graphs[key] = StaticCall(self._function, values, sizes, self._capture)
+                self.graphs[key] = StaticCall(self._function, inputs, sizes, self._capture)
                 synchronize(device)
         except RuntimeError as error:
             self._num_failures += 1
@@ -180,18 +177,20 @@ class StaticCall:
     """A function captured with static arguments.
 
     Args:
-        values: arguments of a call; the buffers of its cache become static arguments.
+        inputs: arguments of a call; the buffers of its cache become static arguments.
         sizes: of the static arguments.
     """
 
-    def __init__(self, function: PassFunction, values: Sequence[Any], sizes: dict[Dim, int], capture: Capture) -> None:
+    def __init__(self, function: PassFunction, inputs: PassInputs, sizes: dict[Dim, int], capture: Capture) -> None:
         self._function, self._sizes = function, sizes
-        self._inputs = [self._static(argument, value) for argument, value in zip(function.arguments, values, strict=True)]
-        self._replay, self._outputs = capture(lambda: function(*self._inputs))
+        given = zip(function.arguments, inputs.all_values(), strict=True)
+        static = function.inputs(**{argument.name: self._static(argument, value) for argument, value in given})
+        self._values = list(static.all_values())
+        self._replay, self._outputs = capture(lambda: function.compute(static))
 
-    def __call__(self, values: Sequence[Any], sizes: dict[Dim, int]) -> Outputs:
-        """Replays the function on `values`, whose dynamic dimensions have `sizes`."""
-        for argument, static, value in zip(self._function.arguments, self._inputs, values, strict=True):
+    def __call__(self, inputs: PassInputs, sizes: dict[Dim, int]) -> Outputs:
+        """Replays the function on `inputs`, whose dynamic dimensions have `sizes`."""
+        for argument, static, value in zip(self._function.arguments, self._values, inputs.all_values(), strict=True):
             if argument.padding is Padding.cache or argument.padding is Padding.counting:
                 continue
             pairs = ((static, value),) if argument.count is None else zip(static, value, strict=True)
@@ -215,7 +214,7 @@ class StaticCall:
         return [self._pad(argument, argument.empty(self._sizes, tensor.device)) for tensor in value]
 
     def _pad(self, argument: Argument, static: Tensor) -> Tensor:
-        if argument.padding is Padding.spare_row:
+        if argument.padding is Padding.spare:
             return static.fill_(self._sizes[KEYS if KEYS in self._sizes else CAPACITY] - 1)
         return static.fill_(masked_value(argument.dtype)) if argument.padding is Padding.masked else static
 
@@ -223,12 +222,11 @@ class StaticCall:
         contents = self._contents(result.dims, static, sizes)
         return contents.clone() if result.is_kept else contents
 
-    def _contents(self, dims: Sequence[int | Dim], static: Tensor, sizes: dict[Dim, int]) -> Tensor:
+    def _contents(self, dims: Sequence[int | str | Dim], static: Tensor, sizes: dict[Dim, int]) -> Tensor:
         """Returns the part of a static tensor that is not padding."""
         for axis, dim in enumerate(dims):
             if isinstance(dim, Dim) and sizes[dim] != self._sizes[dim]:
-                first = self._sizes[dim] - sizes[dim] if dim.is_padded_in_front else 0
-                static = static.narrow(axis, first, sizes[dim])
+                static = static.narrow(axis, 0, sizes[dim])
         return static
 
 

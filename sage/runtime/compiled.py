@@ -27,7 +27,7 @@ from sage.runtime import attention_layers, folded_attention, joint_linear, linea
 from sage.runtime.executors import Executor, Run
 from sage.runtime.kernels import kernel_facts
 from sage.runtime.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, warn_once, writable_path
-from sage.runtime.pass_function import PassFunction, Value, flat
+from sage.runtime.pass_function import PassFunction, PassInputs
 from sage.runtime.timing import preparation
 
 OPTIONS = {
@@ -72,18 +72,18 @@ class CompiledFunction:
             if package is not None:
                 package.refresh()
 
-    def __call__(self, *values: Value) -> Sequence[Tensor]:
-        variant = self._function.variant(values)
-        package = self.packages[variant] if variant in self.packages else self._compile(variant, flat(values)[0].device)
+    def __call__(self, inputs: PassInputs) -> Sequence[Tensor]:
+        variant, tensors = self._function.variant(inputs), inputs.flat()
+        package = self.packages[variant] if variant in self.packages else self._compile(variant, tensors[0].device)
         if package is None:
-            out: Sequence[Tensor] = self._function(*values)
-            return out
+            return self._function.compute(inputs)
         try:
-            return package(flat(values))
+            return package(tensors)
         except RuntimeError as error:
-            warn_once(f"passes: {self._label(variant)} cannot run compiled ({_reason(error)}); it runs eagerly")
+            label = self._function.label(variant)
+            warn_once(f"passes: {label} cannot run compiled ({_reason(error)}); it runs eagerly")
             self.packages[variant] = None
-            return self(*values)
+            return self(inputs)
 
     def _compile(self, variant: tuple[bool, ...], device: torch.device) -> Package | None:
         function = self._function
@@ -93,12 +93,9 @@ class CompiledFunction:
 
         depends_on = (variant, function.depends_on)
         self.packages[variant] = compiled(
-            function, example, self._label(variant), depends_on, function.modules, function.timed_rows
+            function, example, function.label(variant), depends_on, function.modules, function.timed_rows
         )
         return self.packages[variant]
-
-    def _label(self, variant: tuple[bool, ...]) -> str:
-        return self._function.names[0 if True in variant[:1] else 1]
 
 
 class Package:

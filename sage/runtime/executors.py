@@ -12,14 +12,13 @@ from torch import Tensor
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_function import PassFunction
 from sage.runtime.pass_modes import PassMode
-from sage.runtime.shared_cache import SharedCache
 
 
 class Run(Protocol):
     """A pass function bound to an executor and to the present weights of its model."""
 
-    def __call__(self, *values: Any) -> Sequence[Tensor]:
-        """Runs the function on its described arguments."""
+    def __call__(self, inputs: Any) -> Sequence[Tensor]:
+        """Runs the function on its described arguments, a dataclass of the type `PassFunction.inputs`."""
 
 
 class Executor(ABC):
@@ -27,11 +26,9 @@ class Executor(ABC):
 
     Attributes:
         max_prompt: tokens of the longest prompt that it reads; in longer ones, products take most of the time.
-        joins_single_calls: whether the pass of a request that shares its cache with others runs as a pass of several.
     """
 
     max_prompt = 0
-    joins_single_calls = False
 
     @abstractmethod
     def bind(self, function: PassFunction) -> Run:
@@ -44,13 +41,6 @@ class Executor(ABC):
     def capacity(self, num_tokens: int) -> int:
         """Returns the capacity of a cache that is to hold `num_tokens` tokens."""
         return num_tokens
-
-    def num_rows(self, count: int, most: int) -> int:
-        """Returns the rows of a shared cache that a pass reads if it needs the first `count` of `most`."""
-        return count
-
-    def share(self, cache: SharedCache) -> None:  # noqa: B027 (optional hook)
-        """Is told of a cache whose rows passes will use."""
 
     def new_cache(self, owner: Any, num_tokens: int, make: Callable[[int], TreeCache]) -> TreeCache:
         """Returns an empty cache for `num_tokens` tokens of a request.
@@ -66,7 +56,7 @@ class Eager(Executor):
     """Kernel by kernel: the reference."""
 
     def bind(self, function: PassFunction) -> Run:
-        return function
+        return function.compute
 
 
 EAGER = Eager()

@@ -1,15 +1,16 @@
 """A pass as a function of tensors, with a description of its arguments.
 
-The decoder runs every pass over a tree, a draft level or accepted tokens as a `PassFunction`. What executors need besides the
-function follows from the descriptions: example inputs and dynamic dimensions for compilation, static buffers, their padding and
-their sizes for captured graphs. Nothing in a function depends on a number of the host.
+The decoder runs every pass over a tree, a draft level or accepted tokens as a `PassFunction`. Its arguments are the fields of a
+dataclass, described by their metadata. What executors need besides the function follows from the descriptions: example inputs
+and dynamic dimensions for compilation, static buffers, their padding and their sizes for captured graphs; and how the arguments
+of several requests become those of one pass (`sage.runtime.packing`). Nothing in a function depends on a number of the host.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from sage.runtime.buckets import key_bucket, node_bucket
 
 MAX_NODES, MAX_KEYS = 4096, 1 << 20
-JOINT = "joint"  # key of the function of several requests in `PassFunction.kept`
-MIN_PARENTS = 64  # rows of the static buffer of parents: one size for all common levels
+LAYOUT = ("owners", "offsets", "numbers", "places", "ends", "calls")  # attributes of `sage.runtime.packing.Layout`
+MIN_PARENTS = 64  # rows of the static buffers of parents and of columns that levels see: one size for all common levels
 Value: TypeAlias = Tensor | Sequence[Tensor]  # of an argument; several tensors of one description
 
 
@@ -35,7 +36,6 @@ class Dim:
         bucket: returns the size that captured graphs pad it to.
         minimum: smallest size that occurs; 2 for a dimension with `has_variant`.
         has_variant: whether size 1 is compiled separately: compilers specialize it in any case.
-        is_padded_in_front: whether padding precedes the contents, for results that belong to the last entry.
     """
 
     name: str
@@ -44,21 +44,18 @@ class Dim:
     bucket: Callable[[int], int]
     minimum: int = 2
     has_variant: bool = False
-    is_padded_in_front: bool = False
 
 
-NODES = Dim("nodes", 5, MAX_NODES, node_bucket, has_variant=True)
+NODES = Dim("nodes", 6, MAX_NODES, node_bucket, has_variant=True)  # or tokens, of all requests
+PER_ROW = Dim("per_row", 5, MAX_NODES, node_bucket, has_variant=True)  # the most of any request
 VISIBLE = Dim("visible", 7, MAX_NODES, lambda count: max(node_bucket(count), 2), has_variant=True)  # a graph masks its padding
 SEEN = Dim("seen", 7, MAX_NODES, node_bucket, has_variant=True)  # a single node sees itself: nothing to mask
-TOKENS = Dim("tokens", 5, MAX_NODES, node_bucket, has_variant=True, is_padded_in_front=True)
+NEAR = Dim("near", 7, MAX_NODES, lambda count: max(node_bucket(count), MIN_PARENTS), minimum=1)  # columns of a level's trees
 PROMPT = Dim("prompt", 9, MAX_KEYS, int)  # the tokens of one; graphs do not read prompts
 PARENTS = Dim("parents", 3, MAX_NODES, lambda count: max(node_bucket(count), MIN_PARENTS), minimum=1)
-ALL_NODES = Dim("all_nodes", 7, MAX_NODES, node_bucket)  # of several requests
-ALL_PARENTS = Dim("all_parents", 6, MAX_NODES, lambda count: max(node_bucket(count), MIN_PARENTS))
-ROWS = Dim("rows", 4, MAX_NODES, int)  # of a cache that requests share; executors choose their number
-CALLS = Dim("calls", 3, MAX_NODES, node_bucket)
-PER_ROW = Dim("per_row", 5, MAX_NODES, node_bucket, has_variant=True)
-KEYS = Dim("keys", 24, MAX_KEYS, lambda count: key_bucket(count + 1))  # and one row that padding writes
+ROWS = Dim("rows", 4, MAX_NODES, int, has_variant=True)  # of the cache: one, or those that requests share
+CALLS = Dim("calls", 3, MAX_NODES, node_bucket, has_variant=True)  # requests of a pass
+KEYS = Dim("keys", 24, MAX_KEYS, lambda count: key_bucket(count + 1))  # and one column that padding writes
 CAPACITY = Dim("capacity", 48, MAX_KEYS, int)
 
 
@@ -67,14 +64,14 @@ class Padding(Enum):
 
     Attributes:
         ignored: anything valid; no result that is read depends on it.
-        spare_row: the last of the keys, a cache row that no node attends to.
+        spare: the last of the keys, a column of the cache that no node attends to.
         masked: excluded from attention: False, or the lowest value of an additive mask.
         counting: the argument is 0, 1, 2, .. in every call, and its padding continues it.
         cache: none; the argument is the buffers of a cache, which are used in place.
     """
 
     ignored = "ignored"
-    spare_row = "spare_row"
+    spare = "spare"
     masked = "masked"
     counting = "counting"
     cache = "cache"
@@ -85,23 +82,72 @@ class Argument:
     """Description of one argument.
 
     Attributes:
-        dims: the size of each dimension, a number or a `Dim`.
+        dims: the size of each dimension: a number, the name of a size of the model (until `resolved`), or a `Dim`.
+        dtype: None for that of the model (until `resolved`).
         padding: contents of what is added to reach a bucket.
-        count: number of tensors if the argument is a sequence of them; None for one tensor.
+        count: number of tensors, or the name of it, if the argument is a sequence of them; None for one tensor.
+        indexes: name of the argument whose entries it numbers.
+        name: of the field.
     """
 
-    name: str
-    dims: tuple[int | Dim, ...]
-    dtype: torch.dtype
+    dims: tuple[int | str | Dim, ...]
+    dtype: torch.dtype | None
     padding: Padding = Padding.ignored
-    count: int | None = None
+    count: int | str | None = None
+    indexes: str | None = None
+    name: str = ""
 
-    def empty(self, sizes: dict[Dim, int], device: torch.device) -> Tensor:
+    def resolved(self, name: str, sizes: Mapping[str, int], dtype: torch.dtype) -> Argument:
+        """Returns the description with the sizes and the dtype of a model."""
+        dims = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
+        count = sizes[self.count] if isinstance(self.count, str) else self.count
+        return replace(self, name=name, dims=dims, dtype=self.dtype or dtype, count=count)
+
+    def empty(self, sizes: Mapping[Dim, int], device: torch.device) -> Tensor:
         """Returns a tensor of zeros of the sizes, or the numbers 0, 1, 2, .. for `Padding.counting`."""
-        shape = [sizes[dim] if isinstance(dim, Dim) else dim for dim in self.dims]
+        shape = [sizes[dim] if isinstance(dim, Dim) else int(dim) for dim in self.dims]
         if self.padding is Padding.counting:
             return torch.arange(shape[0], dtype=self.dtype, device=device)
         return torch.zeros(shape, dtype=self.dtype, device=device)
+
+    def example(self, sizes: Mapping[Dim, int], device: torch.device) -> list[Tensor]:
+        """Returns `empty` tensors, as many as the argument has."""
+        return [self.empty(sizes, device) for _ in range(1 if self.count is None else int(self.count))]
+
+
+def argument(
+    *dims: int | str | Dim,
+    dtype: torch.dtype | None = torch.long,
+    padding: Padding = Padding.ignored,
+    count: str | None = None,
+    indexes: str | None = None,
+) -> Any:
+    """Describes a field of `PassInputs`; arguments as the attributes of `Argument`."""
+    return field(metadata={"argument": Argument(dims, dtype, padding, count, indexes)})
+
+
+@dataclass(kw_only=True)
+class PassInputs:
+    """Base class of the arguments of a pass: a dataclass whose fields are described by `argument`. All are contiguous."""
+
+    @classmethod
+    def described(cls, sizes: Mapping[str, int], dtype: torch.dtype) -> tuple[Argument, ...]:
+        """Returns the descriptions of the fields for a model."""
+        return tuple(each.metadata["argument"].resolved(each.name, sizes, dtype) for each in fields(cls))
+
+    def all_values(self) -> Iterable[Value]:
+        """Returns the arguments in order."""
+        return vars(self).values()
+
+    def flat(self) -> list[Tensor]:
+        """Returns the tensors of the arguments in order."""
+        tensors: list[Tensor] = []
+        for value in vars(self).values():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            else:
+                tensors += value
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -117,13 +163,15 @@ class Result:
     is_kept: bool = True
 
 
-class PassFunction(nn.Module):
-    """Base class of the functions of targets and drafts; `forward` takes the described arguments, all contiguous.
+class PassFunction(nn.Module, ABC):
+    """Base class of the functions of targets and drafts, over the rows of one request or of several.
 
     Args:
         owner: `target` or `draft`, for messages.
         names: of the pass over one entry and over several, for messages.
-        arguments: descriptions in the order of `forward`.
+        inputs: the dataclass of the arguments.
+        sizes: of the model, which descriptions of arguments name.
+        dtype: of the model.
         results: descriptions of the results.
         depends_on: JSON-serializable description of the model, without its weights.
         modules: of code that the function calls and that its own module does not import.
@@ -131,13 +179,21 @@ class PassFunction(nn.Module):
 
     Attributes:
         kept: what executors keep for this function: compiled variants, captured graphs.
+        variant_dims: the dimensions of which size 1 is compiled separately, and an argument and axis of each.
+        layout: names of the arguments that `sage.runtime.packing.Layout` has.
+        num_slots: queries of the pass behind the tokens of each request.
+        has_token_queries: whether the tokens themselves are queries.
     """
+
+    num_slots, has_token_queries = 0, True
 
     def __init__(
         self,
         owner: str,
         names: tuple[str, str],
-        arguments: Sequence[Argument],
+        inputs: type[PassInputs],
+        sizes: Mapping[str, int],
+        dtype: torch.dtype,
         results: Sequence[Result],
         depends_on: Any,
         modules: Sequence[str] = (),
@@ -147,72 +203,59 @@ class PassFunction(nn.Module):
         self.timed_rows = timed_rows
         self.owner, self.names, self.depends_on = owner, names, depends_on
         self.modules = (type(self).__module__, *modules)
-        self.arguments, self.results = tuple(arguments), tuple(results)
+        self.inputs, self.arguments, self.results = inputs, inputs.described(sizes, dtype), tuple(results)
+        self.layout = [described.name for described in self.arguments if described.name in LAYOUT]
         self.kept: dict[Hashable, Any] = {}
-        self._places: dict[Dim, tuple[int, int]] = {}
-        for place, argument in enumerate(self.arguments):
-            for axis, dim in enumerate(argument.dims):
+        self._places: dict[Dim, tuple[str, int]] = {}
+        for described in self.arguments:
+            for axis, dim in enumerate(described.dims):
                 if isinstance(dim, Dim):
-                    self._places.setdefault(dim, (place, axis))
-        self._split = [place for dim, place in self._places.items() if dim.has_variant]
+                    self._places.setdefault(dim, (described.name, axis))
+        self.variant_dims = {dim: place for dim, place in self._places.items() if dim.has_variant}
 
-    def sizes(self, values: Sequence[Value]) -> dict[Dim, int]:
-        """Returns the size of every dynamic dimension in arguments of `forward`."""
-        return {dim: _tensor(values[place]).shape[axis] for dim, (place, axis) in self._places.items()}
+    @abstractmethod
+    def compute(self, inputs: Any) -> tuple[Tensor, ...]:
+        """Runs the function; `inputs` is a dataclass of the type `inputs`."""
 
-    def variant(self, values: Sequence[Value]) -> tuple[bool, ...]:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Runs the function on flat arguments, as a compiler traces it."""
+        rest, values = list(tensors), {}
+        for described in self.arguments:
+            count = 1 if described.count is None else int(described.count)
+            values[described.name] = rest[0] if described.count is None else rest[:count]
+            rest = rest[count:]
+        return self.compute(self.inputs(**values))
+
+    def sizes(self, inputs: PassInputs) -> dict[Dim, int]:
+        """Returns the size of every dynamic dimension in the arguments."""
+        return {dim: _tensor(getattr(inputs, name)).shape[axis] for dim, (name, axis) in self._places.items()}
+
+    def variant(self, inputs: PassInputs) -> tuple[bool, ...]:
         """Returns, for each dimension that is compiled separately for size 1, whether its size is 1."""
-        return tuple([_tensor(values[place]).shape[axis] == 1 for place, axis in self._split])
+        return tuple([_tensor(getattr(inputs, name)).shape[axis] == 1 for name, axis in self.variant_dims.values()])
+
+    def label(self, variant: tuple[bool, ...]) -> str:
+        """Returns the name of a variant, for messages."""
+        is_one = dict(zip(self.variant_dims, variant, strict=True))
+        if is_one.get(ROWS, is_one.get(CALLS, True)):
+            return self.names[0 if True in variant[:1] else 1]
+        return f"{self.names[0 if is_one.get(PER_ROW) else 1]} of several requests"
 
     def example(self, variant: tuple[bool, ...], device: torch.device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns example arguments of a variant, and their dynamic dimensions for `torch.export.export`."""
-        single = {
-            self.arguments[place].dims[axis] for (place, axis), is_one in zip(self._split, variant, strict=True) if is_one
-        }
+        """Returns example arguments of a variant for `forward`, and their dynamic dimensions for `torch.export.export`."""
+        single = {dim for dim, is_one in zip(self.variant_dims, variant, strict=True) if is_one}
         sizes = {dim: 1 if dim in single else dim.example for dim in self._places}
         symbols = {
             dim: torch.export.Dim(dim.name, min=dim.minimum, max=dim.maximum) for dim in self._places if dim not in single
         }
-        values, dynamic = [], []
-        for argument in self.arguments:
-            of_one = {axis: symbols[dim] for axis, dim in enumerate(argument.dims) if dim in symbols} or None
-            num = 1 if argument.count is None else argument.count
-            made = [argument.empty(sizes, device) for _ in range(num)]
-            values.append(made[0] if argument.count is None else made)
-            dynamic.append(of_one if argument.count is None else [of_one] * num)
-        return tuple(values), tuple(dynamic)
-
-    def joint(self) -> JointFunction | None:
-        """Returns the function for several requests; None if each needs a pass of its own."""
-        if JOINT not in self.kept:
-            self.kept[JOINT] = self._new_joint()
-        found: JointFunction | None = self.kept[JOINT]
-        return found
-
-    def _new_joint(self) -> JointFunction | None:
-        return None
-
-
-class JointFunction(PassFunction, ABC):
-    """Base class of the functions of several requests, which compute what another function does for one of them."""
-
-    @abstractmethod
-    def join(self, calls: Sequence[Any], num_rows: int) -> Sequence[Value]:
-        """Returns the arguments of `forward` for calls (`sage.runtime.joint.Call`) of the function of one request.
-
-        Args:
-            num_rows: B, the rows of the cache that the pass reads, those of the calls among them.
-        """
-
-    @abstractmethod
-    def split(self, calls: Sequence[Any], results: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Returns the results of every call."""
+        values: list[Tensor] = []
+        dynamic: list[Any] = []
+        for described in self.arguments:
+            made = described.example(sizes, device)
+            values += made
+            dynamic += [{axis: symbols[dim] for axis, dim in enumerate(described.dims) if dim in symbols} or None] * len(made)
+        return tuple(values), (tuple(dynamic),)
 
 
 def _tensor(value: Value) -> Tensor:
     return value if isinstance(value, Tensor) else value[0]
-
-
-def flat(values: Sequence[Value]) -> list[Tensor]:
-    """Returns the tensors of arguments in order."""
-    return [tensor for value in values for tensor in ((value,) if isinstance(value, Tensor) else value)]

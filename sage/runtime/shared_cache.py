@@ -1,19 +1,14 @@
-"""KV caches of several requests as rows of one buffer, and their use within one pass (see `sage.runtime.joint`).
+"""KV caches of several requests as rows of one buffer, so that a pass can read them together (`sage.runtime.packed`).
 
-Shapes: B rows, H KV heads, C capacity, S keys, d head size, T queries of all requests, N queries of a request at most.
+Shapes: B rows, H KV heads, C capacity, d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from sage.runtime.cache import RowLayer, TreeCache, grown, layers_in_order
+from sage.runtime.cache import TreeCache, grown, layers_in_order
 
 
 class SharedCache:
@@ -78,10 +73,6 @@ class SharedCache:
             self._layers[num_rows] = ([layer[0] for layer in found], [layer[1] for layer in found])
         return self._layers[num_rows]
 
-    def addresses(self) -> set[int]:
-        """Returns the addresses of the first layer's keys in every row."""
-        return {self.buffers[0][0, 0, row].data_ptr() for row in range(self.num_rows)}
-
 
 class CacheRow(TreeCache):
     """The cache of one request, a row of a `SharedCache`."""
@@ -101,60 +92,3 @@ class CacheRow(TreeCache):
 
     def grow_to(self, capacity: int) -> None:
         self.shared.grow_to(capacity)
-
-
-@dataclass(frozen=True)
-class JointQueries:
-    """The queries of a joint pass: of each of T its row and its place in it, LongTensor [T], and the reverse, [B, N]."""
-
-    owners: Tensor
-    offsets: Tensor
-    places: Tensor
-
-    def pad(self, flat: Tensor) -> Tensor:
-        """Returns states [1, H, T, d] as [B, H, N, d]."""
-        rows, size = self.places.shape
-        return flat[0].index_select(1, self.places.reshape(-1)).unflatten(1, (rows, size)).transpose(0, 1)
-
-    def unpad(self, padded: Tensor) -> Tensor:
-        """Returns states [B, H, N, d] as [1, T, H, d]."""
-        queries = self.owners * self.places.shape[1] + self.offsets
-        return padded.transpose(1, 2).flatten(0, 1).index_select(0, queries)[None]
-
-
-class _JointRows(RowLayer):
-    def __init__(self, keys: Tensor, values: Tensor, place: Sequence[Tensor], length: int) -> None:
-        super().__init__(keys, values, place[2], length)
-        self.place = tuple(place)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys.index_put_(self.place, key_states[0].transpose(0, 1))
-        self.values.index_put_(self.place, value_states[0].transpose(0, 1))
-        return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
-
-
-class JointCache(Cache):
-    """The rows of a `SharedCache` within one joint pass; nothing in it is a number of the host (see `sage.runtime.joint`).
-
-    Args:
-        keys, values: of every layer, [B, H, C, d].
-        owners, rows: LongTensor [T], where each token is written: the request's row, and the place in it.
-        length: S, the number of places that the pass attends to.
-        queries: of the pass.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        owners: Tensor,
-        rows: Tensor,
-        length: int,
-        queries: JointQueries,
-    ) -> None:
-        heads = torch.arange(keys[0].shape[1], device=owners.device)
-        place = (owners[:, None], heads[None], rows[:, None])
-        placed = {device: [index.to(device) for index in place] for device in dict.fromkeys(layer.device for layer in keys)}
-        layers = zip(keys, values, strict=True)
-        super().__init__(layers=[_JointRows(key, value, placed[key.device], length) for key, value in layers])
-        self.queries = queries

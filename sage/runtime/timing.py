@@ -65,6 +65,19 @@ def now_s(device: torch.device) -> float:
     return time.perf_counter()
 
 
+@contextmanager
+def shared_time(clocks: Sequence[Clock]) -> Iterator[None]:
+    """Divides the time of the block among clocks that are shared; the only one of a request alone goes on counting."""
+    if not clocks or not clocks[0].is_shared:
+        yield
+        return
+    start = now_s(clocks[0].device)
+    yield
+    end = now_s(clocks[0].device)
+    for clock in clocks:
+        clock.count((end - start - prepared_s(start, end)) / len(clocks))
+
+
 @dataclass
 class TimedCall:
     """A call to be timed; `reset` restores the state that it starts from, outside the clock."""
@@ -125,6 +138,9 @@ class Clock:
     Args:
         left_out: intervals of `time.perf_counter` that count for no phase; the list may grow. On CUDA, nothing else may run on
             the device in them.
+
+    Attributes:
+        is_shared: whether the time is shared with that of other requests, see `share`.
     """
 
     def __init__(self, device: torch.device, left_out: Sequence[tuple[float, float]] = ()) -> None:
@@ -134,7 +150,8 @@ class Clock:
         self._free: list[torch.cuda.Event] = []
         self._marks: list[float] = []  # ends of the other laps on the host, after the end of the last resolved one
         self._events: list[torch.cuda.Event] = []  # the same on the device
-        self._is_partial = False  # whether it counts only part of the time
+        self.is_shared = False
+        self.device = device
         self._paused_s = self._started = 0.0
         self._mark()
         self._round_start = 0
@@ -155,23 +172,31 @@ class Clock:
         if len(self._marks) > MAX_MARKS:  # the decoder has waited for those of the last round but one
             self._resolve(len(self._marks) - RECENT_MARKS)
 
-    def pause(self) -> None:
-        """Stops counting until `resume`. From the first pause on, the clock counts time of the host, also on a GPU, and leaves
-        out only preparations between `resume` and `pause`.
+    def share(self) -> None:
+        """Stops counting until `resume`, and counts from now on the time between `resume` and `pause` alone, and shares of
+        `shared_time`: time of the host, also on a GPU, that leaves out preparations.
         """
-        now = time.perf_counter()
-        if self._is_partial:
-            self._paused_s += prepared_s(self._started, now)
-        else:
-            self._resolve(len(self._marks))
-            self._is_partial, self._is_cuda, self._left_out = True, False, ()
-        self._started = now
+        self._resolve(len(self._marks))
+        self.is_shared, self._is_cuda, self._left_out = True, False, ()
+        self._started = time.perf_counter()
 
-    def resume(self, counted_s: float = 0.0) -> None:
-        """Continues after a pause, as if `counted_s` seconds had passed."""
-        now = time.perf_counter()
-        self._paused_s += now - self._started - counted_s
-        self._started = now
+    def pause(self) -> None:
+        """Stops counting until `resume`, if the time is shared."""
+        if self.is_shared:
+            now = time.perf_counter()
+            self._paused_s += prepared_s(self._started, now)
+            self._started = now
+
+    def resume(self) -> None:
+        """Continues after a pause, if the time is shared."""
+        if self.is_shared:
+            now = time.perf_counter()
+            self._paused_s += now - self._started
+            self._started = now
+
+    def count(self, seconds: float) -> None:
+        """Counts further seconds."""
+        self._paused_s -= seconds
 
     def round_times(self) -> Callable[[], RoundTimes]:
         """Returns a function that computes the timings from `start_round` to here; calling it may synchronize."""

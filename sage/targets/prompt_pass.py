@@ -6,20 +6,44 @@ Shapes: T prompt tokens, C cache capacity, D hidden, H KV heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sage.runtime.attention import use_tree_attention
-from sage.runtime.cache import RowCache, TreeCache
+from sage.runtime.cache import TreeCache
 from sage.runtime.executors import executor_of
-from sage.runtime.pass_function import CAPACITY, PROMPT, Argument, Padding, PassFunction, Result
+from sage.runtime.packed import PackedCache
+from sage.runtime.pass_function import CAPACITY, PROMPT, Padding, PassFunction, PassInputs, Result, argument
 from sage.targets.family import Prompt
 from sage.targets.target import Features, Target
-from sage.targets.tree_passes import describe_target, family_modules
+from sage.targets.tree_passes import cache_sizes, describe_target, family_modules
 
 TIMED_ROWS = (32, 64, 128)
 MIN_BYTES = 10_000_000  # of the text layers; a smaller model saves less than it costs to compile one more pass
+
+
+@dataclass(kw_only=True)
+class PromptInputs(PassInputs):
+    """Arguments of a `PromptPass`.
+
+    Attributes:
+        embeds: [1, T, D].
+        columns: LongTensor [T], 0 to T - 1, the places in the cache that are written.
+        keys, values: buffers of every layer, [1, H, C, d].
+        positions: LongTensor [A, T], rope positions of every axis.
+    """
+
+    embeds: Tensor = argument(1, PROMPT, "hidden_size", dtype=None)
+    columns: Tensor = argument(PROMPT)
+    keys: Sequence[Tensor] = argument(
+        1, "kv_heads", CAPACITY, "head_dim", dtype=None, padding=Padding.cache, count="num_layers"
+    )
+    values: Sequence[Tensor] = argument(
+        1, "kv_heads", CAPACITY, "head_dim", dtype=None, padding=Padding.cache, count="num_layers"
+    )
+    positions: Tensor = argument("num_axes", PROMPT)
 
 
 class PromptPass(PassFunction):
@@ -30,39 +54,21 @@ class PromptPass(PassFunction):
     """
 
     def __init__(self, target: Target, levels: Sequence[int]) -> None:
-        axes = target.family.decode_positions(torch.zeros(1, dtype=torch.long)).shape[:-1]
-        buffers = (1, target.num_kv_heads, CAPACITY, target.head_dim)
-        arguments = (
-            Argument("embeds", (1, PROMPT, target.hidden_size), target.dtype),
-            Argument("positions", (*axes, PROMPT), torch.long),
-            Argument("rows", (PROMPT,), torch.long),
-            Argument("keys", buffers, target.dtype, Padding.cache, target.num_layers),
-            Argument("values", buffers, target.dtype, Padding.cache, target.num_layers),
-        )
+        self._axes = target.family.decode_positions(torch.zeros(1, dtype=torch.long)).shape[:-1]
+        sizes = cache_sizes(target) | {"hidden_size": target.hidden_size, "num_axes": self._axes.numel()}
         results = [Result((1, PROMPT, target.hidden_size))] * (1 + len(levels))
         names = ("the target's pass over a prompt",) * 2
         described, modules = (describe_target(target), tuple(levels)), family_modules(target)
-        super().__init__("target", names, arguments, results, described, modules, TIMED_ROWS)
+        super().__init__("target", names, PromptInputs, sizes, target.dtype, results, described, modules, TIMED_ROWS)
         self.text_model = target.text_model
         self._target, self._levels = target, tuple(levels)
 
-    def forward(
-        self, embeds: Tensor, positions: Tensor, rows: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Runs the pass.
-
-        Args:
-            embeds: [1, T, D].
-            positions: rope positions as `Prompt.position_ids`.
-            rows: LongTensor [T], 0 to T - 1, the cache rows that are written.
-            keys, values: buffers of every layer, [1, H, C, d].
-
-        Returns:
-            the last features [1, T, D] and those of the levels.
-        """
+    def compute(self, inputs: PromptInputs) -> tuple[Tensor, ...]:
+        """Returns the last features [1, T, D] and those of the levels."""
+        columns, positions = inputs.columns, inputs.positions.view(*self._axes, -1)
+        cache = PackedCache(inputs.keys, inputs.values, columns, columns, columns.shape[0])
         with use_tree_attention(self.text_model):
-            cache = RowCache(keys, values, rows, rows.shape[0])
-            features = self._target.run(embeds, positions, None, cache, self._levels)
+            features = self._target.run(inputs.embeds, positions, None, cache, self._levels)
         return features.last, *features.levels
 
 
@@ -83,8 +89,15 @@ def read_prompt(
         return target.prefill(prompt, cache, levels, wants_attention)
     run = executor.bind(function)
     cache.reserve(length)
-    rows = torch.arange(length, device=prompt.input_ids.device)
-    last, *others = run(prompt.embeds.contiguous(), prompt.position_ids.contiguous(), rows, cache.keys, cache.values)
+    columns = torch.arange(length, device=prompt.input_ids.device)
+    inputs = PromptInputs(
+        embeds=prompt.embeds.contiguous(),
+        columns=columns,
+        keys=cache.keys,
+        values=cache.values,
+        positions=prompt.position_ids.flatten(0, -2).contiguous(),
+    )
+    last, *others = run(inputs)
     return Features(last, tuple(others))
 
 

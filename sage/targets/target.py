@@ -21,10 +21,10 @@ from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
 from sage.runtime.attention import AttentionRecorder, select_backends, tile_mask, use_tree_attention
 from sage.runtime.cache import TreeCache
+from sage.runtime.packed import Queries
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.prefix_attention import PassKeys
 from sage.runtime.prompt_linear import fast_prompts
-from sage.runtime.shared_cache import JointQueries
 from sage.targets.families import family_of
 from sage.targets.family import Mask, Prompt
 from sage.targets.placement import connect, is_multi_device, layer_devices
@@ -220,7 +220,7 @@ class Target:
         recorder: AttentionRecorder | None = None,
         text_inputs: Inputs | None = None,
         keys: PassKeys | None = None,
-        queries: JointQueries | None = None,
+        queries: Queries | None = None,
     ) -> Features:
         """Runs the text layers: the one implementation of a pass.
 
@@ -228,16 +228,16 @@ class Target:
             embeds: [B, T, D].
             positions: rope positions as `Prompt.position_ids`.
             mask: additive, tiled masks; None attends causally.
-            cache: `TreeCache`, `RowCache`, `JointCache` or None.
+            cache: `TreeCache`, `PackedCache` or None.
             levels: indices k of `hidden_states` to return as well.
             recorder: records the attention of every layer.
             text_inputs: `Family.text_inputs` of a prompt.
             keys: what the pass attends to, in place of a mask.
-            queries: of a pass of several requests, whose tokens are one sequence.
+            queries: of a pass over several rows, whose tokens are one sequence.
         """
         extra: dict[str, Any] = {} if recorder is None else {"attention_recorder": recorder}
         extra |= {} if keys is None else {"pass_keys": keys}
-        extra |= {} if queries is None else {"joint_queries": queries}
+        extra |= {} if queries is None else {"packed_queries": queries}
         with self._captured(levels) as hidden_states:
             last = self.text_model(
                 inputs_embeds=embeds,

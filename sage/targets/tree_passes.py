@@ -14,41 +14,23 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from sage.runtime.attention import tile_mask, use_tree_attention
-from sage.runtime.cache import RowCache, TreeCache
+from sage.runtime.cache import TreeCache
 from sage.runtime.executors import Executor, executor_of
-from sage.runtime.host_tensors import long_tensor
-from sage.runtime.joint import (
-    VERIFY_ORDER,
-    BoundPass,
-    Call,
-    Steps,
-    alone,
-    layout,
-    layout_arguments,
-    length_of,
-    pad_rows,
-    row_of,
-    shared_cache,
-)
+from sage.runtime.packed import PackedCache, Queries, by_row
+from sage.runtime.packing import BoundPass, CachedInputs, Pass, run
 from sage.runtime.pass_function import (
-    ALL_NODES,
     CAPACITY,
-    KEYS,
     NODES,
     PER_ROW,
     ROWS,
     SEEN,
     VISIBLE,
-    Argument,
-    Dim,
-    JointFunction,
     Padding,
     PassFunction,
     Result,
-    Value,
+    argument,
 )
 from sage.runtime.prefix_attention import PassKeys, full_keys, sliding_keys
-from sage.runtime.shared_cache import JointCache, JointQueries
 from sage.targets.family import FULL, SLIDING, Family, Mask
 from sage.targets.target import Features, Target
 
@@ -64,236 +46,132 @@ class TreeOutput:
     greedy: Tensor | None = None
 
 
-class TreeFunction(PassFunction):
-    """The target's pass over a tree, with its lm_head and its greedy choice at every node.
+@dataclass(kw_only=True)
+class NodeInputs(CachedInputs):
+    """Arguments of a pass over nodes of trees.
+
+    Attributes:
+        offsets, places: as of a `Layout`.
+        visible: BoolTensor [T, X], attention of each node to X columns of its row, its own among them; False for padding.
+        first: LongTensor [B], the first of these columns; all before it are visible to all nodes of the row.
+    """
+
+    offsets: Tensor = argument(NODES)
+    places: Tensor = argument(ROWS, PER_ROW)
+    visible: Tensor = argument(NODES, VISIBLE, dtype=torch.bool, padding=Padding.masked)
+    first: Tensor = argument(ROWS)
+
+    @property
+    def queries(self) -> Queries | None:
+        """The nodes as queries; None for a single row."""
+        return Queries.of(self.owners, self.offsets, self.places)
+
+    def seen(self) -> Tensor:
+        """Returns the columns that each node attends to, Bool [T, S]."""
+        place = self.steps - self.first.index_select(0, self.owners)[:, None]
+        last = self.visible.shape[1] - 1
+        return (place < 0) | (self.visible.gather(1, place.clamp(0, last)) & (place <= last))
+
+    def cache(self) -> PackedCache:
+        """Returns the cache as the layers of the pass see it."""
+        return PackedCache(self.keys, self.values, self.owners, self.columns, self.steps.shape[0], self.queries)
+
+
+@dataclass(kw_only=True)
+class TreeInputs(NodeInputs):
+    """Arguments of a tree pass: of each node its token and its rope position, LongTensor [T]."""
+
+    tokens: Tensor = argument(NODES)
+    positions: Tensor = argument(NODES)
+
+
+@dataclass(kw_only=True)
+class SplitTreeInputs(TreeInputs):
+    """Arguments of a `SplitTreePass`: `steps` has the capacity of the cache, so that no size is the number of keys."""
+
+    steps: Tensor = argument(CAPACITY, padding=Padding.counting)
+    visible: Tensor = argument(NODES, SEEN, dtype=torch.bool, padding=Padding.masked)
+
+
+class TreePass(PassFunction):
+    """The target's pass over the tree of one request or of several, with its lm_head and its greedy choice at every node.
 
     Args:
         levels: indices k of `hidden_states` to return as well.
-        nodes: the dimension of the nodes.
-        rows: number of cache rows.
-        own: arguments between the nodes' cache rows and the buffers.
     """
 
-    labels = ("the target's pass over one node", "the target's pass over several nodes")
+    arguments_type: type[TreeInputs] = TreeInputs
 
-    def __init__(
-        self, target: Target, levels: Sequence[int], own: Sequence[Argument], nodes: Dim = NODES, rows: Dim | int = 1
-    ) -> None:
-        buffers = (rows, target.num_kv_heads, CAPACITY, target.head_dim)
-        arguments = (
-            Argument("tokens", (nodes,), torch.long),
-            Argument("positions", (nodes,), torch.long),
-            Argument("rows", (nodes,), torch.long, Padding.spare_row),
-            *own,
-            Argument("keys", buffers, target.dtype, Padding.cache, target.num_layers),
-            Argument("values", buffers, target.dtype, Padding.cache, target.num_layers),
-        )
-        features = Result((1, nodes, target.hidden_size))
-        results = (Result((nodes,), False), Result((nodes, target.vocab_size), False), features, *[features] * len(levels))
-        super().__init__(
-            "target", self.labels, arguments, results, (describe_target(target), tuple(levels)), family_modules(target)
-        )
+    def __init__(self, target: Target, levels: Sequence[int]) -> None:
+        names = ("the target's pass over one node", "the target's pass over several nodes")
+        features = Result((1, NODES, target.hidden_size))
+        results = (Result((NODES,), False), Result((NODES, target.vocab_size), False), features, *[features] * len(levels))
+        facts, modules = (describe_target(target), tuple(levels)), family_modules(target)
+        super().__init__("target", names, self.arguments_type, cache_sizes(target), target.dtype, results, facts, modules)
         self.text_model, self.embed_tokens, self.lm_head = target.text_model, target.embed_tokens, target.lm_head
         self._target, self._levels = target, tuple(levels)
 
-    def _read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: RowCache | JointCache,
-        mask: Mask,
-        keys: PassKeys | None = None,
-        queries: JointQueries | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Returns greedy tokens [N] (`greedy_tokens`), logits [N, V], the last features [1, N, D] and those of the levels.
+    def compute(self, inputs: TreeInputs) -> tuple[Tensor, ...]:
+        """Returns greedy tokens [T] (`greedy_tokens`), logits [T, V], the last features [1, T, D] and those of the levels.
         Features equal those of a sequential pass along each node's path.
         """
-        target = self._target
-        embeds, places = self.embed_tokens(tokens)[None], target.family.decode_positions(positions)
+        target, (mask, keys) = self._target, self._attention(inputs)
+        embeds, places = self.embed_tokens(inputs.tokens)[None], target.family.decode_positions(inputs.positions)
         with use_tree_attention(self.text_model):
-            features = target.run(embeds, places, mask, cache, self._levels, keys=keys, queries=queries)
+            features = target.run(embeds, places, mask, inputs.cache(), self._levels, keys=keys, queries=inputs.queries)
         logits = self.lm_head(features.last[0])
         return greedy_tokens(logits), logits, features.last, *features.levels
+
+    def _attention(self, inputs: TreeInputs) -> tuple[Mask, PassKeys | None]:
+        """Returns what nodes attend to: additive masks, or the keys; no mask if a single node attends to all of them."""
+        if inputs.queries is None and inputs.visible.shape[1] == 1 and not self._target.family.window:
+            return None, None
+        return self._target.family.tree_mask(by_row(inputs.seen(), inputs.queries), self._tile), None
 
     def _tile(self, visible: Tensor) -> Tensor:
         return tile_mask(visible, self._target.group, self._target.dtype)
 
-    def _new_joint(self) -> JointFunction | None:
-        return JointTreePass(self._target, self._levels)
 
+class SplitTreePass(TreePass):
+    """A tree pass of one request that masks the columns of the tree only; the number of keys is a tensor of the device."""
 
-class TreePass(TreeFunction):
-    """A tree pass that masks all of its keys."""
+    arguments_type = SplitTreeInputs
 
-    def __init__(self, target: Target, levels: Sequence[int]) -> None:
-        columns = Argument("columns", (KEYS,), torch.long, Padding.counting)
-        super().__init__(target, levels, (*_seen(VISIBLE), columns))
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        visible: Tensor,
-        visible_rows: Tensor,
-        columns: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
-        """Runs the pass.
-
-        Args:
-            tokens, positions, rows: LongTensor [N], rope positions, and the cache rows of the nodes.
-            visible: BoolTensor [N, X], attention of each node to X cache rows, those of the nodes among them.
-            visible_rows: LongTensor [X], these rows; all before the first of them are visible to all nodes.
-            columns: LongTensor [S], 0 to S - 1.
-            keys, values: buffers of every layer, [1, H, C, d].
-
-        Returns:
-            the results of `TreeFunction._read`.
-        """
-        cache = RowCache(keys, values, rows, columns.shape[0])  # sizes come from `shape`: `len` is specialized in tracing
-        return self._read(tokens, positions, cache, self._mask(visible, visible_rows, columns))
-
-    def _mask(self, visible: Tensor, visible_rows: Tensor, columns: Tensor) -> Mask:
-        """Returns the additive masks of the pass; None if its single node attends to all keys."""
-        if visible.shape[1] == 1 and not self._target.family.window:
-            return None
-        seen = (columns < visible_rows[:1]).expand(visible.shape[0], -1).clone().index_copy_(1, visible_rows, visible)
-        return self._target.family.tree_mask(seen, self._tile)
-
-
-class JointTreePass(TreeFunction, JointFunction):
-    """A tree pass over the trees of several requests. Shapes: T nodes of all trees, B cache rows, N nodes of a tree at most."""
-
-    labels = ("the target's pass over one node of every request", "the target's pass over trees of several requests")
-
-    def __init__(self, target: Target, levels: Sequence[int]) -> None:
-        own = (
-            *layout_arguments(ALL_NODES),
-            Argument("visible", (ROWS, PER_ROW, VISIBLE), torch.bool, Padding.masked),
-            Argument("first", (ROWS,), torch.long),
-            Argument("columns", (KEYS,), torch.long, Padding.counting),
-        )
-        super().__init__(target, levels, own, ALL_NODES, ROWS)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        owners: Tensor,
-        offsets: Tensor,
-        places: Tensor,
-        visible: Tensor,
-        first: Tensor,
-        columns: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
-        """Runs the pass.
-
-        Args:
-            tokens, positions, rows: LongTensor [T], as for `TreePass.forward`.
-            owners, offsets, places: as of `sage.runtime.joint.Layout`.
-            visible: BoolTensor [B, N, X], as for `TreePass.forward` of each request; False for padding.
-            first: LongTensor [B], the first of the visible rows; all before it are visible to all nodes of the request.
-            columns: LongTensor [S], 0 to S - 1.
-            keys, values: buffers of every layer, [B, H, C, d].
-
-        Returns:
-            the results of `TreeFunction._read`, over all nodes.
-        """
-        queries = JointQueries(owners, offsets, places)
-        cache = JointCache(keys, values, owners, rows, columns.shape[0], queries)
-        place = columns - first[:, None]
-        last = visible.shape[2] - 1
-        near = visible.gather(2, place.clamp(0, last)[:, None].expand(-1, places.shape[1], -1))
-        seen = (place < 0)[:, None] | (near & (place <= last)[:, None])
-        return self._read(tokens, positions, cache, self._target.family.tree_mask(seen, self._tile), queries=queries)
-
-    def join(self, calls: Sequence[Call], num_rows: int) -> Sequence[Value]:
-        shared, device = shared_cache(calls), self._target.device
-        tokens, positions, rows = (torch.cat([call.values[place] for call in calls]) for place in range(3))
-        seen = [call.values[3] for call in calls]
-        parts = layout(calls, [len(visible) for visible in seen], num_rows, device)
-        own_rows, ends = [row_of(call) for call in calls], [length_of(call) for call in calls]
-        first = [0] * num_rows
-        for row, end, visible in zip(own_rows, ends, seen, strict=True):
-            first[row] = end - visible.shape[1]
-        shape = (*parts.places.shape, max(visible.shape[1] for visible in seen))
-        return (
-            tokens,
-            positions,
-            rows,
-            parts.owners,
-            parts.offsets,
-            parts.places,
-            pad_rows(seen, own_rows, shape, False),
-            long_tensor(first, device),
-            shared.steps.narrow(0, 0, max(ends)),
-            *shared.layers(num_rows),
-        )
-
-    def split(self, calls: Sequence[Call], results: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        counts = [len(call.values[0]) for call in calls]
-        greedy, logits, *features = (
-            result.split(counts, axis) for result, axis in zip(results, (0, 0, *[1] * (len(results) - 2)), strict=True)
-        )
-        return list(zip(greedy, logits, *features, strict=True))
-
-
-class SplitTreePass(TreeFunction):
-    """A tree pass that masks the rows of the tree only, for which the number of keys is a tensor of the device."""
-
-    def __init__(self, target: Target, levels: Sequence[int]) -> None:
-        super().__init__(target, levels, _seen(SEEN))
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        visible: Tensor,
-        visible_rows: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
-        """Runs the pass; arguments and results as for `TreePass.forward`."""
-        capacity = keys[0].shape[2]
-        found = self._keys(visible, visible_rows, capacity)
-        return self._read(tokens, positions, RowCache(keys, values, rows, capacity), None, found)
-
-    def _keys(self, visible: Tensor, visible_rows: Tensor, capacity: int) -> PassKeys:
-        window = self._target.family.window
-        given = (visible, visible_rows, capacity, self._target.group, self._tile)
+    def _attention(self, inputs: TreeInputs) -> tuple[Mask, PassKeys | None]:
+        window, capacity = self._target.family.window, inputs.steps.shape[0]
+        near = torch.arange(inputs.visible.shape[1], device=inputs.first.device)
+        columns = (inputs.first + near).clamp(max=capacity - 1)
+        given = (inputs.visible, columns, capacity, self._target.group, self._tile)
         types = getattr(self._target.text_config, "layer_types", None) or [SLIDING if window else FULL]
         full = full_keys(*given) if FULL in types else None
-        return PassKeys(full, None if window is None else sliding_keys(*given, window))
+        return None, PassKeys(full, None if window is None else sliding_keys(*given, window))
 
 
 class TreePasses:
-    """Tree passes of a target for one request.
+    """Tree passes of a target.
 
     Args:
         levels: indices k of `hidden_states` to return as well.
         executor: None for that of the target's pass mode.
-        order: as of a `BoundPass`.
 
     Attributes:
-        is_split: whether a pass costs the keys that there are, not those of a bucket (see `SplitTreePass`).
+        is_split: whether a pass of one request costs the keys that there are, not those of a bucket (see `SplitTreePass`).
     """
 
-    def __init__(
-        self, target: Target, levels: Sequence[int], executor: Executor | None = None, order: int = VERIFY_ORDER
-    ) -> None:
+    def __init__(self, target: Target, levels: Sequence[int], executor: Executor | None = None) -> None:
         self.target, self.executor = target, executor or executor_of(target.passes)
         self.is_split = self.executor.splits_keys(target.device, target.dtype, target.head_dim)
-        key = (tuple(levels), target.dtype, self.is_split)
-        if key not in target.functions:
-            target.functions[key] = SplitTreePass(target, levels) if self.is_split else TreePass(target, levels)
-        self._pass = BoundPass(self.executor, target.functions[key], order)
+        kinds = (TreePass, SplitTreePass) if self.is_split else (TreePass,)
+        functions = [self._function(kind, tuple(levels)) for kind in kinds]
+        self._pass = BoundPass(self.executor, functions[0], target.device, *functions[1:])
         self._steps = torch.empty(0, dtype=torch.long)
+
+    def _function(self, kind: type[TreePass], levels: tuple[int, ...]) -> PassFunction:
+        functions, key = self.target.functions, (kind, levels, self.target.dtype)
+        if key not in functions:
+            functions[key] = kind(self.target, levels)
+        function: PassFunction = functions[key]
+        return function
 
     def capacity(self, num_tokens: int) -> int:
         """Returns the capacity of a cache for `num_tokens` tokens."""
@@ -304,11 +182,12 @@ class TreePasses:
         return self.executor.new_cache(self.target, num_tokens, self.target.new_cache)
 
     def __call__(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> TreeOutput:
-        """Runs one pass; arguments as of `steps`."""
-        return alone(self.steps(tokens, positions, visible, cache))
+        """Runs one pass; arguments as of `over`."""
+        output: TreeOutput = run([self.over(tokens, positions, visible, cache)])[0]
+        return output
 
-    def steps(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> Steps[TreeOutput]:
-        """Asks for one pass, which appends N rows to the cache.
+    def over(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> Pass:
+        """Returns one pass, which appends N columns to the cache and gives a `TreeOutput`.
 
         Args:
             tokens: LongTensor [N] node tokens, parents before children.
@@ -319,35 +198,34 @@ class TreePasses:
         nodes, seen = visible.shape
         first = cache.reserve(nodes)
         end = first + nodes
-        if len(self._steps) < end:
-            self._steps = torch.arange(max(end, cache.capacity), device=self.target.device)
+        if len(self._steps) < cache.capacity:
+            self._steps = torch.arange(cache.capacity, device=self.target.device)
         steps = self._steps
-        greedy, logits, last, *levels = yield from self._pass.steps(
-            cache,
-            tokens,
-            positions,
-            steps.narrow(0, first, nodes),
-            visible,
-            steps.narrow(0, end - seen, seen),
-            *(() if self.is_split else (steps.narrow(0, 0, end),)),
-            cache.keys,
-            cache.values,
-        )
-        return TreeOutput(Features(last, tuple(levels)), logits, greedy)
+        tensors = {
+            "tokens": tokens,
+            "positions": positions,
+            "columns": steps.narrow(0, first, nodes),
+            "visible": visible,
+            "first": steps.narrow(0, end - seen, 1),
+            "steps": steps.narrow(0, 0, cache.capacity if self.is_split else end),
+        }
+        return Pass(self._pass, nodes, tensors, _as_output, cache)
 
 
-def _seen(seen: Dim) -> tuple[Argument, Argument]:
-    """Describes which of X cache rows each node attends to, and these rows."""
-    return (
-        Argument("visible", (NODES, seen), torch.bool, Padding.masked),
-        Argument("visible_rows", (seen,), torch.long, Padding.spare_row),
-    )
+def _as_output(results: Sequence[Tensor]) -> TreeOutput:
+    greedy, logits, last, *levels = results
+    return TreeOutput(Features(last, tuple(levels)), logits, greedy)
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
     """Returns the argmax of each row of logits [N, V], `NAN_TOKEN` where a logit is NaN, LongTensor [N]."""
     is_nan = logits.amax(-1).isnan()  # `max` also returns the index and is slower than `amax` and `argmax` together
     return logits.argmax(-1).masked_fill(is_nan, NAN_TOKEN)
+
+
+def cache_sizes(target: Target) -> dict[str, int]:
+    """Returns the sizes that `CachedInputs` names, of a target's cache."""
+    return {"kv_heads": target.num_kv_heads, "head_dim": target.head_dim, "num_layers": target.num_layers}
 
 
 def family_modules(target: Target) -> list[str]:

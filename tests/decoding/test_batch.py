@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from support.toy_helpers import make_policy
 
 import sage
 from sage.decoding.batch import BatchDecoder, BatchRequest
-from sage.runtime import joint
+from sage.runtime import packing
 from sage.runtime.cache import TreeCache
-from sage.runtime.joint import Layout
+from sage.runtime.packing import BoundPass, Pass
 from sage.runtime.shared_cache import SharedCache
-from sage.targets import tree_passes
+from sage.targets.tree_passes import TreePass
 
 MAKERS = {
     "qwen": make_qwen,
@@ -85,23 +86,22 @@ def test_every_batch_size_gives_the_same_texts(batch_size: int, tiny_qwen: sage.
 def test_requests_share_draft_passes_with_the_results_that_each_has_alone(
     kind: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts do not depend on drafts, so that results are compared: of every joint pass with those of its calls, alone."""
+    """Texts do not depend on drafts, so results are compared: of every pass of several requests with those of each alone."""
     draft = (
         sage.new_draft(tiny_qwen, kind, **OPTIONS[kind]) if kind == "model" else random_draft(tiny_qwen, kind, **OPTIONS[kind])
     )
-    run, sizes = joint.run_together, dict[str, set[int]]()
+    run, sizes = BoundPass.run_several, dict[str, set[int]]()
 
-    def compared(calls: Any) -> Any:
-        expected = [[result.clone() for result in call.run()] for call in calls]
-        found = run(calls)
+    def compared(self: BoundPass, needed: list[Pass]) -> Any:
+        expected = [[result.clone() for result in self.run_one(each)] for each in needed]
+        found = run(self, needed)
         for own, alone in zip(found, expected, strict=True):
             for result, reference in zip(own, alone, strict=True):
                 torch.testing.assert_close(result, reference, atol=1e-4, rtol=1e-4)
-        sizes.setdefault(type(calls[0].bound.function).__name__, set()).add(len(calls))
-        assert len(calls) == 1 or calls[0].bound.joint() is not None
+        sizes.setdefault(type(self.function).__name__, set()).add(len(needed))
         return found
 
-    monkeypatch.setattr(joint, "run_together", compared)
+    monkeypatch.setattr(BoundPass, "run_several", compared)
     inputs = some_inputs(tiny_qwen, 3)
     out = sage.generate_batch(tiny_qwen, draft, inputs, "static", batch_size=3, max_new_tokens=8)
     for one, own in zip(out, inputs, strict=True):
@@ -128,19 +128,19 @@ def test_negative_control_what_is_a_neighbours_gives_another_text(
     """Positions, or the cache rows to write, in the order of another request."""
     draft, inputs = random_draft(tiny_qwen), some_inputs(tiny_qwen, 4)
     expected = [text_alone(tiny_qwen, draft, one, "chain", max_new_tokens=8) for one in inputs]
-    forward, layout = tree_passes.JointTreePass.forward, tree_passes.layout
+    compute, layout = TreePass.compute, packing.layout
 
-    def of_a_neighbour(self: Any, tokens: Any, positions: Any, *more: Any) -> Any:
-        return forward(self, tokens, positions.flip(0), *more)
+    def of_a_neighbour(self: TreePass, inputs: Any) -> Any:
+        return compute(self, replace(inputs, positions=inputs.positions.flip(0)))
 
-    def swapped(*args: Any) -> Layout:
+    def swapped(*args: Any) -> Any:
         found = layout(*args)
-        return Layout(found.owners.flip(0), found.offsets, found.places, found.ends)
+        return replace(found, owners=found.owners.flip(0))
 
     if fault == "positions":
-        monkeypatch.setattr(tree_passes.JointTreePass, "forward", of_a_neighbour)
+        monkeypatch.setattr(TreePass, "compute", of_a_neighbour)
     else:
-        monkeypatch.setattr(tree_passes, "layout", swapped)
+        monkeypatch.setattr(packing, "layout", swapped)
     out = sage.generate_batch(tiny_qwen, draft, inputs, "chain", batch_size=4, max_new_tokens=8)
     assert [one.tokens.tolist() for one in out] != expected
 

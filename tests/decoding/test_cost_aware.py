@@ -560,7 +560,7 @@ def test_the_nodes_of_a_pass_go_to_the_requests_with_the_most_probable_ones(pric
         one.share(1, 2)
         one.begin()
         one.plan.paths, one.plan.prices = paths, one.prices._replace(time=price)
-    chosen = type(policy).select_together(requests, 2)
+    chosen = type(policy).select_shared(requests, 2)
     assert chosen == [[0, *range(1, 1 + size)] for size in sizes]
     assert requests[0].learner is requests[1].learner is policy.learner
 

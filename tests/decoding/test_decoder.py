@@ -133,16 +133,16 @@ def test_reused_staging_memory_does_not_change_draft_logits(
         staged: list[torch.Tensor] = []
         monkeypatch.setattr(session._staging, "stage", lambda tokens: (staged.append(stage(tokens)), staged[-1])[1])
 
-        def watched(steps: Callable[..., Any]) -> Callable[..., Any]:
-            def once(*args: Any) -> Any:
-                found.append((yield from steps(*args)))
-                if is_overwritten:
-                    staged[-1].fill_(0)
-                return found[-1]
+        def seen(logits: torch.Tensor) -> torch.Tensor:
+            found.append(logits)
+            if is_overwritten:
+                staged[-1].fill_(0)
+            return logits
 
-            return once
+        def watched(needed: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: needed(*args).then(seen)
 
-        for name in ("expand_steps", "commit_steps"):
+        for name in ("expand_pass", "commit_pass"):
             monkeypatch.setattr(session, name, watched(getattr(session, name)))
         list(run.rounds())
         return found
@@ -261,10 +261,10 @@ def test_a_chain_is_drafted_without_a_mask(
     masks: list[bool] = []
     raw = HeadSession._visible_to
 
-    def spy(session: HeadSession, rows: torch.Tensor, first: int) -> torch.Tensor | None:
-        mask = raw(session, rows, first)
-        masks.append(mask is not None)
-        return mask
+    def spy(session: HeadSession, rows: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
+        visible, start = raw(session, rows, first)
+        masks.append(visible.shape[1] > 1)
+        return visible, start
 
     monkeypatch.setattr(HeadSession, "_visible_to", spy)
     sage.generate(tiny_qwen, random_draft(tiny_qwen, seed=0), make_inputs(tiny_qwen), policy=policy, max_new_tokens=8)

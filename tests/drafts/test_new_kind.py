@@ -42,7 +42,7 @@ from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.executors import EAGER, executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
-from sage.runtime.pass_function import NODES, Argument, PassFunction, Result
+from sage.runtime.pass_function import NODES, PassFunction, PassInputs, Result, argument
 from sage.runtime.pass_modes import PassMode
 from sage.targets import Features, Prompt
 from train.config import store
@@ -100,15 +100,19 @@ class BigramDraft(DraftHead):
         return self._functions[key]
 
 
+@dataclass(kw_only=True)
+class BigramInputs(PassInputs):
+    tokens: Tensor = argument(NODES)
+
+
 class BigramPass(PassFunction):
     def __init__(self, draft: BigramDraft, target: sage.Target) -> None:
-        arguments = (Argument("tokens", (NODES,), torch.long),)
-        names = ("the bigram of one token", "the bigrams of several tokens")
-        super().__init__("draft", names, arguments, (Result((NODES, target.vocab_size)),), draft.config.to_dict())
+        names, results = ("the bigram of one token", "the bigrams of several tokens"), (Result((NODES, target.vocab_size)),)
+        super().__init__("draft", names, BigramInputs, {}, draft.dtype, results, draft.config.to_dict())
         self.draft, self.embed_tokens, self.lm_head = draft, target.embed_tokens, target.lm_head
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor]:
-        return (self.lm_head(self.draft.hidden(self.embed_tokens(tokens))),)
+    def compute(self, inputs: BigramInputs) -> tuple[Tensor]:
+        return (self.lm_head(self.draft.hidden(self.embed_tokens(inputs.tokens))),)
 
 
 class BigramSession(DraftSession):
@@ -123,15 +127,15 @@ class BigramSession(DraftSession):
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
-        return self._run(root)[0]
+        return self._run(BigramInputs(tokens=root))[0]
 
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
-        return self._run(self._staging.stage(tokens))[0]
+        return self._run(BigramInputs(tokens=self._staging.stage(tokens)))[0]
 
     @torch.no_grad()
     def commit(self, features: Features, tokens: Tokens) -> Tensor:
-        return self._run(self._staging.stage(tokens)[-1:])[0]
+        return self._run(BigramInputs(tokens=self._staging.stage(tokens)[-1:]))[0]
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.context = context
@@ -200,7 +204,7 @@ def test_its_function_is_compiled(tiny_qwen: sage.Target, draft: Any, monkeypatc
     run = Compiled().bind(function)
     for tokens in (torch.tensor([5]), torch.tensor([5, 6, 7])):
         with torch.no_grad():
-            torch.testing.assert_close(run(tokens)[0], function(tokens)[0])
+            torch.testing.assert_close(run(BigramInputs(tokens=tokens))[0], function(tokens)[0])
     (compiled,) = function.kept.values()
     assert len(compiled.packages) == 2 and None not in compiled.packages.values()
 

@@ -126,7 +126,19 @@ def test_several_requests(shared: Path, capsys: pytest.CaptureFixture[str]) -> N
         found = sage.generate_batch(target, None, inputs, "autoregressive", batch_size=batch_size, max_new_tokens=6)
         assert [one.tokens.tolist() for one in found] == expected
     shown = capsys.readouterr().err
-    assert shown.count("one node of every request") == 1 and "no attention of folded heads" not in shown
+    assert shown.count("one node of several requests") == 1 and "no attention of folded heads" not in shown
+
+
+@pytest.mark.parametrize(("kind", "options"), [("eagle", {}), ("block", {"block_size": 4, "conditional": "mlp"})])
+def test_passes_of_drafts_over_several_requests_have_no_fixed_size(kind: str, options: dict[str, Any]) -> None:
+    """A size that tracing specializes, such as the number of requests, is an error of `torch.export`."""
+    target = make_qwen()
+    for function in head(target, kind, **options).pass_functions(target):
+        args, dims = function.example((False,) * len(function.variant_dims), torch.device("cpu"))
+        with torch.no_grad():
+            torch.export.export(
+                function, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+            )
 
 
 def test_full_cache(shared: Path) -> None:

@@ -16,7 +16,7 @@ from sage.runtime.cache import TreeCache
 from sage.runtime.captured import Capture, Captured
 from sage.runtime.compiled import Compiled
 from sage.runtime.executors import EAGER, Executor, Run
-from sage.runtime.pass_function import PassFunction, flat
+from sage.runtime.pass_function import PassFunction, PassInputs
 from sage.runtime.pass_modes import PassMode
 from sage.targets import Features
 from sage.targets.tree_passes import TreePasses
@@ -45,9 +45,9 @@ class Uncompiled(Compiled):
     def bind(self, function: PassFunction) -> Run:
         self.num_bound += 1
 
-        def run(*values: Any) -> Any:
-            assert all(value.is_contiguous() for value in flat(values))
-            return function(*values)
+        def run(inputs: PassInputs) -> Any:
+            assert all(tensor.is_contiguous() for tensor in inputs.flat())
+            return function.compute(inputs)
 
         return run
 

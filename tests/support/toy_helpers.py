@@ -27,7 +27,6 @@ from sage.drafts.session import DraftSession
 from sage.planning.base import Policy
 from sage.planning.tree import Tree
 from sage.runtime.host_tensors import Tokens
-from sage.runtime.joint import Steps, alone
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import RoundTimes
 from sage.targets import Features, Prompt
@@ -159,8 +158,12 @@ class FixedDraws(TargetSampler):
 class SteadyClock:
     """A clock with constant times, which makes cost-aware policies deterministic."""
 
+    is_shared = False
+
     def lap(self, phase: str, count: int = 0) -> None:
         pass
+
+    resume = pause = lambda self: None
 
     def start_round(self) -> None:
         pass
@@ -175,8 +178,7 @@ class TablePasses:
     def __init__(self, target: TableTarget) -> None:
         self.target = target
 
-    def steps(self, *args: Any) -> Steps[TreeOutput]:
-        yield from ()
+    def over(self, *args: Any) -> TreeOutput:
         return self.target.tree_pass(*args)
 
 
@@ -242,5 +244,7 @@ def toy_answer(policy: Policy, sampling: Sampling, session: DraftSession | None 
 
 def drafted_tree(request: Request) -> Tree:
     """Grows the tree of one round of a request; returns the part that the policy selects."""
-    builder = alone(grow(request))
+    (builder,) = grow([request], [True])
+    if request.error is not None:
+        raise request.error
     return selected_tree(request, builder, None if builder is None else request.policy.select())

@@ -153,7 +153,7 @@ def select(options: CostAware, plan: CostPlan) -> list[int] | None:
     return None if plan.is_chain and size == drafted else chosen
 
 
-def select_together(policies: Sequence[CostAware], verify_s: Callable[[int], float]) -> list[list[int] | None]:
+def select_shared(policies: Sequence[CostAware], verify_s: Callable[[int], float]) -> list[list[int] | None]:
     """Selects for several requests whose trees one pass verifies: the top n nodes of all by P, n maximizing the expected tokens
     of all minus priced time.
 

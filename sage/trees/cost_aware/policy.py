@@ -22,7 +22,7 @@ from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.cost_aware.learner import ALONE, LABELLED_RANKS, Learner, PendingRound
 from sage.trees.cost_aware.pace import Pace
-from sage.trees.cost_aware.planner import CostPlan, next_level, select, select_together
+from sage.trees.cost_aware.planner import CostPlan, next_level, select, select_shared
 from sage.trees.cost_aware.pricing import Prices
 
 USED_RANKS = 0.5  # of the nodes of a usual tree: candidates of later ranks below a node are seldom among them
@@ -140,14 +140,14 @@ class CostAware(Policy):
         self._others = ALONE if requests == 1 else (rows - rows % ROWS_STEP, requests)
 
     @classmethod
-    def begin_together(cls, policies: Sequence[CostAware]) -> None:
+    def begin_shared(cls, policies: Sequence[CostAware]) -> None:
         """Lets all requests of a round draft, or none, as measured for their number."""
         drafts = policies[0].pace.begin(len(policies))
         for policy in policies:
             policy._is_paused = policy.stop and not drafts
 
     @classmethod
-    def observe_together(cls, policies: Sequence[CostAware], tokens: int, seconds: float) -> None:
+    def observe_shared(cls, policies: Sequence[CostAware], tokens: int, seconds: float) -> None:
         policies[0].pace.observe(tokens, seconds)
 
     def num_candidates_at(self, level: int) -> int:
@@ -165,12 +165,12 @@ class CostAware(Policy):
         return select(self, self.plan)
 
     @classmethod
-    def select_together(cls, policies: Sequence[CostAware], requests: int) -> list[Sequence[int] | None]:
+    def select_shared(cls, policies: Sequence[CostAware], requests: int) -> list[Sequence[int] | None]:
         """Shares the nodes of the pass among the requests, by the next best marginal gain."""
         costs = policies[0].costs
         assert costs is not None, "costs are measured when a request starts"
         verify = costs.verify
-        return list(select_together(policies, lambda nodes: verify(requests + nodes)))
+        return list(select_shared(policies, lambda nodes: verify(requests + nodes)))
 
     def calibration(self) -> Callable[[list[float], int], list[float]] | None:
         return partial(copy(self.learner.calibrator).leading, min_prob=0.0) if self.calibrate else None
