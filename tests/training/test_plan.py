@@ -20,7 +20,7 @@ from sage.targets.loading import meta_target
 from train.cli.train import train
 from train.config.checks import check
 from train.config.hydra_app import compose
-from train.config.schema import Config
+from train.config.schema import Config, Offload
 from train.engine.muon import matrices_of
 from train.plan.data import _local_folder
 from train.plan.estimate import estimate
@@ -123,14 +123,15 @@ def base_optimizer(wrapped: Any) -> Any:
     return wrapped
 
 
-@pytest.mark.slow
 def test_each_stage_shards_its_components() -> None:
-    one, eight = ({s: draft_memory(configure(f"deepspeed=zero{s}"), 1000, 1000, r) for s in range(4)} for r in (1, 8))
+    config = configure()
     for stage in range(4):
+        config.deepspeed.stage = stage
+        one, eight = (draft_memory(config, 1000, 1000, ranks) for ranks in (1, 8))
         for part, first in (("optimizer, masters", 1), ("draft gradients", 2), ("draft weights", 3)):
-            assert eight[stage][part] == one[stage][part] / (8 if stage >= first else 1), (stage, part)
-    offloaded = draft_memory(configure("deepspeed.offload_optimizer=cpu"), 1000, 1000, 1)
-    assert offloaded["optimizer, masters"] == 0.0
+            assert eight[part] == one[part] / (8 if stage >= first else 1), (stage, part)
+    config.deepspeed.offload_optimizer = Offload.cpu
+    assert draft_memory(config, 1000, 1000, 1)["optimizer, masters"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -185,16 +186,6 @@ def test_a_compressor_predicts_its_number_of_rows(mode: str) -> None:
         assert rows == draft.compressor.num_rows(length) or mode == "select"  # its gate chooses among operators
 
 
-def test_a_7b_target_fits_on_eight_gpus() -> None:
-    found = big("qwen2_5_vl_7b", "draft=eagle3", "launch.gpus=8")
-    text = render(found)
-    assert found.fits and found.change is None
-    assert "8.29 B   (676.6 M vision, 7.62 B text)" in text and "target weights           16.58 GB" in text
-    assert "128 sequences = 8 rank(s) x 4 x 4 accumulated" in text and "fits: " in text.splitlines()[-1]
-    assert "the draft can be served by vLLM" in text
-    assert sum(found.memory.values()) == found.total_bytes < 80e9
-
-
 @pytest.mark.slow
 def test_plans_of_a_mixture_of_experts_and_of_a_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network; published: 31.07 B parameters, and 8.03 B without a vision tower."""
@@ -204,15 +195,6 @@ def test_plans_of_a_mixture_of_experts_and_of_a_text_model(monkeypatch: pytest.M
     assert sparse.flops["text"] < 0.6 * dense.flops["text"]  # of the parameters of a token, not of all
     text = render(dense)
     assert re.search(r"target +8\.03 B$", text, re.M) and "visual" not in text and "vision" not in text
-
-
-@pytest.mark.slow
-def test_a_72b_target_fits_when_sharded() -> None:
-    found = big("qwen2_5_vl_72b", "launch.gpus=8")
-    assert not found.fits and found.change == ["deepspeed.shard_target=true"]
-    assert "it fits with deepspeed.shard_target=true" in render(found).splitlines()[-1]
-    sharded = big("qwen2_5_vl_72b", "launch.gpus=8", "deepspeed.shard_target=true")
-    assert sharded.fits and sharded.gather_s > 0 and "layers of the sharded target" in render(sharded)
 
 
 SMALLER = ["draft=model", "draft.num_layers=2", "train.global_batch_size=64"]
