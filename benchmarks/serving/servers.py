@@ -120,20 +120,25 @@ class Server:
 
 
 @contextmanager
-def serving(setting: ServerSetting, lab: Lab) -> Iterator[Server]:
-    """Runs a server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def serving(setting: ServerSetting, lab: Lab, port: int | None = None) -> Iterator[Server]:
+    """Runs a server; without a port, on a free one."""
+    port = port or free_port()
     log_path = lab.scratch / f"{setting.label.replace(' ', '_')}.log"
     threads = {"OMP_NUM_THREADS": str(len(lab.cores))}
     variables = {**os.environ, **threads} if setting.side == OURS else lab.environment
-    with log_path.open("wb") as log:
+    with log_path.open("ab") as log:
         process = _pinned(setting.command(lab, port), lab.cores, variables, stdout=log, stderr=log)
     try:
         yield Server(process, f"http://127.0.0.1:{port}", setting.label, log_path)
     finally:
         _end(process)
+
+
+def free_port() -> int:
+    """Returns a port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _tail(log: Path) -> str:

@@ -26,6 +26,7 @@ import json
 import multiprocessing
 import os
 import queue
+import shutil
 import sys
 import tempfile
 import time
@@ -49,7 +50,7 @@ from checkpoints.run_folder import DRAFT
 from sage.io.machine import available_cores, pin
 from sage.io.tables import markdown_table
 from train.serve_check.acceptance import Answers, decode_chain
-from train.serve_check.prompts import write_prompts
+from train.serve_check.prompts import PROMPTS_FILE, write_prompts
 from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,19 +139,17 @@ def main() -> int:
     """Trains, exports, serves and compares; returns 0 if all checks pass."""
     parser = new_parser(__doc__, [case.name for case in CASES])
     parser.add_argument("--runs", type=Path, help="folder of the training runs, kept and reused; default: a temporary one")
-    args, watch = parser.parse_args(), Watch()
+    args, begin = parser.parse_args(), time.monotonic()
     cases = [case for case in CASES if not args.only or case.name in args.only]
     with tempfile.TemporaryDirectory() as scratch:
         runs = args.runs or Path(scratch) / "runs"
         train([run for run in dict.fromkeys(case.run for case in cases) if not (runs / run / DRAFT).is_dir()], runs)
-        watch.lap("training")
         with Lab(Path(scratch), runs, args.engine_python) as lab:
             served = lab.serve(cases)
             ours = {key: lab.decode(*key) for key in dict.fromkeys((case.run, case.dtype) for case in cases)}
             theirs = [future.result() for future in served]
-        watch.lap("serving")
     rows = [new_row(case, ours[case.run, case.dtype], one) for case, one in zip(cases, theirs, strict=True)]
-    return conclude("engines", ["format", "draft", "vocabulary", "dtype"], rows, watch.text())
+    return conclude("engines", ["format", "draft", "vocabulary", "dtype"], rows, begin)
 
 
 def new_row(case: Case, ours: Answers, theirs: Answers | None) -> Row:
@@ -170,21 +169,6 @@ def new_parser(description: str | None, names: Sequence[str]) -> argparse.Argume
     parser.add_argument("--engine-python", type=Path, required=True, help="interpreter of the environment with vLLM")
     parser.add_argument("--only", nargs="*", choices=names, help="only these cases")
     return parser
-
-
-class Watch:
-    """Seconds of each part."""
-
-    def __init__(self) -> None:
-        self._last, self._parts = time.monotonic(), dict[str, float]()
-
-    def lap(self, part: str) -> None:
-        """Ends a part."""
-        now = time.monotonic()
-        self._parts[part], self._last = now - self._last, now
-
-    def text(self) -> str:
-        return ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self._parts.items())
 
 
 def train(names: Sequence[str], runs: Path) -> None:
@@ -231,12 +215,13 @@ class Lab:
         self.target = sage.load_target(TARGET, dtype=torch.float32)
         self.prompts, self.prompts_file = write_prompts(self.target, pocket_prompts(NUM_PROMPTS), scratch)
         self._threads = ThreadPoolExecutor(len(available_cores()))
-        self._engines: queue.SimpleQueue[VllmProcess] = queue.SimpleQueue()
+        self._engines: queue.SimpleQueue[Engine] = queue.SimpleQueue()
         self._started = ExitStack()
 
     def __enter__(self) -> Lab:
         for core in available_cores():
-            self._engines.put(self._start_engine([core]))
+            engine = Engine(self.scratch / f"core_{core}", self.python, core, MAX_NEW_TOKENS)
+            self._engines.put(self._started.enter_context(engine))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -253,19 +238,10 @@ class Lab:
         draft.to(DTYPES[dtype]).to(torch.float32)
         return decode_chain(self.target, draft, self.prompts, DEPTH, MAX_NEW_TOKENS)
 
-    def _start_engine(self, own_cores: Sequence[int]) -> VllmProcess:
-        log = self.scratch / f"vllm-{time.monotonic_ns()}.log"
-        process = VllmProcess(self.python, self.prompts_file, log, max_new_tokens=MAX_NEW_TOKENS, cores=own_cores)
-        return self._started.enter_context(process)
-
     def _serve(self, case: Case) -> Answers | None:
         engine, begin = self._engines.get(), time.monotonic()
         try:
-            answers = trace(engine, self._setting(case))
-        except EngineFailed as error:
-            print(f"{case.name}: {error}", flush=True)
-            engine = self._start_engine(engine.cores)
-            return None
+            answers = engine.trace(self._setting(case), self.prompts_file)
         finally:
             self._engines.put(engine)
         print(f"served {case.name}: {time.monotonic() - begin:.0f} s", flush=True)
@@ -287,6 +263,37 @@ class Lab:
             is_compiled=False,
             corrects_slots=not case.is_released,
         )
+
+
+class Engine:
+    """vLLM in one process on one core, for the prompts of one target after the other; a context manager."""
+
+    def __init__(self, scratch: Path, python: Path, core: int, max_new_tokens: int) -> None:
+        self.scratch, self.python, self.core, self.max_new_tokens = scratch, python, core, max_new_tokens
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        self._process: VllmProcess | None = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process is not None:
+            self._process.__exit__(None, None, None)
+
+    def trace(self, setting: EngineSetting, prompts: Path) -> Answers | None:
+        """Returns the answers of vLLM; None if it fails, which is printed."""
+        file = self.scratch / f"served_{PROMPTS_FILE}"
+        shutil.copy(prompts, file)
+        if self._process is None:
+            log = self.scratch / f"vllm-{time.monotonic_ns()}.log"
+            self._process = VllmProcess(self.python, file, log, max_new_tokens=self.max_new_tokens, cores=[self.core])
+        try:
+            return trace(self._process, setting)
+        except EngineFailed as error:
+            print(error, flush=True)
+            self.__exit__()
+            self._process = None
+            return None
 
 
 def trace(engine: VllmProcess, setting: EngineSetting) -> Answers:
@@ -342,12 +349,12 @@ class Row:
         return [*self.labels, f"{same}/{len(ours.tokens)}", str(ours.num_rounds), str(theirs.num_rounds), *shares]
 
 
-def conclude(what: str, head: Sequence[str], rows: Sequence[Row], times: str) -> int:
-    """Prints the table and the result; returns the exit code."""
+def conclude(what: str, head: Sequence[str], rows: Sequence[Row], begin: float) -> int:
+    """Prints the table, the result, and the seconds since `begin`; returns the exit code."""
     print(markdown_table([*head, *COMPARED], [row.cells() for row in rows], "<"))
     failures = [f"FAILED {' '.join(row.labels)}: {problem}" for row in rows for problem in row.problems()]
     print("\n".join(failures) or f"{what}: all checks pass")
-    print(times)
+    print(f"{time.monotonic() - begin:.0f} s")
     return 1 if failures else 0
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from check_exports import Row, conclude, new_parser, trace
+from check_exports import Engine, Row, conclude, new_parser
 
 import sage
 from checkpoints.export.exporter import export
@@ -43,7 +43,7 @@ from train.distill.student import HeadStudent
 from train.distill.teacher import Teacher
 from train.serve_check.acceptance import Answers, decode_chain
 from train.serve_check.prompts import PROMPTS_FILE, write_prompts
-from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
+from train.serve_check.vllm_process import EngineSetting
 
 POCKET = Path(__file__).resolve().parents[2] / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
 IMAGE_SIDE = 128  # pixels
@@ -114,7 +114,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
         rows = check(args.only or list(CONFIGS), scratch, args.engine_python)
-    return conclude("families", ["target"], rows, f"{time.monotonic() - begin:.0f} s")
+    return conclude("families", ["target"], rows, begin)
 
 
 def check(names: Sequence[str], scratch: Path, python: Path) -> list[Row]:
@@ -122,7 +122,7 @@ def check(names: Sequence[str], scratch: Path, python: Path) -> list[Row]:
     cores = available_cores()
     torch.set_num_threads(1)
     served = []
-    with Engine(scratch, python, cores[-1]) as engine, ThreadPoolExecutor(1) as threads:
+    with Engine(scratch, python, cores[-1], MAX_NEW_TOKENS) as engine, ThreadPoolExecutor(1) as threads:
         pin(0, cores[:1])
         for name in names:
             begin = time.monotonic()
@@ -235,38 +235,6 @@ def answered(target: sage.Target, prompt: BenchPrompt) -> dict[str, Any]:
     row = {key: value for key, value in inputs.items() if key in target.family.pixel_keys}
     tokens = {key: value[0] for key, value in target.family.token_inputs(ids[None]).items()}
     return {"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(question), **tokens, **row}
-
-
-class Engine:
-    """vLLM in one process on one core, for the prompts of one target after the other; a context manager."""
-
-    def __init__(self, scratch: Path, python: Path, core: int) -> None:
-        self.scratch, self.python, self.core = scratch, python, core
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        self._process: VllmProcess | None = None
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._process is not None:
-            self._process.__exit__(None, None, None)
-
-    def trace(self, setting: EngineSetting, prompts: Path) -> Answers | None:
-        """Returns the answers of vLLM; None if it fails, which is printed."""
-        shutil.copy(prompts, self.scratch / PROMPTS_FILE)
-        if self._process is None:
-            log = self.scratch / f"vllm-{time.monotonic_ns()}.log"
-            self._process = VllmProcess(
-                self.python, self.scratch / PROMPTS_FILE, log, max_new_tokens=MAX_NEW_TOKENS, cores=[self.core]
-            )
-        try:
-            return trace(self._process, setting)
-        except EngineFailed as error:
-            print(error, flush=True)
-            self.__exit__()
-            self._process = None
-            return None
 
 
 def serve(engine: Engine, prepared: Prepared) -> Row:

@@ -30,8 +30,8 @@ from typing import Any
 import check_families as families
 import torch
 import transformers
-from check_exports import Row, conclude, new_parser
-from check_families import MAX_NEW_TOKENS, POCKET, TEXT, Engine, answers_to, build_target, questions
+from check_exports import Engine, Row, conclude, new_parser
+from check_families import MAX_NEW_TOKENS, POCKET, TEXT, answers_to, build_target, questions
 from safetensors.torch import load_file, save_file
 
 import sage
@@ -181,12 +181,12 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         rows = check(cases, Path(scratch), args.engine_python)
-    return conclude("one pass", ["target and draft", "format"], rows, f"{time.monotonic() - begin:.0f} s")
+    return conclude("one pass", ["target and draft", "format"], rows, begin)
 
 
 def check(cases: Sequence[Case], scratch: Path, python: Path) -> list[Row]:
     """Prepares one export after the other; vLLM serves them on the last core meanwhile."""
-    with Engine(scratch, python, available_cores()[-1]) as engine, ThreadPoolExecutor(1) as thread:
+    with Engine(scratch, python, available_cores()[-1], MAX_NEW_TOKENS) as engine, ThreadPoolExecutor(1) as thread:
         lab = Lab(scratch, engine)
         served = [thread.submit(lab.serve, case, lab.prepare(case)) for case in cases]
         return [future.result() for future in served]

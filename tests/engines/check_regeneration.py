@@ -16,26 +16,23 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from train.serve_check.vllm_process import environment
+from benchmarks.serving import servers
+from sage.io.machine import available_cores
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
 FAMILIES = "[question,caption,chart,sign,compare]"  # those with images
 CONCURRENCY = 8
-START_S, POLL_S = 180.0, 0.05
-SERVER = ("--dtype", "float32", "--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", str(CONCURRENCY))
+POLL_S = 0.05
 
 
 class Lab:
@@ -48,38 +45,17 @@ class Lab:
     """
 
     def __init__(self, scratch: Path, python: Path, items: int) -> None:
-        self.scratch, self.python, self.items = scratch, python, items
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.scratch, self.items, self.port = scratch, items, servers.free_port()
+        shared: dict[str, Any] = {"target": str(TARGET), "python": python.absolute(), "scratch": scratch}
+        cores = available_cores()[-1:]
+        self._servers = servers.Lab(draft=scratch, export=scratch, cores=cores, max_requests=CONCURRENCY, **shared)
 
     @contextmanager
     def serving(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Runs the server; its process leads a group, which is killed at the end."""
-        command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(TARGET)]
-        with (self.scratch / "server.log").open("ab") as log:
-            server = subprocess.Popen(
-                [*command, *SERVER, "--host", "127.0.0.1", "--port", str(self.port)],
-                env={**os.environ, **environment(self.python, 1)},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        try:
-            self._wait(server)
-            yield server
-        finally:
-            kill(server)
-
-    def _wait(self, server: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and server.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/models", timeout=5).close()
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(1)
-        raise SystemExit(f"vLLM's server does not start:\n{(self.scratch / 'server.log').read_text()[-2000:]}")
+        """Runs the server, every time on the same port; its process leads a group, which is killed at the end."""
+        with servers.serving(servers.ServerSetting(side=servers.VLLM), self._servers, self.port) as server:
+            server.wait()
+            yield server.process
 
     def command(self, name: str, concurrency: int = 0) -> list[str]:
         """Returns the command that writes `NAME.jsonl`; without a concurrency, by our decoder."""
@@ -123,13 +99,6 @@ class Lab:
         return [{**json.loads(line), "provenance": None} for line in text.splitlines()]
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """`kill -9` of a process group."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def check(lab: Lab) -> list[str]:
     """Runs all checks; returns what is wrong."""
     lab.run("decoder")
@@ -157,7 +126,8 @@ def check(lab: Lab) -> list[str]:
         lab.run("client_killed", CONCURRENCY)
         compare("client_killed")
         client = lab.run_to_the_middle("server_killed")
-        kill(server)
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
         code = client.wait()
         print(f"server killed: client's exit code {code}, {lab.kept('server_killed')} conversations kept", flush=True)
         expect("server_killed", code == 2 and 0 < lab.kept("server_killed") < lab.items, "not ended in the middle")
