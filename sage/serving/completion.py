@@ -53,14 +53,19 @@ class Completion:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     tokens: list[int] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.service.tokenizer)
         self._stops = StopStrings(self.prepared.request.stop)
 
-    def add(self, tokens: Sequence[int], is_last: bool = False) -> str:
-        """Appends tokens; returns the text to send."""
-        self.tokens += tokens
+    def add(self, result: list[int] | Stats) -> str:
+        """Appends tokens, or ends the answer with its `Stats`; returns the text to send."""
+        is_last = isinstance(result, Stats)
+        if isinstance(result, Stats):
+            self.stats = result
+        else:
+            self.tokens += result
         return self._stops.feed(self._detokenizer.next_piece(self.tokens, len(self.tokens), is_last), is_last)
 
     @property
@@ -69,11 +74,11 @@ class Completion:
         ends: Collection[int] = self.service.end_token_ids
         return "stop" if self._stops.is_found or self.tokens[-1] in ends else "length"
 
-    def response(self, text: str, stats: Stats) -> dict[str, Any]:
+    def response(self, text: str) -> dict[str, Any]:
         """Returns the complete response."""
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
-        found = self._head("chat.completion") | {"choices": [choice | self._ids(self.tokens)], "usage": usage(stats)}
+        found = self._head("chat.completion") | {"choices": [choice | self._ids(self.tokens)], "usage": usage(self.stats)}
         if self.prepared.request.return_token_ids:
             found["prompt_token_ids"] = self.prepared.inputs["input_ids"][0].tolist()
         return found
@@ -86,11 +91,11 @@ class Completion:
         """Returns a chunk of text."""
         return self._chunk({"content": text}, None, tokens)
 
-    def last_chunks(self, stats: Stats) -> bytes:
+    def last_chunks(self) -> bytes:
         """Returns the chunks after the text."""
         end = self._chunk({}, self.finish_reason, ())
         if self.prepared.request.stream_options.include_usage:
-            end += _event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage(stats)})
+            end += _event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage(self.stats)})
         return end + DONE
 
     def _chunk(self, delta: dict[str, Any], reason: str | None, tokens: Sequence[int]) -> bytes:

@@ -17,12 +17,13 @@ from fastapi import Response
 from sage.decoding.answer import Stats
 from sage.serving.completion import Completion, error_chunk
 from sage.serving.errors import ApiError, internal
-from sage.serving.service import Prepared, Service
+from sage.serving.service import Service
 
 BODY_TIMEOUT_S = 60.0
 MAX_DISCARDED = 4  # times the largest body: what is read of a larger one, so that its client receives the answer
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
+Results = AsyncIterator[list[int] | Stats]  # new tokens, the end of the answer last
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 
 
@@ -56,44 +57,40 @@ class Exchange(Response):
     async def _answer(self, body: bytes, send: Send) -> None:
         service = self._service
         prepared = await asyncio.get_running_loop().run_in_executor(service.pool, service.prepare, body)
+        completion = Completion(service, prepared)
         answer = self._stream if prepared.request.stream else self._complete
-        async with aclosing(service.scheduler.decode(prepared.inputs, prepared.sampling)) as events:
-            await answer(prepared, events, send)
+        async with aclosing(service.scheduler.decode(prepared.inputs, prepared.sampling)) as results:
+            await answer(completion, results, send)
 
-    async def _complete(self, prepared: Prepared, events: AsyncIterator[list[int] | Stats], send: Send) -> None:
-        completion, texts = Completion(self._service, prepared), []
-        async for event in events:
-            if isinstance(event, Stats):
-                texts.append(completion.add([], is_last=True))
-                data = json.dumps(completion.response("".join(texts), event), ensure_ascii=False).encode()
-                self._service.metrics.responses.labels(HTTPStatus.OK.value).inc()
-                await _start(send, JSON, [(b"content-length", str(len(data)).encode())])
-                await _send(send, data, more=False)
-            else:
-                texts.append(completion.add(event))
+    async def _complete(self, completion: Completion, results: Results, send: Send) -> None:
+        text = "".join([completion.add(result) async for result in results])
+        data = json.dumps(completion.response(text), ensure_ascii=False).encode()
+        await self._start(send, JSON, [(b"content-length", str(len(data)).encode())])
+        await _send(send, data, more=False)
 
-    async def _stream(self, prepared: Prepared, events: AsyncIterator[list[int] | Stats], send: Send) -> None:
-        completion, is_started = Completion(self._service, prepared), False
+    async def _stream(self, completion: Completion, results: Results, send: Send) -> None:
+        is_started = False
         try:
-            async for event in events:
+            async for result in results:
                 if not is_started:
                     is_started = True
-                    self._service.metrics.responses.labels(HTTPStatus.OK.value).inc()
-                    await _start(send, EVENTS, [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+                    await self._start(send, EVENTS, [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
                     await _send(send, completion.first_chunk())
-                is_last = isinstance(event, Stats)
-                tokens = [] if isinstance(event, Stats) else event
-                text = completion.add(tokens, is_last)
-                if text or (tokens and prepared.request.return_token_ids):
+                text, tokens = completion.add(result), [] if isinstance(result, Stats) else result
+                if text or (tokens and completion.prepared.request.return_token_ids):
                     await _send(send, completion.text_chunk(text, tokens))
-                if isinstance(event, Stats):
-                    await _send(send, completion.last_chunks(event), more=False)
+            await _send(send, completion.last_chunks(), more=False)
         except Exception as error:
             if not is_started:
                 raise
             await _send(send, error_chunk((error if isinstance(error, ApiError) else internal()).content), more=False)
             if not isinstance(error, ApiError):
                 raise
+
+    async def _start(self, send: Send, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        self._service.metrics.responses.labels(HTTPStatus.OK.value).inc()
+        headers = [(b"content-type", kind), *headers]
+        await send({"type": "http.response.start", "status": HTTPStatus.OK.value, "headers": headers})
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
@@ -136,11 +133,6 @@ async def until_left(work: Any, receive: Receive) -> None:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _start(send: Send, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    start = {"type": "http.response.start", "status": HTTPStatus.OK.value, "headers": [(b"content-type", kind), *headers]}
-    await send(start)
 
 
 async def _send(send: Send, data: bytes, more: bool = True) -> None:
