@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from checkpoints.run_folder import read_command, state_folder, step_name
 from checkpoints.store import StateStore
+from data_prep.batching.loader import StepLoader
 from data_prep.config import Answers
 from sage.commands.cli import EXIT_CRASH
 from train.config.overrides import own_answers_command
@@ -35,12 +36,6 @@ from train.validation.in_loop import ValidationOutcome
 
 logger = logging.getLogger(__name__)
 MicroBatches = list[dict[str, Any]]
-
-
-class Feed(Protocol):
-    """Yields the micro-batches of one optimizer step after another, endlessly."""
-
-    def __iter__(self) -> Generator[MicroBatches, None, None]: ...
 
 
 class TrainingError(RuntimeError):
@@ -70,7 +65,7 @@ class TrainingRun:
     ranks: Ranks
     engine: Engine
     teacher: Teacher
-    loader: Feed
+    loader: StepLoader
     store: StateStore
     tracker: Tracker
     display: Display

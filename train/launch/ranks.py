@@ -44,12 +44,8 @@ class Ranks:
         dist.all_reduce(total, group=self.group)
         return total
 
-    def barrier(self) -> None:
-        """Waits for all ranks with a gloo reduction, during which GPUs stay idle."""
-        dist.all_reduce(torch.zeros(1), group=self.group)
-
     def wait_for_all(self) -> None:
-        """Waits for all ranks without the time limit of other collective operations, while ranks work for hours apart."""
+        """Waits for all ranks without the time limit of other collective operations; GPUs stay idle meanwhile."""
         if self.world_size > 1:
             group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
             dist.all_reduce(torch.zeros(1), group=group)

@@ -120,7 +120,7 @@ class InLoopValidation:
             with saving(folder), new_folder(folder) as part:
                 self.engine.student.save(part, weights)
                 write_manifest(part, self.state.step)
-        self.ranks.barrier()  # other ranks load it next
+        self.ranks.wait_for_all()  # other ranks load it next
         return folder
 
     @torch.no_grad()
