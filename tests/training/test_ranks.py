@@ -85,7 +85,7 @@ def run_two_ranks(commands: ForkServer, home: Path, target: Path) -> None:
     jobs[-1]["arguments"].append("decode.baselines=[hf_generate]")  # not measured by default if the target is sharded
     jobs.append(job(home, target, "budget_2", "deepspeed=zero2", *BUDGET))
     jobs += [job(home, target, f"bf16_{stage}", f"deepspeed=zero{stage}", *ONE_BF16_STEP) for stage in STAGES]
-    jobs += [job(home, target, f"muon_{stage}", f"deepspeed=zero{stage}", *LENGTH, *MUON) for stage in STAGES[:2]]
+    jobs.append(job(home, target, "muon_1", "deepspeed=zero1", *LENGTH, *MUON))
     jobs.append(job(home, target, "muon_bf16_two", "deepspeed=zero1", *MUON_IN_BF16))
     jobs.append(job(home, target, "muon_from_two", "deepspeed=zero2", *LENGTH, *MUON) | {"stop": 2})
     jobs.append(job(home, target, "from_two", "deepspeed=zero3", *LENGTH) | {"stop": 2})
@@ -149,9 +149,9 @@ def test_muon_updates_parts_of_matrices_in_bf16(home: Path, target: Path) -> Non
     torch.testing.assert_close(*weights, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("run", ["muon_0", "muon_1", "muon_from_two"])
+@pytest.mark.parametrize("run", ["muon_1", "muon_from_two"])
 def test_muon_updates_whole_matrices_on_two_ranks(home: Path, run: str) -> None:
-    """Whole matrices, parts of them under ZeRO-1, and 2 ranks under ZeRO-2 followed by 1 without ZeRO."""
+    """Parts of matrices under ZeRO-1, and 2 ranks under ZeRO-2 followed by 1 without ZeRO."""
     assert_same_run(home / "one_muon", home / run)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(draft_weights(home / "one_muon"), draft_weights(home / "one_4"), rtol=0, atol=5e-6)
