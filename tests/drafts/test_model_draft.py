@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from support.messages import refused
@@ -151,14 +149,6 @@ def test_padding_of_the_vocabulary_may_differ(tiny_qwen: sage.Target) -> None:
         logits = session._fitted(session.model.lm_head(torch.randn(2, 32)))
         assert logits.shape == (2, 330)
         assert bool(logits[:, 320:].isneginf().all()) == (rows == 320)
-
-
-def test_load_draft_takes_a_target_folder(tiny_qwen: sage.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_qwen.model.save_pretrained(tmp_path)
-    processor = make_processor(tiny_qwen)
-    monkeypatch.setattr("sage.targets.loading.load_processor", lambda path: processor)
-    draft = sage.load_draft(tmp_path, tiny_qwen)
-    assert isinstance(draft, ModelDraft)
 
 
 def test_different_vocabularies_are_refused(tiny_qwen: sage.Target) -> None:

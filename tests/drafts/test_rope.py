@@ -91,7 +91,7 @@ def test_a_draft_of_a_scaled_target_reloads_and_decodes(make: Any, tmp_path: Pat
     assert torch.equal(loaded.rope(positions, torch.float64)[0], draft.rope(positions, torch.float64)[0])
     inputs = in_float64(target, make_inputs(target))
     plain = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=8)
-    assert torch.equal(sage.generate(target, loaded.double(), inputs, max_new_tokens=8).tokens, plain.tokens)
+    assert torch.equal(sage.generate(target, loaded.double(), inputs, "static", max_new_tokens=8).tokens, plain.tokens)
 
 
 def test_an_unscaled_draft_is_saved_as_before(tiny_qwen: sage.Target, tmp_path: Path) -> None:

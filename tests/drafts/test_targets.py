@@ -91,7 +91,7 @@ def test_only_the_segment_of_a_video_is_encoded(ready: sage.Target, tmp_path: Pa
         assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_videosof_different_lengths_in_one_batch(ready: sage.Target) -> None:
+def test_videos_of_different_lengths_in_one_batch(ready: sage.Target) -> None:
     """The embeddings of each video equal those of the video alone, in order, without those of padded frames."""
     target, processor = ready, ready.processor
     text = (target.family.placeholders["video"], False)
@@ -127,7 +127,7 @@ class TestMistakes:
         with refused("prompt: 1", repr(token)):
             ready.processor.encode([("see", False)], images=[random_image(8, 8)])
 
-    def test_a_family_without_videosrefuses_them(self) -> None:
+    def test_a_family_without_videos_refuses_them(self) -> None:
         class ImagesOnly(LlavaOnevision):
             placeholders = {"image": "<image>"}
             encode_videos = InputFormat.encode_videos
