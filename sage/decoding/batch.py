@@ -18,8 +18,7 @@ from sage.decoding.generation import Generation, Output, start
 from sage.drafts.draft import Draft
 from sage.drafts.session import PackedSession
 from sage.planning.base import Policy
-from sage.runtime.cache import TreeCache
-from sage.runtime.shared_cache import CacheRow, SharedCache
+from sage.runtime.cache import CacheRow, SharedCache, TreeCache
 from sage.runtime.timing import prepared_s
 from sage.targets import Target
 from sage.trees import DEFAULT_POLICY

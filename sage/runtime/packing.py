@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.runtime.cache import TreeCache
+from sage.runtime.cache import CacheRow, TreeCache
 from sage.runtime.executors import Executor, Run
 from sage.runtime.host_tensors import CPU, cached_index, long_tensor, upload_together
 from sage.runtime.pass_function import (
@@ -30,7 +30,6 @@ from sage.runtime.pass_function import (
     Value,
     argument,
 )
-from sage.runtime.shared_cache import CacheRow
 
 
 @dataclass(kw_only=True)

@@ -14,9 +14,8 @@ from support.toy_helpers import make_policy
 import sage
 from sage.decoding.batch import BatchDecoder, BatchRequest
 from sage.runtime import packing
-from sage.runtime.cache import TreeCache
+from sage.runtime.cache import SharedCache, TreeCache
 from sage.runtime.packing import BoundPass, Pass
-from sage.runtime.shared_cache import SharedCache
 from sage.targets.tree_passes import TreePass
 
 MAKERS = {
@@ -42,8 +41,7 @@ def text_alone(target: sage.Target, draft: Any, inputs: Any, policy: str, **opti
     return sage.generate(target, draft, inputs, policy=make_policy(policy, {}), **options).tokens.tolist()
 
 
-@pytest.mark.parametrize("family", MAKERS)
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("family", "kind"), [("qwen", "eagle"), ("llava", "eagle3"), ("window", "eagle")])
 def test_requests_that_join_and_leave_at_random_have_their_own_texts(family: str, kind: str) -> None:
     """Policies, seeds, temperatures and lengths differ; rows are taken again, and two requests leave before their end."""
     target = MAKERS[family]()
@@ -73,7 +71,7 @@ def test_requests_that_join_and_leave_at_random_have_their_own_texts(family: str
         assert requests[number].output().tokens.tolist() == tokens[requests[number]] == alone, number
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
 def test_every_batch_size_gives_the_same_texts(batch_size: int, tiny_qwen: sage.Target) -> None:
     draft, inputs = random_draft(tiny_qwen), some_inputs(tiny_qwen, 16)
     options: dict[str, Any] = {"max_new_tokens": 6, "seed": 1, "temperature": 0.7}

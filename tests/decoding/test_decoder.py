@@ -64,7 +64,11 @@ def test_random_draft_gives_the_text_of_hugging_face_under_every_policy(tiny_tar
 
 
 # Grouped or plain heads (4 query heads), tied or not; complete trees, trees pruned after drafting, and pruned by cost.
-AUDITED = list(itertools.product(MAKERS.values(), ((2, False), (4, True)), ("static", "eagle2", "sage", "cost_aware")))
+AUDITED = [
+    *itertools.product(MAKERS.values(), ((2, False), (4, True)), ["static"]),
+    *itertools.product(MAKERS.values(), [(2, False)], ["eagle2", "cost_aware"]),
+]
+SHAPES = ("autoregressive", "chain", "sage", "cost_aware")  # no tree, paths, trees, and trees that end at an end token
 
 
 @pytest.mark.slow
@@ -161,8 +165,8 @@ def test_features_are_kept_for_a_later_turn_only(tiny_qwen: sage.Target) -> None
         assert num_tokens == (run.request.cache.length if keep_prefix else 0)
 
 
-@pytest.mark.parametrize("policy", sage.POLICIES)
-@pytest.mark.parametrize("length", [1, 2, 3, 7])
+@pytest.mark.parametrize("policy", SHAPES)
+@pytest.mark.parametrize("length", [1, 2, 7])
 def test_length_limit_is_exact(policy: str, length: int, tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
     inputs = make_inputs(tiny_qwen)
     expected = greedy_text(tiny_qwen, inputs, LENGTH)
@@ -172,7 +176,7 @@ def test_length_limit_is_exact(policy: str, length: int, tiny_qwen: sage.Target,
     assert out.stats.new_tokens == length
 
 
-@pytest.mark.parametrize("policy", sage.POLICIES)
+@pytest.mark.parametrize("policy", SHAPES)
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_eos_cuts_inside_an_accepted_path(
     policy: str, at: int, tiny_llava: sage.Target, with_oracle: Callable[..., None]
@@ -187,7 +191,7 @@ def test_eos_cuts_inside_an_accepted_path(
 
 
 @pytest.mark.parametrize("eos_at", [None, 0, 5])
-@pytest.mark.parametrize("length", [1, 2, 3, 7, LENGTH])
+@pytest.mark.parametrize("length", [1, 3, LENGTH])
 def test_drafted_marks_the_drafted_tokens_of_each_round(
     length: int, eos_at: int | None, tiny_llava: sage.Target, with_oracle: Callable[..., None]
 ) -> None:

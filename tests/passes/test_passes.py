@@ -24,7 +24,7 @@ from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.targets.tree_passes import TreePasses
 
 FORMS = ("functions", "captured")
-POLICIES = ("autoregressive", "chain", "static", "eagle2", "spec_llava", "ddd", "talon", "sage")
+POLICIES = ("autoregressive", "chain", "sage", "spec_llava")  # one node, levels of one, changing widths, more than a bucket
 DRAFTS: dict[str, dict[str, Any]] = {
     "eagle": {},
     "eagle3": {"feature_levels": [1, 2, 3], "draft_vocab_size": 40, "vocabulary": torch.arange(0, 60, 1)[:40]},
@@ -42,7 +42,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pas
 
 class TestFormsAgree:
     @pytest.mark.parametrize("kind", DRAFTS)
-    @pytest.mark.parametrize("policy", slow_except(("autoregressive", "chain", "sage"), POLICIES))
+    @pytest.mark.parametrize("policy", slow_except(POLICIES[:3], POLICIES))
     def test_trees_and_texts(self, tiny_target: sage.Target, form: PassMode, kind: str, policy: str) -> None:
         in_float64(tiny_target, {})
         options = {key: value for key, value in DRAFTS[kind].items() if key != "draft_vocab_size"}
@@ -55,15 +55,6 @@ class TestFormsAgree:
         draft = head(tiny_target).double()
         expected = answer(tiny_target, draft, PassMode.eager, "static", **options)
         assert answer(tiny_target, draft, form, "static", **options) == expected
-
-    @pytest.mark.parametrize("policy", ["chain", "static", "sage"])
-    def test_accepted_paths(self, tiny_target: sage.Target, form: PassMode, policy: str) -> None:
-        """A smaller target as the draft: its own passes are eager, many of its tokens are accepted."""
-        in_float64(tiny_target, {})
-        draft = near_draft(tiny_target)
-        tokens, rounds = answer(tiny_target, draft, form, policy)
-        assert (tokens, rounds) == answer(tiny_target, draft, PassMode.eager, policy)
-        assert max(accepted for *_, accepted in rounds) >= 2
 
     def test_cost_aware(self, tiny_target: sage.Target, form: PassMode) -> None:
         draft = head(tiny_target)
@@ -84,15 +75,14 @@ class TestFormsAgree:
         tiny_qwen.model.lm_head.weight.data = -tiny_qwen.model.lm_head.weight.data
         assert answer(tiny_qwen, draft, form, "static") == answer(tiny_qwen, draft, PassMode.eager, "static") != first
 
-
-class TestTheModelDraft:
-    @pytest.mark.parametrize("policy", ["chain", "static", "eagle2", "sage"])
-    def test_trees_and_texts(self, tiny_target: sage.Target, form: PassMode, policy: str) -> None:
+    @pytest.mark.parametrize("policy", ["chain", "sage"])
+    def test_the_model_draft(self, tiny_target: sage.Target, form: PassMode, policy: str) -> None:
+        """A smaller target as the draft, many of whose tokens are accepted."""
         in_float64(tiny_target, {})
-        draft = near_draft(tiny_target, 0.02)
+        draft = near_draft(tiny_target)
         expected = answer(tiny_target, draft, PassMode.eager, policy)
         assert answer(tiny_target, draft, form, policy) == expected
-        assert draft.model.functions and max(accepted for *_, accepted in expected[1]) > 0
+        assert draft.model.functions and max(accepted for *_, accepted in expected[1]) >= 2
 
 
 class TestBuckets:
