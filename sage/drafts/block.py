@@ -92,11 +92,11 @@ class BlockAttention(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         size, self.head_dim = config.hidden_size, config.head_dim
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(size, self.heads * self.head_dim, bias=False)
+        heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, size, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, size, bias=False)
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
         self.key_value = FusedLinear(self.k_proj, self.v_proj)
