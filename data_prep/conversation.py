@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from sage.inputs.video import TIME_KEYS, video_times
 ROLES = ("system", "user", "assistant")
 MEDIA = ("image", "video")
 MEDIA_KEYS = ("url", "path", "base64")
+FOLLOW_UPS = "follow_ups"  # key of `Conversation.meta`
 # Data files mark the position of an image or video before or after a question. In the middle of a text the same characters
 # are plain text ("how does the <video> tag work?") and are tokenized as such.
 PLACEHOLDER = re.compile(r"\A\s*<(?:image|video)>|<(?:image|video)>\s*\Z")
@@ -74,7 +75,7 @@ class Conversation:
         source: file or data set of the item.
         family: task family ("" if unknown).
         meta: further fields of the source; `index` is the position in the source, `answer` the reference answer of a
-            prompt, `follow_ups` the later questions of a prompt (data_prep.multi_turn).
+            prompt, `follow_ups` the later questions of a prompt (`expand_follow_ups`).
     """
 
     id: str
@@ -138,6 +139,26 @@ def media_parts(messages: list[Message]) -> Iterator[Part]:
     for message in messages:
         if not isinstance(message["content"], str):
             yield from (part for part in message["content"] if part["type"] in MEDIA)
+
+
+def expand_follow_ups(prompts: Iterable[Any], answer: Callable[[list[Message]], str]) -> Iterator[Any]:
+    """Yields every prompt, followed by one prompt per follow-up question; prompts that are no conversations pass unchanged.
+
+    Args:
+        answer: messages -> the target's answer; called only when the next prompt is requested.
+    """
+    for prompt in prompts:
+        yield prompt
+        if isinstance(prompt, Conversation):
+            yield from _follow_ups(prompt, answer)
+
+
+def _follow_ups(prompt: Conversation, answer: Callable[[list[Message]], str]) -> Iterator[Conversation]:
+    messages = prompt.messages
+    for number, question in enumerate(prompt.meta.get(FOLLOW_UPS, ()), start=2):
+        reply = {"role": "assistant", "content": [{"type": "text", "text": answer(messages)}]}
+        messages = [*messages, reply, {"role": "user", "content": [{"type": "text", "text": question}]}]
+        yield replace(prompt, id=f"{prompt.id}-turn-{number}", messages=messages, meta=prompt.meta | {FOLLOW_UPS: []})
 
 
 def _message(message: Any, index: int) -> Message:

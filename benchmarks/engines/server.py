@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from benchmarks.engines.comparison import Answer
-from data_prep.config import KEY_VARIABLE
-from data_prep.server.address import is_key, url_problem
+from data_prep.config import KEY_VARIABLE, is_key, url_problem
 from data_prep.server.client import keep_urls_out_of_logs, server_message
 
 SERVER = "server"

@@ -1,6 +1,5 @@
 """Answers from OpenAI-compatible servers, such as vLLM's.
 
-    address.py        URLs and key
     chat_request.py   messages with images -> body of a request; its answer
     client.py         requests: choice of the server, retries; the only module that sends HTTP requests
     answers.py        the check of the servers at the start, and answers of concurrent conversations

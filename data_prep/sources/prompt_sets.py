@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from data_prep.conversation import Conversation, Message, Row
-from data_prep.multi_turn import FOLLOW_UPS
+from data_prep.conversation import FOLLOW_UPS, Conversation, Message, Row
 from data_prep.sources import JSON_SUFFIXES, SourceConfig
 from data_prep.sources.base import Source
 from data_prep.sources.prompt_layouts import LAYOUTS, Layout, MediaFinder

@@ -22,11 +22,10 @@ from support.messages import check_message, exit_code, refused
 
 import sage
 from data_prep.build import build_dataset
-from data_prep.config import DataConfig, OnBad, RegenerateConfig
+from data_prep.config import DataConfig, OnBad, RegenerateConfig, check_server
 from data_prep.conversation import BadItem
 from data_prep.dataset.skip_log import InvalidItems
 from data_prep.dialog import Outcome, TargetAnswer
-from data_prep.server.address import check_server
 from data_prep.sources import SourceConfig
 from data_prep.splits import Split
 from data_prep.tools import cli

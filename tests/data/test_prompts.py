@@ -15,8 +15,7 @@ from support.messages import refused
 
 from data_prep.build import build_dataset, prompts
 from data_prep.config import DataConfig, OnBad
-from data_prep.conversation import BadItem, Conversation, Message, text_of
-from data_prep.multi_turn import expand_follow_ups
+from data_prep.conversation import BadItem, Conversation, Message, expand_follow_ups, text_of
 from data_prep.sources import SourceConfig
 from data_prep.sources.prompt_layouts import ONE_LETTER, ONE_WORD
 from data_prep.sources.prompt_sets import EXPLAIN

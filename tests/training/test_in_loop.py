@@ -19,8 +19,7 @@ from support.train_helpers import configured, draft_weights, quick_report
 
 from checkpoints.run_folder import read_reports
 from checkpoints.store import SaveFailed
-from data_prep.conversation import Conversation
-from data_prep.multi_turn import FOLLOW_UPS
+from data_prep.conversation import FOLLOW_UPS, Conversation
 from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, Planned
 from sage.decoding.sampling import Sampling
 from train.config.hydra_app import compose

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from checkpoints.run_folder import CONFIG, LOCK, is_run
-from data_prep.config import Answers, check_paths
+from data_prep.config import Answers, check_paths, check_server
 from data_prep.config import validate as check_data_fields
-from data_prep.server.address import check_server
 from data_prep.sources import KINDS as SOURCE_KINDS
 from data_prep.splits import Split
 from sage.drafts.location import find_draft

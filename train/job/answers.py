@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 import sage
-from data_prep.config import Answers, DataConfig
+from data_prep.config import Answers, DataConfig, read_key
 from data_prep.dialog import Drive
-from data_prep.server.address import read_key
 from data_prep.server.answers import ServedTarget, ServerAnswers
 from data_prep.server.chat_request import MediaPolicy
 from data_prep.splits import Split

@@ -11,8 +11,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from data_prep.conversation import Conversation
-from data_prep.multi_turn import FOLLOW_UPS, expand_follow_ups
+from data_prep.conversation import FOLLOW_UPS, Conversation, expand_follow_ups
 from sage.bench.measurement import BenchPrompt
 from sage.decoding.generation import generate
 from sage.decoding.sampling import Sampling
