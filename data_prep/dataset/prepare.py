@@ -33,7 +33,7 @@ Encoded = tuple[Item | BadItem, Lengths | None]
 STORE = "store"
 LENGTHS = "lengths.npy"  # of every example before it is shortened
 CHUNK_SIZE = 64  # examples per task of a worker
-VERSION = 2  # of cached examples: increase it with every change of the code that changes an example of the same item
+VERSION = 2  # of cached examples: increase it with every change of the code that changes an example, or the files of a store
 
 
 def prepare_examples(config: DataConfig, index: Index, processor: Processor) -> ExampleStore:
