@@ -130,7 +130,8 @@ class LevelPass(HeadPass):
     def compute(self, inputs: LevelInputs) -> tuple[Tensor, Tensor]:
         """Returns outputs [T, D] and logits [T, U]."""
         embeds, hidden = self.embed_tokens(inputs.tokens)[None], inputs.hidden.index_select(0, inputs.parents)[None]
-        mask = self.tiled(by_row(inputs.seen(), inputs.queries))
+        is_single = not torch.compiler.is_exporting() and inputs.queries is None and inputs.visible.shape[1] == 1
+        mask = None if is_single else self.tiled(by_row(inputs.seen(), inputs.queries))
         out = self.draft.read(embeds, hidden, (inputs.cos, inputs.sin), mask, inputs.cache())[0]
         return out, self.draft.logits(out, self._target)
 

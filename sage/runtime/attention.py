@@ -243,13 +243,14 @@ def tile_mask(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     The row stride is a multiple of 8 elements: otherwise the fused kernel copies the mask in every layer. While a function is
     exported its sizes are symbols, which the alignment would specialize.
     """
-    additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
+    lowest, hidden = torch.finfo(dtype).min, ~visible
     if torch.compiler.is_exporting():
+        additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(hidden, lowest)
         return additive.repeat(group, 1)[None, None] if additive.dim() == 2 else additive[:, None].repeat(1, 1, group, 1)
-    *batch, nodes, keys = additive.shape
-    rows = batch[0] if batch else 1
-    mask = additive.new_zeros(rows, 1, group * nodes, -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)[..., :keys]
-    mask.unflatten(2, (group, nodes)).copy_(additive if not batch else additive[:, None, None])
+    *batch, nodes, keys = visible.shape
+    shape = (batch[0] if batch else 1, 1, group * nodes, -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)
+    mask = torch.zeros(shape, dtype=dtype, device=visible.device)[..., :keys]
+    mask.unflatten(2, (group, nodes)).masked_fill_(hidden if not batch else hidden[:, None, None], lowest)
     return mask
 
 

@@ -67,7 +67,11 @@ class NodeInputs(CachedInputs):
         return Queries.of(self.owners, self.offsets, self.places)
 
     def seen(self) -> Tensor:
-        """Returns the columns that each node attends to, Bool [T, S]."""
+        """Returns the columns that each node attends to, Bool [T, S]; of one row in fewer operator calls."""
+        if self.queries is None:
+            near = torch.arange(self.visible.shape[1], device=self.first.device)
+            columns = (self.first + near).clamp(max=self.steps.shape[0] - 1)  # the last one is spare where sizes are padded
+            return (self.steps < self.first).expand(self.visible.shape[0], -1).clone().index_copy_(1, columns, self.visible)
         place = self.steps - self.first.index_select(0, self.owners)[:, None]
         last = self.visible.shape[1] - 1
         return (place < 0) | (self.visible.gather(1, place.clamp(0, last)) & (place <= last))
