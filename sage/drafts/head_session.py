@@ -18,7 +18,8 @@ from sage.drafts.layer import LastQuery, fuse_linears
 from sage.drafts.options import ImageInputs
 from sage.drafts.session import PackedSession
 from sage.drafts.slots import SlotHead
-from sage.runtime.executors import EAGER, executor_of
+from sage.runtime.executor_choice import executor_of
+from sage.runtime.executors import EAGER
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.runtime.packing import BoundPass, Pass, run
 from sage.runtime.pass_function import PROMPT

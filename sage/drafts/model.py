@@ -18,7 +18,8 @@ from transformers import AutoConfig
 
 from sage.drafts.registry import DraftKind
 from sage.drafts.session import PackedSession
-from sage.runtime.executors import EAGER, executor_of
+from sage.runtime.executor_choice import executor_of
+from sage.runtime.executors import EAGER
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.runtime.packing import Pass, run
 from sage.targets import Features, Prompt, Target, load_target

@@ -3,15 +3,13 @@
 A recorder keeps references while the request runs, and computes the target's probabilities between two rounds, outside the
 clock; everything else follows after the answer. A generation without a recorder is not changed in any way.
 
-Does not own: the page that shows a trace (sage.replay.trace_page).
-
 Shapes: N verified nodes, M drafted nodes (M >= N), V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,147 +17,20 @@ import torch
 from torch import Tensor
 
 from sage.decoding.decoder import Round
-from sage.decoding.generation import Generation, Output, start
+from sage.decoding.generation import Generation, start
 from sage.decoding.sampling import Sampling
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.draft import Draft
-from sage.inputs.thumbnails import Media, media_thumbnails, message_text
+from sage.inputs.thumbnails import media_thumbnails, message_text
 from sage.io.dtypes import dtype_name
 from sage.planning.base import Policy
 from sage.planning.tree import Drafted, TopK, Tree
+from sage.replay.trace_page import Choice, Race, Trace, TracedRound
 from sage.targets import Target
 from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY
 from sage.trees import policy as new_policy
 
 Calibration = Callable[[list[float], int], list[float]]  # as `Policy.calibration`
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The target's own token after the accepted ones.
-
-    Attributes:
-        target: the target's probability of it.
-        draft: the draft's probability of it; None if it was not among the candidates there, or nothing was drafted there.
-        rank: its rank among them, 0 for the best.
-    """
-
-    token: int
-    target: float
-    draft: float | None
-    rank: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TracedRound:
-    """One round.
-
-    Attributes:
-        start: answer tokens before the round; the last of them is the root.
-        tokens: emitted tokens: the accepted ones, then `bonus` unless the answer ended before it.
-        num_accepted: accepted drafted tokens.
-        num_verified: N; the first N of the drafted nodes were verified, the root included.
-        nodes, parents, depths: [M] each, token, parent (-1 for the root) and depth of the drafted nodes.
-        draft: [M], the draft's probability of each token below its parent; 1 for the root.
-        calibrated: [M], its acceptance probability in the policy's plan; None for a policy that uses the draft's own.
-        target: [N], the target's probability of each token below its parent, before temperature; 1 for the root.
-        path: accepted nodes, the root first.
-        bonus: the target's own token; None if the answer ended before it.
-        figures: what the policy saw and decided, an entry of `Stats.rounds_log`.
-        reason: the policy's decision in a few words.
-        time_s: seconds by phase.
-    """
-
-    start: int
-    tokens: list[int]
-    num_accepted: int
-    num_verified: int
-    nodes: list[int]
-    parents: list[int]
-    depths: list[int]
-    draft: list[float]
-    calibrated: list[float] | None
-    target: list[float]
-    path: list[int]
-    bonus: Choice | None
-    figures: dict[str, float]
-    reason: str
-    time_s: dict[str, float]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the round."""
-        return sum(self.time_s.values())
-
-    @property
-    def rejected(self) -> int | None:
-        """The node of the first rejection, the draft's best proposal where the target chose another token; None without one."""
-        refused = [node for node in range(1, self.num_verified) if self.parents[node] == self.path[-1]]
-        return max(refused, key=self.draft.__getitem__) if refused and self.bonus is not None else None
-
-
-@dataclass(frozen=True)
-class Race:
-    """The same request without a draft: its tokens, and their seconds after the prefill."""
-
-    tokens: list[int]
-    seconds: float
-
-
-@dataclass(kw_only=True)
-class Trace:
-    """One generation with everything that a page shows of it.
-
-    Attributes:
-        output: the answer, as of `sage.generate`.
-        rounds: those after the prefill.
-        settings: target, draft, policy and sampling by name.
-        tokenizer: decodes tokens; None for a target without a processor.
-        prompt: (role, text) of the messages, or the decoded prompt.
-        media: images and videos of the messages.
-        race: the request without a draft; None if it was not decoded.
-        is_coupled: whether the draft's numbers are scores with the noise of the target's draws.
-    """
-
-    output: Output
-    rounds: list[TracedRound]
-    settings: dict[str, str]
-    tokenizer: Any = field(default=None, repr=False)
-    prompt: list[tuple[str, str]] = field(default_factory=list)
-    media: list[Media] = field(default_factory=list, repr=False)
-    race: Race | None = field(default=None, repr=False)
-    is_coupled: bool = False
-
-    @property
-    def seconds(self) -> float:
-        """Seconds after the target's prefill."""
-        return self.output.stats.time_s.get("draft_prefill", 0.0) + sum(one.seconds for one in self.rounds)
-
-    @property
-    def speedup(self) -> float | None:
-        """Seconds without a draft over seconds with it, both after the target's prefill; None without a race or a round."""
-        return self.race.seconds / self.seconds if self.race is not None and self.seconds > 0 else None
-
-    def html(self) -> str:
-        """Returns the page: one file that needs no network."""
-        from sage.replay.trace_page import render
-
-        return render(self)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the page. Raises CannotWrite if the disk is full or not writable."""
-        from sage.io.page import write_page
-
-        write_page(Path(path), self.html())
-
-    def _repr_html_(self) -> str:
-        """Returns the page in a frame of its own, for notebooks."""
-        from sage.io.page import framed
-
-        return framed(self.html())
-
-    def __str__(self) -> str:
-        return self.output.text
 
 
 class _Tap(Verifier):

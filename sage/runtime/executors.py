@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sage.runtime.cache import TreeCache
 from sage.runtime.pass_function import PassFunction
-from sage.runtime.pass_modes import PassMode
 
 
 class Run(Protocol):
@@ -60,21 +59,3 @@ class Eager(Executor):
 
 
 EAGER = Eager()
-_EXECUTORS: dict[PassMode, Executor] = {PassMode.eager: EAGER}
-
-
-def executor_of(mode: PassMode) -> Executor:
-    """Returns the executor of a resolved pass mode."""
-    if mode not in _EXECUTORS:
-        _EXECUTORS[mode] = _new_executor(mode)
-    return _EXECUTORS[mode]
-
-
-def _new_executor(mode: PassMode) -> Executor:
-    if mode is PassMode.compiled:
-        from sage.runtime.compiled import Compiled
-
-        return Compiled()
-    from sage.runtime.captured import Captured
-
-    return Captured()

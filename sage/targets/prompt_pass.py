@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sage.runtime.attention import use_tree_attention
 from sage.runtime.cache import TreeCache
-from sage.runtime.executors import executor_of
+from sage.runtime.executor_choice import executor_of
 from sage.runtime.packed import PackedCache
 from sage.runtime.pass_function import CAPACITY, PROMPT, Padding, PassFunction, PassInputs, Result, argument
 from sage.targets.family import Prompt

@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig
 
 from sage.runtime.attention import tile_mask, use_tree_attention
 from sage.runtime.cache import TreeCache
-from sage.runtime.executors import Executor, executor_of
+from sage.runtime.executor_choice import executor_of
+from sage.runtime.executors import Executor
 from sage.runtime.packed import PackedCache, Queries, by_row
 from sage.runtime.packing import BoundPass, CachedInputs, Pass, run
 from sage.runtime.pass_function import (

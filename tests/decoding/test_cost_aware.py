@@ -213,9 +213,11 @@ class TestCurve:
     ) -> None:
         tiny_qwen.text_config.max_position_embeddings = limit = 4096
         seen: set[int] = set()
-        forward = TreePass.forward
+        compute = TreePass.compute
         monkeypatch.setattr(probe, "REPEATS", 3)
-        monkeypatch.setattr(TreePass, "forward", lambda *args: (seen.add(int(args[3][0])), forward(*args))[1])
+        monkeypatch.setattr(
+            TreePass, "compute", lambda own, inputs: (seen.add(int(inputs.columns[0])), compute(own, inputs))[1]
+        )
         for context, longer, expected in ((10, 12, 10 + probe.MIN_CONTEXT_SPAN), (10, 2000, 2000), (3900, 3901, limit - 64)):
             seen.clear()
             probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), context, longer)

@@ -40,7 +40,8 @@ from sage.drafts.registry import KINDS, DraftKind
 from sage.drafts.session import DraftSession
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
-from sage.runtime.executors import EAGER, executor_of
+from sage.runtime.executor_choice import executor_of
+from sage.runtime.executors import EAGER
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.runtime.pass_function import NODES, PassFunction, PassInputs, Result, argument
 from sage.runtime.pass_modes import PassMode

@@ -12,7 +12,7 @@ from support.browser import Browser
 from support.hostile_pages import hostile_pages
 from support.traces import HOSTILE, made_trace
 
-from sage.replay.trace import Trace
+from sage.replay.trace_page import Trace
 
 pytestmark = pytest.mark.slow
 TREE = """

@@ -19,7 +19,8 @@ from sage.decoding.chat import Chat
 from sage.runtime import captured
 from sage.runtime.buckets import key_bucket, node_bucket
 from sage.runtime.captured import MAX_FAILURES, MAX_FREE, CachePool, Captured, CapturedFunction, call_again
-from sage.runtime.executors import EAGER, executor_of
+from sage.runtime.executor_choice import executor_of
+from sage.runtime.executors import EAGER
 from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.targets.tree_passes import TreePasses
 

@@ -11,7 +11,7 @@ from support.models import make_inputs, random_draft
 
 import sage
 from sage.planning.tree import Columns, Tree
-from sage.runtime import compiled, executors
+from sage.runtime import compiled, executor_choice
 from sage.runtime.cache import TreeCache
 from sage.runtime.captured import Capture, Captured
 from sage.runtime.compiled import Compiled
@@ -34,7 +34,7 @@ def head(target: sage.Target, *args: Any, **options: Any) -> Any:
 
 def capture_with(monkeypatch: pytest.MonkeyPatch, capture: Capture) -> None:
     """Captures passes of target and draft with another function than `cuda_graph`, which needs a GPU."""
-    monkeypatch.setitem(executors._EXECUTORS, PassMode.captured, Captured(capture))
+    monkeypatch.setitem(executor_choice._EXECUTORS, PassMode.captured, Captured(capture))
 
 
 class Uncompiled(Compiled):
@@ -60,7 +60,7 @@ def quick_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Uncompiled:
     """Runs the functions of compiled passes, not compiled; returns their executor."""
     executor = Uncompiled()
-    monkeypatch.setitem(executors._EXECUTORS, PassMode.compiled, executor)
+    monkeypatch.setitem(executor_choice._EXECUTORS, PassMode.compiled, executor)
     return executor
 
 

@@ -13,7 +13,8 @@ from sage.bench.runners import on_device
 from sage.decoding.generation import start
 from sage.decoding.settings import Sampling
 from sage.planning.base import Policy
-from sage.replay.trace import Trace, decode_race, record_rounds
+from sage.replay.trace import decode_race, record_rounds
+from sage.replay.trace_page import Trace
 from train.report.prompt_list import drafting_by_speed, ranked_prompts
 
 FOLDER = "traces"

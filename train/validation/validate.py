@@ -136,11 +136,16 @@ def validate(
     export = "" if info.run is None else export_choice(draft, target.model.config)
     add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export, decode.num_prompts)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
+    return report | {"path": str(_written(report, measured, info, traces))}
+
+
+def _written(report: dict[str, Any], measured: Measurement, info: ReportInfo, traces: Sequence[PromptTrace]) -> Path:
+    """Writes the report; returns its folder. A complete one replaces that of an interrupted measurement."""
     folder = info.folder if measured.planned is None else info.partial_folder
     write(report, folder, measured.prompts, traces)
     if measured.planned is None and info.check is None:
         shutil.rmtree(info.partial_folder, ignore_errors=True)
-    return report | {"path": str(folder)}
+    return folder
 
 
 def merge_measured(

@@ -14,18 +14,25 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 from sage.costs.calibration import Acceptance
 from sage.planning.tree import Frontier, NextLevel
 from sage.trees.cost_aware.pricing import CONFIDENCE_BINS, Prices
 
-if TYPE_CHECKING:
-    from sage.trees.cost_aware.policy import CostAware
-
 MIN_PATH_PROB = 1e-12  # divisor in place of an acceptance probability of 0
 
 Children = tuple[list[float], list[float], list[int]]  # P, own acceptance probability and pick of each, by increasing pick
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Options of the policy that bound a round; see `CostAware`."""
+
+    max_depth: int
+    max_nodes: int
+    max_width: int
+    stop: bool
+    sees_ends: bool
 
 
 @dataclass(slots=True)
@@ -33,6 +40,7 @@ class CostPlan:
     """Plan of one round.
 
     Attributes:
+        limits: of every round.
         prices: of this round.
         acceptance: acceptance probabilities of candidates, as learned before this round.
         has_feedback: whether the round is used for learning.
@@ -48,6 +56,7 @@ class CostPlan:
         is_chain: whether every level so far has a single node, the draft's most probable candidate.
     """
 
+    limits: Limits
     prices: Prices
     acceptance: Acceptance
     has_feedback: bool
@@ -76,7 +85,7 @@ class CostPlan:
         }
 
 
-def next_level(options: CostAware, plan: CostPlan, frontier: Frontier) -> NextLevel | None:
+def next_level(plan: CostPlan, frontier: Frontier) -> NextLevel | None:
     """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
     level, prices, rows = frontier.level, plan.prices, frontier.rows
     plan.expanded = level
@@ -85,18 +94,18 @@ def next_level(options: CostAware, plan: CostPlan, frontier: Frontier) -> NextLe
         for (path, _), probs in zip(plan.frontier, rows, strict=True)
     ]
     plan.drafting_s += prices.first_s if level == 1 else prices.level_s[len(rows) - 1]
-    children = paths, acceptances, picks = _children(options, plan, frontier, found)
+    children = paths, acceptances, picks = _children(plan, frontier, found)
     if not paths:
         return None
     plan.levels = level
     plan.paths += paths
     plan.is_chain = plan.is_chain and len(paths) == 1 and picks[0] == 0
-    expand = _worth_expanding(options, plan, children, frontier) if level < options.max_depth else []
+    expand = _worth_expanding(plan, children, frontier) if level < plan.limits.max_depth else []
     plan.frontier = [(paths[i], acceptances[i]) for i in expand]
     return NextLevel(picks, [picks[i] for i in expand])
 
 
-def _children(options: CostAware, plan: CostPlan, frontier: Frontier, found: Sequence[list[float]]) -> Children:
+def _children(plan: CostPlan, frontier: Frontier, found: Sequence[list[float]]) -> Children:
     """Returns the candidates whose P pays for a node of a tree of usual size, at most the `max_nodes` most probable.
 
     Args:
@@ -113,19 +122,19 @@ def _children(options: CostAware, plan: CostPlan, frontier: Frontier, found: Seq
         if plan.has_feedback:
             plan.masses.append((frontier.level - 1, own, sum(accepted)))
         first += len(probs)
-    if len(paths) <= options.max_nodes:
+    if len(paths) <= plan.limits.max_nodes:
         return paths, acceptances, picks
-    kept = sorted(sorted(range(len(paths)), key=paths.__getitem__)[-options.max_nodes :])
+    kept = sorted(sorted(range(len(paths)), key=paths.__getitem__)[-plan.limits.max_nodes :])
     return [paths[i] for i in kept], [acceptances[i] for i in kept], [picks[i] for i in kept]
 
 
-def _worth_expanding(options: CostAware, plan: CostPlan, children: Children, frontier: Frontier) -> list[int]:
+def _worth_expanding(plan: CostPlan, children: Children, frontier: Frontier) -> list[int]:
     """Selects the nodes to expand: the width that maximizes expected gain minus cost; empty if that is negative."""
     prices, masses = plan.prices.levels, plan.prices.masses[frontier.level]
     paths, acceptances, picks = children
     means = [masses[int(acceptance * CONFIDENCE_BINS)] for acceptance in acceptances]
     gains = [(path * mean, i) for i, (path, mean) in enumerate(zip(paths, means, strict=True))]
-    if options.sees_ends and (ends := frontier.ends()):
+    if plan.limits.sees_ends and (ends := frontier.ends()):
         gains = [(gain, i) for gain, i in gains if picks[i] not in ends]
     gains.sort(reverse=True)
     total, best_net, best_gain, best_width = 0.0, -math.inf, 0.0, 0
@@ -134,12 +143,12 @@ def _worth_expanding(options: CostAware, plan: CostPlan, children: Children, fro
         if total - price > best_net:
             best_net, best_gain, best_width = total - price, total, width
     plan.gain, plan.level_cost = best_gain, prices[max(best_width, 1) - 1]
-    if options.stop and best_net <= 0:
+    if plan.limits.stop and best_net <= 0:
         return []
-    return sorted([i for _, i in gains[: best_width if options.stop else options.max_width]])
+    return sorted([i for _, i in gains[: best_width if plan.limits.stop else plan.limits.max_width]])
 
 
-def select(options: CostAware, plan: CostPlan) -> list[int] | None:
+def select(plan: CostPlan) -> list[int] | None:
     """Returns the top n nodes by P in that order, n maximizing expected tokens minus priced time; None for all of a chain.
 
     Ancestors are included because P never increases along a path. The path most likely to be accepted tends to come first.
@@ -147,21 +156,20 @@ def select(options: CostAware, plan: CostPlan) -> list[int] | None:
     if not plan.paths:
         return None
     drafted = len(plan.paths)
-    order = range(min(drafted, options.max_nodes)) if plan.is_chain else _by_path(options, plan)
+    order = range(min(drafted, plan.limits.max_nodes)) if plan.is_chain else _by_path(plan)
     size = _best_size([plan.paths[i] for i in order], plan.prices.time, plan.prices.verify_s.__getitem__)
     chosen = _chosen(plan, order, size)
     return None if plan.is_chain and size == drafted else chosen
 
 
-def select_shared(policies: Sequence[CostAware], verify_s: Callable[[int], float]) -> list[list[int] | None]:
+def select_shared(plans: Sequence[CostPlan], verify_s: Callable[[int], float]) -> list[list[int] | None]:
     """Selects for several requests whose trees one pass verifies: the top n nodes of all by P, n maximizing the expected tokens
     of all minus priced time.
 
     Args:
         verify_s: seconds of the pass with 0, 1, 2, .. nodes besides the roots.
     """
-    plans = [policy.plan for policy in policies]
-    orders = [_by_path(policy, plan) for policy, plan in zip(policies, plans, strict=True)]
+    orders = [_by_path(plan) for plan in plans]
     pairs = [(plan.paths[i], number) for number, plan in enumerate(plans) for i in orders[number]]
     pairs.sort(key=itemgetter(0), reverse=True)
     price = sum(plan.prices.time for plan in plans) / len(plans)
@@ -172,9 +180,9 @@ def select_shared(policies: Sequence[CostAware], verify_s: Callable[[int], float
     return [_chosen(plan, order, size) if plan.paths else None for plan, order, size in chosen]
 
 
-def _by_path(options: CostAware, plan: CostPlan) -> list[int]:
+def _by_path(plan: CostPlan) -> list[int]:
     """Returns the nodes by decreasing P, at most as many as are verified; ties keep their order."""
-    return sorted(range(len(plan.paths)), key=plan.paths.__getitem__, reverse=True)[: options.max_nodes]
+    return sorted(range(len(plan.paths)), key=plan.paths.__getitem__, reverse=True)[: plan.limits.max_nodes]
 
 
 def _best_size(paths: Sequence[float], price: float, verify_s: Callable[[int], float]) -> int:

@@ -22,7 +22,7 @@ from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.cost_aware.learner import ALONE, LABELLED_RANKS, Learner, PendingRound
 from sage.trees.cost_aware.pace import Pace
-from sage.trees.cost_aware.planner import CostPlan, next_level, select, select_shared
+from sage.trees.cost_aware.planner import CostPlan, Limits, next_level, select, select_shared
 from sage.trees.cost_aware.pricing import Prices
 
 USED_RANKS = 0.5  # of the nodes of a usual tree: candidates of later ranks below a node are seldom among them
@@ -63,6 +63,7 @@ class CostAware(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_candidates = self._num_candidates = self.top_k
+        self._limits = Limits(self.max_depth, self.max_nodes, self.max_width, self.stop, self.sees_ends)
         self.tree_capacity = max(self.max_nodes + 1, self.max_depth * self.max_width)
         self.costs: Costs | None = None
         self.learner = Learner(self.calibrate, self.memory, self.max_depth)  # of the kind of the current request
@@ -156,13 +157,13 @@ class CostAware(Policy):
     def begin(self) -> None:
         self._num_candidates = min(self.top_k, max(LABELLED_RANKS, round(self.learner.usual_size * USED_RANKS)))
         has_feedback = not self._is_paused and self.learner.needs_round(self._num_skipped)
-        self.plan = CostPlan(self.prices, self.learner.acceptance, has_feedback)
+        self.plan = CostPlan(self._limits, self.prices, self.learner.acceptance, has_feedback)
 
     def next_level(self, frontier: Frontier) -> NextLevel | None:
-        return next_level(self, self.plan, frontier)
+        return next_level(self.plan, frontier)
 
     def select(self) -> list[int] | None:
-        return select(self, self.plan)
+        return select(self.plan)
 
     @classmethod
     def select_shared(cls, policies: Sequence[CostAware], requests: int) -> list[Sequence[int] | None]:
@@ -170,7 +171,7 @@ class CostAware(Policy):
         costs = policies[0].costs
         assert costs is not None, "costs are measured when a request starts"
         verify = costs.verify
-        return list(select_shared(policies, lambda nodes: verify(requests + nodes)))
+        return list(select_shared([policy.plan for policy in policies], lambda nodes: verify(requests + nodes)))
 
     def calibration(self) -> Callable[[list[float], int], list[float]] | None:
         return partial(copy(self.learner.calibrator).leading, min_prob=0.0) if self.calibrate else None
