@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,13 @@ KEY = re.compile(r"  ([a-z][\w.]+)(?:=(\S*))?(?: +(.*))?")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
+def registered() -> Iterator[None]:
+    """The schemas of all commands, and a terminal of a known width."""
     register_resolvers()
     ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "120")
+        yield
 
 
 @cache

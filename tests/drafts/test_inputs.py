@@ -89,8 +89,10 @@ def test_an_answer_may_fill_the_context_to_the_last_token(policy: str, monkeypat
     expected = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=4).tokens.tolist()
     monkeypatch.setattr(target.text_config, "max_position_embeddings", length + 4)
     positions: list[int] = []
-    forward = TreePass.forward
-    monkeypatch.setattr(TreePass, "forward", lambda *a: (positions.append(int(a[2].max())), forward(*a))[1])
+    compute = TreePass.compute
+    monkeypatch.setattr(
+        TreePass, "compute", lambda own, inputs: (positions.append(int(inputs.positions.max())), compute(own, inputs))[1]
+    )
     out = sage.generate(target, draft, inputs, policy=make_policy(policy, {}), max_new_tokens=4)
     assert out.tokens.tolist() == expected
     # The answer's last token is never read, so no pass goes beyond the one before it.
