@@ -21,35 +21,28 @@ from typing import Any
 
 from sage.runtime.buckets import key_bucket, node_bucket
 
-USUAL_SPREAD = 2.0  # variance of the numbers of nodes of trees; the least that corrections assume
-GROWTH_BOUND = 0.1  # share of an expected time that a timing may differ by when the slope is corrected
-
 
 @dataclass
 class Curve:
     """Seconds as a piecewise linear function of a count, with live corrections.
 
-    `counts` increase; `seconds` are made non-decreasing (isotonic regression); `scale` is a factor from live timings, `growth`
-    the seconds per count by which they grow faster than the table; `is_stepped`: whether a count costs as much as the edge of
-    its bucket.
+    `counts` increase; `seconds` are made non-decreasing (isotonic regression); `scale` is a factor from live timings;
+    `is_stepped`: whether a count costs as much as the edge of its bucket.
     """
 
     counts: list[int]
     seconds: list[float]
     scale: float = 1.0
     is_stepped: bool = False
-    growth: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.counts or len(self.counts) != len(self.seconds) or not all(0 < one < math.inf for one in self.seconds):
             raise ValueError(f"costs: {self.seconds} is not one positive number of seconds for each of {self.counts}")
         self.seconds = _non_decreasing(self.seconds)
-        self._usual_count, self._spread = 0.0, USUAL_SPREAD  # mean and variance of the counts of live timings
 
     def __call__(self, count: float) -> float:
         """Returns the seconds at `count`, at least those at the table's first one; extrapolates linearly beyond the table."""
-        least = self.scale * self.seconds[0]
-        return max(self._in_table(count) + self.growth * (count - self.counts[0]), least)
+        return max(self._in_table(count), self.scale * self.seconds[0])
 
     def _in_table(self, count: float) -> float:
         count = node_bucket(math.ceil(count)) if self.is_stepped else count
@@ -67,33 +60,6 @@ class Curve:
     def correct(self, expected: float, seconds: float, rate: float) -> None:
         """Moves the correction towards a timing of `seconds`, predicted as `expected`, by a learning rate in [0, 1]."""
         self.scale *= correction(expected, seconds, rate)
-
-    def correct_growth(self, count: int, expected: float, seconds: float, rate: float) -> None:
-        """Moves `growth` towards a timing of `count`, predicted as `expected`: on a machine that is shared, the time to read
-        weights and the time to multiply change independently of each other.
-
-        One step of least mean squares on the deviations of the counts from their mean. The difference between timing and
-        prediction is bounded, since a single pass that was delayed by half would move the slope by as much as a node costs.
-        """
-        if self.is_stepped or correction(expected, seconds, rate) == 1.0:
-            return
-        deviation = count - (self._usual_count or count)
-        self._usual_count = count - (1 - rate) * deviation
-        self._spread += rate * (deviation**2 - self._spread)
-        difference = min(max(seconds - expected, -GROWTH_BOUND * expected), GROWTH_BOUND * expected)
-        self.growth += rate * difference * deviation / max(self._spread, USUAL_SPREAD)
-
-    def correct_at(self, count: int, seconds: float, rate: float) -> None:
-        """Moves the curve towards a timing of `count`: half of the way as a whole, half around `count` only.
-
-        In a round a count may be dearer or cheaper than the others, compared with the table, and most counts are never seen.
-        """
-        factor = correction(self(count), seconds, rate / 2)
-        self.scale *= factor
-        upper = min(bisect_left(self.counts, count), len(self.counts) - 1)
-        lower = upper if self.counts[upper] <= count else max(upper - 1, 0)
-        for place in {lower, upper}:
-            self.seconds[place] *= factor
 
 
 def _non_decreasing(values: Sequence[float]) -> list[float]:
@@ -190,5 +156,8 @@ class Costs:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Costs:
-        """Restores the result of `state`."""
-        return cls(**{**state, "verify": Curve(**state["verify"]), "draft": Curve(**state["draft"])})
+        """Restores the result of `state`, also of earlier versions, whose curves had a slope of their own."""
+        verify, draft = (dict(state[name]) for name in ("verify", "draft"))
+        verify.pop("growth", None)
+        draft.pop("growth", None)
+        return cls(**{**state, "verify": Curve(**verify), "draft": Curve(**draft)})

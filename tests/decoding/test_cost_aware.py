@@ -26,7 +26,7 @@ from sage.planning.tree import Frontier, RoundOutcome, Tree
 from sage.runtime.timing import RoundTimes, TimedCall
 from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware import learner as learning
-from sage.trees.cost_aware.learner import GROWTH_RATE, LEARN_ALL_ROUNDS, LEARN_EVERY, LIVE_RATE, Learner, labelled_candidates
+from sage.trees.cost_aware.learner import LEARN_ALL_ROUNDS, LEARN_EVERY, Learner, labelled_candidates
 from sage.trees.cost_aware.pace import Pace
 from sage.trees.cost_aware.pricing import ChildMass, Prices
 
@@ -129,40 +129,6 @@ class TestCurve:
         for seconds in (1.5 * 1.2, 100.0):
             curve.correct(curve(2), seconds, 1.0)
             assert curve(3) == pytest.approx(2.4)
-
-    def test_a_count_that_is_dearer_in_rounds_moves_more_than_the_others(self) -> None:
-        curve = Curve([1, 2, 4, 8], [1.0, 1.0, 1.0, 1.0])
-        for _ in range(200):
-            curve.correct_at(1, 1.0, 0.1)
-            curve.correct_at(3, 2.0, 0.1)
-        assert curve(1) == pytest.approx(1.0, rel=0.02) and curve(3) == pytest.approx(2.0, rel=0.02)
-        assert 1.2 < curve(8) < 1.7, "never seen: half of the way"
-
-    @pytest.mark.parametrize("table,truth", [((2.0, 2.0), (2.0, 3.4)), ((2.0, 3.4), (2.4, 2.4)), ((2.0, 3.4), (2.0, 3.4))])
-    def test_live_timings_move_its_slope(self, table: tuple[float, float], truth: tuple[float, float]) -> None:
-        """Nodes become dearer while reading the weights does not, or cheaper while it becomes dearer; timings vary by 10%."""
-        curve, real = Curve([1, 8], list(table)), Curve([1, 8], list(truth))
-        generator = torch.Generator().manual_seed(0)
-        for count in torch.randint(3, 9, (400,), generator=generator).tolist():
-            noise = 0.1 * float(torch.randn((), generator=generator))
-            seconds, expected = real(count) * math.exp(noise), curve(count)
-            curve.correct_growth(count, expected, seconds, GROWTH_RATE)
-            curve.correct(expected, seconds, LIVE_RATE)
-        assert curve(8) == pytest.approx(real(8), rel=0.1)
-        assert curve(8) - curve(3) == pytest.approx(real(8) - real(3), abs=0.25)
-        assert curve(2) >= curve(1) > 0
-
-    def test_delayed_passes_hardly_move_its_slope(self) -> None:
-        """One pass in twenty takes 2.5 times as long, whatever its nodes."""
-        curve, slopes = Curve([1, 8], [1.5, 1.85]), []
-        generator = torch.Generator().manual_seed(0)
-        for count in torch.randint(2, 9, (2000,), generator=generator).tolist():
-            delay = 2.5 if float(torch.rand((), generator=generator)) < 0.05 else 1.0
-            seconds, expected = delay * (1.45 + 0.05 * count), curve(count)
-            curve.correct_growth(count, expected, seconds, GROWTH_RATE)
-            curve.correct(expected, seconds, LIVE_RATE)
-            slopes.append((curve(8) - curve(2)) / 6)
-        assert min(slopes) > 0.035 and max(slopes) < 0.065
 
     def test_nodes_of_a_joint_pass_cost_what_they_add_to_it(self) -> None:
         """Four requests, 16 nodes of the three others; draft passes are shared by as many nodes of all."""

@@ -19,7 +19,6 @@ from sage.trees.cost_aware.pricing import ChildMass
 
 OFF_PATH_WEIGHT = 0.1
 LIVE_RATE = 0.05
-GROWTH_RATE = 0.01
 LABELLED_RANKS = 4
 LEARN_ALL_ROUNDS = 128  # number of initial rounds that are all learned from; after them, one in LEARN_ONE_IN
 LEARN_ONE_IN = 8
@@ -189,13 +188,12 @@ def correct_costs(costs: Costs, outcome: RoundOutcome) -> None:
     """Moves the cost tables towards the timings of a round."""
     times = outcome.times()
     expected_s = costs.verify_s(len(outcome.tree), outcome.context)
-    costs.verify.correct_growth(len(outcome.tree), expected_s, times.verify_s, GROWTH_RATE)
     costs.verify.correct(expected_s, times.verify_s, LIVE_RATE)
     for width, seconds in times.draft:
         if width == 0:
             costs.correct_commit(seconds, LIVE_RATE)
         else:
-            costs.draft.correct_at(width, seconds, LIVE_RATE)
+            costs.draft.correct(costs.draft(width), seconds, LIVE_RATE)
     explained = times.verify_s + sum(seconds for _, seconds in times.draft)
     costs.overhead += LIVE_RATE * (max(times.total_s - explained, 0.0) - costs.overhead)
 
