@@ -296,6 +296,18 @@ class TestTree:
             chosen = policy.next_level(Frontier(1, [[0.6, 0.4]], ends=lambda: [0]))
             assert chosen == ([0, 1], expected)
 
+    def test_a_second_node_that_does_not_pay_is_not_expanded(self) -> None:
+        """Both are verified; a level of two nodes costs a hundred times as much as a level of one."""
+        costs = Costs(flat_costs(node=0.01).verify, Curve([1, 2], [0.01, 1.0]), context=0)
+        policy = self.policy(costs)
+        policy.begin()
+        assert policy.next_level(Frontier(1, [[0.6, 0.4]])) == ([0, 1], [0])
+
+    def test_siblings_are_accepted_with_one_at_most(self) -> None:
+        """They exclude each other: after 0.9, a second candidate of 0.9 has a tenth left, and a third nothing."""
+        found = Calibrator().leading([0.9, 0.9, 0.9], 1, 0.0)
+        assert found[:2] == pytest.approx([0.9, 0.1]) and sum(found) == pytest.approx(1.0)
+
     def test_paths_of_probability_zero_do_not_divide_by_zero(self) -> None:
         """With free nodes and stop=false, candidates of probability 0 are expanded."""
         policy = self.policy(flat_costs(node=0.0), stop=False)
