@@ -73,7 +73,7 @@ FAULTS = [
     Fault("sage/runtime/packing.py", "places[row][: count + slots] = [*range(end - count, end), *behind]", "places[row][: count + slots] = [*range(count), *behind]", PASSES),
     Fault("sage/runtime/packing.py", 'values["steps"] = shared.steps.narrow(0, 0, max(cache.length for cache in caches))', 'values["steps"] = shared.steps.narrow(0, 0, min(cache.length for cache in caches))', PASSES),
     Fault("sage/targets/tree_passes.py", "(place < 0) | (self.visible.gather(1, place.clamp(0, last)) & (place <= last))", "(place <= 0) | (self.visible.gather(1, place.clamp(0, last)) & (place <= last))", PASSES),
-    Fault("sage/targets/tree_passes.py", "(self.steps < self.first).expand", "(self.steps <= self.first).expand", PASSES),
+    Fault("sage/targets/tree_passes.py", "(self.steps < self.first).expand", "(self.steps < self.first - 1).expand", PASSES),
     Fault("sage/targets/tree_passes.py", '"first": steps.narrow(0, end - seen, 1)', '"first": steps.narrow(0, first, 1)', PASSES),
     Fault("sage/runtime/attention.py", "dtype=torch.bool, device=device).tril(keys - queries)", "dtype=torch.bool, device=device).tril()", PASSES + " tests/decoding/test_chat.py"),
     Fault("sage/drafts/head_session.py", "siblings = torch.eye(len(rows), dtype=torch.bool, device=self.device)", "siblings = torch.ones(len(rows), len(rows), dtype=torch.bool, device=self.device)", HEADS + " tests/decoding/test_level.py"),

@@ -144,23 +144,9 @@ def _margins(measurement: Measurement, policies: Sequence[str]) -> dict[str, Any
 
 def speed_ratio(runs: Runs, base: Runs) -> dict[str, Any]:
     """Returns the ratio of decode speeds, paired by prompt: {"ratio": float, "ci": [low, high]}, no "ci" for one prompt."""
-    return _paired(_decode(runs), _decode(base))
-
-
-def tokens_ratio(runs: Runs, base: Runs) -> dict[str, Any]:
-    """Returns the ratio of tokens per target pass, as `speed_ratio`."""
-    return _paired(_passes(runs), _passes(base))
-
-
-def _paired(own: tuple[list[float], list[float]], base: tuple[list[float], list[float]]) -> dict[str, Any]:
-    bounds = rate_interval(*own, *base)
-    return {"ratio": _ratio_or_zero(_rate(*own), _rate(*base)), **({"ci": list(bounds)} if bounds else {})}
-
-
-def _passes(runs: Runs) -> tuple[list[float], list[float]]:
-    """Returns, per prompt, tokens decoded after the prefill and target passes."""
-    chosen = [_median_run(repeats).stats for repeats in runs]
-    return [one.tokens_per_target_pass * one.target_passes for one in chosen], [float(one.target_passes) for one in chosen]
+    own, other = _decode(runs), _decode(base)
+    bounds = rate_interval(*own, *other)
+    return {"ratio": _ratio_or_zero(_rate(*own), _rate(*other)), **({"ci": list(bounds)} if bounds else {})}
 
 
 def _speeds(runs: Runs, base: Runs) -> dict[str, Any]:
