@@ -7,6 +7,7 @@ role/content or from/value turns. A column named like its role needs no mapping.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -69,8 +70,10 @@ class HubStream(Stream):
 
 def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bool) -> Any:
     """Opens a `datasets` table (or stream) with images and videos undecoded, as {"bytes", "path"}; ValueError with name and
-    cause if it cannot be found or read.
+    cause if it cannot be found or read, or if `datasets` is not installed.
     """
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"data set {path}: package datasets is not installed; pip install 'sage-draft[data]'")
     import datasets
 
     cache = str(Path(cache_dir).expanduser() / "tables") if cache_dir else None

@@ -46,6 +46,12 @@ configs:
 """
 
 
+def test_without_the_package_datasets_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with refused("data set a.parquet", "pip install 'sage-draft[data]'"):
+        load_table("a.parquet", "", "train", "", streaming=False)
+
+
 @pytest.fixture(params=["README.md", "folders alone"])
 def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Two configurations of LLaVA-OneVision-Data's columns, each with six training rows in two shards and two test rows."""

@@ -121,13 +121,12 @@ def test_tensorboard_receives_every_metric(tmp_path: Path) -> None:
     ]
 
 
-def test_a_missing_tensorboard_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_in(tmp_path)
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_missing_package_of_a_tracker_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_tracking(config)
-    config.tracking.kind = TrackingKind.tensorboard
-    with refused("tracking=tensorboard", "sage-draft[tensorboard]", error=ConfigError):
-        check_tracking(config)
+    check_tracking(config_in(tmp_path))
+    with refused(f"tracking={package}", f"pip install 'sage-draft[{package}]'", error=ConfigError):
+        check_tracking(config_in(tmp_path, f"tracking={package}"))
 
 
 @pytest.mark.slow

@@ -88,8 +88,7 @@ class TensorBoard:
 
     @staticmethod
     def check(config: Config) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("tracking=tensorboard: package tensorboard is missing; pip install 'sage-draft[tensorboard]'")
+        _check_installed(TrackingKind.tensorboard)
 
     def log(self, metrics: Metrics, step: int) -> None:
         for name, value in metrics.items():
@@ -132,6 +131,7 @@ class Wandb:
 
     @staticmethod
     def check(config: Config) -> None:
+        _check_installed(TrackingKind.wandb)
         assert isinstance(config.tracking, WandbConfig)
         needs_login = wandb_mode(config.tracking) not in NO_LOGIN_MODES
         if needs_login and cluster_env.is_main_rank() and not _has_login():  # other ranks have no sinks
@@ -175,6 +175,12 @@ def check_tracking(config: Config) -> None:
     """Raises ConfigError if the package of the tracker or a login is missing; called before anything is written."""
     if config.tracking.kind in TRACKERS:
         TRACKERS[config.tracking.kind].check(config)
+
+
+def _check_installed(tracker: TrackingKind) -> None:
+    """Raises ConfigError unless the package of a tracker is installed; package and extra have the tracker's name."""
+    if importlib.util.find_spec(tracker) is None:
+        raise ConfigError(f"tracking={tracker}: package {tracker} is not installed; pip install 'sage-draft[{tracker}]'")
 
 
 def wandb_mode(config: WandbConfig) -> str:
