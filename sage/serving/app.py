@@ -8,10 +8,11 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sage.serving.errors import ApiError, internal
+from sage.serving.errors import ApiError, internal, stopping
 from sage.serving.exchange import Exchange
 from sage.serving.metrics import CONTENT_TYPE
 from sage.serving.service import Service
@@ -43,40 +44,27 @@ def new_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Any:
-        if not service.scheduler.is_alive:
+        if not service.scheduler.decoding.is_alive:
             raise internal()
         if service.scheduler.is_draining:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping")
+            raise stopping()
         return {"status": "ok"}
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    def counted(request: Request, error: ApiError) -> Response:
+    async def on_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, ApiError):
+            error = _unrouted(request, error) if isinstance(error, HTTPException) else internal()
         if request.url.path == CHAT:
             service.metrics.responses.labels(error.status).inc()
-        return respond(error)
+        return error.response()
 
-    async def on_api_error(request: Request, error: Any) -> Response:
-        return counted(request, error)
-
-    async def on_http_error(request: Request, error: Any) -> Response:
-        return counted(request, _unrouted(request, error))
-
-    async def on_fault(request: Request, error: Any) -> Response:
-        return counted(request, internal())
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_fault)
+    for kind in (ApiError, HTTPException, Exception):
+        app.add_exception_handler(kind, on_error)
     app.add_middleware(Guard, service=service)
     return app
-
-
-def respond(error: ApiError) -> Response:
-    """Returns the response of an error."""
-    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
 
 
 def _unrouted(request: Request, error: HTTPException) -> ApiError:
@@ -96,22 +84,19 @@ class Guard:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._problem(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else respond(error))(scope, receive, send)
+        await (error.response() if error else self._app)(scope, receive, send)
 
-    def _problem(self, scope: Any) -> ApiError | None:
-        headers = dict(scope["headers"])
-        key = self._service.api_key
-        if key and scope["path"] not in OPEN_PATHS:
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            is_equal = hmac.compare_digest(given.strip(), key.encode())
-            if scheme.lower() != b"bearer" or not is_equal:
-                message = "Authorization: missing or wrong; send Bearer and the key of the server"
-                return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
-        if not key and self._service.is_local:
-            host = headers.get(b"host", b"").decode("latin-1").lower()
-            name = host if host.endswith("]") else host.rpartition(":")[0] or host
-            if name not in LOCAL_HOSTS:
-                return ApiError(HTTPStatus.FORBIDDEN, f"Host: {name!r} is not this machine; start the server with --api-key")
+    def _problem(self, scope: Scope) -> ApiError | None:
+        headers, key = Headers(scope=scope), self._service.api_key
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        is_known = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
+        if key and scope["path"] not in OPEN_PATHS and not is_known:
+            message = "Authorization: missing or wrong; send Bearer and the key of the server"
+            return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+        host = headers.get("host", "").lower()
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if not key and self._service.is_local and name not in LOCAL_HOSTS:
+            return ApiError(HTTPStatus.FORBIDDEN, f"Host: {name!r} is not this machine; start the server with --api-key")
         return None

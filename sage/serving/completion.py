@@ -1,18 +1,19 @@
-"""Tokens of an answer -> text without its stop string, chunks of a stream, the complete response, usage."""
+"""Tokens of an answer -> text without its stop string -> the body of the response: chunks of a stream, or all of it."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from sage.decoding.answer import Stats
 from sage.decoding.detokenizer import Detokenizer
+from sage.serving.errors import ApiError
 from sage.serving.service import Prepared, Service
 
+CHUNK = "chat.completion.chunk"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -44,75 +45,62 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-@dataclass
 class Completion:
     """The answer to one request, built from its tokens."""
 
-    service: Service
-    prepared: Prepared
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
-    tokens: list[int] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
+    def __init__(self, service: Service, prepared: Prepared) -> None:
+        self._prepared, self._end_token_ids = prepared, service.end_token_ids
+        self._has_usage = prepared.request.stream_options.include_usage
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
+        self._detokenizer = Detokenizer(service.tokenizer)
+        self._stops = StopStrings(prepared.request.stop)
+        self._tokens: list[int] = []
 
-    def __post_init__(self) -> None:
-        self._detokenizer = Detokenizer(self.service.tokenizer)
-        self._stops = StopStrings(self.prepared.request.stop)
+    async def parts(self, results: AsyncIterator[list[int] | Stats]) -> AsyncGenerator[bytes]:
+        """Yields the body of the response, given new tokens and the `Stats` at the end."""
+        text, is_stream = "", self._prepared.request.stream
+        async for result in results:
+            if is_stream and not self._tokens:
+                yield self._chunk({"role": "assistant", "content": ""})
+            is_last, tokens = isinstance(result, Stats), [] if isinstance(result, Stats) else result
+            self._tokens += tokens
+            piece = self._stops.feed(self._detokenizer.next_piece(self._tokens, len(self._tokens), is_last), is_last)
+            if is_stream and (piece or (tokens and self._prepared.request.return_token_ids)):
+                yield self._chunk({"content": piece}, tokens)
+            text += piece
+            if isinstance(result, Stats):
+                yield self._stream_end(result) if is_stream else self._whole(text, result)
 
-    def add(self, result: list[int] | Stats) -> str:
-        """Appends tokens, or ends the answer with its `Stats`; returns the text to send."""
-        is_last = isinstance(result, Stats)
-        if isinstance(result, Stats):
-            self.stats = result
-        else:
-            self.tokens += result
-        return self._stops.feed(self._detokenizer.next_piece(self.tokens, len(self.tokens), is_last), is_last)
+    def _finish_reason(self) -> str:
+        """`stop` after an end token or a stop string, else `length`."""
+        return "stop" if self._stops.is_found or self._tokens[-1] in self._end_token_ids else "length"
 
-    @property
-    def finish_reason(self) -> str:
-        """Of a complete answer: `stop` after an end token or a stop string, else `length`."""
-        ends: Collection[int] = self.service.end_token_ids
-        return "stop" if self._stops.is_found or self.tokens[-1] in ends else "length"
-
-    def response(self, text: str) -> dict[str, Any]:
-        """Returns the complete response."""
+    def _whole(self, text: str, stats: Stats) -> bytes:
         message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
-        found = self._head("chat.completion") | {"choices": [choice | self._ids(self.tokens)], "usage": usage(self.stats)}
-        if self.prepared.request.return_token_ids:
-            found["prompt_token_ids"] = self.prepared.inputs["input_ids"][0].tolist()
-        return found
+        choice = self._choice("message", message, self._tokens, self._finish_reason())
+        content = {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage(stats)}
+        if self._prepared.request.return_token_ids:
+            content["prompt_token_ids"] = self._prepared.inputs["input_ids"][0].tolist()
+        return _json(content)
 
-    def first_chunk(self) -> bytes:
-        """Returns the chunk that names the role."""
-        return self._chunk({"role": "assistant", "content": ""}, None, ())
-
-    def text_chunk(self, text: str, tokens: Sequence[int]) -> bytes:
-        """Returns a chunk of text."""
-        return self._chunk({"content": text}, None, tokens)
-
-    def last_chunks(self) -> bytes:
-        """Returns the chunks after the text."""
-        end = self._chunk({}, self.finish_reason, ())
-        if self.prepared.request.stream_options.include_usage:
-            end += _event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage(self.stats)})
+    def _stream_end(self, stats: Stats) -> bytes:
+        end = self._chunk({}, (), self._finish_reason())
+        if self._has_usage:
+            end += _event(_json({**self._head, "object": CHUNK, "choices": [], "usage": usage(stats)}))
         return end + DONE
 
-    def _chunk(self, delta: dict[str, Any], reason: str | None, tokens: Sequence[int]) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason} | self._ids(tokens)
-        content = self._head("chat.completion.chunk") | {"choices": [choice]}
-        return _event(content | ({"usage": None} if self.prepared.request.stream_options.include_usage else {}))
+    def _chunk(self, delta: dict[str, Any], tokens: Sequence[int] = (), reason: str | None = None) -> bytes:
+        content = {**self._head, "object": CHUNK, "choices": [self._choice("delta", delta, tokens, reason)]}
+        return _event(_json(content | ({"usage": None} if self._has_usage else {})))
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.service.model}
-
-    def _ids(self, tokens: Sequence[int]) -> dict[str, Any]:
-        return {"token_ids": list(tokens)} if self.prepared.request.return_token_ids else {}
+    def _choice(self, key: str, content: dict[str, Any], tokens: Sequence[int], reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, key: content, "logprobs": None, "finish_reason": reason}
+        return choice | ({"token_ids": list(tokens)} if self._prepared.request.return_token_ids else {})
 
 
-def error_chunk(content: Any) -> bytes:
-    """Returns the end of a stream that failed after its first chunk."""
-    return _event(content) + DONE
+def error_event(error: ApiError) -> bytes:
+    """Returns the end of a stream that failed after its first part."""
+    return _event(error.body()) + DONE
 
 
 def usage(stats: Stats) -> dict[str, Any]:
@@ -131,5 +119,9 @@ def usage(stats: Stats) -> dict[str, Any]:
     }
 
 
-def _event(content: Any) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
+def _json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode()
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

@@ -1,29 +1,45 @@
-"""The decoding process as the server sees it.
+"""The decoding process: requests join and leave between rounds, and end without touching one another.
 
 A compiled pass keeps Python's lock, so in one process the server would neither receive nor send during a pass, and each pass
 would wait for the server; and every thread with parallel work of torch has worker threads of its own, which stop waiting
 actively for each other where there are more of them than processors.
+
+Commands and events are tuples on a connection, and name a request by its number:
+
+    from the server   ("add", number, arrays, sampling), ("remove", number); closing the connection ends the process
+    to the server     [(number, event), ..] once per round: new tokens; or the end of the request, which is `Stats`,
+                      `ValueError` for one that cannot be decoded, or `RuntimeError` for a fault, which is logged
 """
 
 from __future__ import annotations
 
+import logging
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from sage.decoding.settings import Sampling
-from sage.serving.decoders import Plan
-from sage.serving.worker import Event, as_arrays, decode, decode_in_process
+import torch
+from torch import Tensor
 
+from sage.decoding.answer import Stats
+from sage.decoding.batch import BatchRequest
+from sage.decoding.settings import Sampling
+from sage.runtime.timing import frozen_heap
+from sage.serving.decoders import Plan
+
+logger = logging.getLogger(__name__)
 STOP_S = 10.0  # seconds that the process has to end
+Event = list[int] | Stats | Exception
 
 
 class Decoding:
-    """The worker (`sage.serving.worker`) at the other end of a connection; it starts at once and loads what it decodes.
+    """The decoding process as the server sees it; it starts at once and loads what it decodes.
 
     Args:
         load: loads it; a function of a module, called in the process with `args`.
@@ -33,14 +49,11 @@ class Decoding:
     def __init__(self, load: Callable[..., Plan], *args: Any, in_process: bool = True) -> None:
         context = get_context("spawn")
         self._connection, far_end = context.Pipe()
-        self._worker: BaseProcess | threading.Thread
+        start: Any = context.Process if in_process else threading.Thread
+        self._worker = start(target=decode, args=(far_end, load, args, in_process), name="decoding", daemon=True)
+        self._worker.start()
         if in_process:
-            self._worker = context.Process(target=decode_in_process, args=(far_end, load, args), name="decoding", daemon=True)
-            self._worker.start()
             far_end.close()
-        else:
-            self._worker = threading.Thread(target=decode, args=(far_end, load, args), name="decoding", daemon=True)
-            self._worker.start()
         self._sender = ThreadPoolExecutor(1, "to decoding")  # sending many pixels takes time
 
     def wait(self) -> tuple[int, tuple[int, ...]]:
@@ -53,8 +66,7 @@ class Decoding:
             found = self._connection.recv()
         except EOFError as error:
             self._worker.join()
-            code = getattr(self._worker, "exitcode", None)
-            raise ValueError(f"the decoding process has ended with exit code {code}") from error
+            raise ValueError(f"the decoding process has ended with exit code {self._worker.exitcode}") from error
         if isinstance(found, str):
             raise ValueError(found)
         max_context, end_token_ids = found
@@ -62,28 +74,34 @@ class Decoding:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker runs."""
-        return self._worker.is_alive()
+        """Whether the process runs."""
+        return bool(self._worker.is_alive())
 
     def fileno(self) -> int:
         """Returns the descriptor that is readable once there are events."""
         return self._connection.fileno()
 
     def events(self) -> list[tuple[int, Event]]:
-        """Returns the events that the worker has sent last; EOFError or OSError if it has ended."""
+        """Returns the events that the process has sent last; EOFError or OSError if it has ended."""
         found: list[tuple[int, Event]] = self._connection.recv()
         return found
 
-    def add(self, number: int, inputs: Any, sampling: Sampling) -> None:
+    def add(self, number: int, inputs: Mapping[str, Any], sampling: Sampling) -> None:
         """Starts a request; `inputs` as of `Target.prepare`."""
-        self._send("add", number, as_arrays(inputs), sampling)
+        # a connection copies arrays, and shares the memory of tensors
+        arrays = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+        self._sender.submit(self._send, "add", number, arrays, sampling)
 
     def remove(self, number: int) -> None:
         """Ends a request before the next round; it may have ended already."""
-        self._send("remove", number)
+        self._sender.submit(self._send, "remove", number)
+
+    def _send(self, *command: Any) -> None:
+        with suppress(OSError):  # the process has ended, which `events` reports
+            self._connection.send(command)
 
     def close(self) -> None:
-        """Ends the worker after the round in progress; answers in progress are dropped."""
+        """Ends the process after the round in progress; answers in progress are dropped."""
         self._sender.submit(self._connection.close)
         self._sender.shutdown(wait=False)
         self._worker.join(STOP_S)
@@ -95,9 +113,73 @@ class Decoding:
             self._worker.kill()
             self._worker.join()
 
-    def _send(self, *command: Any) -> None:
-        self._sender.submit(self._write, command)
 
-    def _write(self, command: tuple[Any, ...]) -> None:
-        with suppress(OSError):  # the worker has ended, which `events` reports
-            self._connection.send(command)
+def decode(connection: Connection, load: Callable[..., Plan], args: tuple[Any, ...], is_process: bool) -> None:
+    """Loads, sends `max_context` and `end_token_ids` of the plan, or the user's mistake as text; then decodes."""
+    if is_process:
+        from sage.commands.cli import plain_warnings
+
+        plain_warnings()
+        for number in (signal.SIGINT, signal.SIGTERM):  # are the server's to obey
+            signal.signal(number, signal.SIG_IGN)
+    with connection, suppress(EOFError, OSError):  # the server has closed the connection, or is gone
+        try:
+            plan = load(*args)
+        except (ValueError, OSError) as error:
+            connection.send(" ".join(str(error).split()))
+            return
+        connection.send((plan.max_context, plan.end_token_ids))
+        with frozen_heap():
+            _Loop(plan, connection).run()
+
+
+class _Loop:
+    """Obeys commands between rounds, until the connection is closed."""
+
+    def __init__(self, plan: Plan, connection: Connection) -> None:
+        self._plan, self._connection = plan, connection
+        self._decoder = plan.new_decoder()
+        self._running: dict[int, BatchRequest] = {}
+        self._events: list[tuple[int, Event]] = []
+
+    def run(self) -> None:
+        """Runs until the connection is closed; EOFError or OSError then."""
+        while True:
+            while self._connection.poll(None if not (self._running or self._events) else 0):
+                command, number, *arguments = self._connection.recv()
+                if command == "add":
+                    self._add(number, *arguments)
+                elif number in self._running:  # else it has ended
+                    self._decoder.remove(self._running.pop(number))
+            try:
+                self._step()
+            except Exception:
+                logger.exception("the decoder failed; its requests end and it starts anew")
+                self._events += [(number, RuntimeError()) for number in self._running]
+                self._running, self._decoder = {}, self._plan.new_decoder()
+            if self._events:
+                self._connection.send(self._events)
+                self._events = []
+
+    def _add(self, number: int, arrays: Mapping[str, Any], sampling: Sampling) -> None:
+        """Starts a request; the decoder reads its prompt in parts, so that others do not wait for all of it."""
+        inputs = {key: torch.from_numpy(value) if hasattr(value, "__array__") else value for key, value in arrays.items()}
+        try:
+            self._running[number] = self._decoder.add(inputs, self._plan.policy, sampling=sampling)
+        except ValueError as error:
+            self._events.append((number, ValueError(str(error))))
+        except Exception:
+            logger.exception("a request could not be started")
+            self._events.append((number, RuntimeError()))
+
+    def _step(self) -> None:
+        """Runs a round; passes on what the requests have emitted, and which have ended."""
+        numbers = {request: number for number, request in self._running.items()}
+        for request, round_ in self._decoder.step() if numbers else ():
+            if round_.tokens:
+                self._events.append((numbers[request], list(round_.tokens)))
+            if request.is_over:
+                self._decoder.remove(self._running.pop(numbers[request]))
+                if request.error is not None:
+                    logger.error("a request failed", exc_info=request.error)
+                self._events.append((numbers[request], RuntimeError() if request.error else request.generation.stats))

@@ -17,33 +17,21 @@ from typing import Any
 
 from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
-from sage.serving.decoding import Decoding
-from sage.serving.errors import ApiError, internal, invalid
+from sage.serving.decoding import Decoding, Event
+from sage.serving.errors import ApiError, internal, invalid, stopping
 from sage.serving.metrics import Metrics
-from sage.serving.worker import Event
 
 logger = logging.getLogger(__name__)
 MAX_RETRY_S = 60
 SMOOTHING = 0.2  # weight of the newest answer in the mean duration of answers
-Result = list[int] | Stats | ApiError  # new tokens; the end of an answer; an error that ends it
 
 
-def stopping() -> ApiError:
-    """Returns the error for requests that arrive, or still wait, after the signal to stop."""
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping", headers={"Retry-After": "5"})
-
-
-@dataclass(eq=False)
+@dataclass
 class Job:
-    """A request in the decoding process, with what has arrived of its answer.
-
-    Attributes:
-        queued: when the request was queued, in seconds of `time.monotonic`.
-    """
+    """A request in the decoding process, with what has arrived of its answer; `queued` is in seconds of `time.monotonic`."""
 
     queued: float
-    first_token: float = 0.0
-    results: asyncio.Queue[Result] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
 
 class Scheduler:
@@ -58,7 +46,7 @@ class Scheduler:
     """
 
     def __init__(self, decoding: Decoding, max_requests: int, queue: int, metrics: Metrics) -> None:
-        self._decoding, self._metrics = decoding, metrics
+        self.decoding, self._metrics = decoding, metrics
         self._max_requests, self._limit = max_requests, max_requests + queue
         self._places = asyncio.Semaphore(max_requests)
         self._numbers = count()
@@ -70,23 +58,18 @@ class Scheduler:
         metrics.watch(lambda: self.num_waiting, lambda: self.num_running)
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the decoding process runs."""
-        return self._decoding.is_alive
-
-    @property
     def num_running(self) -> int:
         """Number of requests that are decoded."""
         return len(self._running)
 
     def start(self) -> None:
         """Receives events in the event loop that runs."""
-        asyncio.get_running_loop().add_reader(self._decoding.fileno(), self._receive)
+        asyncio.get_running_loop().add_reader(self.decoding.fileno(), self._receive)
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
         """Reserves a place for a request that is prepared and decoded inside; ApiError if there is none."""
-        if self.is_draining or not self.is_alive:
+        if self.is_draining or not self.decoding.is_alive:
             raise stopping()
         if self._num_reserved >= self._limit:
             seconds = self._mean_s * max(1, self._num_reserved - self._max_requests) / self._max_requests
@@ -101,20 +84,25 @@ class Scheduler:
 
     async def decode(self, inputs: Any, sampling: Sampling) -> AsyncGenerator[list[int] | Stats]:
         """Yields new tokens, `Stats` last; ApiError ends the answer early. Closing the generator cancels the request."""
-        queued = time.monotonic()
+        job = Job(time.monotonic())
         await self._wait_for_place()
         number = next(self._numbers)
-        job = self._running[number] = Job(queued)
+        self._running[number] = job
         try:
-            self._decoding.add(number, inputs, sampling)
-            while not isinstance(result := await job.results.get(), ApiError):
-                yield result
-                if isinstance(result, Stats):
+            self.decoding.add(number, inputs, sampling)
+            is_first = True
+            while not isinstance(event := await job.events.get(), Exception):
+                if is_first:
+                    self._metrics.first_token_s.observe(time.monotonic() - job.queued)
+                is_first = False
+                yield event
+                if isinstance(event, Stats):
                     return
-            raise result
+            raise invalid(str(event)) if isinstance(event, ValueError) else internal()
         finally:
-            if self._end(number):  # the client has left
-                self._decoding.remove(number)
+            if number in self._running:  # the client has left
+                self._free(number)
+                self.decoding.remove(number)
                 self._metrics.ended("cancelled")
 
     async def _wait_for_place(self) -> None:
@@ -134,50 +122,36 @@ class Scheduler:
         for _ in range(self._max_requests + 1):
             await self._places.acquire()
 
-    def close(self) -> None:
-        """Ends the decoding process after the round in progress; answers in progress are dropped."""
-        self._decoding.close()
-
     def _receive(self) -> None:
         try:
-            events = self._decoding.events()
+            for number, event in self.decoding.events():
+                if number in self._running:  # else its client has left
+                    self._pass_on(number, event)
         except (EOFError, OSError):
             self._fail()
-            return
-        for number, event in events:
-            if (job := self._running.get(number)) is not None:  # else its client has left
-                self._handle(number, job, event, time.monotonic())
 
-    def _handle(self, number: int, job: Job, event: Event, now: float) -> None:
+    def _pass_on(self, number: int, event: Event) -> None:
+        job = self._running[number]
+        job.events.put_nowait(event)
         if isinstance(event, list):
-            if not job.first_token:
-                job.first_token = now
-                self._metrics.first_token_s.observe(now - job.queued)
-            job.results.put_nowait(event)
             return
-        self._end(number)
+        self._free(number)
         if isinstance(event, Stats):
-            self._mean_s += SMOOTHING * (now - job.queued - self._mean_s)
-            self._metrics.answered(event, now - job.queued)
-            job.results.put_nowait(event)
-        elif isinstance(event, ValueError):
-            job.results.put_nowait(invalid(str(event)))
-        else:
+            seconds = time.monotonic() - job.queued
+            self._mean_s += SMOOTHING * (seconds - self._mean_s)
+            self._metrics.answered(event, seconds)
+        elif not isinstance(event, ValueError):
             self._metrics.ended("failed")
-            job.results.put_nowait(internal())
 
-    def _end(self, number: int) -> bool:
-        """Frees the place of a request; returns False if it has ended before."""
-        if self._running.pop(number, None) is None:
-            return False
+    def _free(self, number: int) -> None:
+        del self._running[number]
         self._places.release()
-        return True
 
     def _fail(self) -> None:
         """Ends all requests, and the server, after the decoding process has ended."""
-        asyncio.get_running_loop().remove_reader(self._decoding.fileno())
+        asyncio.get_running_loop().remove_reader(self.decoding.fileno())
         self.has_failed = True
         logger.error("the decoding process has ended, so the server stops; a process is killed if memory runs out")
-        for number, job in list(self._running.items()):
-            self._handle(number, job, RuntimeError(), time.monotonic())
+        for number in [*self._running]:
+            self._pass_on(number, RuntimeError())
         self.on_failure()

@@ -113,5 +113,5 @@ class Service:
 
     def close(self) -> None:
         """Ends the decoding loop and the threads of the preparation."""
-        self.scheduler.close()
+        self.scheduler.decoding.close()
         self.pool.shutdown(wait=False, cancel_futures=True)

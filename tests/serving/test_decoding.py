@@ -151,7 +151,7 @@ def test_a_process_that_is_killed_ends_its_requests_and_the_server() -> None:
                 await request
             assert failed.value.status == 500
         await stopped.wait()
-        assert scheduler.has_failed and not scheduler.is_alive
+        assert scheduler.has_failed and not scheduler.decoding.is_alive
         with pytest.raises(ApiError, match="stopping"), scheduler.reserved():
             pass
 
