@@ -24,9 +24,12 @@ from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, Planne
 from sage.decoding.sampling import Sampling
 from train.config.hydra_app import compose
 from train.config.schema import Config, DecodeConfig, ValidateOn
+from train.job.loop import TrainingError
 from train.job.rank import run_rank
 from train.launch.ranks import Ranks
+from train.state.resume import TrainState
 from train.validation.decode_ranks import all_ranks_decode, interleave, shard_prompts
+from train.validation.in_loop import InLoopValidation, ValidationOutcome
 from train.validation.prompts import PromptSet, limit_turns
 from train.validation.validate import validate
 
@@ -95,14 +98,16 @@ def test_ranks_that_decode(where: str, device: str, ranks: int, expected: bool) 
 
 
 class Scores:
-    """Replaces decoding: each validation has the next of these speedups; keeps the prompts of each."""
+    """Replaces decoding: each validation has the next of these speedups or raises it; keeps the prompts of each."""
 
-    def __init__(self, *left: float) -> None:
+    def __init__(self, *left: float | Exception) -> None:
         self.left, self.prompts = list(left), list[object]()
 
     def __call__(self, *arguments: object, **_: object) -> dict[str, Any]:
         self.prompts.append(arguments[3])
-        return quick_report(speedup=self.left.pop(0))
+        if isinstance(found := self.left.pop(0), Exception):
+            raise found
+        return quick_report(speedup=found)
 
 
 Configure = Callable[..., Config]
@@ -131,6 +136,40 @@ def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(configure: C
     steps = [event for event in trace["traceEvents"] if event.get("name") == "Optimizer.step#AdamW.step"]
     assert len(steps) == 2
     assert (run / "report.md").read_text().startswith("# Run `run`")
+
+
+@pytest.mark.slow
+def test_a_validation_that_fails_ends_the_run_only_if_it_is_the_last_one(
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps 1 to 3: out of memory, a score, out of memory; the last one is repeated at the end, and when the run is resumed."""
+    full = torch.OutOfMemoryError("CUDA out of memory.")
+    config = configure("train.max_steps=3", "train.validate_every=1")
+    with refused(f"{tmp_path / 'run'}: step 3 is saved", "rank 0: OutOfMemoryError: CUDA out of memory", error=TrainingError):
+        run_rank(config, Scores(full, 1.0, full, full))
+    assert "step 1: validation failed (rank 0: OutOfMemoryError" in caplog.text
+    trainer = json.loads((tmp_path / "run" / "state" / "step_00000003" / "trainer.json").read_text())
+    assert (trainer["best_step"], trainer["validated_step"]) == (2, 2)
+    config.run.resume = True
+    assert run_rank(config, Scores(2.0)) == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_waits_for_one_whose_validation_failed(rank: int, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = list[Any]()
+    monkeypatch.setattr(Ranks, "gather", lambda _, item: gathered.append(item) or [item])
+    monkeypatch.setattr(Ranks, "gather_on_main", lambda _, item: [])
+    monkeypatch.setattr("train.validation.in_loop.InLoopValidation._save_draft", lambda _: target)
+    monkeypatch.setattr("sage.load_draft", lambda *_: None)
+    config: Config = compose("config", ["train.validate_on=all"], Config)
+    ranks = Ranks(rank, 2, torch.device("cpu"))
+    shard = shard_prompts(config, ranks, PromptSet(None, config.decode, [{"input_ids": name} for name in "ab"]))
+    parts: Any = dict.fromkeys(("engine", "target", "sharded", "tracker", "stop"))
+    validation = InLoopValidation(
+        config=config, ranks=ranks, shard=shard, state=TrainState(), policies={}, validate=Scores(OSError("no")), **parts
+    )
+    assert validation() == ValidationOutcome(failure=f"rank {rank}: OSError: no")
+    assert gathered[0] is True  # the merge, marked as incomplete
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def schedule(**settings: int) -> RunSchedule:
     [
         (1, {}, 0, False, "show"),
         (4, {}, 0, False, "log show save"),
-        (6, {}, 0, False, "show validate save"),
+        (6, {}, 0, False, "show save validate"),
         (10, {}, 0, False, "log show save"),  # the last step is logged
         (10, {"save_every": 0, "log_every": 99}, 0, False, "log show"),
         (9, {"save_every": 3, "validate_every": 0}, 9, False, "show save"),

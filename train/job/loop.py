@@ -59,6 +59,7 @@ class TrainingRun:
         saved: the state when it was last saved, or at the start.
         validated_at: step of the last complete validation by this process.
         report: of that validation, on rank 0.
+        failure: why the last validation failed; empty if it did not.
     """
 
     config: Config
@@ -84,6 +85,7 @@ class TrainingRun:
     saved: TrainState = field(init=False)
     validated_at: int | None = field(default=None, init=False)
     report: dict[str, Any] | None = field(default=None, init=False)
+    failure: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.copies = DeviceCopies(self.ranks.device)
@@ -96,6 +98,9 @@ def fit(run: TrainingRun) -> bool:
     Returns:
         whether the end was reached. In both cases the state is saved; at the end the draft is validated. A validation that
         was interrupted or skipped because of a signal is repeated when the run is resumed.
+
+    Raises:
+        TrainingError: the last validation failed; everything is saved.
     """
     schedule = RunSchedule(run.config.train, run.total_steps)
     with closing(run.loader.__iter__()) as batches:
@@ -105,6 +110,12 @@ def fit(run: TrainingRun) -> bool:
             take_step(run, next(batches))
             perform(run, schedule.after_step(run.state, run.is_stopping))
         perform(run, schedule.at_end(run.state, run.is_stopping, run.validated_at))
+    if run.failure and not run.is_stopping:
+        folder = run.config.run.dir
+        raise TrainingError(
+            f"{folder}: step {run.state.step} is saved, but its validation failed ({run.failure}); repeat it with sage-train "
+            f"--resume {folder}, or with smaller settings: sage-validate checkpoint={folder}/draft decode.num_prompts=N"
+        )
     return not run.is_stopping
 
 
@@ -137,11 +148,11 @@ def _show(run: TrainingRun) -> None:
 
 
 def _validate(run: TrainingRun) -> None:
-    """Validates the draft; a signal that interrupts it stops the run."""
+    """Validates the draft; a signal that interrupts it stops the run, a failure does not."""
     with run.metrics.paused():
         outcome = run.validate()
-    run.is_stopping = outcome.is_interrupted
-    if outcome.is_interrupted:
+    run.is_stopping, run.failure = outcome.is_interrupted, outcome.failure
+    if outcome.is_interrupted or outcome.failure:
         return
     if outcome.report is not None:
         run.report = outcome.report

@@ -52,8 +52,8 @@ class RunSchedule:
         due = {
             Due.log: may_end or _is_multiple(step, train.log_every),
             Due.show: True,
+            Due.save: _is_multiple(step, train.save_every),  # a validation takes long and may fail
             Due.validate: has_validation and not is_stopping,
-            Due.save: _is_multiple(step, train.save_every),
         }
         return [action for action, is_due in due.items() if is_due]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,11 @@ import sage
 from checkpoints.files import new_folder
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
-from checkpoints.store import saving
-from sage.bench.measurement import Interrupted
+from checkpoints.store import SaveFailed, saving
+from sage.bench.measurement import Interrupted, Measurement
 from sage.bench.report_table import interruption
 from sage.io.manifest import write_manifest
+from sage.io.model_files import in_one_line
 from sage.planning.base import Policy
 from train.config.schema import Config
 from train.engine.engine import Engine
@@ -40,6 +41,7 @@ from train.validation.decode_ranks import DecodeShard
 from train.validation.validate import ReportInfo, Validate
 
 logger = logging.getLogger(__name__)
+MAX_REASON = 200  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,12 @@ class ValidationOutcome:
     Attributes:
         report: on rank 0, unless interrupted; None elsewhere.
         is_interrupted: whether a signal ended it early, the same on every rank.
+        failure: the first rank that failed, and why, the same on every rank; empty if none did.
     """
 
-    report: dict[str, Any] | None
-    is_interrupted: bool
+    report: dict[str, Any] | None = None
+    is_interrupted: bool = False
+    failure: str = ""
 
 
 @dataclass(kw_only=True)
@@ -60,7 +64,9 @@ class InLoopValidation:
     """Validates the draft in training. Every rank has to call it.
 
     The random generators are restored, so that the frequency of validations does not change a run. After a signal the
-    validation ends with the current prompt; a report of the prompts until then is kept, and counts for nothing.
+    validation ends with the current prompt; a report of the prompts until then is kept, and counts for nothing. A validation
+    that fails, for instance for lack of memory, counts for nothing either; with a sharded target it raises its error, since
+    the other ranks wait within a pass.
 
     Attributes:
         target: on this rank, or its part of `sharded`.
@@ -86,27 +92,36 @@ class InLoopValidation:
 
     def __call__(self) -> ValidationOutcome:
         folder, generators = self._save_draft(), rng_state(self.ranks.device)
-        report, is_interrupted = None, False
+        report, is_interrupted, failure = None, False, ""
         try:
             report = self._measure(folder)
         except Interrupted:
             is_interrupted = True
+        except Exception as error:
+            if self.sharded is not None or isinstance(error, SaveFailed):
+                raise
+            logger.debug("validation failed", exc_info=True)
+            failure = f"rank {self.ranks.rank}: {type(error).__name__}: {in_one_line(error)[:MAX_REASON]}"
         if report is not None and "partial" in report:
             logger.info("%s: %s", report["path"], interruption(report["partial"]))
             report, is_interrupted = None, True
         set_rng_state(generators, self.ranks.device)
         score = None if report is None else score_of(report, self.config.score.metric, self.config.score.policy)
-        score, is_interrupted = self.ranks.broadcast((score, is_interrupted))
+        found = self.ranks.gather((score, is_interrupted, failure))
+        score, is_interrupted, _ = found[0]
+        if failure := next((reason for *_, reason in found if reason), ""):
+            logger.warning("step %d: validation failed (%s); training goes on", self.state.step, failure)
+            return ValidationOutcome(failure=failure)
         if is_interrupted:
             logger.info("step %d: validation interrupted; it is repeated when the run is resumed", self.state.step)
-            return ValidationOutcome(report=None, is_interrupted=True)
+            return ValidationOutcome(is_interrupted=True)
         if report is not None:
             self.tracker.log(flatten(report), self.state.step)
             for line in verdict_lines(report)[:-1]:  # without the command, which is for the end of the run
                 logger.info("%s", line)
         self._keep_best(folder, score)
         self._write_run_page()
-        return ValidationOutcome(report=report, is_interrupted=False)
+        return ValidationOutcome(report=report)
 
     @property
     def _run_dir(self) -> Path:
@@ -129,27 +144,40 @@ class InLoopValidation:
 
         Raises:
             Interrupted: after a signal, on every rank that decodes.
+            Exception: any other on this rank alone; its part of the merge is done, so that no rank waits for it.
         """
-        shard = self.shard
+        shard, has_merged = self.shard, False
+
+        def merge(own: Measurement | None, **options: bool) -> Measurement | None:
+            nonlocal has_merged
+            has_merged = True
+            return shard.merge(own, **options)
+
         if not shard.prompts.prompts:
             if self.sharded is not None:
                 self.sharded.follow()
             shard.merge(None)
             return None
         logger.info("validating at step %d on %d prompts", self.state.step, shard.num_turns)
-        draft = sage.load_draft(folder, self.target)
-        with self.sharded.leading() if self.sharded is not None else nullcontext():
-            return self.validate(
-                self.config.decode,
-                self.target,
-                draft,
-                shard.prompts,
-                ReportInfo(run_dir=self._run_dir, step=self.state.step, draft_name=str(folder), run=self._run_dir),
-                policies=copy.deepcopy(self.policies),
-                progress=partial(shard.check_stop, self.stop),
-                show=self.display.show_validation,
-                merge=shard.merge,
-            )
+        try:
+            draft = sage.load_draft(folder, self.target)
+            with self.sharded.leading() if self.sharded is not None else nullcontext():
+                return self.validate(
+                    self.config.decode,
+                    self.target,
+                    draft,
+                    shard.prompts,
+                    ReportInfo(run_dir=self._run_dir, step=self.state.step, draft_name=str(folder), run=self._run_dir),
+                    policies=copy.deepcopy(self.policies),
+                    progress=partial(shard.check_stop, self.stop),
+                    show=self.display.show_validation,
+                    merge=merge,
+                )
+        except Exception:
+            if not has_merged:
+                with suppress(Interrupted):
+                    shard.merge(None, is_interrupted=True)
+            raise
 
     def _keep_best(self, folder: Path, score: float | None) -> None:
         """Copies the draft to `draft_best/` if its score is the highest so far, else counts a validation without progress."""
