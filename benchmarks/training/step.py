@@ -59,7 +59,7 @@ def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches
     start = now_s(device)
     batches = next(steps)
     ready = now_s(device)
-    train_step(run, batches, run.config.optim.lr)
+    train_step(run, batches)
     total = now_s(device) - start
     trained = [p for p in alone.parameters() if p.requires_grad]
     durations = []

@@ -17,6 +17,7 @@ from support.train_helpers import ROOT
 
 from train.cli import data as data_command
 from train.config.hydra_app import compose
+from train.config.run_length import RunLength
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.engine.engine import import_deepspeed
 from train.job import loop
@@ -152,10 +153,10 @@ def test_operators_are_probed_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch, dev
 def test_steps_of_a_deterministic_run_alone_are_restricted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation may use operations without a deterministic algorithm; it does not change the weights."""
     seen = list[bool]()
-    monkeypatch.setattr(loop, "train_step", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()) or 0.0)
+    monkeypatch.setattr(loop, "train_step", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()) or (0.0, 0.0))
     for is_on in ("true", "false"):
         config = compose("config", [f"train.deterministic={is_on}", "train.max_steps=2"], Config)
-        run: Any = SimpleNamespace(config=config, state=TrainState(), total_steps=2, figures={})
+        run: Any = SimpleNamespace(config=config, state=TrainState(), length=RunLength(2), figures={})
         loop.take_step(run, [])
         assert not torch.are_deterministic_algorithms_enabled()
     assert seen == [True, False]

@@ -184,6 +184,16 @@ def test_a_run_page_that_cannot_be_written_ends_the_run_in_one_line(
         run_rank(configure("train.max_steps=1"), Scores(1.0))
 
 
+def test_a_run_ends_after_its_minutes_with_a_validated_draft(configure: Configure, tmp_path: Path) -> None:
+    """Those before a restart count."""
+    run, length = tmp_path / "run", ["train.max_steps=null", "train.max_minutes=1e-6"]
+    assert run_rank(configure(*length), Scores(1.0)) == 0
+    state = json.loads((run / "state" / "step_00000001" / "trainer.json").read_text())
+    assert state["time_s"] > 6e-5 and state["validated_step"] == 1
+    assert run_rank(configure(*length, "run.resume=true"), Scores(1.0)) == 0
+    assert not (run / "state" / "step_00000002").exists()
+
+
 @pytest.mark.slow
 def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothing(
     configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.messages import refused
 
-from train.config.schema import ConfigError, TrainConfig
-from train.job.schedule import RunSchedule
+from train.config.run_length import RunLength
+from train.config.schema import ConfigError, OptimConfig, Schedule, TrainConfig
+from train.job.schedule import RunSchedule, learning_rate
 from train.state.resume import TrainState
 from train.state.space import check_space, num_states
 
@@ -39,7 +41,7 @@ def test_space_for_all_states_is_checked_before_training(
 
 def schedule(**settings: int) -> RunSchedule:
     every = {"log_every": 4, "validate_every": 3, "save_every": 2, "patience": 0} | settings
-    return RunSchedule(TrainConfig(**every), TOTAL)  # type: ignore[arg-type]
+    return RunSchedule(TrainConfig(**every), RunLength(TOTAL))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,19 @@ def test_a_run_is_over_at_its_length_after_a_signal_or_without_progress(
     step: int, stale: int, patience: int, is_stopping: bool, expected: bool
 ) -> None:
     assert schedule(patience=patience).is_over(TrainState(step=step, stale=stale), is_stopping) is expected
+
+
+def test_the_learning_rate_of_a_run_with_a_time_limit_follows_the_time() -> None:
+    """The shorter limit counts; the steps that the run will have are estimated from the time of those so far."""
+    cosine, length = OptimConfig(lr=1.0, grad_clip=1.0, schedule=Schedule.cosine), RunLength(None, time_s=100.0)
+    assert [length.expected_steps(*at) for at in ((0, 0.0), (5, 10.0), (30, 50.0))] == [math.inf, 50.0, 60.0]
+    assert learning_rate(cosine, 30, length.expected_steps(30, 50.0)) == pytest.approx(0.5)
+    assert learning_rate(cosine, 61, length.expected_steps(61, 100.0)) == pytest.approx(0.0)
+    limited = RunSchedule(TrainConfig(), RunLength(40, time_s=100.0))
+    ends = [
+        limited.is_over(TrainState(step=step, time_s=time_s), False) for step, time_s in ((39, 99.0), (40, 9.0), (2, 100.0))
+    ]
+    assert ends == [False, True, True]
 
 
 @pytest.mark.parametrize(

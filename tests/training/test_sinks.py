@@ -23,7 +23,7 @@ from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed
 from train.cli.train import main
 from train.config.hydra_app import compose
-from train.config.run_length import MIN_STEPS, repetition_line, total_steps
+from train.config.run_length import MIN_STEPS, RunLength, repetition_line, run_length
 from train.config.schema import (
     Config,
     ConfigError,
@@ -222,10 +222,14 @@ def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) ->
         (["train.epochs=1"], 0.1, 1),
         (["train.max_steps=null"], 70.2, 71),
         (["train.max_steps=null"], 1.4, MIN_STEPS),
+        (["train.max_steps=null", "train.max_minutes=0.5"], 1.4, None),
+        (["train.max_steps=null", "train.max_minutes=0.5"], None, None),
+        (["train.max_steps=null", "train.epochs=2", "train.max_minutes=0.5"], 1.5, 3),
     ],
 )
-def test_total_steps(tmp_path: Path, overrides: list[str], per_epoch: float | None, steps: int) -> None:
-    assert total_steps(config_in(tmp_path, *overrides), per_epoch) == steps
+def test_run_length(tmp_path: Path, overrides: list[str], per_epoch: float | None, steps: int | None) -> None:
+    time_s = 30.0 if overrides[-1].startswith("train.max_minutes") else None
+    assert run_length(config_in(tmp_path, *overrides), per_epoch) == RunLength(steps, time_s)
 
 
 @pytest.mark.slow
@@ -241,7 +245,7 @@ def test_repeated_data_are_reported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_stream_needs_max_steps(tmp_path: Path) -> None:
     with refused("train.max_steps", error=ConfigError):
-        total_steps(config_in(tmp_path), None)
+        run_length(config_in(tmp_path), None)
 
 
 def test_learning_rates() -> None:
@@ -295,11 +299,13 @@ def test_log_lines_at_intervals_with_the_remaining_time(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    lines = LogDisplay(total=100, first=0, interval_s=10)
+    lines = LogDisplay(first=0, interval_s=10)
     with caplog.at_level(logging.INFO, logger="train.monitor.progress"):
         for step in (1, 2, 10, 11, 100):
             now[0] = float(step)
-            lines.update(step, {"loss": 0.5, "tokens_per_s": 1234.0, "estimated_tokens_per_pass": 3.141, "memory_gib": 1.25})
+            lines.update(
+                step, 100, {"loss": 0.5, "tokens_per_s": 1234.0, "estimated_tokens_per_pass": 3.141, "memory_gib": 1.25}
+            )
     assert [record.getMessage() for record in caplog.records] == [
         "step 10/100  loss 0.5000  ~3.14 tokens/pass  1,234 tokens/s  1.2 GiB  01:30 left",
         "step 100/100  loss 0.5000  ~3.14 tokens/pass  1,234 tokens/s  1.2 GiB  00:00 left",
@@ -312,11 +318,12 @@ def test_log_lines_at_intervals_with_the_remaining_time(
     assert [record.getMessage() for record in caplog.records] == ["prompt 2/4  sage 2.31 tokens/pass 1.85x  00:16 left"]
 
 
-@pytest.mark.parametrize("total", [10, 0])
-def test_a_validation_has_a_live_line_of_its_own(total: int) -> None:
+@pytest.mark.parametrize("first", [0, None])
+def test_a_validation_has_a_live_line_of_its_own(first: int | None) -> None:
     """Beside that of a run, and alone in sage-validate; a narrow terminal shows the figures of the first policies."""
     screen, figures = io.StringIO(), [f"{name} 2.31 tokens/pass 1.85x" for name in ("chain", "sage", "cost_aware")]
-    live = LiveDisplay(total, first=0, console=Console(file=screen, force_terminal=True, width=110))
+    live = LiveDisplay(first, console=Console(file=screen, force_terminal=True, width=110))
+    live.update(0, 10, {})
     for done in range(3):
         live.show_validation(done, 3, ", ".join(figures))
         live.bar.refresh()
@@ -326,18 +333,18 @@ def test_a_validation_has_a_live_line_of_its_own(total: int) -> None:
     assert len(live.bar.tasks) == 1
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     assert "prompt 2/3" in shown and ", ".join(figures[:2]) in shown and ", ".join(figures) not in shown and "left" in shown
-    assert ("0/10" in shown) == (total == 10) and "0/0" not in shown
+    assert ("0/10" in shown) == (first == 0) and "0/0" not in shown
 
 
 @pytest.mark.parametrize(("width", "last"), [(60, "loss 0.4120"), (110, "21.3 GiB")])
 def test_the_live_line_keeps_the_remaining_time_in_a_narrow_terminal(width: int, last: str) -> None:
     screen, clock = io.StringIO(), itertools.count(0, 40)
     console = Console(file=screen, force_terminal=True, width=width)
-    live = LiveDisplay(total=123456, first=0, console=console)
+    live = LiveDisplay(first=0, console=console)
     live.bar.get_time = lambda: float(next(clock))
     metrics = {"loss": 0.412, "agreement": 0.87, "estimated_tokens_per_pass": 3.41, "tokens_per_s": 12345.0, "memory_gib": 21.3}
     for step in range(10000, 120000, 10000):
-        live.update(step, metrics)
+        live.update(step, 123456, metrics)
     live.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     line = [line for line in re.split(r"[\r\n]", shown) if "110000/123456" in line][-1].rstrip()
@@ -345,7 +352,7 @@ def test_the_live_line_keeps_the_remaining_time_in_a_narrow_terminal(width: int,
 
 
 def test_other_ranks_display_nothing() -> None:
-    assert type(open_display(10, 0, 1.0, is_main=False)) is Display
+    assert type(open_display(0, 1.0, is_main=False)) is Display
     assert describe({}) == ""
 
 

@@ -118,7 +118,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     )
     draft = sage.load_draft(checkpoint.draft, target)
     prompt_set, ends = PromptSet(target, config.decode, held_out), (KeyboardInterrupt,)
-    with closing(open_display(0, 0, LOG_INTERVAL_S, is_main=True)) as display:
+    with closing(open_display(None, LOG_INTERVAL_S, is_main=True)) as display:
         show = display.show_validation
         report = validate(config.decode, target, draft, prompt_set, info, policies=policies, show=show, ends=ends)
     assert report is not None

@@ -229,9 +229,11 @@ class TrainConfig:
     """Length and schedule of a run, in optimizer steps.
 
     Attributes:
-        epochs: passes over the data. The run ends at this or at `max_steps`, whichever is first; without both, after one epoch,
-            which is repeated for small data.
+        epochs: passes over the data. The run ends at this, at `max_steps` or at `max_minutes`, whichever is first; without any,
+            after one epoch, which is repeated for small data.
         max_steps: optimizer steps.
+        max_minutes: minutes of training, without validation and saving, over all starts of the run; the learning rate follows
+            the share of them that has passed, and the draft is validated afterwards.
         global_batch_size: sequences per optimizer step over all ranks.
         micro_batch_size: sequences per rank and pass; not used with `micro_batch_tokens`.
         micro_batch_tokens: tokens per rank and pass, padding included; sequences of similar length form as many micro-batches
@@ -255,6 +257,7 @@ class TrainConfig:
 
     epochs: PositiveInt | None = None
     max_steps: PositiveInt | None = None
+    max_minutes: PositiveFloat | None = None
     global_batch_size: PositiveInt = MISSING
     micro_batch_size: PositiveInt = MISSING
     micro_batch_tokens: PositiveInt | None = None

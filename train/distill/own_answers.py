@@ -28,17 +28,17 @@ class OwnAnswers:
 
     Args:
         labels: of the training sources, in the order of the configuration; other sources count for the first one.
-        total_steps: of the run; the last one completes the measurement.
+        total_steps: of the run, if it has a limit; the last one completes the measurement.
         first_step: step from which the run starts; a resumed run that has measured before measures nothing.
 
     Attributes:
         found: the result, once it is complete.
     """
 
-    def __init__(self, target: Target, labels: Sequence[str], total_steps: int, first_step: int = 0) -> None:
+    def __init__(self, target: Target, labels: Sequence[str], total_steps: int | None, first_step: int = 0) -> None:
         self.target, self.labels = target, list(labels)
         self.found: OwnShare | None = None
-        self._last_step = min(MAX_STEPS, total_steps)
+        self._last_step = min(MAX_STEPS, total_steps or MAX_STEPS)
         self._is_open = first_step < self._last_step
         self._sums_L2 = torch.zeros(len(self.labels), 2, dtype=torch.float64, device=target.device)
         self._tokens = 0.0

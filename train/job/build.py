@@ -32,7 +32,7 @@ from sage.io.machine import num_cores
 from sage.planning.base import Policy
 from train.config.checks import check_run_folder, split_text, zero_stage
 from train.config.resuming import changes
-from train.config.run_length import repetition_line, total_steps
+from train.config.run_length import RunLength, repetition_line, run_length
 from train.config.schema import Config
 from train.config.sharding import validation_line
 from train.distill.build import build_student
@@ -83,21 +83,21 @@ def building(
     seed_everything(config.seed, ranks.rank)
     inputs = build_inputs(config, ranks)
     target, loader, stop = inputs.target, inputs.loader, stop or StopFlag()
-    steps = total_steps(config, loader.steps_per_epoch)
+    length = run_length(config, loader.steps_per_epoch)
     store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
-    _log_run(config, ranks, inputs, steps)
+    _log_run(config, ranks, inputs, length)
     if compiled := ", ".join(filter(None, (str(target_layers(config, target)), str(inputs.student.layers)))):
         logger.info("compiled at their first pass: %s", compiled)
     with ExitStack() as stack:
         if ranks.is_main:
-            stack.enter_context(claimed_folder(config, steps, inputs.student))
+            stack.enter_context(claimed_folder(config, length, inputs.student))
         engine = Engine(inputs.student, config, ranks, loader.accumulation)
         # After an error the engine is closed only with one rank, since closing could wait for ranks that have exited.
         stack.push(lambda error, *_: engine.close() if error is None or ranks.world_size == 1 else None)
         state = restore(config, store, engine, ranks, loader.dataset)
         loader.start_step = state.step
-        finished = is_finished(config, ranks, steps, state)
-        tracker, display, profile = open_outputs(stack, config, ranks, inputs, steps, state, finished)
+        finished = is_finished(config, ranks, length, state)
+        tracker, display, profile = open_outputs(stack, config, ranks, inputs, state, finished)
         yield TrainingRun(
             config=config,
             ranks=ranks,
@@ -109,11 +109,11 @@ def building(
             display=display,
             metrics=TrainingMetrics(loader, state.tokens, chain_depth(config.decode)),
             state=state,
-            total_steps=steps,
+            length=length,
             validate=new_validation(config, ranks, inputs, engine, tracker, state, stop, validate or measure_draft, display),
             profile=profile,
             stop=stop,
-            own_answers=OwnAnswers(target, list(config.data.sources), steps, state.step),
+            own_answers=OwnAnswers(target, list(config.data.sources), length.steps, state.step),
             is_finished=finished,
         )
 
@@ -215,20 +215,20 @@ def restore(config: Config, store: StateStore, engine: Engine, ranks: Ranks, dat
 
 
 @contextmanager
-def claimed_folder(config: Config, steps: int, student: Student) -> Iterator[None]:
+def claimed_folder(config: Config, length: RunLength, student: Student) -> Iterator[None]:
     """Locks the run folder, and refuses one that has become a run in the meantime or has no space for the states."""
     folder, draft = Path(config.run.dir), student.draft
     with locked_run(folder):
         check_run_folder(config.run)
         trained = sum(weight.numel() for weight in draft.parameters() if weight.requires_grad)
         saved = sum(weight.numel() for weight in draft.state_dict().values())
-        check_space(folder, config.train, steps, trained, saved * torch_dtype(config.train.precision).itemsize)
+        check_space(folder, config.train, length.steps, trained, saved * torch_dtype(config.train.precision).itemsize)
         yield
 
 
-def is_finished(config: Config, ranks: Ranks, steps: int, state: TrainState) -> bool:
+def is_finished(config: Config, ranks: Ranks, length: RunLength, state: TrainState) -> bool:
     """Whether a resumed run has neither a step left nor, with the decoding settings of its last launch, a validation."""
-    if not config.run.resume or not RunSchedule(config.train, steps).is_over(state, is_stopping=False):
+    if not config.run.resume or not RunSchedule(config.train, length).is_over(state, is_stopping=False):
         return False
     folder = Path(config.run.dir)
     has_report = ranks.is_main and state.step in dict(read_reports(folder))
@@ -291,13 +291,13 @@ def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fing
 
 
 def open_outputs(
-    stack: ExitStack, config: Config, ranks: Ranks, inputs: RunInputs, steps: int, state: TrainState, is_finished: bool
+    stack: ExitStack, config: Config, ranks: Ranks, inputs: RunInputs, state: TrainState, is_finished: bool
 ) -> tuple[Tracker, Display, ProfileWindow]:
     """Opens what a run reports to until the stack is closed; a finished run writes and shows nothing."""
     fingerprint, is_shown = inputs.loader.dataset.fingerprint, ranks.is_main and not is_finished
     tracker = Tracker() if is_finished else open_run_folder(config, ranks, inputs.target, fingerprint, state)
     stack.enter_context(closing(tracker))
-    display = stack.enter_context(closing(open_display(steps, state.step, config.train.log_interval_s, is_shown)))
+    display = stack.enter_context(closing(open_display(state.step, config.train.log_interval_s, is_shown)))
     profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
     return tracker, display, profile
 
@@ -310,12 +310,12 @@ def set_threads(config: Config, ranks: Ranks) -> None:
         torch.set_num_threads(max(1, num_cores() // cluster_env.local_world_size()))
 
 
-def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, steps: int) -> None:
+def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, length: RunLength) -> None:
     size = f"{sum(p.numel() for p in inputs.student.draft.parameters() if p.requires_grad) / 1e6:.2f}M"
     split = split_text(config, ranks.world_size)
     target = Path(config.target.path).name
     logger.info("%s: %s draft, %s parameters to train, for %s", config.run.dir, config.draft.kind, size, target)
-    logger.info("%d steps of %d = %s, ZeRO %d", steps, config.train.global_batch_size, split, zero_stage(config))
+    logger.info("%s; batches of %d = %s, ZeRO %d", length, config.train.global_batch_size, split, zero_stage(config))
     logger.info("learning rate %g, %s", config.optim.lr, config.optim.schedule)
     logger.info("%s", serving_line(inputs.student.draft, inputs.target.model.config))
     logger.info("%s on %s, %d held-out prompt(s)", config.train.precision, ranks.device.type, inputs.shard.num_turns)

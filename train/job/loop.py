@@ -18,6 +18,7 @@ from data_prep.batching.loader import StepLoader
 from data_prep.config import Answers
 from sage.commands.cli import EXIT_CRASH
 from train.config.overrides import own_answers_command
+from train.config.run_length import RunLength
 from train.config.schema import Config
 from train.distill.own_answers import OwnAnswers
 from train.distill.pairs import count_supervised
@@ -49,6 +50,7 @@ class TrainingRun:
     """The objects of the training loop, built in train.job.build, and what the loop keeps between two steps.
 
     Attributes:
+        length: its limits in steps and time.
         validate: validates the draft; updates the best score in `state`.
         is_finished: whether a resumed run has nothing left to do.
         stop: set by a signal on this rank; `is_stopping` is the same on every rank.
@@ -72,7 +74,7 @@ class TrainingRun:
     display: Display
     metrics: TrainingMetrics
     state: TrainState
-    total_steps: int
+    length: RunLength
     validate: Callable[[], ValidationOutcome]
     profile: ProfileWindow
     stop: StopFlag = field(default_factory=StopFlag)
@@ -91,6 +93,11 @@ class TrainingRun:
         self.copies = DeviceCopies(self.ranks.device)
         self.saved = replace(self.state)
 
+    @property
+    def expected_steps(self) -> float:
+        """Steps of the run, as far as its length in steps or the time of the steps so far tell; infinite if neither does."""
+        return self.length.expected_steps(self.state.step, self.state.time_s)
+
 
 def fit(run: TrainingRun) -> bool:
     """Trains to the end, or to the step boundary after a signal: for each batch, a step, then what is due after it.
@@ -102,7 +109,7 @@ def fit(run: TrainingRun) -> bool:
     Raises:
         TrainingError: the last validation failed; everything is saved.
     """
-    schedule = RunSchedule(run.config.train, run.total_steps)
+    schedule = RunSchedule(run.config.train, run.length)
     with closing(run.loader.__iter__()) as batches:
         perform(run, schedule.before_steps(run.state))
         while not schedule.is_over(run.state, run.is_stopping):
@@ -128,9 +135,8 @@ def perform(run: TrainingRun, due: Iterable[Due]) -> None:
 
 def take_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
     """Takes the next optimizer step of the run and counts it."""
-    lr = learning_rate(run.config.optim, run.state.step, run.total_steps)
     with deterministic(run.config.train.deterministic):
-        grad_norm = train_step(run, micro_batches, lr)
+        lr, grad_norm = train_step(run, micro_batches)
     run.state.step += 1
     run.figures |= {"lr": lr, "grad_norm": grad_norm}
 
@@ -144,7 +150,7 @@ def _log(run: TrainingRun) -> None:
 
 
 def _show(run: TrainingRun) -> None:
-    run.display.update(run.state.step, run.metrics.latest)
+    run.display.update(run.state.step, max(run.state.step, run.expected_steps), run.metrics.latest)
 
 
 def _validate(run: TrainingRun) -> None:
@@ -172,11 +178,11 @@ def _save(run: TrainingRun) -> None:
     run.saved = replace(run.state)
 
 
-def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> float:
+def train_step(run: TrainingRun, micro_batches: MicroBatches) -> tuple[float, float]:
     """Takes one optimizer step on the mean loss over all supervised tokens of all ranks and micro-batches.
 
     Returns:
-        the norm of the gradient before clipping.
+        the learning rate, and the norm of the gradient before clipping.
 
     Raises:
         TrainingError: no token is supervised, or loss or gradient is not finite on some rank; no weight is changed.
@@ -196,7 +202,8 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches, lr: float) -> floa
     if run.ranks.sum(is_bad.any()) > 0:
         raise TrainingError(_not_finite_message(run, micro_batches, is_bad))
     _report_own_answers(run, count)
-    return run.engine.step(lr)
+    lr = learning_rate(run.config.optim, run.state.step, run.expected_steps)
+    return lr, run.engine.step(lr)
 
 
 def _report_own_answers(run: TrainingRun, num_supervised: float) -> None:
@@ -222,12 +229,14 @@ def deterministic(is_on: bool) -> Iterator[None]:
 
 
 def _reduce_counts(run: TrainingRun, micro_batches: MicroBatches) -> float:
-    """Returns the supervised tokens of this step over all ranks; also reduces the token count and the stop flag."""
+    """Returns the supervised tokens of this step over all ranks; also reduces the token count, the stop flag and the time."""
     supervised = sum(int(count_supervised(batch["loss_mask"])) for batch in micro_batches)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
-    totals = run.ranks.sum(torch.tensor([supervised, tokens, run.stop.is_set], dtype=torch.float64))
+    own = [supervised, tokens, run.stop.is_set, run.metrics.tick()]
+    totals = run.ranks.sum(torch.tensor(own, dtype=torch.float64))
     run.is_stopping = bool(totals[2])
     run.state.tokens += int(totals[1])
+    run.state.time_s += float(totals[3]) / run.ranks.world_size
     if not totals[0]:
         names = ", ".join(_ids(micro_batches))
         raise TrainingError(f"step {run.state.step + 1}: no supervised token in the batch ({names}); check the data")

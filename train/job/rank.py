@@ -64,12 +64,13 @@ def _summarize(run: TrainingRun, is_done: bool) -> str:
 
     folder = run.config.run.dir
     if not is_done:
-        step = f"step {run.state.step} of {run.total_steps}"
+        step = f"step {run.state.step} of a run of {run.length}"
         return f"{folder}: stopped at {step} and saved; continue with sage-train --resume {folder}"
     if run.is_finished:
         last, report = read_reports(Path(folder))[-1]
         run.report = report | {"path": str(validation_folder(folder, last))}
-        print(f"{folder}: already finished at step {last}; train.max_steps=N or train.epochs=N trains it longer")
+        longer = "train.max_steps=N, train.epochs=N or train.max_minutes=N"
+        print(f"{folder}: already finished at step {last}; {longer} trains it longer")
     assert run.report is not None
     serving = serving_line(run.engine.draft, run.teacher.target.model.config)
     home = Path(run.report["path"])

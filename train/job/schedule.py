@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum, auto
 
+from train.config.run_length import RunLength
 from train.config.schema import OptimConfig, Schedule, TrainConfig
 from train.state.resume import TrainState
 
@@ -29,26 +30,30 @@ class RunSchedule:
 
     Args:
         train: `log_every`, `validate_every`, `save_every` and `patience` are read.
-        total_steps: optimizer steps of the run.
+        length: of the run.
     """
 
     train: TrainConfig
-    total_steps: int
+    length: RunLength
 
     def is_over(self, state: TrainState, is_stopping: bool) -> bool:
         """Whether no step is left, or a signal or a lack of progress ends the run."""
-        return state.step >= self.total_steps or is_stopping or state.has_stalled(self.train.patience)
+        return self.has_length(state) or is_stopping or state.has_stalled(self.train.patience)
+
+    def has_length(self, state: TrainState) -> bool:
+        """Whether all steps are taken, or the time is up."""
+        return self.length.is_reached(state.step, state.time_s)
 
     def before_steps(self, state: TrainState) -> list[Due]:
         """Repeats the validation of the step that a run is resumed from, if a signal interrupted or prevented it."""
-        is_missing = state.validated_step != state.step < self.total_steps
+        is_missing = state.validated_step != state.step and not self.has_length(state)
         return [Due.validate] if is_missing and _is_multiple(state.step, self.train.validate_every) else []
 
     def after_step(self, state: TrainState, is_stopping: bool) -> list[Due]:
         """The step of a validation that may end the run is logged, for the run's report; a stop postpones the validation."""
         step, train = state.step, self.train
         has_validation = _is_multiple(step, train.validate_every)
-        may_end = step >= self.total_steps or is_stopping or (has_validation and state.has_stalled(train.patience, more=1))
+        may_end = self.has_length(state) or is_stopping or (has_validation and state.has_stalled(train.patience, more=1))
         due = {
             Due.log: may_end or _is_multiple(step, train.log_every),
             Due.show: True,
@@ -70,8 +75,12 @@ def _is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
-    """Returns the learning rate after `step` steps: linear warm-up, then constant or a half cosine to `min_lr_ratio`."""
+def learning_rate(optim: OptimConfig, step: int, total: float) -> float:
+    """Returns the learning rate after `step` steps: linear warm-up, then constant or a half cosine to `min_lr_ratio`.
+
+    Args:
+        total: expected steps of the run.
+    """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.schedule is Schedule.constant:

@@ -38,7 +38,7 @@ class TrainingMetrics:
         self._last_tokens = tokens
         self._last_wait_s = self._wait_s()
         self._last_loaded = self._loaded_tokens()
-        self._start = time.perf_counter()
+        self._start = self._ticked = time.perf_counter()
 
     def add(self, sums: Tensor, agreements: Tensor, mask_BP: Tensor) -> None:
         """Adds `LossSums.stacked()` of a micro-batch without device synchronization; for the others see `ChainEstimate.add`."""
@@ -52,17 +52,23 @@ class TrainingMetrics:
         try:
             yield
         finally:
-            self._start += time.perf_counter() - begin
+            pause_s = time.perf_counter() - begin
+            self._start, self._ticked = self._start + pause_s, self._ticked + pause_s
+
+    def tick(self) -> float:
+        """Returns the seconds of training on this rank since the last call."""
+        last, self._ticked = self._ticked, time.perf_counter()
+        return self._ticked - last
 
     def reduce(self, ranks: Ranks, state: TrainState, **extra: float) -> dict[str, float | int]:
         """Returns global means since the last call, as a line of metrics.jsonl. Collective: call it on every rank."""
         assert self._sums is not None, "reduce() before any step"
         loaded = self._loaded_tokens()
-        totals = ranks.sum(torch.cat((self._sums.cpu(), self.estimate.pop(), loaded - self._last_loaded)))
-        *sums, count, chain_tokens, chain_passes, real, padded = totals.tolist()
-        now = time.perf_counter()
-        elapsed_s = now - self._start
-        state.time_s += elapsed_s
+        own_s = torch.tensor([self.tick()], dtype=torch.float64)
+        totals = ranks.sum(torch.cat((self._sums.cpu(), self.estimate.pop(), loaded - self._last_loaded, own_s)))
+        *sums, count, chain_tokens, chain_passes, real, padded, all_s = totals.tolist()
+        elapsed_s = self._ticked - self._start
+        state.time_s += all_s / ranks.world_size
         line: dict[str, float | int] = {
             "step": state.step,
             "tokens": state.tokens,
@@ -76,7 +82,7 @@ class TrainingMetrics:
         }
         if padded:
             line["padding"] = 1 - real / padded
-        self._sums, self._start = None, now
+        self._sums, self._start = None, self._ticked
         self._last_tokens, self._last_wait_s, self._last_loaded = state.tokens, self._wait_s(), loaded
         self.latest = {key: float(value) for key, value in line.items()}
         return line

@@ -20,8 +20,8 @@ ESTIMATE_S = 900.0  # the time left follows from the steps of this period, which
 class Display:
     """Shows the latest metrics of a run and the progress of validations; the base class shows nothing (ranks other than 0)."""
 
-    def update(self, step: int, metrics: dict[str, float]) -> None:
-        return None
+    def update(self, step: int, total: float, metrics: dict[str, float]) -> None:
+        """Shows that `step` steps are taken of `total`, which is an estimate for a run with a time limit."""
 
     def show_validation(self, done: int, total: int, figures: str) -> None:
         """Shows that `done` of `total` prompts are decoded, counted once per repeat, and the figures so far."""
@@ -36,11 +36,10 @@ class LiveDisplay(Display):
     One line each: a narrow terminal cuts off the last metrics, never the steps or the time left.
 
     Args:
-        total: steps of the run; 0: only validations are shown.
-        first: step that the run starts from.
+        first: step that the run starts from; None: only validations are shown.
     """
 
-    def __init__(self, total: int, first: int, console: Console | None = None) -> None:
+    def __init__(self, first: int | None, console: Console | None = None) -> None:
         self.bar = Progress(
             BarColumn(bar_width=BAR_WIDTH),
             TextColumn("{task.fields[unit]}{task.completed}/{task.total}", table_column=Column(no_wrap=True)),
@@ -51,12 +50,14 @@ class LiveDisplay(Display):
             expand=True,
             speed_estimate_period=ESTIMATE_S,
         )
-        self.task = self.bar.add_task("training", total=total, completed=first, metrics="", unit="", visible=total > 0)
+        self.task = self.bar.add_task(
+            "training", total=None, completed=first or 0, metrics="", unit="", visible=first is not None
+        )
         self.validation: TaskID | None = None
         self.bar.start()
 
-    def update(self, step: int, metrics: dict[str, float]) -> None:
-        self.bar.update(self.task, completed=step, metrics=describe(metrics))
+    def update(self, step: int, total: float, metrics: dict[str, float]) -> None:
+        self.bar.update(self.task, completed=step, total=round(total), metrics=describe(metrics))
 
     def show_validation(self, done: int, total: int, figures: str) -> None:
         if self.validation is None or done == 0:
@@ -77,19 +78,19 @@ class LiveDisplay(Display):
 
 
 class LogDisplay(Display):
-    """Logs a line at most every `interval_s` seconds, with the estimated remaining time; `total` and `first` as above."""
+    """Logs a line at most every `interval_s` seconds, with the estimated remaining time; `first` as above."""
 
-    def __init__(self, total: int, first: int, interval_s: float) -> None:
-        self.total, self.first, self.interval_s = total, first, interval_s
+    def __init__(self, first: int | None, interval_s: float) -> None:
+        self.first, self.interval_s = first or 0, interval_s
         self.start = self.last = self.validation_start = time.monotonic()
 
-    def update(self, step: int, metrics: dict[str, float]) -> None:
+    def update(self, step: int, total: float, metrics: dict[str, float]) -> None:
         now = time.monotonic()
-        if now - self.last < self.interval_s and step < self.total:
+        if now - self.last < self.interval_s and step < total:
             return
         self.last = now
-        left_s = (now - self.start) / max(1, step - self.first) * (self.total - step)
-        logger.info("step %d/%d  %s  %s left", step, self.total, describe(metrics), tqdm.format_interval(left_s))
+        left_s = (now - self.start) / max(1, step - self.first) * (total - step)
+        logger.info("step %d/%.0f  %s  %s left", step, total, describe(metrics), tqdm.format_interval(left_s))
 
     def show_validation(self, done: int, total: int, figures: str) -> None:
         now = time.monotonic()
@@ -101,11 +102,11 @@ class LogDisplay(Display):
             logger.info("%s %d/%d  %s  %s left", PROMPT, done, total, figures, tqdm.format_interval(left_s))
 
 
-def open_display(total: int, first: int, interval_s: float, is_main: bool) -> Display:
+def open_display(first: int | None, interval_s: float, is_main: bool) -> Display:
     """Returns a live display if stderr is a terminal, else a logging one."""
     if not is_main:
         return Display()
-    return LiveDisplay(total, first) if sys.stderr.isatty() else LogDisplay(total, first, interval_s)
+    return LiveDisplay(first) if sys.stderr.isatty() else LogDisplay(first, interval_s)
 
 
 PARTS = (  # metric, format

@@ -88,7 +88,7 @@ def _clock(amount_s: float) -> str:
 
 def _duration(plan: LaunchPlan) -> str:
     if plan.num_steps is None or plan.training_s is None:
-        return "depends on the size of the data; give train.max_steps or data.num_examples for an estimate"
+        return "depends on the size of the data; give train.max_steps, train.max_minutes or data.num_examples for an estimate"
     limit = "" if plan.balance is not None else "at most "
     return f"{plan.num_steps:,} steps, {limit}{_clock(plan.training_s)}"
 

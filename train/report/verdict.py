@@ -310,10 +310,10 @@ CAUSES: list[Rule] = [
 
 
 def _longer_run(facts: Facts) -> str:
-    """Returns the command that continues the run to twice its length, of which the shorter of two limits decides."""
-    epochs, steps = facts.config.get("train.epochs"), facts.config.get("train.max_steps")
-    limits = [f"train.epochs={2 * epochs}"] if epochs else []
-    limits += [f"train.max_steps={2 * facts.lines[-1]['step']}"] if steps or not epochs else []
+    """Returns the command that continues the run to twice its length, of which the shortest of its limits decides."""
+    values = {key: facts.config.get(key) for key in ("train.epochs", "train.max_minutes")}
+    limits = [f"{key}={2 * value:g}" for key, value in values.items() if value]
+    limits += [f"train.max_steps={2 * facts.lines[-1]['step']}"] if facts.config.get("train.max_steps") or not limits else []
     return f"sage-train --resume {shlex.quote(facts.run)} {' '.join(limits)}"
 
 

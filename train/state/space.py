@@ -12,11 +12,14 @@ STATE_BYTES = 12  # per trained parameter: a float32 weight and two moments
 NUM_DRAFTS = 3  # draft/, draft_best/, and the one that replaces either
 
 
-def num_states(train: TrainConfig, steps: int) -> int:
+def num_states(train: TrainConfig, steps: int | None) -> int:
     """Returns the highest number of states that a run of so many steps has on disk, with the one that is being written.
 
-    The last state is written twice if the last validation has the best score.
+    The last state is written twice if the last validation has the best score. Of a run without a limit of steps, those of
+    `train.keep_every` are not counted.
     """
+    if steps is None:
+        return train.keep_last + 2
     saves = steps // train.save_every + bool(steps % train.save_every) if train.save_every else 1
     kept = train.keep_last + 1  # and that of the best draft
     if train.keep_every and train.save_every:
@@ -24,12 +27,12 @@ def num_states(train: TrainConfig, steps: int) -> int:
     return min(saves, kept) + 1
 
 
-def check_space(run: Path, train: TrainConfig, steps: int, num_trained: int, draft_bytes: int) -> None:
+def check_space(run: Path, train: TrainConfig, steps: int | None, num_trained: int, draft_bytes: int) -> None:
     """Refuses a run whose states and drafts do not fit on the disk of its folder.
 
     Args:
         run: its folder; what a run to be resumed has written counts as free.
-        steps: of the run.
+        steps: of the run, if it has a limit.
         num_trained: trained parameters.
         draft_bytes: of the weights of a saved draft.
 
