@@ -29,7 +29,6 @@ from train.config.schema import (
     ConfigError,
     OptimConfig,
     Schedule,
-    TrackingKind,
     WandbConfig,
     WandbMode,
 )
