@@ -41,6 +41,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: found.update({backend: options}))
     monkeypatch.setattr(dist, "new_group", lambda backend, **options: found.update({backend: options}) or "own group")
+    monkeypatch.setattr("train.launch.ranks._join", lambda *_: None)
     monkeypatch.setattr("train.launch.ranks.check_own_gpu", lambda ranks: None)
     return found
 

@@ -19,6 +19,7 @@ from support.data_helpers import make_noise
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
 from support.train_helpers import command, environment, metrics, sage_train, srun_variables
+from torch.distributed import TCPStore
 
 from checkpoints.store import SaveFailed
 from sage.commands.cli import NOTHING_SAVED
@@ -29,7 +30,7 @@ from train.job.answers import AnswersStopped
 from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host
 from train.launch.launcher import launch
-from train.launch.ranks import Ranks
+from train.launch.ranks import Ranks, process_group
 from train.launch.signals import StopFlag
 from train.launch.supervisor import Failure, RankFailed, Supervisor, describe, interrupted
 
@@ -217,7 +218,35 @@ def test_the_root_cause_is_a_kill_or_the_first_primary_failure(tmp_path: Path) -
     supervisor.failed = {0: 1, 1: 1, 2: 1}
     assert str(supervisor.root_cause()) == "disk full"
     supervisor.failed[1] = -9
-    check_message(str(supervisor.root_cause()), "rank 1 ", "SIGKILL", "out of memory?")
+    check_message(str(supervisor.root_cause()), "rank 1 ", "SIGKILL", "out of memory?", "dmesg")
+
+
+def test_a_time_out_names_the_ranks_that_wait_and_the_key(tmp_path: Path) -> None:
+    """Ranks 1 and 2 of three wait; the connections of rank 0 to them are lost thereafter."""
+    gloo = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7200000ms for recv operation to complete"
+    lost = describe(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:12160"), 0)
+    supervisor = reported(tmp_path, lost, *(describe(RuntimeError(gloo), rank) for rank in (1, 2)))
+    supervisor.failed = {0: 1, 1: 1, 2: 1}
+    failed = supervisor.root_cause()
+    assert str(failed).startswith("ranks 1, 2 waited 7,200 s in a collective") and "launch.timeout_s" in str(failed)
+    supervisor.failed = {1: -6}
+    (tmp_path / "rank_1.log").write_text("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)\n")
+    failed = supervisor.root_cause()
+    check_message(str(failed), "rank 1 ", "SIGABRT", "collective operation timeout")
+    assert "SeqNum=9" in failed.details
+
+
+def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    variables = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+    for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    store.set("joined/1", "b node")
+    with (
+        refused("rank 0 on ", "rank(s) 2 of 3", f"localhost:{store.port} within 1 s", error=RankFailed),
+        process_group("cpu", 1),
+    ):
+        pass
 
 
 class Rank:

@@ -107,6 +107,11 @@ def test_validations_that_take_more_than_a_tenth_of_a_run_are_warned_about() -> 
     assert found.num_validations == 3 and found.validation_share is not None and found.validation_share > 0.1
     smaller = found.smaller_validation()
     assert smaller is not None and f"warning: more than a tenth; {' '.join(smaller[0])} takes" in render(found)
+    limit_s = int(found.validation_s)  # ranks wait while rank 0 validates
+    found.config.launch.timeout_s = limit_s + 1
+    assert "launch.timeout_s" not in render(found)
+    found.config.launch.timeout_s = limit_s - 1
+    assert f"one validation longer than launch.timeout_s={limit_s - 1}; give {2 * limit_s + 2}" in render(found)
     again = big("qwen2_5_vl_72b", *words, *smaller[0])
     assert again.validation_share is not None and again.validation_share <= 0.1 and again.smaller_validation() is None
     assert again.validation_s == pytest.approx(smaller[1])

@@ -55,6 +55,11 @@ def local_world_size() -> int:
     return _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 1))
 
 
+def meeting_point() -> str:
+    """Returns the address at which the ranks meet."""
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
 def node() -> str:
     """Returns a name that the ranks of this machine share; launchers number them in a row."""
     return f"{socket.gethostname()} {rank() // local_world_size() if local_world_size() > 1 else 0}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sage.commands.cli import EXIT_CRASH
 from train.config.schema import ConfigError
 from train.launch import cluster_env
+from train.launch.supervisor import RankFailed
 
 # Of collective operations on a GPU: PyTorch's default, which the groups created by DeepSpeed have. No rank waits there while
 # rank 0 works alone.
 NCCL_TIMEOUT_S = 1800
+JOIN_TIMEOUT_S = 900  # for all ranks to start, before they load anything
 NO_GPU = "launch.device=cuda: PyTorch sees no GPU; use launch.device=cpu, or install a CUDA build of torch"
 
 
@@ -92,15 +96,16 @@ def process_group(device: str, timeout_s: int) -> Iterator[Ranks]:
 
     Raises:
         ConfigError: `cuda` without a GPU, or several ranks for one GPU.
+        RankFailed: some ranks have not started within `JOIN_TIMEOUT_S`, or within `timeout_s`.
     """
     own_device = pick_device(device, cluster_env.local_rank())
     rank, world_size = cluster_env.rank(), cluster_env.world_size()
     is_cuda = own_device.type == "cuda"
     cluster_env.set_device_index(own_device.index)
     # A single rank needs neither port nor network; without a group DeepSpeed would look for MPI.
-    local: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
+    store = dist.HashStore() if world_size == 1 else _join(rank, world_size, min(timeout_s, JOIN_TIMEOUT_S))
     backend, limit = ("cpu:gloo,cuda:nccl", NCCL_TIMEOUT_S) if is_cuda else ("gloo", timeout_s)
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit), **local)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit), store=store)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if is_cuda else None
     ranks = Ranks(rank, world_size, own_device, group)
     try:
@@ -112,6 +117,25 @@ def process_group(device: str, timeout_s: int) -> Iterator[Ranks]:
             _destroy_group()
         raise  # with several ranks, destroying the group could wait for ranks that have exited; this process exits soon
     _destroy_group()
+
+
+def _join(rank: int, world_size: int, limit_s: int) -> dist.Store:
+    """Returns the store of the ranks, once all of them have reached it."""
+    missing: list[int] = []
+    try:
+        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit_s)))
+        store.set(f"joined/{rank}", socket.gethostname())
+        missing = list(range(world_size))
+        store.wait([f"joined/{other}" for other in missing], timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        names = ", ".join(str(other) for other in missing if not store.check([f"joined/{other}"]))
+        raise RankFailed(
+            f"rank {rank} on {socket.gethostname()}: {f'rank(s) {names}' if names else 'other ranks'} of {world_size} did not "
+            f"join at {cluster_env.meeting_point()} within {limit_s} s; start the command on every node, and see there why one "
+            f"ended ({' '.join(str(error).split())[:120]})",
+            EXIT_CRASH,
+        ) from error
+    return store
 
 
 def _destroy_group() -> None:

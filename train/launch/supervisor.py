@@ -25,6 +25,8 @@ from train.launch.signals import STOP_SIGNALS
 
 GRACE_S = 1.0  # time for the ranks to report their own errors after the first one has exited
 LAST_LINES = 20  # that are shown of the output of a rank that has reported no error
+TIMED_OUT = re.compile(r"timed out waiting (\d+)ms", re.IGNORECASE)  # of gloo, on the rank that waits
+NCCL_TIMED_OUT = "Watchdog caught collective operation timeout"  # is logged before NCCL's thread aborts the process
 LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket|timed out|recvvalue|remote (worker|process)|nccl",
     re.IGNORECASE,
@@ -55,15 +57,21 @@ class Failure:
     exit_code: int
     details: str = ""
     is_secondary: bool = False  # looks like the consequence of another rank's failure
+    waited_s: int | None = None  # the time limit of a collective operation, which this rank has reached
     time: float = field(default_factory=time.time)
 
 
 def describe(error: BaseException, rank: int) -> Failure:
     own_code = getattr(error, "exit_code", None)
     is_unexpected = own_code is None and isinstance(error, Exception) and is_crash(error)
+    timed_out = TIMED_OUT.search(str(error)) if is_unexpected and isinstance(error, RuntimeError) else None
+    waited_s = int(timed_out.group(1)) // 1000 if timed_out is not None else None
     is_secondary = is_unexpected and isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)) is not None
+    is_secondary = is_secondary and waited_s is None
     line = " ".join(str(error).split()) or type(error).__name__
-    if is_secondary:
+    if waited_s is not None:
+        line = time_out_line([rank], waited_s)
+    elif is_secondary:
         line = f"rank {rank}: {LOST_RANK}: {line}"
     elif is_unexpected:
         line = f"rank {rank}: {type(error).__name__}: {line}"
@@ -72,6 +80,16 @@ def describe(error: BaseException, rank: int) -> Failure:
         exit_code=own_code if own_code is not None else EXIT_CRASH if is_crash(error) else EXIT_USER,
         details="".join(traceback.format_exception(error)) if is_unexpected and not is_secondary else "",
         is_secondary=is_secondary,
+        waited_s=waited_s,
+    )
+
+
+def time_out_line(ranks: Sequence[int], waited_s: int) -> str:
+    """Returns the message for ranks that have waited for others in a collective operation."""
+    names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return (
+        f"{names} waited {waited_s:,} s in a collective operation for a rank that still works, or hangs; if it needs "
+        f"longer, for instance for a validation, raise launch.timeout_s, then continue with run.resume=true"
     )
 
 
@@ -166,14 +184,25 @@ class Supervisor:
         first = min(self._reports().values(), key=lambda report: (report.is_secondary, report.time), default=None)
         killed = next((rank for rank, code in self.failed.items() if code < 0), None)
         if killed is not None:
-            name = signal.Signals(-self.failed[killed]).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return RankFailed(f"rank {killed} was killed by {name}{hint}", EXIT_CRASH)
+            return self._killed(killed)
+        if first is not None and first.waited_s is not None:
+            waiting = sorted(rank for rank, report in self._reports().items() if report.waited_s is not None)
+            return RankFailed(time_out_line(waiting, first.waited_s), first.exit_code, first.details)
         if first is not None:
             return RankFailed(first.message, first.exit_code, first.details)
         exits = ", ".join(f"rank {rank} with code {code}" for rank, code in self.failed.items())
         message = f"a rank exited without reporting an error ({exits}); run with launch.ranks=1 to see it"
         return RankFailed(message, EXIT_CRASH, self._last_output())
+
+    def _killed(self, rank: int) -> RankFailed:
+        """Returns the error of a rank that was killed, or has aborted, by a signal."""
+        name, output = signal.Signals(-self.failed[rank]).name, self._last_output()
+        if name == "SIGKILL":
+            return RankFailed(f"rank {rank} was killed by {name} (out of memory? see dmesg)", EXIT_CRASH)
+        if NCCL_TIMED_OUT in output:
+            reason = f"{NCCL_TIMED_OUT} (half an hour between GPUs, not launch.timeout_s); see which rank hangs"
+            return RankFailed(f"rank {rank} was killed by {name}: {reason}", EXIT_CRASH, output)
+        return RankFailed(f"rank {rank} was killed by {name}", EXIT_CRASH, output)
 
     def _last_output(self) -> str:
         """Returns the last lines of each rank without the terminal."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from tqdm import tqdm
 
@@ -78,7 +80,16 @@ def _run(plan: LaunchPlan) -> list[tuple[str, str]]:
             ("", f"{found.efficiency:.0%} of what ranks could compute until the slowest one is done"),
             ("", f"{seconds(plan.data_step_s)} per step, {speed:,.0f} tokens/s per GPU"),
         ]
-    return [*rows, ("training", _duration(plan)), *_validations(plan)]
+    return [*rows, ("training", _duration(plan)), *_validations(plan), *_waiting(plan)]
+
+
+def _waiting(plan: LaunchPlan) -> list[tuple[str, str]]:
+    """Warns of a step or a validation for which ranks would wait longer than the time limit of a collective operation."""
+    longest_s, part = max((plan.step_s, "one optimizer step"), (plan.validation_s, "one validation"))
+    limit_s = plan.config.launch.timeout_s
+    if plan.ranks == 1 or longest_s <= limit_s:
+        return []
+    return [("", f"warning: ranks wait for {part} longer than launch.timeout_s={limit_s}; give {2 * math.ceil(longest_s)}")]
 
 
 def _clock(amount_s: float) -> str:
