@@ -112,12 +112,14 @@ class Captured(Executor):
     def __init__(self, capture: Capture = cuda_graph) -> None:
         self._capture = capture
         self._pools: weakref.WeakKeyDictionary[Any, CachePool] = weakref.WeakKeyDictionary()
+        self._functions: weakref.WeakSet[PassFunction] = weakref.WeakSet()  # that have graphs
 
     def bind(self, function: PassFunction) -> Run:
         weights = [weight.data_ptr() for weight in function.parameters()]
         kept = function.kept.get(self)
         if kept is None or kept.weights != weights:
             kept = function.kept[self] = CapturedFunction(function, self._capture, weights)
+            self._functions.add(function)
         run: CapturedFunction = kept
         run.drop_except(set().union(*(pool.addresses() for pool in self._pools.values())))
         return run
@@ -130,6 +132,17 @@ class Captured(Executor):
 
     def new_cache(self, owner: Any, num_tokens: int, make: Callable[[int], TreeCache]) -> TreeCache:
         return self._pools.setdefault(owner, CachePool())(self.capacity(num_tokens), make)
+
+    def release(self) -> None:
+        """Frees free caches, all graphs with the pool of their memory, and the workspaces of cuBLAS."""
+        for function in self._functions:
+            function.kept.pop(self, None)
+        self._functions.clear()
+        self._pools.clear()
+        _POOLS.clear()  # the pool of destroyed graphs cannot be captured into
+        if torch.cuda.is_initialized():
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
 
 
 class CapturedFunction:

@@ -1,9 +1,13 @@
-"""The executor of a pass mode."""
+"""The executor of a pass mode, and a block in which passes run in another mode."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from sage.runtime.executors import EAGER, Executor
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.pass_modes import PassMode, resolve_pass_mode
 
 _EXECUTORS: dict[PassMode, Executor] = {PassMode.eager: EAGER}
 
@@ -23,3 +27,19 @@ def _new_executor(mode: PassMode) -> Executor:
     from sage.runtime.captured import Captured
 
     return Captured()
+
+
+@contextmanager
+def passes_as(name: str, target: Any, num_answers: int) -> Iterator[None]:
+    """Inside the block, a target's passes run in the mode that `resolve_pass_mode` returns.
+
+    Afterwards they run as before, and the memory that executors kept for further requests is freed.
+    """
+    before = target.passes
+    target.passes = resolve_pass_mode(name, target.device.type, num_answers, target.is_whole)
+    try:
+        yield
+    finally:
+        target.passes = before
+        for executor in _EXECUTORS.values():
+            executor.release()

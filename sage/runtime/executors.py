@@ -50,6 +50,9 @@ class Executor(ABC):
         """
         return make(self.capacity(num_tokens))
 
+    def release(self) -> None:  # noqa: B027
+        """Frees the memory that is kept for further requests."""
+
 
 class Eager(Executor):
     """Kernel by kernel: the reference."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any
 
 MANY_ANSWERS = 300  # compiling takes as long as decoding about as many short answers
 
@@ -54,14 +51,3 @@ def resolve_pass_mode(name: str, device_type: str, num_answers: int = 1, is_whol
     if device_type == "cuda":
         return PassMode.captured
     return PassMode.compiled if device_type == "cpu" and num_answers >= MANY_ANSWERS else PassMode.eager
-
-
-@contextmanager
-def passes_as(name: str, target: Any, num_answers: int) -> Iterator[None]:
-    """Inside the block, a target's passes run in the mode that `resolve_pass_mode` returns; afterwards as before."""
-    before = target.passes
-    target.passes = resolve_pass_mode(name, target.device.type, num_answers, target.is_whole)
-    try:
-        yield
-    finally:
-        target.passes = before

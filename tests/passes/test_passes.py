@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from support.processors import make_processor
 
 import sage
 from sage.decoding.chat import Chat
-from sage.runtime import captured
+from sage.runtime import captured, executor_choice
 from sage.runtime.buckets import key_bucket, node_bucket
 from sage.runtime.captured import MAX_FAILURES, MAX_FREE, CachePool, Captured, CapturedFunction, call_again
-from sage.runtime.executor_choice import executor_of
+from sage.runtime.executor_choice import executor_of, passes_as
 from sage.runtime.executors import EAGER
 from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.targets.tree_passes import TreePasses
@@ -190,6 +191,21 @@ class TestCaches:
         assert len(pool.addresses()) == MAX_FREE + 2
         del caches
         assert len(pool.addresses()) == MAX_FREE
+
+    @pytest.mark.parametrize("form", ["captured"], indirect=True)
+    def test_memory_is_freed_at_the_end_of_a_measurement(
+        self, tiny_qwen: sage.Target, form: PassMode, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(executor_choice, "resolve_pass_mode", lambda *_: form)
+        draft, executor = head(tiny_qwen), executor_of(form)
+        with passes_as("auto", tiny_qwen, num_answers=1):
+            first = answer(tiny_qwen, draft, form, "static")
+            kept = [function for function in (*tiny_qwen.functions.values(), *draft.pass_functions(tiny_qwen)) if function.kept]
+            buffers = [weakref.ref(buffer) for pool in executor._pools.values() for free in pool._free for buffer in free]
+            assert len(kept) == 3 and buffers and all(buffer() is not None for buffer in buffers)
+        assert tiny_qwen.passes is PassMode.eager
+        assert not any(function.kept for function in kept) and all(buffer() is None for buffer in buffers)
+        assert answer(tiny_qwen, draft, form, "static") == first
 
     @pytest.mark.parametrize("form", ["captured"], indirect=True)
     def test_a_request_after_one_with_nan_gives_its_text(self, tiny_qwen: sage.Target, form: PassMode) -> None:
