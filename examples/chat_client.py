@@ -16,8 +16,8 @@ from typing import Any
 import openai
 
 import sage
-from sage.serving.command import new_service
 from sage.serving.server import running
+from sage.serving.service import new_service
 from sage.serving.settings import ServerLimits
 
 PICTURE = Path(__file__).with_name("drawing.png")

@@ -25,8 +25,8 @@ from transformers.utils import logging
 import sage
 from data_prep.pocket import architecture, training
 from sage.commands.cli import new_parser, run
-from sage.serving.command import new_service
 from sage.serving.server import running
+from sage.serving.service import new_service
 from sage.serving.settings import ServerLimits
 
 MODEL, FAMILY = "random", "qwen2_5_vl"

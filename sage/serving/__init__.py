@@ -1,15 +1,12 @@
 """An OpenAI-compatible server: `sage-serve`, `python -m sage.serving`. The only room that imports FastAPI, uvicorn and
 prometheus_client, which the extra `serve` installs.
 
-    command.py        options, checks, loading
-    settings.py       limits
+    command.py        options, checks; settings.py limits
     chat_request.py   body of a request -> options and messages
     media.py          images of a request; remote.py downloads from allowed hosts
-    service.py        a body -> prompt tensors
+    service.py        loading; a body -> prompt tensors
     scheduler.py      the queue; requests on their way to the decoding process and back
-    decoding.py       that process as the server sees it; worker.py what it does
-    decoders.py       what it decodes with
+    decoding.py       that process; decoders.py what it decodes with
     completion.py     tokens -> text, chunks, usage
     app.py            routes, keys and hosts; exchange.py one request and its answer
-    metrics.py, errors.py, server.py
 """

@@ -7,10 +7,8 @@ import time
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from starlette.datastructures import Headers
+from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sage.serving.errors import ApiError, internal, stopping
 from sage.serving.exchange import Exchange
@@ -24,7 +22,22 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 def new_app(service: Service) -> FastAPI:
     """Returns the ASGI application of a service whose scheduler runs."""
-    app = FastAPI(title="sage-serve", docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def guard(request: Request) -> None:
+        """Refuses requests without the key. Without a key, a server that listens locally also refuses requests under any name
+        but that of this machine: a web page could reach it by a name that resolves to it.
+        """
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        is_known = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), service.api_key.encode())
+        if service.api_key and request.url.path not in OPEN_PATHS and not is_known:
+            message = "Authorization: missing or wrong; send Bearer and the key of the server"
+            raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+        host = request.headers.get("host", "").lower()
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if not service.api_key and service.is_local and name not in LOCAL_HOSTS:
+            raise ApiError(HTTPStatus.FORBIDDEN, f"Host: {name!r} is not this machine; start the server with --api-key")
+
+    app = FastAPI(title="sage-serve", docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(guard)])
     model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "sage-draft"}
     model |= {"root": service.model, "max_model_len": service.max_context}
 
@@ -63,7 +76,6 @@ def new_app(service: Service) -> FastAPI:
 
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_middleware(Guard, service=service)
     return app
 
 
@@ -74,29 +86,3 @@ def _unrouted(request: Request, error: HTTPException) -> ApiError:
     if error.status_code == HTTPStatus.NOT_FOUND:
         return ApiError(error.status_code, f"{path}: unknown; the server has {CHAT}, /v1/models, /health and /metrics")
     return ApiError(error.status_code, str(error.detail))
-
-
-class Guard:
-    """Refuses requests without the key. Without a key, a server that listens locally also refuses requests under any name but
-    that of this machine: a web page could reach it by a name that resolves to it.
-    """
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._problem(scope) if scope["type"] == "http" else None
-        await (error.response() if error else self._app)(scope, receive, send)
-
-    def _problem(self, scope: Scope) -> ApiError | None:
-        headers, key = Headers(scope=scope), self._service.api_key
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        is_known = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
-        if key and scope["path"] not in OPEN_PATHS and not is_known:
-            message = "Authorization: missing or wrong; send Bearer and the key of the server"
-            return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
-        host = headers.get("host", "").lower()
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if not key and self._service.is_local and name not in LOCAL_HOSTS:
-            return ApiError(HTTPStatus.FORBIDDEN, f"Host: {name!r} is not this machine; start the server with --api-key")
-        return None

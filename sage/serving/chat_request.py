@@ -27,31 +27,15 @@ IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("parallel_tool_calls", "request_id"),
 )
-ONLY = {  # fields that have an effect in other servers -> the values without one
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "verbosity": (),
-    "web_search_options": (),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "echo": (False,),
-    "skip_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
+ONLY: dict[str, tuple[Any, ...]] = {  # fields that have an effect in other servers -> the values without one
+    **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)),
+    **dict.fromkeys(("top_logprobs", "presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("logprobs", "use_beam_search", "echo", "continue_final_message"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options"), ()),
+    **{"logit_bias": ({},), "reasoning_effort": ("none",), "modalities": (["text"],), "response_format": ({"type": "text"},)},
 }
 
 
@@ -110,6 +94,9 @@ def _empty(value: Any) -> None:
         raise ValueError("not supported; give role and content")
 
 
+Unsupported = Annotated[None, BeforeValidator(_empty)]
+
+
 class Message(Strict):
     """A turn of the conversation; fields without an effect on the prompt are accepted."""
 
@@ -121,10 +108,10 @@ class Message(Strict):
     annotations: Any = None
     reasoning_content: Any = None
     reasoning: Any = None
-    tool_calls: Annotated[None, BeforeValidator(_empty)] = None
-    function_call: Annotated[None, BeforeValidator(_empty)] = None
-    audio: Annotated[None, BeforeValidator(_empty)] = None
-    tool_call_id: Annotated[None, BeforeValidator(_empty)] = None
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    tool_call_id: Unsupported = None
 
 
 class StreamOptions(Strict):
@@ -138,6 +125,9 @@ class StreamOptions(Strict):
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class ChatRequest(Strict):
@@ -161,11 +151,7 @@ class ChatRequest(Strict):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
-        Field(max_length=MAX_STOPS),
-        BeforeValidator(_as_list),
-    ] = []
+    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
     stream: bool = False
@@ -195,16 +181,11 @@ class ChatRequest(Strict):
 
     def sampling(self, max_new_tokens: int) -> Sampling:
         """Returns the sampling parameters for an answer of at most `max_new_tokens`."""
+        same = self.model_dump(include={"temperature", "top_p", "min_p", "repetition_penalty", "stop"})
+        min_new_tokens = max_new_tokens if self.ignore_eos else min(self.min_tokens, max_new_tokens)
+        seed = secrets.randbits(32) if self.seed is None else self.seed
         return Sampling(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=max_new_tokens if self.ignore_eos else min(self.min_tokens, max_new_tokens),
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=secrets.randbits(32) if self.seed is None else self.seed,
-            stop=tuple(self.stop),
+            max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, top_k=max(self.top_k, 0), seed=seed, **same
         )
 
 

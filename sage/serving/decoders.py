@@ -5,18 +5,24 @@ Before the first request, the memory of the caches is checked and a few tokens a
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
+import sage
+from sage.commands.cli import load_options
 from sage.costs.store import known_costs
 from sage.decoding.batch import BatchDecoder
 from sage.decoding.settings import Sampling
 from sage.drafts.draft import Draft, new_session
 from sage.io.machine import free_bytes
 from sage.planning.base import Policy
+from sage.runtime.pass_modes import MANY_ANSWERS, resolve_pass_mode
 from sage.serving.settings import DEFAULT_CONTEXT, ServerLimits
 from sage.targets import Target
 from sage.targets.tree_passes import TreePasses
@@ -43,6 +49,15 @@ class Plan:
     policy: Policy
     max_context: int
     end_token_ids: tuple[int, ...]
+
+
+def load_plan(args: argparse.Namespace, path: str, folder: Path | None, limits: ServerLimits) -> Plan:
+    """Loads target and draft as the options say; raises ValueError as `plan_decoding` does, or if they cannot be loaded."""
+    logging.disable_progress_bar()
+    target = sage.load_target(path, passes=args.passes, **load_options(args, cpu_dtype="float32"))
+    target.passes = resolve_pass_mode(args.passes, target.device.type, MANY_ANSWERS, target.is_whole)
+    draft = sage.load_draft(folder, target) if folder is not None else None
+    return plan_decoding(target, draft, args.policy, limits)
 
 
 def plan_decoding(target: Target, draft: Draft | None, policy: str, limits: ServerLimits) -> Plan:

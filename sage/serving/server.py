@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import uvicorn
@@ -23,20 +23,18 @@ HEADER_BYTES = 1 << 16
 
 def bind(host: str, port: int) -> socket.socket:
     """Returns a socket bound to an address; ValueError if that is not possible."""
-    try:
-        [family, kind, protocol, _, address], *_ = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        found = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ValueError(f"--host {host}: not an address of this machine ({error.strerror})") from error
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except OSError as error:
-        found.close()
-        raise ValueError(f"--host {host} --port {port}: {error.strerror}; give another port, or 0 for a free one") from error
-    return found
+    with ExitStack() as on_error:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, (address, _, *scope) = found[0]
+            bound = on_error.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((address, port, *scope))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"--host {host} --port {port}: {reason}; give another port, or 0 for a free one") from error
+        on_error.pop_all()
+        return bound
 
 
 def address_of(bound: socket.socket) -> str:

@@ -5,22 +5,31 @@ Preparation runs in a few threads: images are decoded, resized and normalized, t
 
 from __future__ import annotations
 
+import argparse
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 
+from sage.commands.cli import find_models
 from sage.decoding.settings import Sampling
+from sage.drafts.draft import Draft
 from sage.inputs.processing import Processor
 from sage.serving.chat_request import ChatRequest, TextPart, read_request
+from sage.serving.decoders import load_plan, plan_decoding
+from sage.serving.decoding import Decoding
 from sage.serving.errors import invalid
 from sage.serving.media import MediaReader
 from sage.serving.metrics import Metrics
 from sage.serving.remote import RemoteMedia
 from sage.serving.scheduler import Scheduler
 from sage.serving.settings import ServerLimits
+from sage.targets import Target
+from sage.targets.loading import load_processor
 
 NUM_THREADS = 2
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
@@ -38,39 +47,35 @@ class Prepared:
     inputs: Any
     sampling: Sampling
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens of the prompt."""
-        return int(self.inputs["input_ids"].shape[1])
 
-
-@dataclass
 class Service:
     """A target behind the API.
 
-    Attributes:
+    Args:
+        decoding: is waited for; raises ValueError as `Decoding.wait` does.
         processor: of the target.
         model: name of the target.
-        end_token_ids: ids that end an answer.
-        max_context: tokens of a prompt and its answer.
         api_key: that clients must send; empty: none.
         is_local: whether the server listens on this machine only.
     """
 
-    processor: Processor
-    model: str
-    end_token_ids: tuple[int, ...]
-    scheduler: Scheduler
-    limits: ServerLimits
-    max_context: int
-    metrics: Metrics
-    api_key: str = ""
-    remote: RemoteMedia = RemoteMedia()
-    is_local: bool = True
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "prepare"))
-
-    def __post_init__(self) -> None:
-        family, self.tokenizer = self.processor.family, self.processor.tokenizer
+    def __init__(
+        self,
+        decoding: Decoding,
+        processor: Processor,
+        model: str,
+        limits: ServerLimits,
+        api_key: str = "",
+        remote: RemoteMedia = RemoteMedia(),  # noqa: B008
+        is_local: bool = True,
+    ) -> None:
+        self.processor, self.model, self.limits, self.remote = processor, model, limits, remote
+        self.api_key, self.is_local = api_key, is_local
+        self.max_context, self.end_token_ids = decoding.wait()
+        self.metrics = Metrics()
+        self.scheduler = Scheduler(decoding, limits.max_requests, limits.queue, self.metrics)
+        self.pool = ThreadPoolExecutor(NUM_THREADS, "prepare")
+        family, self.tokenizer = processor.family, processor.tokenizer
         reserved = {*family.placeholders.values(), *family.slot_texts.values()}
         self._reserved = re.compile("|".join(map(re.escape, sorted(reserved))) or "(?!)")  # without any, it matches nothing
         self._max_characters = self.max_context * max(map(len, self.tokenizer.get_vocab()))  # more have more tokens than fit
@@ -84,8 +89,7 @@ class Service:
             inputs = self.processor.prepare(messages)
         except (ValueError, TemplateError) as error:
             raise invalid(f"messages: {error}", "messages") from error
-        length = int(inputs["input_ids"].shape[1])
-        return Prepared(request, inputs, request.sampling(self._max_new_tokens(request, length)))
+        return Prepared(request, inputs, request.sampling(self._max_new_tokens(request, inputs["input_ids"].shape[1])))
 
     def _check_texts(self, request: ChatRequest) -> None:
         """Refuses texts that contain a placeholder of an image, or cannot fit into the context."""
@@ -115,3 +119,29 @@ class Service:
         """Ends the decoding loop and the threads of the preparation."""
         self.scheduler.decoding.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def load_service(args: argparse.Namespace, limits: ServerLimits, is_local: bool) -> Service:
+    """Starts the decoding process, and loads what the server itself needs meanwhile: the processor."""
+    torch.set_num_threads(1)  # preparation has threads of its own, and the decoding process needs the processors
+    path, folder = find_models(args)
+    decoding = Decoding(load_plan, args, path, folder, limits)
+    try:
+        name = args.model_name or (path if not Path(path).exists() else Path(path).resolve().name)
+        remote = RemoteMedia(args.allow_remote_media, limits.max_body_bytes)
+        return Service(decoding, load_processor(path), name, limits, args.api_key, remote, is_local)
+    except BaseException:
+        decoding.kill()
+        raise
+
+
+def new_service(target: Target, draft: Draft | None, policy: str, limits: ServerLimits, model: str, **options: Any) -> Service:
+    """Plans the caches, warms up and starts a decoding thread; `options` are further arguments of `Service`.
+
+    Raises:
+        ValueError: the caches do not fit, the context is longer than the target's, or the target has no chat template.
+    """
+    if target.processor is None:
+        raise ValueError("target: has no processor, so it takes no messages; use sage.load_target(path)")
+    decoding = Decoding(plan_decoding, target, draft, policy, limits, in_process=False)
+    return Service(decoding, target.processor, model, limits, **options)

@@ -12,7 +12,7 @@ from support.models import random_draft
 from support.serving_helpers import LIMITS, MODEL, Running, serving
 
 import sage
-from sage.serving.command import new_service
+from sage.serving.service import new_service
 from sage.serving.settings import ServerLimits
 
 

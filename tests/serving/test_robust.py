@@ -204,7 +204,7 @@ def test_caches_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--port 99999", "--port: 99999 is not allowed"),
+        ("--port 99999", "--port 99999: bind(): port must be 0-65535"),
         ("--policy sgae", "did you mean sage?"),
         ("--policy chain", "--draft: missing"),
         ("--queue -1", "queue: -1 is not allowed"),

@@ -22,7 +22,6 @@ from sage.decoding.generation import start
 from sage.decoding.settings import AnswerSettings, Sampling
 from sage.io.ranges import check_fields, field_types, plain_type
 from sage.serving.command import parse_args as serving_args
-from sage.serving.command import policy_of
 from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY, FIRST_ANSWER_POLICY, POLICIES, policy_class
 from train.cli.data import DataCommand
 from train.config.checks import check_ranges
@@ -109,7 +108,7 @@ def test_the_default_policy_is_one_constant() -> None:
         assert inspect.signature(function).parameters["policy"].default is DEFAULT_POLICY
     assert RegenerateConfig().policy is DEFAULT_POLICY
     assert parse_args([]).policy is FIRST_ANSWER_POLICY
-    assert policy_of(serving_args(["--draft", "DIR"])) is DEFAULT_POLICY
+    assert serving_args(["--draft", "DIR"]).policy is DEFAULT_POLICY
 
 
 def test_the_bench_and_a_run_measure_the_same_policies_by_default() -> None:
