@@ -221,7 +221,7 @@ DAMAGES: list[tuple[Any, ...]] = [
     ("plain", change_config(dflash_config=TWICE), BLOCK_AUX, ("[1, 2]", "[2, 3]", "convention")),
     ("native", change_config(**{AUX: [0, 1]}), TARGET_IDS, ("[1, 2]", "[0, 1]")),
     ("plain", change_config(**{BLOCK_AUX: ...}), BLOCK_AUX, ("missing", "fc")),
-    ("plain", change_config(**{BLOCK_AUX: [2, 1]}), BLOCK_AUX, ("increasing",)),
+    ("plain", change_config(**{BLOCK_AUX: [1, 1]}), BLOCK_AUX, ("increasing",)),
     ("native", native(target_layer_ids=[1, 3]), TARGET_IDS, ("[2, 4]", "3 layers", "one too high")),
     ("plain", change_config(**{BLOCK_AUX: [0, 1, 2]}), FC, ("[32, 64]", "[32, 96]")),
     # how slots attend

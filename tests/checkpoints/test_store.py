@@ -223,7 +223,7 @@ def test_the_last_the_best_and_every_nth_state_are_kept(tmp_path: Path) -> None:
 
 def test_later_corrupt_states_are_removed_by_the_next_save(tmp_path: Path) -> None:
     """Otherwise retention could remove the state that was just saved."""
-    store = StateStore(tmp_path, keep_last=1)
+    store = StateStore(tmp_path, keep_last=1, keep_every=9)
     save(store, 3)
     (save(store, 9) / "a.bin").write_text("?")
     assert save(store, 4) == store.newest()

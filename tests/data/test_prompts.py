@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 import pytest
-from support.data_helpers import make_image, make_processor, save_images
+from support.data_helpers import make_image, make_processor, save_images, user
 from support.messages import refused
 
 from data_prep.build import build_dataset, prompts
@@ -201,6 +201,8 @@ def test_shares_of_the_splits() -> None:
         counts = {split: sum(shares.has(item, split) for item in items) for split in Split}
         assert abs(counts[Split.validation] - validation) < 50
         assert abs(counts[Split.test] - test) < 50 if test else counts[Split.test] == 0
+    items = [[Conversation(f"{i}-{j}", [user(bytes([i]))]) for j in range(2)] for i in range(40)]  # two about each image
+    assert all(Shares(0.5).has(one, Split.validation) == Shares(0.5).has(other, Split.validation) for one, other in items)
 
 
 def text_rows(path: Path, number: int) -> Path:
