@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sage.runtime.folded_attention import FOLDED_ATTENTION, MULTIPLE, prepared
-from sage.runtime.kernels import DTYPES, insert_call
+from sage.runtime.kernels import DTYPES, Choice, Timings, insert_call
 from sage.runtime.timing import fastest_s
 
 TIMED_KEYS = 512
@@ -37,7 +37,7 @@ class Call:
     scale: float
 
 
-def choose(program: Any, several_rows: Sequence[int]) -> str:
+def choose(program: Any, several_rows: Sequence[int]) -> Choice:
     """Replaces the attention of an exported pass by `folded_attention` if that is faster; returns what was measured.
 
     Args:
@@ -45,12 +45,13 @@ def choose(program: Any, several_rows: Sequence[int]) -> str:
     """
     calls = [call for node in program.graph_module.graph.nodes if (call := _folded(node))]
     if not calls:
-        return "no attention of folded heads"
-    ours = theirs = 0.0
+        return Choice("no attention of folded heads")
+    ours, theirs, is_certain = 0.0, 0.0, True
     rows = calls[0].query.meta["val"].shape[2]
     for count in (rows,) if isinstance(rows, int) else several_rows:  # others are symbols
         found = timings(calls[0], count)  # the layers of a pass are alike
-        ours, theirs = ours + found[0] * len(calls), theirs + found[1] * len(calls)
+        ours, theirs = ours + found.ours * len(calls), theirs + found.theirs * len(calls)
+        is_certain &= found.is_certain
     is_faster = ours < theirs
     if is_faster:
         for call in calls:
@@ -58,10 +59,10 @@ def choose(program: Any, several_rows: Sequence[int]) -> str:
         program.graph_module.recompile()
     name = "folded_attention" if is_faster else "torch"
     times = f"folded_attention {1e3 * ours:.2f} ms, torch {1e3 * theirs:.2f} ms with {TIMED_KEYS} keys"
-    return f"attention of {len(calls)} layer(s) runs by {name} ({times})"
+    return Choice(f"attention of {len(calls)} layer(s) runs by {name} ({times})", is_certain)
 
 
-def timings(call: Call, count: int) -> tuple[float, float]:
+def timings(call: Call, count: int) -> Timings:
     """Returns the seconds of a call with `folded_attention` and with torch for `count` query rows (the fastest ones)."""
     _, heads, _, size = call.query.meta["val"].shape
     dtype, threads = call.query.meta["val"].dtype, torch.get_num_threads()
@@ -70,8 +71,9 @@ def timings(call: Call, count: int) -> tuple[float, float]:
 
     ours = prepared(query, keys, keys, mask, call.scale, threads)  # with the result, which has to stay alive
     theirs = partial(nn.functional.scaled_dot_product_attention, query, keys, keys, attn_mask=mask, scale=call.scale)
-    (first,), (second,) = fastest_s([[ours[1]], [theirs]], REPEATS)
-    return first, second
+    found = fastest_s([[ours[1]], [theirs]], REPEATS)
+    (first,), (second,) = found.seconds
+    return Timings(first, second, found.is_undisturbed)
 
 
 def _folded(node: Any) -> Call | None:

@@ -200,22 +200,31 @@ def _newly_compiled(
         timed_rows: for the choice between kernels for few rows and torch's; empty for torch's.
     """
     print(f"passes: compiling {label}, once; kept in {path.parent}", file=sys.stderr)
-    _compile_to(path, module, args, dims, timed_rows)
+    is_certain = _compile_to(path, module, args, dims, timed_rows)
     prune(path.parent)
-    return Package(path, module, args[0].device)
+    package = Package(path, module, args[0].device)
+    if not is_certain:
+        path.unlink(missing_ok=True)
+        warn_once("passes: other processes disturbed the choice of kernels; passes compiled meanwhile are not kept on disk")
+    return package
 
 
-def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], timed_rows: Sequence[int]) -> None:
+def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], timed_rows: Sequence[int]) -> bool:
+    """Writes a package; returns whether the choice of its kernels is certain."""
+    is_certain = True
     with atomic_path(path) as temporary, warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.no_grad():
         program = torch.export.export(
             module, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
         if timed_rows:
             for layers in (linear_layers, attention_layers):
-                print(f"passes: {layers.choose(program, timed_rows)}", file=sys.stderr)
+                choice = layers.choose(program, timed_rows)
+                is_certain &= choice.is_certain
+                print(f"passes: {choice.text}", file=sys.stderr)
         package = BytesIO()  # torch ends the process where it cannot write a file
         torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=OPTIONS)
         temporary.write_bytes(package.getvalue())
+    return is_certain
 
 
 def _device(module: nn.Module) -> torch.device:

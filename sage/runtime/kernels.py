@@ -12,7 +12,7 @@ import subprocess
 import sysconfig
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,21 @@ def kernel_facts(module: nn.Module) -> str | None:
     if sum(weight.nbytes for weight in weights) < MIN_BYTES or kernels() is None:
         return None
     return f"{kernel_digest()} {processor_name(CPU)}"
+
+
+class Timings(NamedTuple):
+    """Seconds with a kernel of this project and with torch's; certain unless other processes disturbed every run of a call."""
+
+    ours: float
+    theirs: float
+    is_certain: bool = True
+
+
+class Choice(NamedTuple):
+    """What was chosen and measured, in words, and whether the measurement is certain."""
+
+    text: str
+    is_certain: bool = True
 
 
 def insert_call(graph: Any, target: Any, *args: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sage.runtime.joint_linear import JOINT_LINEAR, MAX_WEIGHTS, prepared
-from sage.runtime.kernels import DTYPES, insert_call
+from sage.runtime.kernels import DTYPES, Choice, Timings, insert_call
 from sage.runtime.timing import fastest_s
 
 REPEATS = 9
@@ -38,7 +38,7 @@ class Layers:
     weights: list[Tensor]
 
 
-def choose(program: Any, several_rows: Sequence[int]) -> str:
+def choose(program: Any, several_rows: Sequence[int]) -> Choice:
     """Replaces the linear layers of an exported pass by `joint_linear` if that is faster; returns what was measured.
 
     Args:
@@ -46,10 +46,10 @@ def choose(program: Any, several_rows: Sequence[int]) -> str:
     """
     groups = _groups(program)
     if not groups:
-        return "no linear layers"
+        return Choice("no linear layers")
     sizes = [size for group in groups for size in group.nodes[0].meta["val"].shape[:-1]]
     counts = (1,) if all(isinstance(size, int) and size == 1 for size in sizes) else several_rows  # others are symbols
-    ours, theirs = timings(groups, counts)
+    ours, theirs, is_certain = timings(groups, counts)
     is_faster = ours < theirs
     if is_faster:
         for group in groups:
@@ -58,23 +58,24 @@ def choose(program: Any, several_rows: Sequence[int]) -> str:
     size = sum(weight.nbytes for group in groups for weight in group.weights) / 1e6
     name = "joint_linear" if is_faster else "torch"
     times = f"joint_linear {1e3 * ours:.2f} ms, torch {1e3 * theirs:.2f} ms for {', '.join(map(str, counts))} row(s)"
-    return f"linear layers of {size:.1f} MB run by {name}, in place ({times})"
+    return Choice(f"linear layers of {size:.1f} MB run by {name}, in place ({times})", is_certain)
 
 
-def timings(groups: Sequence[Layers], counts: Sequence[int]) -> tuple[float, float]:
+def timings(groups: Sequence[Layers], counts: Sequence[int]) -> Timings:
     """Returns the seconds of all layers with `joint_linear` and with torch, summed over numbers of rows and over layers.
 
     The fastest run of each layer counts.
     """
-    threads, total = torch.get_num_threads(), [0.0, 0.0]
+    threads, ours_s, theirs_s, is_certain = torch.get_num_threads(), 0.0, 0.0, True
     for count in counts:
         inputs = [torch.zeros(count, group.weights[0].shape[1], dtype=group.weights[0].dtype) for group in groups]
         ready = [prepared(x, group.weights, threads) for x, group in zip(inputs, groups, strict=True)]
         ours = [call for _, call in ready]
         theirs = [partial(_linear, x, group.weights) for x, group in zip(inputs, groups, strict=True)]
-        for place, seconds in enumerate(fastest_s([ours, theirs], REPEATS)):
-            total[place] += sum(seconds)
-    return total[0], total[1]
+        found = fastest_s([ours, theirs], REPEATS)
+        ours_s, theirs_s = ours_s + sum(found.seconds[0]), theirs_s + sum(found.seconds[1])
+        is_certain &= found.is_undisturbed
+    return Timings(ours_s, theirs_s, is_certain)
 
 
 def _linear(x: Tensor, weights: Sequence[Tensor]) -> None:

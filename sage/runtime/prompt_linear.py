@@ -23,7 +23,7 @@ from sage.io.machine import environment, processor_name
 from sage.runtime.joint_linear import joint_linear
 from sage.runtime.kernels import CPU, DTYPES, MIN_BYTES, kernel_digest, kernels
 from sage.runtime.package_folder import passes_folder, writable_path
-from sage.runtime.timing import TimedCall, interleaved_s, preparation
+from sage.runtime.timing import fastest_s, preparation
 
 FEW_ROWS = 64  # up to which the choice for few rows counts
 TIMED_ROWS = (32, 128)  # for few and for many
@@ -113,8 +113,9 @@ def fastest(layers: Sequence[nn.Linear]) -> list[Choice]:
         try:
             _CHOICES[key] = list(read_json(path)["kernels"])
         except (ValueError, KeyError):
-            _CHOICES[key] = measured(layers)
-            write_json(writable_path(path), {"shapes": shapes, "kernels": _CHOICES[key]})
+            _CHOICES[key], is_certain = measured(layers)
+            if is_certain:
+                write_json(writable_path(path), {"shapes": shapes, "kernels": _CHOICES[key]})
     return _CHOICES[key]
 
 
@@ -135,17 +136,23 @@ def _has_onednn(dtype: torch.dtype) -> bool:
 
 @preparation()
 @torch.no_grad()
-def measured(layers: Sequence[nn.Linear]) -> list[Choice]:
-    """Times every available kernel for each layer; returns the names of those with the fastest runs."""
+def measured(layers: Sequence[nn.Linear]) -> tuple[list[Choice], bool]:
+    """Times every available kernel for each layer; returns the names of those with the fastest runs, and whether they
+    are certain: not if other processes disturbed every run of one.
+    """
     names = [
         "torch",
         *(["onednn"] if _has_onednn(layers[0].weight.dtype) else []),
         *(["joint_linear"] if _has_kernel() else []),
     ]
 
-    def choice(layer: nn.Linear, rows: int) -> str:
-        x = torch.zeros(rows, layer.in_features, dtype=layer.weight.dtype)
-        times = interleaved_s([TimedCall(partial(KERNELS[name], layer, x)) for name in names], REPEATS, CPU)
-        return min(zip(map(min, times), names, strict=True))[1]
-
-    return [[choice(layer, rows) for rows in TIMED_ROWS] for layer in layers]
+    chosen, is_certain = [], True
+    for layer in layers:
+        choice = []
+        for rows in TIMED_ROWS:
+            x = torch.zeros(rows, layer.in_features, dtype=layer.weight.dtype)
+            found = fastest_s([[partial(KERNELS[name], layer, x)] for name in names], REPEATS)
+            choice.append(min(zip(found.seconds, names, strict=True))[1])
+            is_certain &= found.is_undisturbed
+        chosen.append(choice)
+    return chosen, is_certain

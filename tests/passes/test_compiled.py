@@ -61,7 +61,7 @@ def shared(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the passes that the tests of this file share, which run with the kernels for few rows."""
     monkeypatch.setattr(kernels, "MIN_BYTES", 0)
     for layers in (linear_layers, attention_layers):
-        monkeypatch.setattr(layers, "timings", lambda *_: (0.0, 1.0))
+        monkeypatch.setattr(layers, "timings", lambda *_: kernels.Timings(0.0, 1.0))
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared_folder))
     return shared_folder / "sage-draft" / "passes"
 
@@ -229,6 +229,11 @@ def test_small_weights_are_not_part_of_the_code(
             torch.testing.assert_close(run([x])[0], layer(x))
         layer.weight.data, layer.bias = torch.randn(4, 4), nn.Parameter(torch.randn(4))
         run.refresh()
+    (kept,) = own.glob("*.pt2")
+    monkeypatch.setattr(package, "_compile_to", lambda path, *_: not path.write_bytes(kept.read_bytes()))
+    with pytest.warns(UserWarning, match="other processes disturbed the choice of kernels"):
+        assert package.compiled(layer, example, "a layer", "another model") is not None
+    assert list(own.glob("*.pt2")) == [kept]
 
 
 def test_no_compiler(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

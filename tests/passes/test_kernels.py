@@ -110,12 +110,13 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize(("seconds", "num_calls"), [((1.0, 2.0), 3), ((2.0, 1.0), 0)])
 def test_the_faster_kernel_is_chosen(seconds: tuple[float, float], num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_layers, "timings", lambda *_: seconds)
+    monkeypatch.setattr(linear_layers, "timings", lambda *_: kernels.Timings(*seconds))
     monkeypatch.setattr(nn.functional, "linear", torch._C._nn.linear)  # DeepSpeed replaces it under ZeRO-3
     block, x = Block(), torch.randn(3, 8)
     with torch.no_grad():
         program = torch.export.export(block, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=64)},))
-        text = linear_layers.choose(program, (2, 5))
+        text, is_certain = linear_layers.choose(program, (2, 5))
+        assert is_certain
         nodes = list(program.graph_module.graph.nodes)
         assert [node.target for node in nodes].count(JOINT_LINEAR) == num_calls
         assert [node.target for node in nodes].count(linear_layers.CAT) == (1 if num_calls else 2)
@@ -137,7 +138,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize(("seconds", "num_calls"), [((1.0, 2.0), 2), ((2.0, 1.0), 0)])
 def test_the_faster_attention_is_chosen(seconds: tuple[float, float], num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_layers, "timings", lambda *_: seconds)
+    monkeypatch.setattr(attention_layers, "timings", lambda *_: kernels.Timings(*seconds, is_certain=False))
     module = Attention()
     nodes, keys, capacity = (torch.export.Dim(name, min=2, max=64) for name in ("nodes", "keys", "capacity"))
 
@@ -147,7 +148,8 @@ def test_the_faster_attention_is_chosen(seconds: tuple[float, float], num_calls:
     with torch.no_grad():
         dims = ({2: nodes}, {2: capacity}, {2: 2 * nodes, 3: keys})
         program = torch.export.export(module, given(3, 6), dynamic_shapes=dims)
-        text = attention_layers.choose(program, (2, 5))
+        text, is_certain = attention_layers.choose(program, (2, 5))
+        assert not is_certain
         assert [node.target for node in program.graph_module.graph.nodes].count(FOLDED_ATTENTION) == num_calls
         assert f"attention of 2 layer(s) runs by {'folded_attention' if num_calls else 'torch'}" in text
         x = given(4, 8)
@@ -160,7 +162,7 @@ def test_timing_of_attention() -> None:
     node = graph.placeholder("query")
     node.meta["val"] = query
     for mask in (None, keys):
-        assert min(attention_layers.timings(attention_layers.Call(node, node, node, node, mask, 0.5), 3)) > 0
+        assert min(attention_layers.timings(attention_layers.Call(node, node, node, node, mask, 0.5), 3)[:2]) > 0
 
 
 def test_only_large_weights_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +189,10 @@ class TestPrompts:
         """Counts measurements, which find other kernels than torch's faster for layers with 8 inputs."""
         calls: list[Any] = []
 
-        def measured(layers: Any) -> list[list[str]]:
-            calls.append(layers)
-            return [["joint_linear", "onednn"] if layer.in_features == 8 else ["torch"] * 2 for layer in layers]
+        def measured(layers: Any) -> tuple[list[list[str]], bool]:
+            calls.append(layers)  # other processes disturb the first measurement
+            chosen = [["joint_linear", "onednn"] if layer.in_features == 8 else ["torch"] * 2 for layer in layers]
+            return chosen, len(calls) > 1
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(prompt_linear, "MIN_BYTES", 0)
@@ -202,15 +205,15 @@ class TestPrompts:
         for name, run in list(prompt_linear.KERNELS.items()):
             monkeypatch.setitem(prompt_linear.KERNELS, name, lambda *args, name=name, run=run: used.append(name) or run(*args))
         with torch.no_grad():
-            for rows, expected in ((64, "joint_linear"), (65, "onednn")):
+            for rows, expected in ((64, "joint_linear"), (65, "onednn"), (64, "joint_linear")):
                 block, x = Block(), torch.randn(rows, 8)
                 with prompt_linear.fast_prompts(block, True):
                     found = block(x)
                 torch.testing.assert_close(found, block(x))
                 assert used == [expected] * 4 and not any("forward" in vars(layer) for layer in block.modules())
                 used.clear()
-                monkeypatch.setattr(prompt_linear, "_CHOICES", {})  # the next block reads the choice from disk
-        assert len(measurements) == 1
+                monkeypatch.setattr(prompt_linear, "_CHOICES", {})  # the next block reads the choice from disk if it is certain
+        assert len(measurements) == 2
 
     def test_torch_with_gradients_in_other_dtypes_and_in_other_modes(self, measurements: list[Any]) -> None:
         block = Block()
@@ -227,4 +230,4 @@ class TestPrompts:
 def test_measurement_of_prompts(dtype: torch.dtype) -> None:
     layers = [nn.Linear(8, 4, dtype=dtype), nn.Linear(16, 4, dtype=dtype)]
     names = set(prompt_linear.KERNELS)
-    assert [set(choice) <= names and len(choice) for choice in prompt_linear.measured(layers)] == [2, 2]
+    assert [set(choice) <= names and len(choice) for choice in prompt_linear.measured(layers)[0]] == [2, 2]
