@@ -9,13 +9,13 @@ ENGINES ?= .venv-engines
 ENGINES_ARGS ?=
 ONE_PASS_ARGS ?=
 RESULTS_ARGS ?=
-GPU_HOUR_ARGS ?=
+GPU_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
 DRAFT ?= eagle
 DEMO_ARGS ?= $(if $(filter peagle,$(DRAFT)),optim.lr=4e-3)
 RUN ?= runs/demo_$(TARGET)$(if $(filter-out eagle,$(DRAFT)),_$(DRAFT))
 
-.PHONY: demo test test-fast lint results interop engines engines-env engines-families engines-regenerate gpu-hour clean
+.PHONY: demo test test-fast lint results interop engines engines-env engines-families engines-regenerate gpu-quarter-hour clean
 
 # torch is installed first, where it is missing. PyPI's torch for Linux brings several GB of CUDA packages; on a machine without a GPU,
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu installs the build for CPUs.
@@ -88,9 +88,9 @@ engines-families: $(VENV)/installed $(ENGINES)/installed
 engines-regenerate: $(VENV)/installed $(ENGINES)/installed
 	PYTHONPATH=. $(BIN)/python tests/engines/check_regeneration.py --engine-python $(ENGINES)/bin/python $(ENGINES_ARGS)
 
-# The first 45 minutes on a rented GPU (docs/gpu.md).
-gpu-hour: $(VENV)/installed
-	benchmarks/first_gpu_hour.sh $(GPU_HOUR_ARGS)
+# The first quarter of an hour on a GPU (docs/gpu.md). GPU_ARGS=--cpu: the same steps with pocket sizes on a CPU, in a few minutes.
+gpu-quarter-hour: $(VENV)/installed
+	$(BIN)/python -m benchmarks.gpu_quarter_hour $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) $(INTEROP) $(ENGINES) build dist *.egg-info

@@ -1,4 +1,4 @@
-"""Tables of figures: printed, written as JSON for `benchmarks.gpu_page`, and read from there."""
+"""Tables of figures, printed and written as JSON for `benchmarks.gpu_page`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sage.io.files import read_json, write_json
+from sage.io.files import write_json
 from sage.io.tables import text_table
 
 
@@ -35,6 +35,11 @@ class Figures:
         if path is not None:
             write_json(Path(path), {"command": command(), **asdict(self)})
 
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Figures:
+        """Returns the table of a file that `write` has written."""
+        return cls(**{key: value for key, value in content.items() if key != "command"})
+
 
 def command() -> str:
     """Returns the arguments of this process, as one types them."""
@@ -51,12 +56,6 @@ def fill_blocks(text: str, kind: str, content: Callable[[str], str | None]) -> s
         return found[0] if new is None else f"{found[1]}\n{new}\n{found[3]}"
 
     return re.sub(rf"(<!-- {kind}: ([\w ]+) -->\n).*?(\n<!-- end -->)", filled, text, flags=re.DOTALL)
-
-
-def read_figures(path: Path) -> tuple[str, Figures]:
-    """Returns the command and the table of a file that `Figures.write` has written."""
-    content = read_json(path)
-    return content.pop("command"), Figures(**content)
 
 
 def counts(text: str) -> list[int]:

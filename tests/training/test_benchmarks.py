@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.chain_attention import errors, inputs
-from benchmarks.figures import Figures, read_figures
-from benchmarks.gpu_page import filled
+from benchmarks.figures import Figures
 from benchmarks.training import __main__ as bench
 from benchmarks.training import parts
 from benchmarks.training.measuring import peak, reset_peak
+from sage.io.files import read_json
 from sage.targets.families import family_of
 from train.distill.teacher import Staging
 from train.plan.meta import target_architecture
@@ -61,7 +61,7 @@ def test_images_prints_the_time_of_every_part(
     text = printed([*IMAGES, *few, "train.micro_batch_size=2", "train.global_batch_size=2"], monkeypatch, capsys)
     assert "12 of 12 text layers, draft=eagle, 1 step(s), fp32: 2 sequences with an image of 160 x 160" in text
     assert "256 tokens, 0.12 visual, 54 supervised" in text
-    _, figures = read_figures(tmp_path / "out.json")
+    figures = Figures.of(read_json(tmp_path / "out.json"))
     assert [row[0] for row in figures.rows] == [*parts.PARTS.values(), "sum"] and figures.text() in text
     assert all(float(row[2]) > 0 for row in figures.rows)
 
@@ -108,17 +108,6 @@ def test_the_chain_attention_of_a_step_is_exact_to_the_precision_of_its_inputs()
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         found = errors(inputs(12, 136, 4, 2, dtype, CPU))
         assert len(found) == 6 and max(found) < bound
-
-
-def test_figures_of_a_gpu_replace_the_text_of_their_block_only(tmp_path: Path) -> None:
-    page = "<!-- figures: a b -->\nNever.\n<!-- end -->\n<!-- figures: c -->\nNever.\n<!-- end -->\n<!-- figures: steps -->\n"
-    Figures("A title", ("x", "y"), [["1", "2|3"]], ["note"], "one GPU").write(tmp_path / "a.json")
-    (tmp_path / "b.txt").write_text("$ command\nwarning: hidden\nshown\n")
-    (tmp_path / "steps").write_text("a 0 3\nb 124 60\n")
-    found = filled(page + "-\n<!-- end -->", tmp_path)
-    assert "measured on one GPU:\n\nA title.\n\n| x | y |\n| :-- | --: |\n| 1 | 2\\|3 |\n\nnote." in found
-    assert "```text\n$ command\nshown\n```" in found and found.count("Never.") == 1
-    assert "| `b` | failed, exit code 124 | 60 |" in found and filled(found, tmp_path) == found
 
 
 @pytest.mark.slow

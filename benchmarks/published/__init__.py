@@ -1,0 +1,1 @@
+"""Folders in the layout of published checkpoints, with random weights."""

@@ -1,0 +1,155 @@
+"""Builds a folder as published: `config.json` of its release, tokenizer, template, processors, shards with old weight names."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig
+
+from sage.io.files import config_dir, write_json
+from sage.targets.families import family_of
+
+HERE = Path(__file__).parent
+FIRST_SPECIAL = 151643  # all of Qwen's vocabulary lies below
+SPLIT = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+BLANK = "\u0120"  # of byte-level BPE
+SHARD_BYTES = 2e9
+PEAKED = 8.0  # gain of the last norm: distributions as peaked as those of trained models
+ADDS = ("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.weight")  # to the residual stream
+
+
+def build(name: str, folder: Path, device: torch.device, is_small: bool = False) -> int:
+    """Writes the folder of a target of conf/target; returns its parameters. ValueError for a family without a layout."""
+    preset = yaml.safe_load((config_dir() / "target" / f"{name}.yaml").read_text(encoding="utf-8"))
+    layouts = yaml.safe_load((HERE / "layouts.yaml").read_text(encoding="utf-8"))
+    architecture = preset.get("architecture", {})
+    layout = layouts.get(architecture.get("model_type"))
+    if layout is None:
+        raise ValueError(f"{name}: the published layout of its family is not known here; choose one of {', '.join(layouts)}")
+    if is_small:
+        _shrink(architecture, layout["small"])
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", _config(architecture, layout))
+    write_json(folder / "generation_config.json", layout["generation"])
+    write_json(folder / "preprocessor_config.json", layout["preprocessor"])
+    if "processor" in layout:
+        write_json(folder / "processor_config.json", layout["processor"])
+    _write_tokenizer(folder, layout)
+    return _write_weights(folder, layout, device)
+
+
+def _shrink(architecture: dict[str, Any], small: dict[str, Any]) -> None:
+    architecture["text_config"] |= small["text"]
+    architecture["vision_config"] |= small["vision"]
+    if "mrope_section" in small:
+        architecture["text_config"]["rope_parameters"]["mrope_section"] = small["mrope_section"]
+
+
+def _config(architecture: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    """Returns `config.json` in the layout of its release, before `rope_parameters`."""
+    rest = {key: value for key, value in architecture.items() if not key.endswith("_config")}
+    text = architecture["text_config"] | layout.get("text", {})
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    if "rope" in layout:
+        text["rope_scaling"] = layout["rope"] | {key: value for key, value in rope.items() if key.startswith("mrope")}
+    vision = {"vision_config": architecture["vision_config"] | layout["vision"]}
+    parts: dict[str, Any] = text if layout.get("is_flat") else {"text_config": text}
+    family = family_of(AutoConfig.for_model(**architecture))
+    return {**parts, **rest, **layout["config"], **vision, "architectures": [family.model_types[family.model_type]]}
+
+
+def _write_tokenizer(folder: Path, layout: dict[str, Any]) -> None:
+    """Byte-level BPE whose merges are common pairs of letters; made-up words fill the vocabulary below the special tokens."""
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [pair for a, b in product("tsaoiewcpbdfmrnlhgu", "aeiourntlsh") for pair in ((a, b), (BLANK, a))]
+    merges = list(dict.fromkeys(merges))
+    for pair in merges:
+        vocabulary["".join(pair)] = len(vocabulary)
+    rng, syllables = random.Random(0), ["".join(pair) for pair in product("bcdfghjklmnprstvwz", "aeiou")]
+    while len(vocabulary) < FIRST_SPECIAL:
+        word = rng.choice((BLANK, "")) + "".join(rng.choices(syllables, k=rng.randint(2, 5)))
+        vocabulary.setdefault(word, len(vocabulary))
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    made.normalizer, made.decoder = normalizers.NFC(), decoders.ByteLevel()
+    parts = [
+        pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    made.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    fixed = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": FIRST_SPECIAL + i, "content": token, **fixed} for i, token in enumerate(layout["tokens"].split())]
+    write_json(folder / "tokenizer.json", json.loads(made.to_str()) | {"added_tokens": added})
+    template = {"chat_template": (HERE / layout["template"]).read_text(encoding="utf-8").rstrip("\n")}
+    write_json(folder / "chat_template.json", template)
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None, "unk_token": None}
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": False, "model_max_length": 131072, **ends}
+    write_json(folder / "tokenizer_config.json", settings | ({} if layout.get("is_template_apart") else template))
+
+
+def _write_weights(folder: Path, layout: dict[str, Any], device: torch.device) -> int:
+    """Writes shards with an index, drawing tensor by tensor on the device."""
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = family_of(config).auto_class.from_config(config)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    dtype = getattr(torch, layout["dtype"])
+    shards = _shards(shapes, dtype.itemsize)
+    generator, weight_map = torch.Generator(device).manual_seed(0), dict[str, str]()
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {_old_name(name, layout["renames"]): _draw(name, shapes[name], dtype, generator) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes) * dtype.itemsize}, "weight_map": weight_map}
+        write_json(folder / "model.safetensors.index.json", index)
+    return sum(sizes)
+
+
+def _shards(shapes: dict[str, torch.Size], itemsize: int) -> list[list[str]]:
+    shards, size = list[list[str]]([[]]), 0.0
+    for name, shape in shapes.items():
+        if size > SHARD_BYTES:
+            shards.append([])
+            size = 0.0
+        shards[-1].append(name)
+        size += math.prod(shape) * itemsize
+    return shards
+
+
+def _old_name(name: str, renames: list[list[str]]) -> str:
+    for new, old in renames:
+        if name.startswith(new):
+            return old + name.removeprefix(new)
+    return name
+
+
+def _draw(name: str, shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Returns a weight with which activations keep their size from layer to layer."""
+    if len(shape) == 1 and "norm" in name and name.endswith("weight"):
+        return torch.full(shape, PEAKED if name.endswith("language_model.norm.weight") else 1.0, dtype=dtype)
+    std = 0.02
+    if len(shape) > 1 and "embed" not in name and "lm_head" not in name:
+        std = (0.2 if name.endswith(ADDS) else 0.7) / math.sqrt(math.prod(shape[1:]))
+    value = torch.empty(shape, dtype=dtype, device=generator.device)
+    for rows in _blocks(value):
+        rows.copy_(torch.randn(rows.shape, generator=generator, device=generator.device).mul_(std))
+    return value.cpu()
+
+
+def _blocks(value: Tensor) -> Iterator[Tensor]:
+    """Yields views of some rows each, which bound the memory of drawing in float32."""
+    yield from value.view(value.shape[0], -1).split(8192)

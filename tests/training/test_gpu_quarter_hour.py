@@ -1,0 +1,124 @@
+"""benchmarks.gpu_quarter_hour keeps results whatever its steps do; benchmarks.gpu_page writes them beside what is expected."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.messages import refused
+
+from benchmarks import gpu_page, gpu_quarter_hour
+from benchmarks.figures import Figures
+from benchmarks.gpu_expected import expected
+from benchmarks.gpu_quarter_hour import run_steps
+from benchmarks.gpu_steps import LARGE, Step, steps
+from sage.io.files import read_json
+
+DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('hangs', flush=True); time.sleep(60)"
+RUNNER = """
+import signal, sys
+from benchmarks import gpu_quarter_hour
+from benchmarks.gpu_steps import Step
+command = [sys.executable, "-c", sys.argv.pop()]
+todo = [Step(name=name, estimate_s=0, limit_s=60, command=command, shows="") for name in "ab"]
+gpu_quarter_hour.SIGNALS, gpu_quarter_hour.steps = ((signal.SIGKILL, 5),), lambda work, is_gpu: todo
+sys.exit(gpu_quarter_hour.main())
+"""
+PAGE = """<!-- figures: a b -->
+Never.
+<!-- end -->
+<!-- figures: c -->
+Never.
+<!-- end -->
+<!-- figures: steps -->
+-
+<!-- end -->"""
+
+
+def step(name: str, code: str, limit_s: float = 60.0, estimate_s: float = 0.0) -> Step:
+    return Step(name=name, estimate_s=estimate_s, limit_s=limit_s, command=[sys.executable, "-c", code], shows="")
+
+
+def test_steps_that_fail_hang_and_do_not_fit_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_quarter_hour, "SIGNALS", [(number, 0.1) for number, _ in gpu_quarter_hour.SIGNALS])
+    writes = f"open(r'{tmp_path}/work/works/table.json', 'w').write('{{\"rows\": [NaN]}}')"
+    todo = [step("fails", "print('why'); exit(3)"), step("hangs", DEAF, limit_s=2), step("works", writes)]
+    (tmp_path / "work" / "works").mkdir(parents=True)
+    assert run_steps([*todo, step("large", "", estimate_s=100)], tmp_path, tmp_path / "work", budget_s=90) == 1
+    rows = read_json(tmp_path / "results.json")["steps"]
+    outcomes = [row["outcome"] for row in rows]
+    assert outcomes[:3] == ["failed, exit code 3", "killed at 2 s", "ran"] and outcomes[3].startswith("skipped, 8")
+    figures = read_json(tmp_path / "figures.json")
+    assert figures["fails"]["output"] == "why" and "Fatal Python error: Aborted" in figures["hangs"]["output"]
+    assert figures["works"]["files"] == {"table.json": {"rows": ["NaN"]}}
+
+
+def test_sigterm_ends_the_running_step_and_leaves_complete_results(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUNNER, "--out", str(tmp_path), DEAF]
+    process = subprocess.Popen(command, cwd=gpu_quarter_hour.ROOT)
+    end, log = time.monotonic() + 60, tmp_path / "log.txt"
+    while not (log.exists() and log.read_text().endswith("\nhangs\n")):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 3
+    assert [row["outcome"] for row in read_json(tmp_path / "results.json")["steps"]] == ["stopped by a signal", "not started"]
+    assert read_json(tmp_path / "figures.json")["a"]["output"] == "hangs"
+
+
+def test_unknown_steps_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_quarter_hour", "--only", "stepp"])
+    with refused("--only stepp", "check_device"):
+        gpu_quarter_hour.main()
+    monkeypatch.setattr("sys.argv", ["gpu_quarter_hour", "--list", "--only", "step"])
+    assert gpu_quarter_hour.main() == 0 and f"target={LARGE}" in capsys.readouterr().out
+
+
+def test_only_budgets_of_a_quarter_of_an_hour(tmp_path: Path) -> None:
+    """The steps up to the timed step, without which a session on a GPU was in vain, fit into ten minutes."""
+    planned = steps(tmp_path, is_gpu=True)
+    last = [one.name for one in planned].index("step")
+    assert sum(one.estimate_s for one in planned[: last + 1]) <= 480 and sum(one.estimate_s for one in planned) <= 900
+
+
+def test_figures_replace_the_text_of_their_block_only() -> None:
+    table = {
+        "command": "x",
+        "title": "A title",
+        "head": ["x", "y"],
+        "rows": [["1", "2|3"]],
+        "notes": ["note"],
+        "machine": "one GPU",
+    }
+    figures = {"a": {"files": {"table.json": table}}, "b": {"output": "warning: hidden\nshown", "files": {}}}
+    results = [{"name": "b", "outcome": "killed at 60 s", "seconds": 60.0, "command": ["/python", "-m", "b"]}]
+    found = gpu_page.filled(PAGE, results, figures)
+    assert "`x`, measured on one GPU:\n\nA title.\n\n| x | y |\n| :-- | --: |\n| 1 | 2\\|3 |\n\nnote." in found
+    assert "`python -m b`:\n\n```text\nshown\n```" in found and found.count("Never.") == 1
+    assert "| b | killed at 60 s | 60.0 |" in found and gpu_page.filled(found, results, figures) == found
+    assert Figures.of(table).title == "A title"
+
+
+@pytest.mark.slow
+def test_measured_figures_stand_beside_floors_and_estimates() -> None:
+    report = {"baselines": {"autoregressive": {"tokens_per_s": 150.0}}, "policies": {"chain": {"match": 2, "total": 2}}}
+    lines = [{"tokens_per_s": speed, "memory_gib": 40.0, "data_wait": 0.01} for speed in (1, 2, 900, 1000, 1100)]
+    figures = {
+        "check_device": {"output": "device  cuda:0\ncopy bandwidth      3000.0 GB/s\n"},
+        "passes_4096": {
+            "files": {
+                "table.json": {"rows": [["target pass, 8 nodes", m, t] for m, t in (("eager", "11.0"), ("captured", "6.0"))]}
+            }
+        },
+        "train_7b": {"files": {"metrics.jsonl": lines, "validation/step_00000008/report.json": report}},
+    }
+    rows = {row[0]: row[1:] for row in expected(figures)}
+    assert rows["copy bandwidth, GB/s"] == ("3,350", "2,700", "3000.0")
+    floor, likely, measured = rows["pass, 8 node(s), 4,096 tokens cached, ms: eager, captured"]
+    assert float(floor) < float(likely.split(", ")[1]) and measured == "11.0, 6.0"
+    assert rows["training, tokens/s"][2] == "1,000" and rows["autoregressive decoding, tokens/s"][2] == "150.0"
+    assert rows["texts equal to autoregressive ones"][2] == "2/2" and rows["objective, ms"][2] == "-"
