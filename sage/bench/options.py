@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ from sage.commands.cli import (
 )
 from sage.decoding.settings import Sampling
 from sage.io.ranges import check_fields, from_attributes
-from sage.trees import AUTOREGRESSIVE, POLICIES, check_name, policy
+from sage.trees import AUTOREGRESSIVE, POLICIES, check_name, policy, with_options
 
 DEFAULT_POLICIES = "chain,static,sage,cost_aware"
 EXAMPLES = """\
@@ -54,15 +53,10 @@ def variant(spec: str) -> Variant:
     """Parses `[LABEL=]POLICY[:option=value,...]`; the default label is the text itself. Raises ValueError for a part without
     `=`, or an unknown policy, option or value.
     """
-    head, _, tail = spec.partition(":")
+    head, colon, tail = spec.partition(":")
     label, _, name = head.rpartition("=")
-    options = {}
-    for word in names(tail):
-        key, sign, value = word.partition("=")
-        if not sign:
-            raise ValueError(f"--policy {spec}: {word!r} has no value; write POLICY:option=value,option=value")
-        options[key] = _value(value)
     try:
+        name, options = with_options(name + colon + tail)
         policy(name, **options)
     except ValueError as error:
         raise ValueError(f"--policy {spec}: {error}") from error
@@ -120,14 +114,6 @@ def baselines_of(args: argparse.Namespace) -> list[str]:
     if unknown := [name for name in found if name not in BASELINES]:
         raise ValueError(f"--baselines: {unknown[0]!r} is not a baseline; choose from {', '.join(BASELINES)}")
     return [*found, *([HF_ASSISTED] if args.assistant else [])]
-
-
-def _value(text: str) -> Any:
-    """Parses numbers, lists, true, false and null as JSON; anything else is text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def names(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from sage.decoding.settings import Sampling
 from sage.drafts.pruning import Pruning
 from sage.inputs.media import check_media
 from sage.io.files import check_writable
-from sage.trees import AUTOREGRESSIVE, FIRST_ANSWER_POLICY, POLICIES, check_name
+from sage.trees import AUTOREGRESSIVE, FIRST_ANSWER_POLICY, POLICIES, with_options
 
 DESCRIPTION = "Answers a prompt about images or videos with speculative decoding; text is printed as it is accepted."
 GREEN, RESET, DIM = "\x1b[32m", "\x1b[0m", "\x1b[2m"
@@ -29,7 +29,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--image", action="append", default=[], help="path or URL of an image; can be repeated")
     add("--video", action="append", default=[], help="video file or folder of frames; can be repeated")
     add("--prompt", help="text of the prompt")
-    text = f"one of {', '.join(POLICIES)}; cost_aware is the fastest for many answers of one process"
+    text = f"one of {', '.join(POLICIES)}, or one with options: chain:depth=2; cost_aware is the fastest for many answers of "
+    text += "one process"
     add("--policy", default=FIRST_ANSWER_POLICY, help=f"{text}, %(default)s (the default) for the first one")
     cli.add_settings(parser, Sampling)
     add("--prune", type=float, default=0.0, help="share of visual tokens removed from the draft's input (default: %(default)s)")
@@ -75,7 +76,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: an unknown policy, a number out of range, no prompt, or an image, video, draft or target that is missing.
     """
-    check_name(args.policy)
+    policy, _ = with_options(args.policy)
     Sampling.from_attributes(args)
     Pruning(args.prune, args.prune_method, args.seed)
     if args.trace:
@@ -86,9 +87,9 @@ def check(args: argparse.Namespace) -> None:
             check_media(path)
         for path in args.video:
             check_media(path, "video")
-        if args.policy != AUTOREGRESSIVE and not args.draft:
+        if policy != AUTOREGRESSIVE and not args.draft:
             raise ValueError(
-                f"--draft: missing, and the policy {args.policy!r} needs one; give a draft folder or --policy autoregressive"
+                f"--draft: missing, and the policy {policy!r} needs one; give a draft folder or --policy autoregressive"
             )
     cli.named_models(args)
 
@@ -106,7 +107,7 @@ def _check_device(args: argparse.Namespace) -> None:
     from sage.commands.device_check import check_device
 
     target, draft = _load(args)
-    for name, value in check_device(target, draft, args.policy):
+    for name, value in check_device(target, draft, with_options(args.policy)[0]):
         print(f"{name:<20}{value}", flush=True)
 
 
@@ -117,7 +118,8 @@ def _generate(args: argparse.Namespace) -> None:
     from sage.replay.trace import TraceRecorder, decode_race
 
     messages = [{"role": "user", "content": _content(args)}]
-    policy, sampling = sage.policy(args.policy), Sampling.from_attributes(args)
+    name, options = with_options(args.policy)
+    policy, sampling = sage.policy(name, **options), Sampling.from_attributes(args)
     target, draft = _load(args)
     inputs = target.prepare(messages)
     pruning = Pruning(args.prune, args.prune_method, args.seed)

@@ -6,6 +6,7 @@ else has to be registered.
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,26 @@ def check_name(name: str) -> None:
     """Raises ValueError for an unknown policy, with the known ones; imports none of them."""
     if name not in POLICIES:
         raise ValueError(f"policy: {name!r} is unknown{did_you_mean(name, POLICIES)}; choose one of {', '.join(POLICIES)}")
+
+
+def with_options(spec: str) -> tuple[str, dict[str, Any]]:
+    """Parses `POLICY[:option=value,...]`, with values as in JSON or as text; imports no policy.
+
+    Raises:
+        ValueError: an unknown policy, or an option without a value.
+    """
+    name, _, tail = spec.partition(":")
+    check_name(name)
+    options = {}
+    for word in filter(None, map(str.strip, tail.split(","))):
+        key, sign, value = word.partition("=")
+        if not sign:
+            raise ValueError(f"{word!r} has no value; write POLICY:option=value,option=value")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    return name, options
 
 
 def policy_class(name: str) -> type[Policy]:

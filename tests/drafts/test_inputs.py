@@ -182,6 +182,15 @@ class TestCommand:
         words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2"]
         assert generate(*words) == 0
 
+    def test_a_policy_has_options(self, folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["--draft", folders[1], "--max-new-tokens", "6", "--explain", "--policy"]
+        assert generate(*words, "chain:depth=1") == 0
+        shown = capsys.readouterr().err
+        assert "1 deep" in shown and "2 deep" not in shown
+        for options, message in {"depth=0": "depth", "depht=2": "depht", "depth": "'depth' has no value"}.items():
+            assert generate(*words, f"chain:{options}") == 2
+            check_message(capsys.readouterr().err, "error: ", message)
+
     def test_debug_shows_the_traceback(
         self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
