@@ -167,7 +167,8 @@ def pace_weights(acceptance_R: Tensor, rows: ChainRows, num_steps: int, alpha: f
     accepted_CK[rows.chain, rows.step] = (1 - alpha) * acceptance_R + alpha
     is_row_CK[rows.chain, rows.step] = 1
     reached_CK = accepted_CK.cumprod(1) * is_row_CK
-    weight_CK = reached_CK.flip(1).cumsum(1).flip(1) * is_row_CK
+    from_KK = reached_CK.new_ones(num_steps, num_steps).tril()  # cumsum of floats has no deterministic kernel on GPUs
+    weight_CK = reached_CK @ from_KK * is_row_CK
     mean = weight_CK.sum() / is_row_CK[:, 0].sum().clamp(min=1)
     return weight_CK[rows.chain, rows.step] * rows.scale / mean.clamp(min=torch.finfo(mean.dtype).tiny)
 
