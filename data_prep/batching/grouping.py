@@ -51,6 +51,27 @@ def _reorder_window(part: np.ndarray, lengths: np.ndarray, start: int, step_size
     return np.concatenate((longest_first[:head], shuffled, longest_first[tail:]))
 
 
+def largest_micro_batch(order: np.ndarray, lengths: np.ndarray, step_size: int, size: int) -> list[int]:
+    """Returns the micro-batch with the most padded tokens of the complete steps of an epoch, each sorted before its division.
+
+    Args:
+        order: the examples of the epoch, int [N].
+        step_size: examples per step, a multiple of `size`, those of a micro-batch. An epoch of less than a step is repeated.
+    """
+    steps = np.resize(order, (max(1, len(order) // step_size), step_size))
+    sorted_steps = np.take_along_axis(steps, np.argsort(-lengths[steps], axis=1, kind="stable"), axis=1)
+    micro_batches = sorted_steps.reshape(-1, size)
+    return [int(position) for position in micro_batches[lengths[micro_batches[:, 0]].argmax()]]
+
+
+def fullest_micro_batch(lengths: np.ndarray, budget: int) -> list[int]:
+    """Returns the neighbours by length that fill a budget of padded tokens best, or the longest example if it exceeds it."""
+    longest_first = np.argsort(-lengths, kind="stable")
+    counts = np.minimum(np.maximum(1, budget // lengths[longest_first]), len(lengths) - np.arange(len(lengths)))
+    first = int((counts * lengths[longest_first]).argmax())
+    return [int(position) for position in longest_first[first : first + counts[first]]]
+
+
 # -- a step, divided by a budget of padded tokens ----------------------------------------------------------------------
 
 

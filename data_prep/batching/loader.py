@@ -9,9 +9,9 @@ ranks and any division:
 A micro-batch has either `micro_batch_size` examples, or as many as `micro_batch_tokens` allows; in the second case the number
 of micro-batches differs from step to step, and is the same on every rank (`divide_step`).
 
-Examples of similar length share a micro-batch, which reduces padding, and the longest come first, so that out-of-memory errors
-occur immediately. Where the lengths are known, examples of similar length are grouped into steps (`group_by_length`) and sorted
-before a step is divided; where they are unknown, each rank sorts its share of a step after building it.
+Examples of similar length share a micro-batch, which reduces padding, and the longest of a step come first. Where the lengths
+are known, examples of similar length are grouped into steps (`group_by_length`) and sorted before a step is divided, and
+`largest` is what needs the most memory; where they are unknown, each rank sorts its share of a step after building it.
 
 Shapes: B batch, T tokens.
 """
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from data_prep.batching.grouping import divide_step, group_by_length
+from data_prep.batching.grouping import divide_step, fullest_micro_batch, group_by_length, largest_micro_batch
 from data_prep.chat import Example
 from data_prep.dataset.stream import is_stream
 from data_prep.workers import start_worker, worker_context
@@ -126,6 +126,20 @@ class StepLoader:
             f"train.micro_batch_tokens={self.micro_batch_tokens}: {number} of {len(self.lengths)} examples are longer and form "
             f"micro-batches of their own; the longest has {self.lengths.max()} tokens"
         )
+
+    def largest(self) -> Batch | None:
+        """Builds the largest micro-batch, the same on every rank; None if the lengths are unknown.
+
+        It is that of the first epoch; with a budget of tokens, the fullest that any examples can form.
+        """
+        if self.lengths is None:
+            return None
+        if self.micro_batch_tokens is not None:
+            positions = fullest_micro_batch(self.lengths, self.micro_batch_tokens)[: self.accumulation]
+        else:
+            positions = largest_micro_batch(self._epoch(0), self.lengths, self.global_batch_size, self.micro_batch_size)
+        batch: Batch = _raised(_Builder(self.dataset, self.collate)[positions])
+        return batch if self.stage is None else self.stage(batch)
 
     def step_positions(self, step: int) -> list[int]:
         """Returns the positions of all ranks' examples of a step, in order (not for streams)."""

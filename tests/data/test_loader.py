@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,20 @@ def test_share_of_padding_is_small(is_known: bool, window: int, most: float) -> 
     assert 0 < share < most
     names = [name for rank in steps for step in rank for micro in step for name in micro]
     assert sorted(names) == sorted(f"n{i}" for i in range(len(lengths)))  # every example once
+
+
+@pytest.mark.parametrize("budget", [None, 400])
+def test_the_largest_micro_batch_is_known_before_the_first_step(budget: int | None) -> None:
+    """That of any rank in the first epoch, and under a budget one that no step exceeds."""
+    lengths = lengths_like_conversations(64)
+    ranks = [StepLoader(Long(lengths, True), collate, 8, 2, rank, 2, micro_batch_tokens=budget) for rank in range(2)]
+    sizes = []
+    for loader in ranks:
+        with closing(iter(loader)) as steps:
+            sizes += [batch["input_ids"].numel() for step in islice(steps, 8) for batch in step]
+    found = [loader.largest()["input_ids"].numel() for loader in ranks]  # type: ignore[index]
+    assert found[0] == found[1] and (found[0] == max(sizes) if budget is None else max(sizes) <= found[0] <= budget)
+    assert StepLoader(Long(lengths, False), collate, 8, 2).largest() is None
 
 
 @settings(max_examples=10, deadline=None)

@@ -18,7 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.messages import check_message, refused
-from support.train_helpers import configured, draft_weights, metrics, single_process, train_quickly, train_until_signal
+from support.train_helpers import (
+    configured,
+    draft_weights,
+    metrics,
+    quick_validation,
+    single_process,
+    train_quickly,
+    train_until_signal,
+)
 
 import sage
 from checkpoints.export.exporter import load_trained
@@ -26,7 +34,7 @@ from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import LOCK
 from sage.io.manifest import write_manifest
 from train.config.schema import Config
-from train.job.loop import TrainingError, TrainingRun, fit
+from train.job.loop import TrainingError, TrainingRun, fit, try_largest
 from train.job.rank import run_rank
 from train.launch.ranks import process_group
 from train.state.resume import seed_everything
@@ -95,6 +103,28 @@ def test_a_run_writes_the_documented_files(
     assert saved.kind == draft
     for name, value in saved.state_dict().items():
         assert torch.equal(value, draft_weights(run)[name])
+
+
+@pytest.mark.parametrize("options", [["deepspeed=zero2"], ["target.dtype=bf16", "train.micro_batch_tokens=260"]])
+def test_trying_the_largest_micro_batch_changes_nothing(configure: Configure, tmp_path: Path, options: list[str]) -> None:
+    """With noise on the features, so that a generator that is not restored would show; then without memory."""
+    from train.job.build import building
+
+    for name in ("tried", "plain"):
+        config = configure(tmp_path / name, "objective.feature_noise=0.1", "train.micro_batch_size=4", *options)
+        with process_group("cpu", 60) as ranks, building(config, ranks, validate=quick_validation) as run:
+            if name == "tried":
+                try_largest(run)
+            assert fit(run)
+            run.teacher = out_of_memory  # type: ignore[assignment]
+            with refused("rank 0", "largest micro-batch", "launch.plan=true", error=TrainingError):
+                try_largest(run)
+    left, right = draft_weights(tmp_path / "tried"), draft_weights(tmp_path / "plain")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def out_of_memory(batch: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 @pytest.mark.parametrize(("draft", "dtype", "budget"), [("eagle3", "fp32", 300), ("eagle", "bf16", None)])

@@ -98,6 +98,10 @@ class Engine:
         reported = self._engine.get_global_grad_norm()
         return float(norm if reported is None else reported)
 
+    def allocate(self) -> None:
+        """Allocates the optimizer's state, as the first step does."""
+        self._state.allocate()
+
     def draft_state(self) -> dict[str, Tensor]:
         """Returns the complete weights by name on the CPU of rank 0, an empty dict elsewhere. Every rank has to call it."""
         parameters = list(self.draft.parameters())

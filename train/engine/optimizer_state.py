@@ -38,7 +38,7 @@ class OptimizerState:
         first = next(iter(self.parameters.values()))
         self._is_partitioned, self._is_linked = hasattr(first, "ds_id"), hasattr(first, "_hp_mapping")
         if len(optimizer.param_groups) > 1:  # DeepSpeed links the states of all groups after the first step of the first one
-            self._allocate()
+            self.allocate()
 
     def having(self, kind: str) -> dict[str, nn.Parameter]:
         """Returns the parameters with a state of that kind, by name; matrices under Muon have no second moment."""
@@ -47,7 +47,7 @@ class OptimizerState:
     @torch.no_grad()
     def read(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, unsharded float32 tensor on the device) of every parameter that has one; `kind` is one of `KINDS`."""
-        self._allocate()
+        self.allocate()
         is_plain = not (self._is_partitioned or self._is_linked)
         for name, parameter in self.having(kind).items():
             yield name, self._tensor(parameter, kind) if is_plain else self._access("get_full", kind, parameter)
@@ -55,7 +55,7 @@ class OptimizerState:
     @torch.no_grad()
     def write(self, name: str, kind: str, value: Tensor) -> None:
         """Writes an unsharded float32 `value` from any device; a weight also to the parameter used in the forward pass."""
-        self._allocate()
+        self.allocate()
         parameter = self.parameters[name]
         value = value.to(parameter.device)
         if self._is_partitioned:
@@ -76,7 +76,7 @@ class OptimizerState:
 
     @step.setter
     def step(self, count: int) -> None:
-        self._allocate()
+        self.allocate()
         for state in self._optimizer.state.values():
             state["step"].fill_(count)
 
@@ -99,7 +99,7 @@ class OptimizerState:
     def _tensor(self, key: Tensor, kind: str) -> Tensor:
         return key.data if kind == WEIGHT else self._optimizer.state[key][kind]
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         """Allocates the optimizer's state, which it does itself at the first step only; a resumed run needs it before."""
         for key, kinds in self._flat():
             if not self._optimizer.state[key]:

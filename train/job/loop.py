@@ -17,6 +17,7 @@ from checkpoints.store import StateStore
 from data_prep.batching.loader import StepLoader
 from data_prep.config import Answers
 from sage.commands.cli import EXIT_CRASH
+from sage.io.model_files import in_one_line
 from train.config.overrides import own_answers_command
 from train.config.run_length import RunLength
 from train.config.schema import Config
@@ -32,7 +33,7 @@ from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import Display
 from train.monitor.sinks import Tracker
-from train.state.resume import TrainState, save_state
+from train.state.resume import TrainState, rng_state, save_state, set_rng_state
 from train.validation.in_loop import ValidationOutcome
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,9 @@ def fit(run: TrainingRun) -> bool:
         TrainingError: the last validation failed; everything is saved.
     """
     schedule = RunSchedule(run.config.train, run.length)
+    if run.ranks.device.type == "cuda" and not schedule.is_over(run.state, run.is_stopping):
+        with run.metrics.paused():
+            try_largest(run)
     with closing(run.loader.__iter__()) as batches:
         perform(run, schedule.before_steps(run.state))
         while not schedule.is_over(run.state, run.is_stopping):
@@ -204,6 +208,35 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches) -> tuple[float, fl
     _report_own_answers(run, count)
     lr = learning_rate(run.config.optim, run.state.step, run.expected_steps)
     return lr, run.engine.step(lr)
+
+
+def try_largest(run: TrainingRun) -> None:
+    """Runs the largest micro-batch on every rank, so that a lack of memory shows before the first step, and changes nothing.
+
+    Its gradient is multiplied by zero, and random generators are restored.
+
+    Raises:
+        TrainingError: it does not fit, or its loss is not finite.
+    """
+    if (batch := run.loader.largest()) is None:
+        return
+    size = "x".join(map(str, batch["loss_mask"].shape))
+    generators = rng_state(run.ranks.device)
+    try:
+        run.engine.allocate()
+        [batch] = run.copies.ahead([batch])
+        loss, *_ = run.engine(run.teacher(batch), run.teacher.lm_head)
+        run.engine.backward(loss * 0, is_last=False)
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"rank {run.ranks.rank}: the largest micro-batch ({size} tokens with padding) does not fit into memory: "
+            f"{in_one_line(error)}; launch.plan=true names a configuration that fits"
+        ) from error
+    is_bad = run.engine.take_bad_gradient() | ~loss.detach().isfinite()
+    if run.ranks.sum(is_bad) > 0:
+        raise TrainingError(_not_finite_message(run, [batch], is_bad[None]))
+    set_rng_state(generators, run.ranks.device)
+    logger.info("the largest micro-batch, %s tokens with padding, fits", size)
 
 
 def _report_own_answers(run: TrainingRun, num_supervised: float) -> None:
