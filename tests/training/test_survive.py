@@ -15,7 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from support.fork_server import ForkServer
-from support.messages import refused
+from support.messages import check_message, refused
 from support.train_helpers import command, environment, train_quickly
 from torch import nn
 
@@ -79,6 +79,7 @@ def test_a_run_killed_during_a_save_resumes_bit_for_bit(target: Path, tmp_path: 
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
+    check_message(done.stderr.splitlines()[-1], f"error: {killed}", "SIGKILL", "out of memory?", f"--resume {killed}")
     assert steps(killed) == [1, 2] and (killed / "state" / ".step_00000003.part").is_dir()
     assert train_quickly(configure(target, killed, "train.max_steps=5", "run.resume=true")) == 0
     assert train_quickly(configure(target, straight, "train.max_steps=5")) == 0

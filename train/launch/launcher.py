@@ -29,6 +29,7 @@ from train.launch import cluster_env
 from train.launch.log import configure_logging
 from train.launch.signals import StopFlag, ignore_sigterm
 from train.launch.supervisor import Failure, Supervisor, describe, interrupted
+from train.launch.watcher import reported_if_killed
 
 logger = logging.getLogger(__name__)
 IGNORE_LEAKS = "ignore:resource_tracker:UserWarning"  # of the semaphores that a killed rank leaves; they are cleaned up
@@ -67,7 +68,8 @@ def launch(config: Config, work: RankWork) -> int:
     if num_ranks > 1:
         return spawn(config, work, num_ranks)
     try:
-        return work(config)
+        with reported_if_killed(config.run.dir):
+            return work(config)
     except KeyboardInterrupt as error:
         raise interrupted(config.run.dir) from error
 
