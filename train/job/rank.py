@@ -72,7 +72,7 @@ def _summarize(run: TrainingRun, is_done: bool) -> str:
         longer = "train.max_steps=N, train.epochs=N or train.max_minutes=N"
         print(f"{folder}: already finished at step {last}; {longer} trains it longer")
     assert run.report is not None
-    serving = serving_line(run.engine.draft, run.teacher.target.model.config)
+    serving, *_ = serving_line(run.engine.draft, run.teacher.target.model.config).partition("; not by")  # said at the start
     home = Path(run.report["path"])
     paths = [f"report: {home / REPORT_PAGE}", f"draft: {folder}/draft: {serving}", f"page: {home / REPORT_HTML}"]
     return "\n".join([format_table(run.report), "", *verdict_lines(run.report), *paths])
