@@ -39,6 +39,7 @@ PROVENANCE, METRICS, LOCK = "provenance.json", "metrics.jsonl", ".lock"
 STATE, VALIDATION, CHECKS = "state", "validation", "checks"
 REPORT, REPORT_PAGE, REPORT_HTML = "report.json", "report.md", "report.html"
 STEP_NAME = re.compile(r"step_(\d{8})")
+CONFIGS = "config*.yaml"  # all configurations
 CHANGED_CONFIG = re.compile(r"config_(\d+)_from_step_(\d{8})\.yaml")
 RECIPE = ("optim.", "objective.")  # prefixes of the settings that may change during a run and alter what is trained
 DEFAULT_METRIC = "tokens_per_target_pass"

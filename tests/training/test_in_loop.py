@@ -164,7 +164,7 @@ def test_no_rank_waits_for_one_whose_validation_failed(rank: int, target: Path, 
     config: Config = compose("config", ["train.validate_on=all"], Config)
     ranks = Ranks(rank, 2, torch.device("cpu"))
     shard = shard_prompts(config, ranks, PromptSet(None, config.decode, [{"input_ids": name} for name in "ab"]))
-    parts: Any = dict.fromkeys(("engine", "target", "sharded", "tracker", "stop"))
+    parts: Any = dict.fromkeys(("engine", "target", "sharded", "tracker", "stop", "disk"))
     validation = InLoopValidation(
         config=config, ranks=ranks, shard=shard, state=TrainState(), policies={}, validate=Scores(OSError("no")), **parts
     )

@@ -32,7 +32,8 @@ def main() -> None:
         if cluster_env.is_main_rank():
             print(NOTHING_CHOSEN, file=sys.stderr)
         sys.exit(EXIT_USER)
-    sys.exit(run_app("config", Config, train, cluster_env.is_main_rank, SweepComparison()))
+    first = cluster_env.is_first_on_node
+    sys.exit(run_app("config", Config, train, cluster_env.is_main_rank, SweepComparison(), reports_errors=first))
 
 
 def train(config: Config) -> int:

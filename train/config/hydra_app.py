@@ -66,15 +66,17 @@ def run_app(
     is_main: Callable[[], bool],
     sweep_score: SweepScore | None = None,
     leading: Sequence[str] = (),
+    reports_errors: Callable[[], bool] | None = None,
 ) -> int:
     """Composes `config_name` from the command line and runs `task(config)`.
 
     Args:
         config_name: a file in `conf/` without `.yaml`.
         task: takes an instance of `schema`, returns an exit code.
-        is_main: whether this process is rank 0, which alone prints errors.
+        is_main: whether this process is rank 0.
         sweep_score: scores and compares the jobs of a sweep; None for commands without sweeps.
         leading: options that the command itself takes as its first word.
+        reports_errors: whether this process prints errors; default: `is_main`.
 
     Returns:
         the exit code: the task's (the largest of a sweep), 2 after a user's mistake, 130 after an interrupt before anything was
@@ -84,7 +86,7 @@ def run_app(
         print(version_text())
         return EXIT_DONE
     before = {name: os.environ.get(name) for name in (FULL_ERROR, sweep.FOLDER)}
-    job = SweepJob(schema, task, is_main, sweep_score, pop_debug_flag())
+    job = SweepJob(schema, task, is_main, sweep_score, pop_debug_flag(), reports_errors or is_main)
     try:
         return job.guard(lambda: _run(config_name, job, leading))
     finally:
@@ -132,7 +134,9 @@ class SweepJob:
         is_main: Callable[[], bool],
         sweep_score: SweepScore | None,
         has_traceback: bool,
+        reports_errors: Callable[[], bool],
     ) -> None:
+        self.reports_errors = reports_errors
         self.schema, self.task, self.is_main = schema, task, is_main
         self.sweep_score, self.has_traceback = sweep_score, has_traceback
         self.swept_keys: list[str] = []
@@ -188,7 +192,7 @@ class SweepJob:
         except Exception as raised:
             error = as_mistake(raised, self.schema)
             self.error = message_of(error)
-            return report(error, self.is_main(), self.has_traceback)
+            return report(error, self.reports_errors(), self.has_traceback)
 
     def summarize(self, folder: Path) -> int:
         """Compares the jobs recorded in `folder` and prints the failed ones; returns the largest of their exit codes."""

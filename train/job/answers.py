@@ -26,6 +26,7 @@ from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import locked
 from train.config.schema import Config, ConfigError
 from train.engine.sharded_teacher import ShardedTarget
+from train.launch.nodes import blind_ranks
 from train.launch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -63,16 +64,17 @@ def training_data(config: Config, target: sage.Target, sharded: ShardedTarget | 
     weights = weights_digest(config.target.path, getattr(target.model.config, "_commit_hash", None))
     assert target.processor is not None
     answers = TargetAnswers(config.data, target.processor, origin, weights, settings)
-    if ranks.broadcast(answers.is_complete):
+    if all(ranks.gather(answers.is_complete)):
         logger.info("the target's own answers are kept in %s", answers.folder)
     else:
+        if blind := blind_ranks(ranks, answers.folder):
+            hosts = ", ".join(dict.fromkeys(blind.values()))
+            raise ConfigError(
+                f"data.cache_dir={answers.folder.parents[1]}: not shared with {hosts}, so that the ranks' answers cannot be "
+                "joined; give a folder on a file system of all nodes, or copy finished answers to each"
+            )
         logger.info("the target answers the training data first; the answers are kept in %s", answers.folder)
         _generate_locked(config, target, sharded, ranks, answers)
-    if not answers.is_complete:
-        raise ConfigError(
-            f"data.cache_dir={answers.folder.parents[1]}: the ranks do not share this folder, so their answers cannot be "
-            "joined; give a folder on a file system of all nodes"
-        )
     return answers.data()
 
 

@@ -5,6 +5,7 @@ Everything that can reveal a mistake is built before the run folder is written.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from transformers.utils.logging import disable_progress_bar
@@ -20,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 import sage
 from checkpoints.export.serving import serving_line
 from checkpoints.files import remove_leftovers
-from checkpoints.run_folder import is_run, locked_run, next_config, read_reports, state_folder
+from checkpoints.run_folder import CONFIGS, is_run, locked_run, next_config, read_reports, state_folder
 from checkpoints.store import StateStore, saving
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, check_rows, long_examples
@@ -46,6 +48,7 @@ from train.job.answers import training_data
 from train.job.loop import TrainingRun
 from train.job.schedule import RunSchedule
 from train.launch import cluster_env
+from train.launch.nodes import RunDisk, check_same
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.monitor.acceptance_estimate import chain_depth
@@ -94,10 +97,12 @@ def building(
         engine = Engine(inputs.student, config, ranks, loader.accumulation)
         # After an error the engine is closed only with one rank, since closing could wait for ranks that have exited.
         stack.push(lambda error, *_: engine.close() if error is None or ranks.world_size == 1 else None)
-        state = restore(config, store, engine, ranks, loader.dataset)
+        disk = RunDisk.of(ranks, Path(config.run.dir))
+        state = restore(config, store, engine, disk, loader.dataset)
         loader.start_step = state.step
         finished = is_finished(config, ranks, length, state)
         tracker, display, profile = open_outputs(stack, config, ranks, inputs, state, finished)
+        disk.copy(Path(config.run.dir), Path(config.run.dir), CONFIGS)  # with which every node resumes
         yield TrainingRun(
             config=config,
             ranks=ranks,
@@ -110,7 +115,7 @@ def building(
             metrics=TrainingMetrics(loader, state.tokens, chain_depth(config.decode)),
             state=state,
             length=length,
-            validate=new_validation(config, ranks, inputs, engine, tracker, state, stop, validate or measure_draft, display),
+            validate=new_validation(config, disk, inputs, engine, tracker, state, stop, validate or measure_draft, display),
             profile=profile,
             stop=stop,
             own_answers=OwnAnswers(target, list(config.data.sources), length.steps, state.step),
@@ -161,6 +166,7 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
         stage=Staging(target, ranks.device, torch.promote_types(target.dtype, torch_dtype(config.train.precision))),
         micro_batch_tokens=config.train.micro_batch_tokens,
     )
+    check_same_inputs(ranks, target, loader)
     if line := loader.over_budget:
         logger.warning("%s", line)
     return RunInputs(
@@ -173,9 +179,17 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
     )
 
 
+def check_same_inputs(ranks: Ranks, target: sage.Target, loader: StepLoader) -> None:
+    """Refuses other data or another target on another node: every rank works out the steps from its own copy."""
+    check_same(ranks, "target.path", target.fingerprint)
+    if loader.lengths is not None:
+        digest = hashlib.sha256(loader.lengths.astype(np.int64).tobytes()).hexdigest()[:12]
+        check_same(ranks, "data.path", f"{len(loader.lengths):,} examples of {loader.lengths.sum():,} tokens ({digest})")
+
+
 def new_validation(
     config: Config,
-    ranks: Ranks,
+    disk: RunDisk,
     inputs: RunInputs,
     engine: Engine,
     tracker: Tracker,
@@ -187,7 +201,7 @@ def new_validation(
     """Returns the validation of a run, which measures the draft in the engine."""
     return InLoopValidation(
         config=config,
-        ranks=ranks,
+        ranks=disk.ranks,
         engine=engine,
         target=inputs.target,
         sharded=inputs.sharded,
@@ -195,19 +209,21 @@ def new_validation(
         state=state,
         stop=stop,
         shard=inputs.shard,
+        disk=disk,
         policies=inputs.policies,
         validate=validate,
         display=display,
     )
 
 
-def restore(config: Config, store: StateStore, engine: Engine, ranks: Ranks, dataset: Any) -> TrainState:
+def restore(config: Config, store: StateStore, engine: Engine, disk: RunDisk, dataset: Any) -> TrainState:
     """Restores engine and generators from the newest state with `run.resume=true`; returns the state, else a fresh one.
 
     Raises:
         ValueError: every state is corrupt, or it is another draft's, or the data has changed since.
     """
-    state = load_state(store, engine, ranks) if config.run.resume else TrainState()
+    ranks = disk.ranks
+    state = load_state(store, engine, disk) if config.run.resume else TrainState()
     fingerprints = ranks.broadcast(fingerprint_data(config, dataset) if ranks.is_main else None)
     check_same_data(config, state.data, fingerprints)
     state.data = fingerprints

@@ -62,12 +62,20 @@ def meeting_point() -> str:
 
 def node() -> str:
     """Returns a name that the ranks of this machine share; launchers number them in a row."""
-    return f"{socket.gethostname()} {rank() // local_world_size() if local_world_size() > 1 else 0}"
+    number = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))  # of torchrun and srun
+    if number is None:
+        number = str(rank() // local_world_size() if local_world_size() > 1 else 0)
+    return f"{socket.gethostname()} {number}"
 
 
 def is_main_rank() -> bool:
     """Whether this process is rank 0; also known inside srun before `detect_launcher` is called."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def is_first_on_node() -> bool:
+    """Whether this process reports errors that occur before the ranks are joined: each node has files of its own."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
 def has_own_threads(is_cpu: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -121,21 +121,23 @@ def process_group(device: str, timeout_s: int) -> Iterator[Ranks]:
 
 def _join(rank: int, world_size: int, limit_s: int) -> dist.Store:
     """Returns the store of the ranks, once all of them have reached it."""
-    missing: list[int] = []
+    expected = [f"joined/{other}" for other in range(world_size)]
+    missing = "other ranks"
     try:
         store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=limit_s)))
-        store.set(f"joined/{rank}", socket.gethostname())
-        missing = list(range(world_size))
-        store.wait([f"joined/{other}" for other in missing], timedelta(seconds=limit_s))
+        store.set(expected[rank], socket.gethostname())
+        with suppress(dist.DistStoreError):
+            store.wait(expected, timedelta(seconds=limit_s))
+        if not (absent := [str(other) for other, key in enumerate(expected) if not store.check([key])]):
+            return store
+        missing, reason = f"rank(s) {', '.join(absent)}", ""
     except RuntimeError as error:
-        names = ", ".join(str(other) for other in missing if not store.check([f"joined/{other}"]))
-        raise RankFailed(
-            f"rank {rank} on {socket.gethostname()}: {f'rank(s) {names}' if names else 'other ranks'} of {world_size} did not "
-            f"join at {cluster_env.meeting_point()} within {limit_s} s; start the command on every node, and see there why one "
-            f"ended ({' '.join(str(error).split())[:120]})",
-            EXIT_CRASH,
-        ) from error
-    return store
+        reason = f" ({' '.join(str(error).split())[:120]})"
+    raise RankFailed(
+        f"rank {rank} on {socket.gethostname()}: {missing} of {world_size} did not join at {cluster_env.meeting_point()} "
+        f"within {limit_s} s; start the command on every node, and see there why one ended{reason}",
+        EXIT_CRASH,
+    )
 
 
 def _destroy_group() -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -33,6 +35,7 @@ from data_prep.splits import Split
 from sage.io.files import json_digest, read_json, write_text
 from train.config.schema import Config, ConfigError
 from train.engine.engine import Engine
+from train.launch.nodes import RunDisk
 from train.launch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -85,8 +88,11 @@ def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainStat
 
 
 def _write(part: Path, engine: Engine, ranks: Ranks, state: TrainState) -> None:
+    """Rank 0 alone writes: other ranks need not see its disk."""
+    generators = ranks.gather_on_main(rng_state(ranks.device))
     engine.save(part)
-    write_tensors(part / _rank_file(ranks.rank), rng_state(ranks.device))
+    for rank, tensors in enumerate(generators):
+        write_tensors(part / _rank_file(rank), tensors)
     if ranks.is_main:
         write_text(part / TRAINER, json.dumps({**asdict(state), "world_size": ranks.world_size}, indent=1) + "\n")
 
@@ -104,28 +110,46 @@ def _on_all_ranks(store: StateStore, ranks: Ranks, step: int, work: Callable[[],
         raise ranks.broadcast(failed)
 
 
-def load_state(store: StateStore, engine: Engine, ranks: Ranks) -> TrainState:
-    """Restores engine and generators from the newest complete state. Every rank has to call it.
+def load_state(store: StateStore, engine: Engine, disk: RunDisk) -> TrainState:
+    """Restores engine and generators from the newest complete state of rank 0. Every rank has to call it.
 
     Returns a fresh `TrainState` if nothing is saved.
 
     Raises:
         ValueError: every state is corrupt, or it was saved from another draft or by another version.
+        ConfigError: another node has a newer state.
     """
-    if ranks.is_main:
+    ranks = disk.ranks
+    _check_newest(store, ranks)
+    if ranks.is_main or disk.is_copying:
         remove_leftovers(store.folder)
     folder = ranks.broadcast(store.newest() if ranks.is_main else None)
     if folder is None:
         logger.info("run.resume: nothing is saved in %s, starting a new run", store.folder)
         return TrainState()
-    state, saved_by = read_progress(folder / TRAINER)
-    engine.load(folder)
+    readable = disk.fetch(folder)
+    state, saved_by = read_progress(readable / TRAINER)
+    engine.load(readable)
     if ranks.rank < saved_by:
-        set_rng_state(read_tensors(folder / _rank_file(ranks.rank)), ranks.device)
+        set_rng_state(read_tensors(readable / _rank_file(ranks.rank)), ranks.device)
+    ranks.gather(None)  # until all ranks have read it
+    if disk.is_copying:
+        shutil.rmtree(readable)
     if saved_by != ranks.world_size:
         logger.info("saved with %d rank(s), resumed with %d: identical up to rounding", saved_by, ranks.world_size)
     logger.info("resumed from %s", folder)
     return state
+
+
+def _check_newest(store: StateStore, ranks: Ranks) -> None:
+    """Refuses to resume on a rank 0 whose disk lacks the newest state; launchers may number nodes in another order."""
+    found = ranks.gather((max(store.steps(), default=0), socket.gethostname(), str(store.folder.absolute())))
+    step, host, folder = max(found, key=lambda one: one[0])
+    if step > found[0][0]:
+        raise ConfigError(
+            f"run.resume: step {step} is saved on {host} in {folder}, but rank 0 is on {found[0][1]}, where the newest is "
+            f"{found[0][0] or 'none'}; number {host} first (torchrun: --node-rank=0 there), or copy its run folder"
+        )
 
 
 def read_progress(file: Path) -> tuple[TrainState, int]:

@@ -30,6 +30,7 @@ from sage.planning.base import Policy
 from train.config.schema import Config
 from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget
+from train.launch.nodes import RunDisk
 from train.launch.ranks import Ranks
 from train.launch.signals import StopFlag
 from train.monitor.progress import Display
@@ -73,6 +74,7 @@ class InLoopValidation:
         tracker: receives the figures of the report.
         state: `best`, `best_step` and `stale` are updated.
         shard: the prompts that this rank decodes.
+        disk: the run folder.
         policies: every validation decodes with copies of them, which have learned nothing.
         display: shows the progress of every validation.
     """
@@ -86,6 +88,7 @@ class InLoopValidation:
     state: TrainState
     stop: StopFlag
     shard: DecodeShard
+    disk: RunDisk
     policies: dict[str, Policy]
     validate: Validate
     display: Display = field(default_factory=Display)
@@ -128,15 +131,21 @@ class InLoopValidation:
         return Path(self.config.run.dir)
 
     def _save_draft(self) -> Path:
-        """Writes `draft/` with a manifest of checksums; it loads in one process without DeepSpeed."""
+        """Writes `draft/` with a manifest of checksums; it loads in one process without DeepSpeed.
+
+        Returns:
+            the folder from which this rank can load it.
+        """
         folder = self._run_dir / DRAFT
         weights = self.engine.draft_state()
         if self.ranks.is_main:
             with saving(folder), new_folder(folder) as part:
                 self.engine.student.save(part, weights)
                 write_manifest(part, self.state.step)
+        if self.shard.divided is None:
+            return folder
         self.ranks.wait_for_all()  # other ranks load it next
-        return folder
+        return self.disk.fetch(folder)
 
     @torch.no_grad()
     def _measure(self, folder: Path) -> dict[str, Any] | None:
