@@ -6,7 +6,6 @@ import html
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +17,7 @@ import datasets
 import pytest
 from support.chat_server import serving
 from support.data_helpers import make_processor, save_images, save_target
+from support.fork_server import ForkServer
 from support.messages import check_message, exit_code, refused
 
 import sage
@@ -347,7 +347,9 @@ def test_regenerate_from_a_server(target_folder: Path, tmp_path: Path, capsys: p
 
 
 @pytest.mark.slow
-def test_killed_client_of_a_server_continues(target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_client_of_a_server_continues(
+    target_folder: Path, tmp_path: Path, commands: ForkServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Killed in the middle, the same command answers the rest: every conversation once, none lost."""
     words = [f"target.path={target_folder}", "data.num_examples=24", "data.sources.pocket.families=[question]"]
     words += [f"data.cache_dir={tmp_path}", "action=regenerate", "regenerate.concurrency=3"]
@@ -358,7 +360,7 @@ def test_killed_client_of_a_server_continues(target_folder: Path, tmp_path: Path
 
     with serving(make_processor("qwen2_5_vl"), model, delay_s=0.1, models=[{"id": target_folder.name}]) as server:
         killed = [*words, f"regenerate.server={server.url}", f"out={tmp_path}/a.jsonl"]
-        process = subprocess.Popen([sys.executable, "-m", "train.cli.data", *killed], cwd=Path(data_cli.__file__).parents[2])
+        process = subprocess.Popen([*commands.command("train.cli.data"), *killed])
         while not (part.exists() and part.read_bytes().count(b"\n") >= 4):
             assert process.poll() is None
             time.sleep(0.01)

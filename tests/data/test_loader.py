@@ -89,6 +89,8 @@ def test_window_makes_steps_of_similar_lengths_and_shuffles_them() -> None:
     found = lengths[group_by_length(order, lengths, 0, 4, 16, 0)].reshape(16, 4)
     assert (found[:, 0] - found[:, -1] == 3).all()  # four neighbours in length
     assert found[:, 0].tolist() != sorted(found[:, 0], reverse=True)  # but not sorted over steps
+    found = lengths[group_by_length(np.arange(64), lengths, 2, 4, 16, 0)]  # the epoch begins within a step
+    assert found[:2].tolist() == [62, 61] and (found[2:62].reshape(15, 4) @ [1, 0, 0, -1] == 3).all()
     assert group_by_length(order, lengths, 0, 4, 16, 0).tolist() == group_by_length(order, lengths, 0, 4, 16, 0).tolist()
     assert group_by_length(order, lengths, 0, 4, 16, 1).tolist() != group_by_length(order, lengths, 0, 4, 16, 0).tolist()
 
@@ -334,7 +336,7 @@ class Numbers:
 def collate(examples): return {"attention_mask": torch.ones(1, 1), "loss_mask": torch.ones(1, 1)}
 
 if __name__ == "__main__":
-    steps = iter(StepLoader(Numbers(), collate, 2, 2, num_workers=2))
+    steps = iter(StepLoader(Numbers(), collate, 2, 2, num_workers=1))
     next(steps)
     print("ready", flush=True)
     time.sleep(60)

@@ -180,7 +180,6 @@ class TestCurve:
         tiny_qwen.text_config.max_position_embeddings = limit = 4096
         seen: set[int] = set()
         compute = TreePass.compute
-        monkeypatch.setattr(probe, "REPEATS", 3)
         monkeypatch.setattr(
             TreePass, "compute", lambda own, inputs: (seen.add(int(inputs.columns[0])), compute(own, inputs))[1]
         )

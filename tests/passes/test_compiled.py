@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import make_inputs, make_qwen, random_draft, text_sizes
+from support.models import make_inputs, make_qwen, random_draft, slot_head, text_sizes
 from support.pass_helpers import answer, head, quick_wrappers, run_chain
 from torch import nn
 from transformers import LlamaConfig, Qwen3VLConfig
@@ -129,12 +129,13 @@ def test_several_requests(shared: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert shown.count("one node of several requests") == 1 and "no attention of folded heads" not in shown
 
 
-@pytest.mark.parametrize(("kind", "options"), [("eagle", {}), ("block", {"block_size": 4, "conditional": "mlp"})])
-def test_passes_of_drafts_over_several_requests_have_no_fixed_size(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("form", ["eagle", "mlp", "peagle"])
+def test_passes_of_drafts_over_several_requests_have_no_fixed_size(form: str, is_single: bool) -> None:
     """A size that tracing specializes, such as the number of requests, is an error of `torch.export`."""
     target = make_qwen()
-    for function in head(target, kind, **options).pass_functions(target):
-        args, dims = function.example((False,) * len(function.variant_dims), torch.device("cpu"))
+    for function in (head(target) if form == "eagle" else slot_head(target, form)).pass_functions(target):
+        args, dims = function.example((is_single,) * len(function.variant_dims), torch.device("cpu"))
         with torch.no_grad():
             torch.export.export(
                 function, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True

@@ -5,8 +5,10 @@ Applied to the processes of pytest and, by `support.fork_server`, to those of th
 
 from __future__ import annotations
 
+import gc
+import pickle
 from collections.abc import Callable, Iterator
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +18,15 @@ from unittest import mock
 import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra._internal.hydra import Hydra
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from matplotlib.figure import Figure
@@ -29,18 +34,26 @@ from omegaconf import DictConfig
 from PIL import Image
 from torch import multiprocessing
 
+from sage.costs import measure
 from sage.io.files import config_dir
 from train.report import run_page, style
 
 save_rendered, draw_curves = style.save, run_page.draw_curves
 _PARSED: dict[tuple[str, str], Any] = {}
+_LOADED: dict[str, bytes] = {}  # files of `conf/`, pickled: reading that takes a quarter of the time of a copy
 _COMPOSED: dict[tuple[Any, ...], Any] = {}  # by `_defaults_list` and `_merged`
 
 
 def shorten() -> None:
-    """Leaves out plots, the composition that only reads `hydra.mode`, and what Hydra parses or merges repeatedly."""
+    """Leaves out plots, garbage collection of imported modules, most runs of timed passes, the composition that only reads
+    `hydra.mode`, and what Hydra reads, parses or merges repeatedly.
+    """
     style.save, run_page.draw_curves = save_blank, lambda *_: Figure()
-    FileConfigSource.load_config = _load_config  # type: ignore[method-assign]
+    gc.unfreeze = lambda: None  # what conftest.py has frozen stays frozen after a measurement
+    measure.REPEATS = measure.MIN_REPEATS = 2
+    Plugins.instance()  # which imports `FileConfigSource` again
+    SourcesRegistry.instance().resolve("file").load_config = _load_config  # type: ignore[method-assign]
+    CachingConfigRepository.__init__ = _share  # type: ignore[method-assign]
     OverridesParser.parse_rule = _parse_rule  # type: ignore[method-assign]
     Hydra.get_mode = _mode  # type: ignore[method-assign]
     config_loader_impl.create_defaults_list = _defaults_list
@@ -59,9 +72,20 @@ def save_blank(made: Figure, path: Path) -> None:
 
 
 def _load_config(source: FileConfigSource, config_path: str, load: Any = FileConfigSource.load_config) -> ConfigResult:
-    """As Hydra's own, with the parser of libyaml."""
+    """As Hydra's own, with the parser of libyaml, and once per file of `conf/`."""
+    if source.path == str(config_dir()) and config_path in _LOADED:
+        found: ConfigResult = pickle.loads(_LOADED[config_path])
+        return found
     with mock.patch.object(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        return load(source, config_path)
+        found = load(source, config_path)
+    if source.path == str(config_dir()):
+        _LOADED[config_path] = pickle.dumps(found)
+    return found
+
+
+def _share(repo: CachingConfigRepository, delegate: ConfigRepository) -> None:
+    """As Hydra's own, without a copy of the sources, which nothing changes."""
+    repo.delegate, repo.cache = copy(delegate), {}
 
 
 def _parse_rule(parser: OverridesParser, text: str, rule: str, parse: Any = OverridesParser.parse_rule) -> Any:
@@ -95,7 +119,8 @@ def _merged(
 ) -> DictConfig:
     """As Hydra's own, once per list of files."""
     files = tuple((one.config_path, one.package, one.parent, one.is_self, one.primary) for one in defaults)
-    return deepcopy(_once(repo, files, lambda: make(loader, defaults, repo)))
+    content: bytes = _once(repo, files, lambda: pickle.dumps(make(loader, defaults, repo)))
+    return pickle.loads(content)
 
 
 def _once(repo: Any, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
