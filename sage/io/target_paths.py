@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from sage.io.files import config_dir, package_dir
+from sage.io.files import config_dir, package_dir, user_cache_dir
 from sage.io.names import did_you_mean
 
 CONFIG = "config.json"
@@ -26,6 +26,7 @@ def path_of_target(name: str) -> str:
     if name == BY_PATH or Path(name).exists() or Path(name).name != name or not file.is_file():
         return name
     found = str(yaml.safe_load(file.read_text(encoding="utf-8"))["path"])
+    found = found.replace("${user_cache:}", str(user_cache_dir()))
     return re.sub(r"\$\{package_dir:(\w+)\}", lambda package: package_dir(package[1]), found)
 
 
@@ -34,11 +35,16 @@ def find_target(name: str, key: str = "target") -> str:
     path = os.path.expanduser(path_of_target(name))
     if looks_local(path) and not Path(path).is_dir():
         hint = did_you_mean(path, target_names())
-        raise ValueError(
-            f"{key}: {path}: no such folder{hint}; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct"
-        )
+        raise ValueError(f"{key}: {path}: no such folder{hint}; {how_to_get(path)}")
     refuse_without_config(path, key)
     return path
+
+
+def how_to_get(path: str) -> str:
+    """Returns the remedy for the path of a target that does not exist."""
+    if Path(path).is_relative_to(user_cache_dir() / "real"):
+        return "python -m data_prep.real builds it"
+    return "give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct"
 
 
 def refuse_without_config(path: str, key: str = "target") -> None:

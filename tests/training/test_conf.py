@@ -8,8 +8,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support.train_helpers import python
+from transformers import LlamaConfig
 
 from data_prep.config import validate as validate_data
+from data_prep.real.target import target_folder
 from sage.bench.runners import AUTOREGRESSIVE, BASELINES
 from sage.drafts.registry import KINDS as DRAFT_KINDS
 from sage.io.files import config_dir
@@ -64,6 +66,12 @@ for choice, content in TARGETS.items():
     ARCHITECTURES.setdefault(OmegaConf.select(content, "architecture.model_type") or choice, choice)
 COMPOSED = [choice for choice in CHOICES if choice not in TARGETS or choice in ARCHITECTURES.values()]
 built: set[object] = set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_target() -> None:
+    """The configuration of the target that `python -m data_prep.real` builds in the user's cache folder."""
+    LlamaConfig(vocab_size=9000, hidden_size=32, num_hidden_layers=8).save_pretrained(target_folder())
 
 
 @pytest.mark.parametrize("choice", COMPOSED)

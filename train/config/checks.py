@@ -22,7 +22,7 @@ from sage.drafts.options import BlockOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from sage.io.files import CannotWrite, check_writable
 from sage.io.ranges import FieldError, check_fields
-from sage.io.target_paths import path_of_target
+from sage.io.target_paths import how_to_get, path_of_target
 from sage.trees import AUTOREGRESSIVE, POLICIES
 from train.config.draft import CompressorKind
 from train.config.resuming import check_same_run
@@ -100,7 +100,7 @@ def check_path(key: str, path: str) -> None:
     path = path_of_target(path)
     is_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if is_local and not Path(path).expanduser().is_dir():
-        raise ConfigError(f"{key}={path}: no such folder; give a local folder or a hub id like Qwen/Qwen2.5-VL-7B-Instruct")
+        raise ConfigError(f"{key}={path}: no such folder; {how_to_get(path)}")
 
 
 def check_decode(decode: DecodeConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from sage.io.dtypes import SHORT_NAMES
-from sage.io.files import package_dir, read_json
+from sage.io.files import package_dir, read_json, user_cache_dir
 from train.config.schema import Precision
 from train.config.store import register
 
@@ -21,8 +21,13 @@ LONGEST_PART = 40  # characters of a part of a run's name
 def register_resolvers() -> None:
     """Registers the schemas and the functions of this module; `package_dir:PACKAGE` is the folder of an installed package."""
     register()
-    for resolve in (package_dir, run_name, target_name, target_dtype, lr_for_width):
+    for resolve in (package_dir, user_cache, run_name, target_name, target_dtype, lr_for_width):
         OmegaConf.register_new_resolver(resolve.__name__, resolve, replace=True)
+
+
+def user_cache() -> str:
+    """Returns the folder of `sage.io.files.user_cache_dir`."""
+    return str(user_cache_dir())
 
 
 def run_name(target: str, draft: str, path: str | None, data: str, objective: str) -> str:
