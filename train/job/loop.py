@@ -33,7 +33,7 @@ from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import Display
 from train.monitor.sinks import Tracker
-from train.state.resume import TrainState, rng_state, save_state, set_rng_state
+from train.state.resume import TrainState, rng_state, save_draft, save_state, set_rng_state
 from train.validation.in_loop import ValidationOutcome
 
 logger = logging.getLogger(__name__)
@@ -172,11 +172,12 @@ def _validate(run: TrainingRun) -> None:
 
 
 def _save(run: TrainingRun) -> None:
-    """Saves a checkpoint unless the last one holds the same progress."""
+    """Saves a state, and the draft, which can be measured meanwhile, unless the last ones hold the same progress."""
     if run.state.has_progress_of(run.saved):
         return
     with run.metrics.paused():
         save_state(run.store, run.engine, run.ranks, run.state)
+        save_draft(Path(run.config.run.dir), run.engine, run.ranks, run.state.step)
     for callback in run.callbacks:
         callback.on_save(run.state.step, state_folder(run.config.run.dir) / step_name(run.state.step))
     run.saved = replace(run.state)

@@ -153,7 +153,7 @@ def _number(value: float | None) -> str:
 
 def _files(folder: Path, home: Path) -> str:
     known = {
-        run_folder.DRAFT: "the draft after the last validation",
+        run_folder.DRAFT: "the draft when it was last saved",
         run_folder.BEST_DRAFT: "the draft with the best score",
         METRICS: "one line per log step",
         run_folder.CONFIG: "the resolved configuration",

@@ -26,13 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoints.files import remove_leftovers
-from checkpoints.run_folder import step_name
-from checkpoints.store import StateStore
+from checkpoints.files import new_folder, remove_leftovers
+from checkpoints.run_folder import DRAFT, step_name
+from checkpoints.store import StateStore, saving
 from checkpoints.tensors import read_tensors, write_tensors
 from data_prep.build import open_sources
 from data_prep.splits import Split
 from sage.io.files import json_digest, read_json, write_text
+from sage.io.manifest import write_manifest
 from train.config.schema import Config, ConfigError
 from train.engine.engine import Engine
 from train.launch.nodes import RunDisk
@@ -85,6 +86,19 @@ def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainStat
     _on_all_ranks(store, ranks, state.step, lambda: _write(store.part(state.step), engine, ranks, state))
     _on_all_ranks(store, ranks, state.step, lambda: store.commit(state.step, state.best_step) if ranks.is_main else None)
     logger.info("saved %s", store.folder / step_name(state.step))
+
+
+def save_draft(run: Path, engine: Engine, ranks: Ranks, step: int) -> Path:
+    """Writes `draft/` of a run, with a manifest of checksums; it loads in one process without DeepSpeed.
+
+    Every rank has to call it. Returns the folder. SaveFailed on rank 0 if it cannot be written.
+    """
+    folder, weights = run / DRAFT, engine.draft_state()
+    if ranks.is_main:
+        with saving(folder), new_folder(folder) as part:
+            engine.student.save(part, weights)
+            write_manifest(part, step)
+    return folder
 
 
 def _write(part: Path, engine: Engine, ranks: Ranks, state: TrainState) -> None:

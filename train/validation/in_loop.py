@@ -19,12 +19,11 @@ import torch
 
 import sage
 from checkpoints.files import new_folder
-from checkpoints.run_folder import BEST_DRAFT, DRAFT, METRICS, read_metrics
+from checkpoints.run_folder import BEST_DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
 from checkpoints.store import SaveFailed, saving
 from sage.bench.measurement import Interrupted, Measurement
 from sage.bench.report_table import interruption
-from sage.io.manifest import write_manifest
 from sage.io.model_files import in_one_line
 from sage.planning.base import Policy
 from train.config.schema import Config
@@ -37,7 +36,7 @@ from train.monitor.progress import Display
 from train.monitor.sinks import Tracker
 from train.report.run_page import write_run_report
 from train.report.verdict import verdict_lines
-from train.state.resume import TrainState, rng_state, set_rng_state
+from train.state.resume import TrainState, rng_state, save_draft, set_rng_state
 from train.validation.decode_ranks import DecodeShard
 from train.validation.validate import ReportInfo, Validate
 
@@ -131,17 +130,8 @@ class InLoopValidation:
         return Path(self.config.run.dir)
 
     def _save_draft(self) -> Path:
-        """Writes `draft/` with a manifest of checksums; it loads in one process without DeepSpeed.
-
-        Returns:
-            the folder from which this rank can load it.
-        """
-        folder = self._run_dir / DRAFT
-        weights = self.engine.draft_state()
-        if self.ranks.is_main:
-            with saving(folder), new_folder(folder) as part:
-                self.engine.student.save(part, weights)
-                write_manifest(part, self.state.step)
+        """Writes `draft/`; returns the folder from which this rank can load it."""
+        folder = save_draft(self._run_dir, self.engine, self.ranks, self.state.step)
         if self.shard.divided is None:
             return folder
         self.ranks.wait_for_all()  # other ranks load it next
