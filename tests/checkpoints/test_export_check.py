@@ -208,6 +208,7 @@ DAMAGES: list[tuple[Any, ...]] = [
         IMPORTED,
     ),
     ("eagle3", change_config(**{AUX: [0, 1]}), AUX, ("3 levels",)),
+    ("eagle3", change_config(**{AUX: [0, 1, 1]}), AUX, ("increasing",)),
     ("eagle3", change_config(**{AUX: [0, 1, 3]}), AUX, ("3 layers", "0 to 2")),
     (
         "peagle_two",

@@ -209,11 +209,6 @@ def test_commands_exit_with_2_and_one_line(
     check_message(error, str(draft / "model.safetensors"), "sha256", "manifest.json", "copy the draft again")
 
 
-def test_python_refuses_a_corrupt_draft(corrupt_run: Path, target: Path) -> None:
-    with refused("model.safetensors", "sha256", "copy the draft again"):
-        sage.load_draft(corrupt_run / "draft", sage.load_target(target))
-
-
 def test_load_draft_accepts_an_intact_draft_and_one_without_manifest(target: Path, tmp_path: Path) -> None:
     loaded = sage.load_target(target)
     folder = save_draft(tmp_path / "draft", loaded)

@@ -23,12 +23,6 @@ def workspace(commands: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
     return made
 
 
-def test_a_block_that_fails_is_an_error(workspace: Workspace) -> None:
-    for language, text in (("bash", "false\ntrue"), ("bash", "sage-train target=gone"), ("python", "raise SystemExit(3)")):
-        with pytest.raises(AssertionError, match="somewhere: exit code"):
-            workspace.run(language, text, "somewhere")
-
-
 def test_runs_named_in_docs_and_help_exist_after_the_demo(workspace: Workspace) -> None:
     texts = {page: "\n".join(span for _, span in spans(page)) for page in pages() if page != "CHANGELOG.md"}
     texts |= {name: workspace.run("bash", f"{name} --help", name) for name in ENTRY_POINTS}

@@ -6,7 +6,7 @@ Most tests trace and differentiate as a compiled run does, and leave out Inducto
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from support.messages import refused
 from support.models import MAKERS, make_qwen, padded_batch
 from support.plans import configure
 from support.train_helpers import configured, draft_weights, metrics, train_quickly
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import sage
 from sage.drafts.model import shallow_model
@@ -29,6 +28,9 @@ from train.distill.objective import Objective
 from train.distill.student import HeadStudent, ModelStudent, Student
 from train.distill.teacher import Teacher
 
+if TYPE_CHECKING:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch reads it, and hides the warning
 
@@ -42,6 +44,8 @@ def torch_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     """Counts the functions that are compiled."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compiled_layers, "BACKEND", counter)
