@@ -33,6 +33,7 @@ from sage.commands.cli import resolve_device
 from sage.decoding.answer import PREFILL_PHASES
 from sage.decoding.sampling import Sampling
 from sage.io.machine import available_cores, pin
+from sage.runtime.executor_choice import describe_passes
 from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.runtime.timing import frozen_heap
 from sage.targets import Target
@@ -131,7 +132,7 @@ def _take_turns(
         "prompts": len(prompts),
         "repeats": comparison.repeats,
         "threads": len(comparison.cores),
-        "passes": comparison.passes,
+        "passes": describe_passes(target),
         **figures(turns, comparison.served_draft),
     }
 

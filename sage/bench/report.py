@@ -32,6 +32,7 @@ from sage.io.machine import processor_name
 from sage.planning.base import Policy
 from sage.replay.recording import WIDE, Recording, record
 from sage.replay.replay import ReplayResult, replay
+from sage.runtime.executor_choice import describe_passes
 from sage.trees.cost_aware.policy import CostAware
 
 SCHEMA = 1
@@ -54,6 +55,7 @@ def build_report(
         "draft": draft_name,
         "device": str(target.device),
         "dtype": dtype_name(target.dtype),
+        "passes": describe_passes(target),
         "prompts": len(measurement.prompts),
         **{key: getattr(measurement.sampling, key) for key in SAMPLING_KEYS},
         "repeats": measurement.repeats,

@@ -20,7 +20,6 @@ from sage.drafts.session import DraftSession
 from sage.runtime.buckets import node_bucket
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens
-from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s, now_s
 from sage.targets import Features, Target
 from sage.targets.tree_passes import TreePasses
@@ -56,7 +55,7 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     drafting = [_after(verify_pass(passes, target, cache, LONGER_NODES, context), then=commit)]
     drafting += [_after(level, then=draft_level(session, target, width, context)) for width in DRAFT_WIDTHS]
     commit_s, *levels = _median_s(drafting, target.device)
-    is_stepped = target.passes is PassMode.captured
+    is_stepped = passes.executor.has_buckets
     counts = list(dict.fromkeys(map(node_bucket, VERIFY_NODES))) if is_stepped else list(VERIFY_NODES)
     sizes = [*((nodes, context) for nodes in counts), (1, longer), (LONGER_NODES, longer)]
     calls = [verify_pass(passes, target, cache, nodes, tokens) for nodes, tokens in sizes]

@@ -21,6 +21,7 @@ from sage.drafts.registry import draft_kind
 from sage.io.files import json_digest, read_json, user_cache_dir, write_json
 from sage.io.machine import environment, processor_name
 from sage.runtime.buckets import key_bucket
+from sage.runtime.executor_choice import describe_passes
 from sage.runtime.timing import preparation
 from sage.targets import Target
 from sage.targets.tree_passes import describe_target, family_modules
@@ -71,7 +72,7 @@ def _facts(target: Target, draft: Draft, contexts: tuple[int, int]) -> dict[str,
         "machine": processor_name(target.device),
         **environment(target.device, "sage.costs", *draft_kind(draft.kind).modules, *family_modules(target)),
         "layers_per_device": [target.layer_devices.count(device) for device in dict.fromkeys(target.layer_devices)],
-        "passes": target.passes,
+        "passes": describe_passes(target),
         "contexts": contexts,
         "target": {**describe_target(target), "dtype": target.dtype},
         "draft": draft.describe(),

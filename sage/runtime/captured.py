@@ -2,13 +2,16 @@
 
 A replayed graph costs the host one launch. It reads and writes fixed addresses, so arguments are copied into static buffers
 padded to a bucket, and the caches of finished requests are used again. A padding node writes a column after all others, which
-no node of the tree sees. If a capture fails, passes run eagerly, with one warning.
+no node of the tree sees. If a capture fails, passes run eagerly, with one warning. In the mode `auto`, the first pass of each
+shape is compared with the eager one; if it differs, all passes of the process run eagerly.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +22,9 @@ from sage.runtime.buckets import key_bucket
 from sage.runtime.cache import TreeCache
 from sage.runtime.executors import Executor, Run
 from sage.runtime.package_folder import warn_once
+from sage.runtime.pass_comparison import describe_difference
 from sage.runtime.pass_function import CAPACITY, KEYS, Argument, Dim, Padding, PassFunction, PassInputs, Result
-from sage.runtime.prefix_trial import has_kernels
+from sage.runtime.prefix_trial import why_masked
 from sage.runtime.timing import preparation, synchronize
 
 Outputs = Sequence[Tensor]
@@ -33,26 +37,29 @@ NO_CACHE = 0  # in place of an address
 
 def cuda_graph(function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
     """Captures a function on the current device; returns what replays it and its static results."""
-    stream = torch.cuda.Stream()
+    device = torch.cuda.current_device()
+    stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # libraries allocate their workspaces in the first call
         function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # "global" would fail on calls of other threads, such as the loader's that pins memory (torch.cuda.graph)
-    with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, _pool(device), stream, capture_error_mode="thread_local"):
         outputs = function()
     return graph.replay, outputs
 
 
-_POOLS: dict[int, Any] = {}
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Returns the stream in which all graphs of a device are captured: cuBLAS keeps a workspace of 32 MiB for every stream."""
+    return torch.cuda.Stream(device)
 
 
+@cache
 def _pool(device: int) -> Any:
     """Returns the memory pool that all graphs of a device share; none of them is replayed while another one runs."""
-    if device not in _POOLS:
-        _POOLS[device] = torch.cuda.graph_pool_handle()
-    return _POOLS[device]
+    return torch.cuda.graph_pool_handle()
 
 
 def call_again(function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
@@ -107,25 +114,41 @@ class Captured(Executor):
 
     Args:
         capture: `cuda_graph`, or for tests `call_again`.
+        is_compared: whether the first pass of each shape is compared with the eager one.
+
+    Attributes:
+        problem: how a pass differed from the eager one; then all run eagerly.
     """
 
-    def __init__(self, capture: Capture = cuda_graph) -> None:
-        self._capture = capture
+    def __init__(self, capture: Capture = cuda_graph, is_compared: bool = False) -> None:
+        self.capture, self.is_compared, self.problem = capture, is_compared, ""
         self._pools: weakref.WeakKeyDictionary[Any, CachePool] = weakref.WeakKeyDictionary()
         self._functions: weakref.WeakSet[PassFunction] = weakref.WeakSet()  # that have graphs
 
     def bind(self, function: PassFunction) -> Run:
+        if self.problem:
+            return function.compute
         weights = [weight.data_ptr() for weight in function.parameters()]
         kept = function.kept.get(self)
         if kept is None or kept.weights != weights:
-            kept = function.kept[self] = CapturedFunction(function, self._capture, weights)
+            kept = function.kept[self] = CapturedFunction(function, self, weights)
             self._functions.add(function)
         run: CapturedFunction = kept
         run.drop_except(set().union(*(pool.addresses() for pool in self._pools.values())))
         return run
 
+    @property
+    def has_buckets(self) -> bool:  # type: ignore[override]
+        return not self.problem
+
     def splits_keys(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-        return has_kernels(device, dtype, head_dim)
+        return not self.problem and not why_masked(device, dtype, head_dim)
+
+    def describe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        if self.problem:
+            return f"eager, because {self.problem}"
+        reason = why_masked(device, dtype, head_dim)
+        return f"captured, with all keys masked: {reason}" if reason else "captured, with keys in two parts"
 
     def capacity(self, num_tokens: int) -> int:
         return key_bucket(num_tokens + 1)  # and one row that padding writes
@@ -139,7 +162,7 @@ class Captured(Executor):
             function.kept.pop(self, None)
         self._functions.clear()
         self._pools.clear()
-        _POOLS.clear()  # the pool of destroyed graphs cannot be captured into
+        _pool.cache_clear()  # the pool of destroyed graphs cannot be captured into
         if torch.cuda.is_initialized():
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
@@ -148,11 +171,12 @@ class Captured(Executor):
 class CapturedFunction:
     """The graphs of a function with weights at fixed addresses, by bucket and by the addresses of the cache."""
 
-    def __init__(self, function: PassFunction, capture: Capture, weights: Sequence[int]) -> None:
+    def __init__(self, function: PassFunction, executor: Captured, weights: Sequence[int]) -> None:
         self.weights = weights
-        self._function, self._capture = function, capture
+        self._function, self._executor = function, executor
         self._cache = next((each.name for each in function.arguments if each.padding is Padding.cache), None)
         self.graphs: dict[tuple[Hashable, ...], StaticCall] = {}
+        self._agreed: set[tuple[Hashable, ...]] = set()  # shapes whose first pass equals the eager one
         self._num_failures = 0
 
     def drop_except(self, addresses: set[int]) -> None:
@@ -164,9 +188,23 @@ class CapturedFunction:
         padded = {dim: dim.bucket(size) for dim, size in sizes.items()}
         address = NO_CACHE if self._cache is None else getattr(inputs, self._cache)[0].data_ptr()
         key = (address, *padded.values())
-        if key not in self.graphs and not self._try_capture(key, inputs, padded):
+        if self._executor.problem or (key not in self.graphs and not self._try_capture(key, inputs, padded)):
             return self._function.compute(inputs)
-        return self.graphs[key](inputs, sizes)
+        call = self.graphs[key]
+        shape = (*padded.values(), *(padded[dim] > size for dim, size in sizes.items()))
+        if self._executor.is_compared and shape not in self._agreed and not self._agrees(call, shape, inputs, sizes):
+            return self._function.compute(inputs)
+        return call(inputs, sizes)
+
+    def _agrees(self, call: StaticCall, shape: tuple[Hashable, ...], inputs: PassInputs, sizes: dict[Dim, int]) -> bool:
+        with preparation():
+            problem = describe_difference(self._function, call, inputs, sizes)
+        if problem:
+            self._executor.problem = problem
+            self._executor.release()
+            warn_once(f"passes: {problem}; all passes of this process run eagerly")
+        self._agreed.add(shape)
+        return not problem
 
     def _try_capture(self, key: tuple[Hashable, ...], inputs: PassInputs, sizes: dict[Dim, int]) -> bool:
         """Captures a graph; returns whether there is one. After `MAX_FAILURES`, nothing is tried again."""
@@ -176,7 +214,7 @@ class CapturedFunction:
         try:
             synchronize(device)
             with preparation():
-                self.graphs[key] = StaticCall(self._function, inputs, sizes, self._capture)
+                self.graphs[key] = StaticCall(self._function, inputs, sizes, self._executor.capture)
                 synchronize(device)
         except RuntimeError as error:
             self._num_failures += 1
@@ -199,18 +237,39 @@ class StaticCall:
         given = zip(function.arguments, inputs.all_values(), strict=True)
         static = function.inputs(**{argument.name: self._static(argument, value) for argument, value in given})
         self._values = list(static.all_values())
-        self._replay, self._outputs = capture(lambda: function.compute(static))
+        with self.unchanged_cache():
+            self._replay, self._outputs = capture(lambda: function.compute(static))
 
     def __call__(self, inputs: PassInputs, sizes: dict[Dim, int]) -> Outputs:
         """Replays the function on `inputs`, whose dynamic dimensions have `sizes`."""
+        self.write(inputs, sizes)
+        return self.run(sizes)
+
+    def write(self, inputs: PassInputs, sizes: dict[Dim, int]) -> None:
+        """Copies arguments into the static ones."""
         for argument, static, value in zip(self._function.arguments, self._values, inputs.all_values(), strict=True):
             if argument.padding is Padding.cache or argument.padding is Padding.counting:
                 continue
             pairs = ((static, value),) if argument.count is None else zip(static, value, strict=True)
             for buffer, tensor in pairs:
                 self._write(argument, buffer, tensor, sizes)
+
+    def run(self, sizes: dict[Dim, int]) -> Outputs:
+        """Replays the function on the arguments that were written."""
         self._replay()
         return [self._read(result, out, sizes) for result, out in zip(self._function.results, self._outputs, strict=True)]
+
+    @contextmanager
+    def unchanged_cache(self) -> Iterator[None]:
+        """Restores the columns of the cache that the static arguments name, whatever padding makes of them."""
+        given = list(zip(self._function.arguments, self._values, strict=True))
+        spare = (value for argument, value in given if argument.padding is Padding.spare)
+        columns = [value.flatten() for value in spare if isinstance(value, Tensor)]
+        buffers = [buffer for argument, value in given if argument.padding is Padding.cache for buffer in value]
+        before = [buffer.index_select(-2, torch.cat(columns)) for buffer in buffers]
+        yield
+        for buffer, states in zip(buffers, before, strict=True):
+            buffer.index_copy_(-2, torch.cat(columns), states)
 
     def _write(self, argument: Argument, static: Tensor, value: Tensor, sizes: dict[Dim, int]) -> None:
         contents = self._contents(argument.dims, static, sizes)

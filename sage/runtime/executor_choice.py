@@ -26,7 +26,12 @@ def _new_executor(mode: PassMode) -> Executor:
         return Compiled()
     from sage.runtime.captured import Captured
 
-    return Captured()
+    return Captured(is_compared=mode is PassMode.auto)
+
+
+def describe_passes(target: Any) -> str:
+    """Returns how passes of a target run, for reports: the executor, and what keeps it from its fastest way."""
+    return executor_of(target.passes).describe(target.device, target.dtype, target.head_dim)
 
 
 @contextmanager

@@ -25,9 +25,11 @@ class Executor(ABC):
 
     Attributes:
         max_prompt: tokens of the longest prompt that it reads; in longer ones, products take most of the time.
+        has_buckets: whether sizes are padded to buckets, so that the time of a pass grows in steps.
     """
 
     max_prompt = 0
+    has_buckets = False
 
     @abstractmethod
     def bind(self, function: PassFunction) -> Run:
@@ -36,6 +38,10 @@ class Executor(ABC):
     def splits_keys(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether a target's pass attends to its keys in two parts (see `sage.runtime.prefix_attention`)."""
         return False
+
+    def describe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        """Returns how passes of a target run, for reports."""
+        return type(self).__name__.lower()
 
     def capacity(self, num_tokens: int) -> int:
         """Returns the capacity of a cache that is to hold `num_tokens` tokens."""

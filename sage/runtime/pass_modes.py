@@ -14,7 +14,8 @@ class PassMode(StrEnum):
         eager: kernel by kernel; the reference.
         compiled: as functions compiled ahead of time by Inductor, kept on disk.
         captured: as CUDA graphs, one per bucket of nodes and keys.
-        auto: captured on a GPU; compiled on a CPU for work of many answers; else eager.
+        auto: captured on a GPU, if the first pass of each shape equals the eager one; compiled on a CPU for work of many
+            answers; else eager.
     """
 
     eager = "eager"
@@ -31,7 +32,7 @@ def check_pass_mode(name: str) -> PassMode:
 
 
 def resolve_pass_mode(name: str, device_type: str, num_answers: int = 1, is_whole: bool = True) -> PassMode:
-    """Returns `eager`, `compiled` or `captured`.
+    """Returns `eager`, `compiled` or `captured`, or on a GPU `auto`: captured, and compared with eager passes.
 
     Args:
         name: one of `PassMode`.
@@ -49,5 +50,5 @@ def resolve_pass_mode(name: str, device_type: str, num_answers: int = 1, is_whol
     if mode is not PassMode.auto:
         return mode
     if device_type == "cuda":
-        return PassMode.captured
+        return PassMode.auto
     return PassMode.compiled if device_type == "cpu" and num_answers >= MANY_ANSWERS else PassMode.eager

@@ -2,65 +2,65 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from functools import cache, partial
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
+from sage.io.dtypes import dtype_name
 from sage.io.model_files import in_one_line
-from sage.runtime.attention import has_flash_kernel, tile_mask
+from sage.runtime.attention import HALF, has_flash_kernel, tile_mask
 from sage.runtime.package_folder import warn_once
-from sage.runtime.prefix_attention import KERNEL_DEVICES, PAGE, attend_in_parts, full_keys, sliding_keys, softmax_attention
+from sage.runtime.prefix_attention import KERNEL_DEVICES, attend_in_parts, key_parts, softmax_attention
 
 MAX_HEAD_DIM = 256
-NODES, KV_HEADS, GROUP, PAGES = 4, 2, 3, 4  # of a trial
+NODES, KV_HEADS, GROUP, CAPACITY = 4, 2, 3, 4096  # of a trial
 MAX_ERROR = 0.03  # results are averages of standard normal values, in half precision
 
 
-def has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether attention in two parts can run: on a GPU with the kernels that it needs, elsewhere by `softmax_attention`."""
+def why_masked(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Returns why a target's captured passes mask all keys; empty if they attend in two parts. Warns once of each reason.
+
+    Devices without kernels for it compute by `softmax_attention`.
+    """
     if device.type not in KERNEL_DEVICES:
-        return True
-    return (
-        dtype in (torch.float16, torch.bfloat16)
-        and head_dim % 8 == 0
-        and head_dim <= MAX_HEAD_DIM
-        and has_flash_kernel(device)
-        and "block_table" in inspect.signature(varlen_attn).parameters
-        and kernels_agree(device, dtype, head_dim)
-    )
+        return ""
+    reason = _missing(device, dtype, head_dim) or kernel_problem(device, dtype, head_dim)
+    if reason:
+        warn_once(f"passes: captured passes mask all keys, which slows those over one node as well: {reason}")
+    return reason
+
+
+def _missing(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Returns the condition that is not met; empty if there is none."""
+    if dtype not in HALF:
+        return f"{dtype_name(dtype)} is not a dtype of the flash kernel; float16 and bfloat16 are"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        return f"a head size of {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    return "" if has_flash_kernel(device) else "torch's flash kernel needs an NVIDIA GPU of compute capability 8.0 or higher"
 
 
 @cache
-def kernels_agree(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels give the results of `softmax_attention` on random keys; warns if they do not.
-
-    They raise with a torch whose default flash kernel takes no pages.
-    """
+def kernel_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Compares the kernels with `softmax_attention` on random keys; returns how they fail or differ, empty if they agree."""
     try:
         error = max(trial_error(device, dtype, head_dim, before, window) for before in (0, 1, 700) for window in (None, 300))
-        problem = "" if error < MAX_ERROR else f"results differ by {error:.2g}"
     except RuntimeError as failure:
-        problem = in_one_line(failure)[:300]
-    if problem:
-        warn_once(f"passes: keys cannot be read without a mask ({problem}); captured passes mask all of them")
-    return not problem
+        return f"torch {torch.__version__}: {in_one_line(failure)[:300]}"
+    return "" if error < MAX_ERROR else f"the kernels of torch {torch.__version__} differ from the reference by {error:.2g}"
 
 
 def trial_error(device: torch.device, dtype: torch.dtype, head_dim: int, before: int, window: int | None) -> float:
     """Returns the largest error of the attention of a chain of nodes after `before` tokens; infinity for NaN."""
-    generator, capacity, heads = torch.Generator().manual_seed(0), PAGES * PAGE, KV_HEADS * GROUP
-    shapes = (1, heads, NODES, head_dim), (1, KV_HEADS, capacity, head_dim), (1, KV_HEADS, capacity, head_dim)
+    generator, heads = torch.Generator().manual_seed(0), KV_HEADS * GROUP
+    shapes = (1, heads, NODES, head_dim), (1, KV_HEADS, CAPACITY, head_dim), (1, KV_HEADS, CAPACITY, head_dim)
     query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     rows = before + torch.arange(NODES, device=device)
     visible = torch.ones(NODES, NODES, dtype=torch.bool, device=device).tril()
-    given = (visible, rows, capacity, GROUP, partial(tile_mask, group=GROUP, dtype=dtype))
-    parts = full_keys(*given) if window is None else sliding_keys(*given, window)
+    parts = key_parts(visible, rows, CAPACITY, GROUP, partial(tile_mask, group=GROUP, dtype=dtype), window)
     found = attend_in_parts(query, key, value, parts, head_dim**-0.5)
-    place = torch.arange(capacity, device=device)
-    seen = (place <= rows[:, None]) & (place > rows[:, None] - (window or capacity))
+    place = torch.arange(CAPACITY, device=device)
+    seen = (place <= rows[:, None]) & (place > rows[:, None] - (window or CAPACITY))
     folded, mask = query.reshape(KV_HEADS, -1, head_dim), tile_mask(seen, GROUP, torch.float32)[0]
     expected, _ = softmax_attention(folded, key[0], value[0], mask, head_dim**-0.5)
     return float((found - expected.reshape(query.shape)).float().abs().nan_to_num(nan=math.inf).max())

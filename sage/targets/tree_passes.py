@@ -31,7 +31,7 @@ from sage.runtime.pass_function import (
     Result,
     argument,
 )
-from sage.runtime.prefix_attention import PassKeys, full_keys, sliding_keys
+from sage.runtime.prefix_attention import PassKeys, key_parts
 from sage.targets.family import FULL, SLIDING, Family, Mask
 from sage.targets.target import Features, Target
 
@@ -148,8 +148,8 @@ class SplitTreePass(TreePass):
         columns = (inputs.first + near).clamp(max=capacity - 1)
         given = (inputs.visible, columns, capacity, self._target.group, self._tile)
         types = getattr(self._target.text_config, "layer_types", None) or [SLIDING if window else FULL]
-        full = full_keys(*given) if FULL in types else None
-        return None, PassKeys(full, None if window is None else sliding_keys(*given, window))
+        full = key_parts(*given) if FULL in types else None
+        return None, PassKeys(full, None if window is None else key_parts(*given, window))
 
 
 class TreePasses:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.accelerator import Traffic, on_device
+from support.accelerator import DEVICE, Traffic, on_device
+from support.gpu_attention import use_gpu_kernels
 from support.models import make_inputs, make_llava, make_qwen, near_draft
 from support.pass_helpers import capture_with, head, slow_except
 from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy
 
 import sage
+from sage.runtime import captured
 from sage.runtime.captured import call_again
 from sage.runtime.pass_modes import PassMode
 
@@ -53,9 +55,11 @@ def test_equal_tokens_and_bounds_of_captured_passes(
 ) -> None:
     """The eager tokens of the CPU; synchronizations at most levels + 1. `case`: policy and temperature.
 
-    A replay calls the function again.
+    A replay calls the function again, and attention in two parts the kernels of a GPU, imitated.
     """
     capture_with(monkeypatch, call_again)
+    calls = use_gpu_kernels(monkeypatch, DEVICE.type)
+    monkeypatch.setattr(captured, "why_masked", lambda *_: "")
     target = make()
     draft: Any = near_draft(target) if kind == "near" else head(target, kind)
     policy, temperature = case.split()
@@ -68,6 +72,7 @@ def test_equal_tokens_and_bounds_of_captured_passes(
     for _ in range(2):  # the first request captures
         counts = count_rounds(traffic, target, draft, inputs, new_policy(policy), **options)
         assert counts.tokens == expected
+    assert calls["varlen_attn"] and bool(calls["efficient_attention"]) == (policy != "autoregressive")
     for one in counts.rounds:
         assert one.synchronizations <= one.levels + 1, counts.lines
         assert one.uploads <= MAX_UPLOADS and one.blocking_uploads == 0, counts.lines

@@ -6,6 +6,7 @@ import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ import sage
 from sage.decoding.chat import Chat
 from sage.runtime import captured, executor_choice
 from sage.runtime.buckets import key_bucket, node_bucket
-from sage.runtime.captured import MAX_FAILURES, MAX_FREE, CachePool, Captured, CapturedFunction, call_again
-from sage.runtime.executor_choice import executor_of, passes_as
+from sage.runtime.captured import MAX_FAILURES, MAX_FREE, CachePool, Captured, CapturedFunction, StaticCall, call_again
+from sage.runtime.executor_choice import describe_passes, executor_of, passes_as
 from sage.runtime.executors import EAGER
+from sage.runtime.pass_function import Argument, Padding
 from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.targets.tree_passes import TreePasses
 
@@ -103,7 +105,7 @@ class TestBuckets:
         """One per bucket of nodes, whatever the lengths; none for a second request. Without the kernels of attention in two
         parts, one per bucket of nodes and keys.
         """
-        monkeypatch.setattr(captured, "has_kernels", lambda *_: is_split)
+        monkeypatch.setattr(captured, "why_masked", lambda *_: "" if is_split else "a reason")
         captures: list[int] = []
 
         def counting(function: Any) -> Any:
@@ -221,6 +223,18 @@ class TestCaches:
         weight.data.copy_(before)
         assert answer(tiny_qwen, draft, form, "static") == expected
 
+    def test_captures_of_a_device_share_a_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """cuBLAS keeps a workspace for every stream, of the warm-up as of the capture."""
+        for name in ("Stream", "stream", "graph", "CUDAGraph", "current_stream", "graph_pool_handle"):
+            monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+        for _ in range(2):
+            captured.cuda_graph(lambda: [torch.zeros(1)])
+        one = torch.cuda.Stream.return_value
+        assert torch.cuda.Stream.call_count == 1
+        assert {call.args[0] for call in torch.cuda.stream.call_args_list} == {one} == {torch.cuda.graph.call_args.args[2]}
+        captured._stream.cache_clear(), captured._pool.cache_clear()
+
 
 class TestFailures:
     def test_a_capture_is_tried_again(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +251,26 @@ class TestFailures:
         with pytest.warns(UserWarning, match="target's pass cannot be captured"):
             found = answer(tiny_qwen, None, PassMode.captured, "autoregressive")
         assert found == answer(tiny_qwen, None, PassMode.eager, "autoregressive") and len(tries) == MAX_FAILURES
+
+    def test_a_wrong_padding_row_is_noticed(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`auto` compares the first pass of each shape with the eager one, before anything is lost; `captured` does not."""
+        pad = StaticCall._pad
+
+        def on_the_first_token(call: StaticCall, argument: Argument, static: Any) -> Any:
+            return static.zero_() if argument.padding is Padding.spare else pad(call, argument, static)
+
+        capture_with(monkeypatch, call_again)
+        draft = head(tiny_qwen)
+        expected = answer(tiny_qwen, draft, PassMode.eager, "sage")
+        assert answer(tiny_qwen, draft, PassMode.auto, "sage") == expected
+        assert describe_passes(tiny_qwen) == "captured, with keys in two parts"
+        monkeypatch.setattr(StaticCall, "_pad", on_the_first_token)
+        capture_with(monkeypatch, call_again)
+        assert answer(tiny_qwen, draft, PassMode.captured, "sage") != expected
+        with pytest.warns(UserWarning, match="captured pass of the (target|draft) .* differs .* run eagerly") as caught:
+            assert answer(tiny_qwen, draft, PassMode.auto, "sage") == expected
+        assert len(caught) == 1 and answer(tiny_qwen, draft, PassMode.auto, "sage") == expected
+        assert describe_passes(tiny_qwen).startswith("eager, because a captured pass of the ")
 
     def test_capture_that_fails(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
         def failing(function: Any) -> Any:
@@ -299,7 +333,7 @@ class TestModes:
         [
             ("auto", "cpu", 1, True, "eager"),
             ("auto", "cpu", MANY_ANSWERS, True, "compiled"),
-            ("auto", "cuda", 1, True, "captured"),
+            ("auto", "cuda", 1, True, "auto"),
             ("auto", "cuda", 1, False, "eager"),
             ("compiled", "cpu", 1, True, "compiled"),
             ("compiled", "cpu", 1, False, "eager"),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support import gpu_attention
+from support.gpu_attention import use_gpu_kernels
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from sage.runtime import prefix_attention, prefix_trial
 from sage.runtime.attention import tile_mask
-from sage.runtime.prefix_attention import attend_in_parts, full_keys, merge, sliding_keys, softmax_attention
+from sage.runtime.prefix_attention import attend_in_parts, key_parts, merge, softmax_attention
 
 EXACT = {"rtol": 0, "atol": 1e-13}
-HEADS, GROUP, SIZE, CAPACITY, PAGE = 2, 3, 8, 64, 4
+HEADS, GROUP, SIZE, CAPACITY = 2, 3, 8, 64
+MIN_BLOCK = 8  # keys: eight blocks of a full cache, some of them empty
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
@@ -36,17 +41,22 @@ def test_a_merge_is_one_softmax(before: int) -> None:
     other = softmax_attention(query, key[:, before:], value[:, before:], mask[:, before:], 1.0)
     expected = reference(query, key, value, visible)
     for sign in (-1, 1):
-        lse = one[1].masked_fill(one[1].isinf(), sign * torch.inf)
-        torch.testing.assert_close(merge(one[0], lse, *other), expected, **EXACT)
+        out, lse = (torch.stack(both) for both in zip(one, other, strict=True))
+        torch.testing.assert_close(merge(out, lse.masked_fill(lse.isinf(), sign * torch.inf)), expected, **EXACT)
     nothing = softmax_attention(query, key[:, :0], value[:, :0], mask[:, :0], 1.0)
-    assert torch.equal(merge(*nothing, *nothing), torch.zeros_like(query))
+    assert torch.equal(merge(*(both.expand(2, *both.shape) for both in nothing)), torch.zeros_like(query))
 
 
 @pytest.mark.parametrize("before", [0, 3, 17, 50])
 @pytest.mark.parametrize("window", [None, 1, 4, 11, 40])
 @pytest.mark.parametrize("nodes", [1, 6])
-def test_a_pass_in_parts_is_a_masked_pass(before: int, window: int | None, nodes: int) -> None:
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_a_pass_in_parts_is_a_masked_pass(
+    before: int, window: int | None, nodes: int, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tree after `before` tokens, with two padding nodes and one padding row."""
+    if has_kernels:
+        use_gpu_kernels(monkeypatch, "cpu")
     torch.manual_seed(before)
     depth = torch.tensor([0, 1, 1, 2, 3, 3][:nodes])
     tree = torch.tensor([[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0], [1, 1, 0, 1, 1, 0]])
@@ -57,10 +67,11 @@ def test_a_pass_in_parts_is_a_masked_pass(before: int, window: int | None, nodes
     query = torch.randn(1, HEADS * GROUP, nodes + padding, SIZE, dtype=torch.double)
     key, value = (torch.randn(1, HEADS, CAPACITY, SIZE, dtype=torch.double) for _ in range(2))
     tile = partial(tile_mask, group=GROUP, dtype=torch.double)
-    make = full_keys if window is None else partial(sliding_keys, window=window)
-    parts = make(visible, rows, CAPACITY, GROUP, tile, page=PAGE)
-    assert (parts.rows is None) == (nodes == 1 and window is None)
-    found = attend_in_parts(query, key, value, parts, 1.0, PAGE)
+    parts = key_parts(visible, rows, CAPACITY, GROUP, tile, window, MIN_BLOCK)
+    assert (parts.rows is None) == (nodes == 1)
+    assert len(parts.key_ends) - 1 == (8 if window is None else max(window // MIN_BLOCK, 1))
+    assert int(parts.key_ends.diff().max()) <= parts.most
+    found = attend_in_parts(query, key, value, parts, 1.0)
     seen = torch.cat((torch.ones(nodes, before, dtype=torch.bool), tree), 1)
     places = torch.cat((torch.arange(before), before + depth))
     if window is not None:
@@ -80,27 +91,54 @@ def test_kernels_of_a_gpu_take_these_arguments(monkeypatch: pytest.MonkeyPatch, 
         query = torch.empty(1, 28, nodes, 128, dtype=torch.bfloat16)
         key, value = torch.empty(2, 1, 4, 2048, 128, dtype=torch.bfloat16)
         visible, rows = torch.ones(nodes, nodes, dtype=torch.bool), torch.arange(nodes)
-        given = (visible, rows, 2048, 7, partial(tile_mask, group=7, dtype=torch.bfloat16))
-        for parts in (full_keys(*given), sliding_keys(*given, window=600)):
+        for window in (None, 600):
+            parts = key_parts(visible, rows, 2048, 7, partial(tile_mask, group=7, dtype=torch.bfloat16), window)
             out = attend_in_parts(query, key, value, parts, 128**-0.5)
             assert out.shape == query.shape and out.dtype is torch.bfloat16 and out.is_meta
-            assert parts.pages.dtype is parts.count.dtype is parts.query_ends.dtype is parts.key_ends.dtype is torch.int32
+            assert parts.query_ends.dtype is parts.key_ends.dtype is torch.int32
             assert parts.mask is None or all(stride % 8 == 0 for stride in parts.mask.stride()[:-1])
+
+
+def test_the_kernel_of_these_tests_has_the_signature_of_torch() -> None:
+    ours, theirs = (inspect.signature(function).parameters for function in (gpu_attention.varlen_attn, varlen_attn))
+    assert list(theirs)[: len(ours)] == list(ours)
+    assert {name: ours[name].kind for name in ours} == {name: theirs[name].kind for name in ours}
 
 
 def test_kernels_are_compared_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that fail, or that differ, are not used, with one warning; here in place of those of a GPU."""
     cpu, unmasked = torch.device("cpu"), prefix_attention._unmasked
-    agree = prefix_trial.kernels_agree.__wrapped__
-    assert agree(cpu, torch.bfloat16, 64)
+    monkeypatch.setattr(prefix_trial, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(prefix_trial, "has_flash_kernel", lambda device: True)
+    monkeypatch.setattr(prefix_trial, "kernel_problem", prefix_trial.kernel_problem.__wrapped__)
+    reason_of = partial(prefix_trial.why_masked, cpu, torch.bfloat16)
+    assert reason_of(64) == ""
 
     def failing(*_: object) -> tuple[Tensor, Tensor]:
-        raise RuntimeError("paged KV is not supported")
+        raise RuntimeError("no kernel image is available")
 
-    def as_if_all_keys_were_there(query: Tensor, key: Tensor, value: Tensor, parts: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-        return unmasked(query, key, value, replace(parts, count=parts.count + 200), *rest)
+    def as_if_more_keys_were_there(query: Tensor, key: Tensor, value: Tensor, parts: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+        return unmasked(query, key, value, replace(parts, key_ends=parts.key_ends + 200), *rest)
 
-    for kernel, message in ((failing, "paged KV is not supported"), (as_if_all_keys_were_there, "results differ by")):
+    for kernel, message in ((failing, "no kernel image"), (as_if_more_keys_were_there, "differ from the reference by")):
         monkeypatch.setattr(prefix_attention, "_unmasked", kernel)
-        with pytest.warns(UserWarning, match=f"without a mask .{message}.*mask all"):
-            assert not agree(cpu, torch.bfloat16, 64)
+        with pytest.warns(UserWarning, match=f"mask all keys.*torch {torch.__version__.split('+')[0]}.*{message}") as caught:
+            assert message in reason_of(64) and message in reason_of(64)
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "has_flash", "reason"),
+    [
+        (torch.float32, 64, True, "float32 is not a dtype of the flash kernel"),
+        (torch.bfloat16, 84, True, "a head size of 84 is not a multiple of 8 up to 256"),
+        (torch.bfloat16, 264, True, "a head size of 264 is not"),
+        (torch.float16, 64, False, "compute capability 8.0"),
+    ],
+)
+def test_the_condition_that_is_not_met_is_named(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int, has_flash: bool, reason: str
+) -> None:
+    monkeypatch.setattr(prefix_trial, "has_flash_kernel", lambda device: has_flash)
+    with pytest.warns(UserWarning, match=f"mask all keys.*{reason}"):
+        assert reason in prefix_trial.why_masked(torch.device("cuda"), dtype, head_dim)

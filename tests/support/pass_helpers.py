@@ -34,7 +34,8 @@ def head(target: sage.Target, *args: Any, **options: Any) -> Any:
 
 def capture_with(monkeypatch: pytest.MonkeyPatch, capture: Capture) -> None:
     """Captures passes of target and draft with another function than `cuda_graph`, which needs a GPU."""
-    monkeypatch.setitem(executor_choice._EXECUTORS, PassMode.captured, Captured(capture))
+    for mode in (PassMode.captured, PassMode.auto):
+        monkeypatch.setitem(executor_choice._EXECUTORS, mode, Captured(capture, mode is PassMode.auto))
 
 
 class Uncompiled(Compiled):

@@ -171,6 +171,7 @@ def _setup(report: Report) -> str:
         f"- {counted(report['prompts'], 'prompt')}, {runs} each, at most {report['max_new_tokens']} new tokens, "
         f"{sampling}{together}{trained}",
         f"- {report['dtype']} on `{report['device']}`: {processor}, {machine['system']}",
+        *([f"- passes: {report['passes']}"] if "passes" in report else []),
         "- " + ", ".join(f"{package} {number}" for package, number in report["versions"].items()),
     ]
     command = f"\n\n```\n{report['command']}\n```" if report.get("command") else ""
