@@ -30,8 +30,8 @@ from sage.runtime.pass_modes import PassMode
 if TYPE_CHECKING:
     import torch
 
-CHECKPOINT_DTYPE = "that of the checkpoint"
-FAST_DTYPE = "that of the checkpoint; on a CPU fp32, which is faster there"  # `load_options(cpu_dtype="float32")`
+CHECKPOINT_DTYPE = "that of the checkpoint, bf16 for fp16"
+FAST_DTYPE = f"{CHECKPOINT_DTYPE}; on a CPU fp32, which is faster there"  # `load_options(cpu_dtype="float32")`
 EXIT_DONE = 0
 EXIT_CRASH = 1  # anything unforeseen
 EXIT_USER = 2  # the user's mistake, reported in one line

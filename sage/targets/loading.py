@@ -12,6 +12,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from sage.inputs.processing import Processor
+from sage.io.dtypes import SHORT_NAMES, dtype_name, loaded_dtype, torch_dtype
 from sage.io.hub import require_hub
 from sage.io.model_files import in_one_line, load_weights, read_config
 from sage.io.target_paths import find_target, path_of_target, refuse_without_config
@@ -37,7 +38,7 @@ def load_target(
 
     Args:
         path_or_id: a folder, a hub id, or a name of conf/target, such as `pocket_qwen2_5_vl` or `qwen2_5_vl_7b`.
-        dtype: None keeps that of the checkpoint.
+        dtype: None keeps that of the checkpoint, with bfloat16 in place of float16 (`sage.io.dtypes.loaded_dtype`).
         attention: of the vision tower, one of `VisionAttention`.
         device_map: spreads a target that is too large for one GPU over several, in place of `device`: auto, balanced or
             sequential, or module name -> device, as for `from_pretrained`.
@@ -57,7 +58,9 @@ def load_target(
     processor = load_processor(path)
     auto_class = FAMILIES[processor.family.model_type].auto_class
     placement = _placement(torch.device(device), device_map)
-    model = load_weights(auto_class, path, "target", allow_unused=True, dtype=dtype or "auto", **placement, **kwargs)
+    published = dtype_name(AutoConfig.from_pretrained(path, trust_remote_code=False).dtype)
+    given = dtype or (torch_dtype(loaded_dtype(published)) if published in SHORT_NAMES else "auto")
+    model = load_weights(auto_class, path, "target", allow_unused=True, dtype=given, **placement, **kwargs)
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
     target = Target(model if placement else model.to(device), processor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,14 @@ class TestCommand:
         monkeypatch.setattr(cli, "resolve_device", lambda name: torch.device("cuda"))
         assert generate(*words) == 0
         assert given == [torch.float32, torch.bfloat16, None]
+
+    def test_a_checkpoint_in_fp16_is_loaded_in_bf16_unless_asked_for(self, folders: tuple[str, str], tmp_path: Path) -> None:
+        """The dtype in which drafts for it are trained."""
+        folder = shutil.copytree(folders[0], tmp_path / "target")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+        given = (None, torch.float16, torch.float32)
+        assert [sage.load_target(folder, dtype).dtype for dtype in given] == [torch.bfloat16, torch.float16, torch.float32]
 
     def test_a_policy_that_drafts_needs_a_draft(self, folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert parse_args(["--prompt", "Hi"]).policy == "chain"

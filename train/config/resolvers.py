@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from sage.io.dtypes import SHORT_NAMES
+from sage.io.dtypes import SHORT_NAMES, loaded_dtype
 from sage.io.files import package_dir, read_json, user_cache_dir
 from train.config.schema import Precision
 from train.config.store import register
@@ -54,10 +54,10 @@ def target_name(path: str) -> str:
 
 
 def target_dtype(path: str) -> Precision:
-    """Returns the precision in a local folder's config.json (`dtype`, in older files `torch_dtype`); bf16 if unknown."""
+    """Returns the precision for the dtype in a local folder's config.json (`dtype`, in older files `torch_dtype`)."""
     config = _read_config(path)
     found = config.get("dtype") or config.get("torch_dtype")
-    return Precision.fp32 if SHORT_NAMES.get(str(found)) == Precision.fp32 else Precision.bf16
+    return Precision(SHORT_NAMES[loaded_dtype(found)])
 
 
 def lr_for_width(path: str, lr: float, width: int) -> float:
