@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from datetime import timedelta
@@ -22,6 +23,8 @@ from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.engine.engine import import_deepspeed
 from train.job import loop
 from train.job.build import set_threads
+from train.job.rank import run_rank
+from train.launch.cluster_env import set_torch_defaults
 from train.launch.launcher import check_devices
 from train.launch.ranks import NCCL_TIMEOUT_S, Ranks, check_own_gpu, pick_device, process_group
 from train.state.resume import TrainState
@@ -129,6 +132,24 @@ def test_ranks_on_gpus_share_the_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     set_threads(compose("config", [], Config), Ranks(0, 2, torch.device(device)))
     assert chosen == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(
+    ("given", "alloc", "compilers"),
+    [
+        ({}, "expandable_segments:True", "4"),
+        ({"LOCAL_WORLD_SIZE": "8", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None, "2"),
+        ({"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native", "1"),
+    ],
+)
+def test_a_run_sets_what_torch_reads_at_its_import(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], alloc: str | None, compilers: str
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    set_torch_defaults()
+    assert (os.environ.get("PYTORCH_ALLOC_CONF"), os.environ["TORCHINDUCTOR_COMPILE_THREADS"]) == (alloc, compilers)
+    assert "import torch" in inspect.getsource(run_rank).split("set_torch_defaults()")[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

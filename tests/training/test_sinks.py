@@ -35,7 +35,7 @@ from train.config.schema import (
 from train.job.build import open_run_folder
 from train.job.schedule import learning_rate
 from train.launch.ranks import Ranks
-from train.monitor.metrics import TrainingMetrics
+from train.monitor.metrics import TrainingMetrics, peak_memory
 from train.monitor.progress import Display, LiveDisplay, LogDisplay, describe, open_display
 from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker, wandb_mode
 from train.state.provenance import write_provenance
@@ -273,7 +273,10 @@ def test_metrics_are_sums_divided_by_counts(monkeypatch: pytest.MonkeyPatch) -> 
     names = ("loss", "loss_ce", "loss_feature", "agreement", "kl")
     assert [line[key] for key in names] == pytest.approx([0.3, 0.4, 0.4, 0.1, 0.3])
     assert line["estimated_tokens_per_pass"] == 8 / 4  # four tokens in one pass, four in three
-    assert line["memory_gib"] > 0
+    assert line["memory_gib"] > 0 and "reserved_gib" not in line
+    for name, count in (("max_memory_allocated", 3 * 2**30), ("max_memory_reserved", 2**32)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, count=count: count)
+    assert peak_memory(torch.device("cuda")) == {"memory_gib": 3.0, "reserved_gib": 4.0}
     assert line["step"] == 3 and line["tokens"] == 100 and line["lr"] == 0.1
     assert line["data_wait"] == pytest.approx(0.5 / line["time_s"]) and state.time_s == line["time_s"]
     assert metrics.latest["loss"] == pytest.approx(0.3)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sage.commands.cli import EXIT_DONE, EXIT_STOPPED
 from train.config.schema import Config, Device
+from train.launch.cluster_env import set_torch_defaults
 from train.launch.signals import StopFlag
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def run_rank(config: Config, validate: Validate | None = None, callbacks: Sequen
     """
     with ExitStack() as stack:
         stop = stack.enter_context(StopFlag())
+        set_torch_defaults()
         import torch
 
         if config.train.deterministic:

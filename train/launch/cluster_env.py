@@ -11,6 +11,7 @@ from train.config.schema import ConfigError
 
 RENDEZVOUS_PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports; a SLURM job's port follows from its number
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MAX_COMPILERS = 4  # processes of Inductor per rank; a run compiles a few kernels per class of layer
 
 
 def detect_launcher() -> int | None:
@@ -93,6 +94,18 @@ def set_rank(rank: int, world_size: int, store_port: int | None = None) -> None:
     if store_port is not None:
         agent = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store_port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), **agent}
+
+
+def set_torch_defaults() -> None:
+    """Sets what torch reads when it is imported, where the user has not.
+
+    Segments of memory that grow do not fragment with the lengths of examples, and Inductor would start up to 32 compiler
+    processes for each rank.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    compilers = min(len(os.sched_getaffinity(0)) // local_world_size(), MAX_COMPILERS)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(compilers, 1)))
 
 
 def set_device_index(index: int | None) -> None:

@@ -78,7 +78,7 @@ class TrainingMetrics:
             "tokens_per_s": (state.tokens - self._last_tokens) / elapsed_s,
             "time_s": state.time_s,
             "data_wait": (self._wait_s() - self._last_wait_s) / elapsed_s,
-            "memory_gib": peak_memory(ranks.device) / 2**30,
+            **peak_memory(ranks.device),
         }
         if padded:
             line["padding"] = 1 - real / padded
@@ -96,8 +96,9 @@ class TrainingMetrics:
         return torch.tensor([getattr(self.loader, name, 0) for name in names], dtype=torch.float64)
 
 
-def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory of this process in bytes: allocated on a GPU, resident on a CPU."""
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Returns the peak memory of this process in GiB: allocated and reserved on a GPU, resident on a CPU."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return {"memory_gib": allocated / 2**30, "reserved_gib": reserved / 2**30}
+    return {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # Linux counts in KiB
