@@ -29,6 +29,7 @@ from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
 from sage.io.dtypes import torch_dtype
 from sage.runtime import kernels
+from sage.runtime.executor_choice import describe_passes
 from sage.runtime.package_folder import PACKAGE_SUFFIX, passes_folder
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s
@@ -174,6 +175,7 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
     head = ("", "passes", *measured, "ATen calls", "all calls", "first call, s", "peak, MB", "kept, MB")
     kept_mb = sum(path.stat().st_size for path in passes_folder().glob(f"*{PACKAGE_SUFFIX}")) / 1e6
     notes = [
+        f"passes in the last rows: {describe_passes(target)}",
         "reads: weights, keys and values; GB/s: at which memory is read, measured before and after; caches are faster",
         "all calls: of Python and C functions; peak, kept: memory allocated by the first call, without compilers' processes",
         f"compiled passes are kept in {passes_folder()}, {kept_mb:.1f} MB; without it, starts are cold",

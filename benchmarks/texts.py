@@ -28,6 +28,7 @@ from sage.decoding.noise import gumbel
 from sage.decoding.sampling import Sampling
 from sage.io.dtypes import torch_dtype
 from sage.io.tables import text_table
+from sage.runtime.executor_choice import describe_passes
 from sage.runtime.pass_modes import PassMode, resolve_pass_mode
 
 TEMPERATURES = (0.0, 1.0)
@@ -88,6 +89,7 @@ def compare(
 def report(target: Any, draft: Any, policies: Sequence[str], prompts: Sequence[BenchPrompt], tokens: int, seed: int) -> str:
     """Compares all policies at every temperature; returns the text to print."""
     mode = resolve_pass_mode(PassMode.auto, target.device.type, sys.maxsize, target.is_whole)
+    mode = PassMode.captured if mode is PassMode.auto else mode  # which never falls back to eager passes
     found: list[Difference] = []
     for temperature in TEMPERATURES:
         sampling = Sampling(max_new_tokens=tokens, temperature=temperature, seed=seed)
@@ -100,6 +102,7 @@ def report(target: Any, draft: Any, policies: Sequence[str], prompts: Sequence[B
         text_table(("identical texts", *(f"T = {t:g}" for t in TEMPERATURES)), rows, "<>>", ruled=False),
         *map(str, found),
         f"{total - len(found)} of {total} texts identical",
+        f"passes: {describe_passes(target)}",
         describe_machine(target.device),
     ]
     return "\n".join(lines)

@@ -28,6 +28,8 @@ from sage.decoding.generation import Generation, start
 from sage.drafts.draft import Draft
 from sage.inputs.format import Inputs
 from sage.io.dtypes import dtype_name
+from sage.runtime.executor_choice import describe_passes, executor_of
+from sage.runtime.executors import Eager, Executor
 from sage.runtime.timing import TimedCall, interleaved_s
 from sage.targets import Target
 from sage.targets.tree_passes import TreePasses
@@ -61,10 +63,8 @@ def check_device(target: Target, draft: Draft | None, policy: str) -> Iterator[t
     yield "vision attention", attention_used(TimedCall(lambda: target.embed(inputs)), device)
     cache_of = partial(target.new_cache, prompt.embeds.shape[1])
     yield "prefill attention", attention_used(TimedCall(lambda: target.prefill(prompt, cache_of())), device)
-    passes = TreePasses(target, ())
-    cache = empty_cache(passes, CONTEXT + NODES)
-    tree = verify_pass(passes, target, cache, NODES, CONTEXT)
-    yield "tree attention", attention_used(tree, device)
+    yield "tree attention", attention_used(_tree_pass(target, AsEager(executor_of(target.passes))), device)
+    tree = _tree_pass(target)
     bandwidth = copy_bandwidth(device)
     pass_s = _median_s(tree, device)
     row = 2 * target.num_layers * target.num_kv_heads * target.head_dim * target.dtype.itemsize  # keys and values of a token
@@ -79,6 +79,19 @@ def check_device(target: Target, draft: Draft | None, policy: str) -> Iterator[t
     policy = policy if draft is not None else AUTOREGRESSIVE
     count = synchronizations_per_round(start(target, draft, inputs, policy, max_new_tokens=NEW_TOKENS), device)
     yield "synchronizations", "n/a" if count is None else f"{count:.1f} per round of the policy {policy}"
+    yield "passes", describe_passes(target)
+
+
+class AsEager(Eager):
+    """Runs the passes of another executor operator by operator: a replay shows no operators, and a capture shows them twice."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.splits_keys = executor.splits_keys  # type: ignore[method-assign]
+
+
+def _tree_pass(target: Target, executor: Executor | None = None) -> TimedCall:
+    passes = TreePasses(target, (), executor)
+    return verify_pass(passes, target, empty_cache(passes, CONTEXT + NODES), NODES, CONTEXT)
 
 
 def _device(device: torch.device) -> str:

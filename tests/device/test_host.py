@@ -12,11 +12,15 @@ import torch
 from support.accelerator import DEVICE, Kind, Traffic, on_device, on_host
 from support.fake_cuda import FakeCuda
 from support.messages import check_message, exit_code
+from support.pass_helpers import capture_with
 
 import sage
 from sage.commands import device_check
 from sage.commands.device_check import attention_used, copy_bandwidth, synchronizations_per_round
 from sage.commands.generate import main
+from sage.runtime import captured
+from sage.runtime.captured import call_again
+from sage.runtime.executor_choice import executor_of
 from sage.runtime.host_tensors import (
     CPU,
     TokenStagingBuffer,
@@ -26,6 +30,7 @@ from sage.runtime.host_tensors import (
     take_runs,
     upload_together,
 )
+from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall
 
 TOGETHER = (
@@ -91,7 +96,14 @@ def test_report_of_the_cpu(
         assert rows[f"{part} attention"].startswith("flash_attention_for_cpu x ")
     assert rows["tree attention"].endswith(f" x {target.num_layers}")
     assert rows["copy bandwidth"].endswith(" GB/s") and rows["target pass"].endswith("x")
-    assert rows["synchronizations"] == "n/a"
+    assert rows["synchronizations"] == "n/a" and rows["passes"] == "eager"
+
+
+def test_operators_of_a_captured_pass_are_counted_once(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_with(monkeypatch, call_again)
+    monkeypatch.setattr(captured, "why_masked", lambda *_: "a reason")
+    call = device_check._tree_pass(tiny_qwen, device_check.AsEager(executor_of(PassMode.captured)))
+    assert attention_used(call, CPU) == f"flash_attention_for_cpu x {tiny_qwen.num_layers}"
 
 
 def test_without_the_option_a_prompt_is_required(target: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,8 @@ def test_equal_texts(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(texts, "texts", lambda *args, texts=texts.texts: modes.append(tiny_qwen.passes) or texts(*args))
     text = texts.report(tiny_qwen, draft, ["chain", "static"], [BenchPrompt(name="a", inputs=inputs)], tokens=8, seed=1)
     assert modes == [PassMode.eager, PassMode.compiled] * 4
-    assert "compiled against eager passes" in text and "4 of 4 texts identical" in text and "differs" not in text
+    assert "compiled against eager passes" in text and "\npasses: uncompiled\n" in text
+    assert "4 of 4 texts identical" in text and "differs" not in text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
