@@ -114,7 +114,6 @@ def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts
         format=result.format,
         config=config,
         weights=weights,
-        specs=result.format.specs(config) or {},
         facts=facts,
         folder=result.folder,
         trained_levels=trained,

@@ -8,7 +8,7 @@ Shapes: H hidden, I intermediate, V target vocabulary, A = 3 feature levels.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from checkpoints.export.folder import Weights
 from sage.drafts.registry import MODEL_TYPE_PREFIX
 from sage.io.hub import require_hub
+from sage.io.ranges import check_fields
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.rope import NOT_SCALING, RopeConfig
 
@@ -87,15 +88,12 @@ class TargetFacts:
         Raises:
             ValueError: a field is missing, unknown, or of the wrong type.
         """
-        types = {field.name: str(field.type) for field in fields(TargetFacts)}
-        needed = types.keys() - {"mrope_section", "mrope_interleaved", "scaled_rope", "name"}
-        if not isinstance(stored, dict) or not needed <= stored.keys() or not stored.keys() <= types.keys():
-            raise ValueError(f"target facts: need {', '.join(sorted(needed))}, found {stored}")
-        for name in needed:
-            expected: Any = {"int": int, "float": (int, float)}.get(types[name], str)
-            if not isinstance(stored[name], expected):
-                raise ValueError(f"target facts: {name} is {stored[name]!r}, expected {types[name]}")
-        return TargetFacts(**stored)
+        try:
+            facts = TargetFacts(**(stored or {}))
+            check_fields(facts)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"target facts: {error}") from error
+        return facts
 
     @staticmethod
     def of_draft(config: Any) -> TargetFacts:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from checkpoints import run_folder
 from checkpoints.export.checks import CheckResult, InvalidExport, check_folder
@@ -55,13 +54,14 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
     facts = find_facts(trained.config, options.target)
     allowed = {"target": options.allow_unserved, f"draft.{COMPRESSOR}": options.allow_uncompressed}
     warnings = check_compatible(trained.config, facts, format_, allowed)
-    tensors = _tensors(trained, format_, options.dtype)
-    for name, table in format_.target_tensors(trained, facts, options.embedding).items():
-        tensors[name] = table.to(options.dtype).contiguous()
+    state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not _is_omitted(name)}
+    tables = format_.target_tensors(trained, facts, options.embedding)
+    tensors = format_.tensors(state, options.dtype) | {name: table.to(options.dtype) for name, table in tables.items()}
     if options.target_name:
         facts = replace(facts, name=options.target_name)
     with new_export(out, source.step or 0, options.overwrite) as part:
-        save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, part / WEIGHTS, metadata={"format": "pt"})
         write_json(part / CONFIG, format_.config(trained.config, facts, options.dtype))
         check, rounding = _verify(part, out, format_, trained, facts)
         num_tokens = format_.speculative_tokens(trained.config)
@@ -116,11 +116,6 @@ def check_reload(folder: Path, format_: ExportFormat, trained: DraftHead, facts:
         raise InvalidExport(f"{folder}: reloaded, its outputs differ from the trained draft's by up to {gap:.3g}")
     before, after = original.float(), reloaded.float()
     return RoundingError(float((before - after).abs().max()), float(format_.agreement(before, after)))
-
-
-def _tensors(trained: DraftHead, format_: ExportFormat, dtype: torch.dtype) -> dict[str, Tensor]:
-    state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not _is_omitted(name)}
-    return {name: tensor.contiguous() for name, tensor in format_.tensors(state, dtype).items()}
 
 
 def _is_omitted(name: str) -> bool:

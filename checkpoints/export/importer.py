@@ -8,12 +8,9 @@ Owns: converting. Does not own: reading a format (checkpoints.export.formats), d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 import sage
 from checkpoints.export.configs import (
@@ -24,16 +21,14 @@ from checkpoints.export.configs import (
     read_target_embedding,
     read_target_lm_head,
 )
-from checkpoints.export.folder import CONFIG, Weights, export_info, new_export
-from checkpoints.export.formats.base import without_prefixes
+from checkpoints.export.folder import CONFIG, export_info, new_export
+from checkpoints.export.formats.base import Table
 from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.formats.registry import imported_drafts, recognize
 from sage.drafts.head import DraftHead
 from sage.drafts.location import EXPORT_INFO
 from sage.io.files import write_json
 from sage.io.model_files import read_config
-
-BF16_EPS = 2**-7  # relative rounding error of bf16
 
 
 def convert(
@@ -49,9 +44,8 @@ def convert(
     """
     folder, out = Path(folder), Path(out)
     facts = TargetFacts.of_folder(target)
-    draft = read_draft(folder, facts, options)
-    if (Path(target) / CONFIG).is_file():
-        check_borrowed(folder, {EMBEDDING: partial(read_target_embedding, facts), LM_HEAD: partial(read_target_lm_head, facts)})
+    tables = {EMBEDDING: partial(read_target_embedding, facts), LM_HEAD: partial(read_target_lm_head, facts)}
+    draft = read_draft(folder, facts, options, tables if (Path(target) / CONFIG).is_file() else {})
     origin = export_info(folder)
     step = int(origin.get("step") or 0)
     with new_export(out, step, overwrite) as part:
@@ -82,51 +76,23 @@ def load_export(folder: Path, target: sage.Target) -> DraftHead:
     Raises:
         ValueError: it cannot be expressed, or is not for this target.
     """
-    draft = read_draft(folder, TargetFacts.of_config(target.model.config, target.name))
-    if not target.is_meta:
-        check_borrowed(
-            folder,
-            {
-                EMBEDDING: lambda: target.embed_tokens.weight.detach().cpu(),
-                LM_HEAD: lambda: target.lm_head.weight.detach().cpu(),
-            },
-        )
+    modules = {} if target.is_meta else {EMBEDDING: target.embed_tokens, LM_HEAD: target.lm_head}
+    tables = {name: partial(module.weight.detach().to, "cpu") for name, module in modules.items()}
+    draft = read_draft(folder, TargetFacts.of_config(target.model.config, target.name), tables=tables)
     draft.to(device=target.device, dtype=target.dtype)
     if not target.is_meta:
         draft.borrow(target)
     return draft
 
 
-def check_borrowed(folder: Path, tables: Mapping[str, Callable[[], Tensor]]) -> None:
-    """Refuses a draft whose embedding, or lm_head where ours has none, is not the target's: our decoder uses the target's.
-
-    Args:
-        tables: name in the format -> a function that returns the target's table, [V, D].
-
-    Raises:
-        ValueError: a table in the folder differs from the target's by more than rounding to bf16.
-    """
-    weights, config = Weights(folder), EngineConfig(read_config(folder))
-    format_ = recognize(config)
-    for name in weights.infos:
-        bare = without_prefixes(name)
-        if format_ is None or bare not in format_.borrowed:
-            continue
-        own = weights[name]
-        rows = format_.borrowed_rows(bare, own, tables[bare](), weights, config)
-        gap = (own.float() - rows.float()).abs().max() if own.shape == rows.shape else torch.tensor(torch.inf)
-        if not bool(gap <= BF16_EPS * rows.abs().max()):
-            raise ValueError(
-                f"{folder}: {name} differs from the target's by up to {float(gap):.3g}: it was trained, but our decoder uses "
-                f"the target's {'embedding' if bare == EMBEDDING else 'lm_head'} for every such draft; cannot import it"
-            )
-
-
-def read_draft(folder: Path, facts: TargetFacts, options: ImportOptions | None = None) -> DraftHead:
+def read_draft(
+    folder: Path, facts: TargetFacts, options: ImportOptions | None = None, tables: Mapping[str, Table] | None = None
+) -> DraftHead:
     """Reads a third-party draft as a draft of this package, in the dtype of its file.
 
     Args:
         folder: contains config.json and model.safetensors, shards, or a pytorch_model.bin of tensors only.
+        tables: the target's, to compare with those of the folder.
 
     Raises:
         ValueError: names the field or tensor that is wrong, missing, or cannot be expressed.
@@ -138,4 +104,4 @@ def read_draft(folder: Path, facts: TargetFacts, options: ImportOptions | None =
     if format_ is None or not format_.row.imports:
         found = config.raw.get("architectures") or config.raw.get("model_type")
         raise ValueError(f"{folder / CONFIG}: {found} is not an {imported_drafts()} draft; only those can be imported")
-    return format_.read(folder, facts, options or ImportOptions())
+    return format_.read(folder, facts, options or ImportOptions(), tables or {})

@@ -138,7 +138,9 @@ def _recipe(card: ExportResult) -> str:
     listed = [key for name in RECIPE for key in settings if key == name or key.startswith(f"{name}.")]
     lines = [f"* `{key}`: {settings[key]}" for key in listed]
     known = source.provenance
-    origin = [f"* data: {', '.join(_data_sources(source.recipe))} (fingerprint `{known.get('data_fingerprint', 'unknown')}`)"]
+    data = source.recipe.get("data") or {}
+    names = ", ".join(map(str, data.get("sources") or [data.get("name", "not stated")]))
+    origin = [f"* data: {names} (fingerprint `{known.get('data_fingerprint', 'unknown')}`)"]
     if commit := (known.get("git") or {}).get("commit"):
         origin.append(f"* code: {commit}{' with uncommitted changes' if known['git'].get('is_dirty') else ''}")
     versions = ", ".join(f"{name} {value}" for name, value in (known.get("versions") or {}).items() if value)
@@ -146,11 +148,6 @@ def _recipe(card: ExportResult) -> str:
     changed = [f"* recipe changed {line}" for line in source.recipe_changes]
     method = "Online distillation: features and logits of the frozen target are computed in the training step."
     return "\n".join(["## Training", "", method, "", *origin, *lines, *changed])
-
-
-def _data_sources(recipe: dict[str, Any]) -> list[str]:
-    data = recipe.get("data") or {}
-    return [str(name) for name in (data.get("sources") or {})] or [str(data.get("name", "not stated"))]
 
 
 def _license(card: ExportResult) -> str:

@@ -208,18 +208,17 @@ def serving_line(draft: Any, target: Any) -> str:
     if kind is None or not kind.export_formats:
         name = "model" if kind is None else kind.name
         return _line([], [f"{' and '.join(ENGINES)}: draft={name} (it has no export; train draft=eagle3)"])
-    facts = TargetFacts.of_config(target, config.target_path)
     served: list[str] = []
     blocked: dict[str, list[str]] = {}
-    for engine in ENGINES:
-        usable, obstacles = _usable(config, facts, kind.export_formats, engine)
+    facts = TargetFacts.of_config(target, config.target_path)
+    for engine, (usable, obstacles) in _usable(config, facts, kind.export_formats).items():
         if usable:
             fed = _other_input(engine, config, facts)
             caveat = f"; lower acceptance at image positions than with draft.image_inputs={fed}" if fed else ""
             served.append(f"{engine} (sage-export --format {usable[0].choice}{caveat})")
         else:
             none = f"draft={kind.name} (it loads no format of it)"
-            reasons = "; ".join(one.brief for one in obstacles[0]) if obstacles else none
+            reasons = "; ".join(obstacle.brief for obstacle in obstacles[0]) if obstacles else none
             blocked.setdefault(reasons, []).append(engine)
     return _line(served, [f"{' and '.join(engines)}: {reasons}" for reasons, engines in blocked.items()])
 
@@ -234,18 +233,20 @@ def export_choice(draft: Any, target: Any) -> str:
     kind = head_kind(getattr(config, "model_type", None))
     if kind is None or not kind.export_formats:
         return ""
-    facts = TargetFacts.of_config(target, config.target_path)
-    usable = (_usable(config, facts, kind.export_formats, engine)[0] for engine in ENGINES)
-    return next((formats[0].choice for formats in usable if formats), "")
+    found = _usable(config, TargetFacts.of_config(target, config.target_path), kind.export_formats)
+    return next((usable[0].choice for usable, _ in found.values() if usable), "")
 
 
 def _usable(
-    config: Any, facts: TargetFacts, names: Sequence[str], engine: str
-) -> tuple[list[ExportFormat], list[list[Obstacle]]]:
-    """Returns the formats that an engine loads and that can express a draft, and the obstacles of all formats it loads."""
-    formats = [one for one in variants(names) if engine in one.engines]
-    obstacles = [find_obstacles(config, facts, one, engine) for one in formats]
-    return [one for one, found in zip(formats, obstacles, strict=True) if not found], obstacles
+    config: Any, facts: TargetFacts, names: Sequence[str]
+) -> dict[str, tuple[list[ExportFormat], list[list[Obstacle]]]]:
+    """Returns by engine the formats that it loads and that can express a draft, and the obstacles of all formats it loads."""
+    found = {}
+    for engine in ENGINES:
+        formats = [one for one in variants(names) if engine in one.engines]
+        obstacles = [find_obstacles(config, facts, one, engine) for one in formats]
+        found[engine] = [one for one, some in zip(formats, obstacles, strict=True) if not some], obstacles
+    return found
 
 
 def _line(served: list[str], blocked: list[str]) -> str:

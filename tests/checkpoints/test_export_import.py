@@ -232,12 +232,12 @@ REFUSED: list[tuple[str, Damage, tuple[str, ...]]] = [
     ("plain", change_config(LAYER, rope_parameters=LINEAR), ("'linear'", "--use-target-rope")),
     ("plain", change_config(**{BLOCK_AUX: [1, 3]}), (BLOCK_AUX, "final norm", "--levels")),
     ("dspark", narrow_confidence, ("confidence_head_with_markov",)),
-    ("plain", add("lm_head.weight", 330, 32), ("lm_head.weight differs", "the target's lm_head")),
-    ("reduced", put("lm_head.weight", lambda w: w.roll(1, 0)), ("lm_head.weight differs",)),
+    ("plain", add("lm_head.weight", 330, 32), ("lm_head.weight: differs", "the target's")),
+    ("reduced", put("lm_head.weight", lambda w: w.roll(1, 0)), ("lm_head.weight: differs",)),
     ("peagle", change_config(norm_before_fc=True), ("norm_before_fc", "our head")),
     ("peagle", change_config(speculators_config={}), ("speculative_tokens", "None")),
     ("peagle", change_config(LAYER, rope_parameters=LINEAR), ("'linear'", "unscaled")),
-    ("peagle", put("embed_tokens.weight", lambda w: w + 1), ("embed_tokens.weight differs", "the target's embedding")),
+    ("peagle", put("embed_tokens.weight", lambda w: w + 1), ("embed_tokens.weight: differs", "the target's")),
 ]
 
 

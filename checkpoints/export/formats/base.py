@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,6 +45,8 @@ VERIFIERS_OWN = ("verifier_lm_head.weight", "verifier_norm.weight")  # the targe
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 MAPS = ("d2t", "t2d")
 TYPE = "speculators_model_type"
+BF16_EPS = 2**-7  # relative rounding error of bf16
+Table = Callable[[], Tensor]  # returns a table of the target, [V, D]
 
 
 @dataclass(kw_only=True)
@@ -56,16 +58,21 @@ class CheckInput:
         facts: about the target, if known.
         trained_levels: the feature levels that an export of this package was trained with; None for other folders.
         options: of an import; None: a check for engines.
+        tables: of an import: the target's, by name in the format, if they can be read.
     """
 
     format: ExportFormat
     config: EngineConfig
     weights: Weights
-    specs: TensorSpecs
+    specs: TensorSpecs = field(init=False)
     facts: TargetFacts | None
     folder: Path
     trained_levels: list[Any] | None = None
     options: ImportOptions | None = None
+    tables: Mapping[str, Table] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.specs = self.format.specs(self.config) or {}
 
     def at(self, key: str, found: str, effect: str, **more: Any) -> Finding:
         """Returns a finding about a field of the decoder layer."""
@@ -221,8 +228,10 @@ class ExportFormat(ABC):
         """Returns the name that a tensor of the format has in our draft."""
         return with_prefix(name, self.layer, self.own_layer)
 
-    def read(self, folder: Path, facts: TargetFacts, options: ImportOptions) -> DraftHead:
-        """Reads a folder in this format as a draft of this package, in the dtype of its file.
+    def read(
+        self, folder: Path, facts: TargetFacts, options: ImportOptions, tables: Mapping[str, Table] | None = None
+    ) -> DraftHead:
+        """Reads a folder in this format as a draft of this package, in the dtype of its file; `tables` as in `CheckInput`.
 
         Raises:
             ValueError: names the field or tensor that is wrong, missing, or cannot be expressed.
@@ -233,12 +242,12 @@ class ExportFormat(ABC):
             format=self,
             config=config,
             weights=weights,
-            specs=self.specs(config) or {},
             facts=facts,
             folder=folder,
             options=options,
+            tables=tables or {},
         )
-        for finding in (finding for check in self.checks for finding in check(given)):
+        for finding in (finding for check in (*self.checks, _borrowed) for finding in check(given)):
             if finding.refusal:
                 raise ValueError(f"{folder}: {finding.where}: {finding.found}; {finding.refusal}")
         own_config = self.draft_config(given, facts, options)
@@ -284,14 +293,8 @@ class ExportFormat(ABC):
             tensors |= {"d2t": d2t, "t2d": t2d}
         return tensors
 
-    def borrowed_rows(self, name: str, own: Tensor, table: Tensor, weights: Weights, config: EngineConfig) -> Tensor:
-        """Returns what a table in a folder must equal, so that our decoder can take it from the target.
-
-        Args:
-            name: one of `borrowed`.
-            own: the table in the folder.
-            table: [V, D], the target's.
-        """
+    def borrowed_rows(self, name: str, table: Tensor, given: CheckInput) -> Tensor:
+        """Returns what a folder's table, one of `borrowed`, must equal for our decoder to take the target's, `table`."""
         return table
 
     # -- the reload check ----------------------------------------------------------------------------------------------
@@ -353,6 +356,16 @@ def without_prefixes(name: str) -> str:
 
 def _is_ignored(name: str) -> bool:
     return without_prefixes(name) in VERIFIERS_OWN or name.endswith(IGNORED_SUFFIXES)
+
+
+def _borrowed(given: CheckInput) -> Iterator[Finding]:
+    """Yields the tables that differ from the target's by more than rounding to bf16: our decoder uses the target's."""
+    for name in given.tables.keys() & given.weights.infos.keys() & {*given.format.borrowed}:
+        own, rows = given.weights[name], given.format.borrowed_rows(name, given.tables[name](), given)
+        gap = (own.float() - rows.float()).abs().max() if own.shape == rows.shape else torch.tensor(torch.inf)
+        if not bool(gap <= BF16_EPS * rows.abs().max()):
+            refusal = "it was trained, but our decoder uses the target's for every such draft; cannot import it"
+            yield Finding(name, f"differs from the target's by up to {float(gap):.3g}", "", refusal=refusal)
 
 
 def fixed_batch(draft: DraftHead) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,6 @@ from checkpoints.export.configs import (
     read_target_lm_head,
     rope_parameters,
 )
-from checkpoints.export.folder import Weights
 from checkpoints.export.formats.base import BATCH, TOKENS, CheckInput, Checks, ExportFormat, fixed_batch
 from checkpoints.export.formats.block_checks import ANCHOR, MAX_LAYERS, block_checks
 from checkpoints.export.formats.block_config import CAUSAL, FULL, LEVELS, NON_CAUSAL_WINDOW, BlockLayout, levels_problem
@@ -168,11 +167,11 @@ class BlockFormat(ExportFormat):
 
     # -- import --------------------------------------------------------------------------------------------------------
 
-    def borrowed_rows(self, name: str, own: Tensor, table: Tensor, weights: Weights, config: EngineConfig) -> Tensor:
-        if name != LM_HEAD or "d2t" not in weights.infos or len(own) == len(table):
+    def borrowed_rows(self, name: str, table: Tensor, given: CheckInput) -> Tensor:
+        if name != LM_HEAD or "d2t" not in given.weights.infos:
             return table
-        ids = torch.arange(len(own)) + weights["d2t"]
-        return table[ids.clamp(0, len(table) - 1)]
+        d2t = given.weights["d2t"]
+        return table[torch.arange(len(d2t)) + d2t]
 
     def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> BlockConfig:
         config = given.config

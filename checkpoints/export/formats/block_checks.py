@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,25 +53,6 @@ ANCHOR = "sample_from_anchor"
 OTHER_FEATURES = "the engine feeds it other features than in training: acceptance near 1.00, no error"
 CONVENTIONS = "hidden_states[k] is the output of layer k - 1"
 GIVE_LEVELS = "give --levels A,B,C"
-
-
-def read_mask_embedding(folder: Path) -> tuple[Tensor, int | None] | None:
-    """Reads the embedding [H] that replaces that of the mask token, and the token if it is named; None if there is no file.
-
-    Raises:
-        ValueError: the file contains anything else; no pickled code is run.
-    """
-    if not (folder / MASK_FILE).is_file():
-        return None
-    try:
-        stored = torch.load(folder / MASK_FILE, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{folder / MASK_FILE}: not a file of tensors only ({type(error).__name__})") from error
-    embedding = stored.get("embedding") if isinstance(stored, dict) else stored
-    if not isinstance(embedding, Tensor):
-        raise ValueError(f"{folder / MASK_FILE}: contains no tensor `embedding`")
-    token = stored.get("mask_token_id") if isinstance(stored, dict) else None
-    return embedding.reshape(-1), token
 
 
 # -- which features ------------------------------------------------------------------------------------------------------
@@ -200,19 +180,23 @@ def _slots(layout: BlockLayout, given: CheckInput) -> Iterator[Finding]:
 
 
 def _mask_file(layout: BlockLayout, given: CheckInput, token: Any) -> Iterator[Finding]:
-    if given.options and (given.folder / MASK_FILE).is_file():
+    """Yields findings about the file with an embedding [H] that replaces that of the mask token; no pickled code is run."""
+    path = given.folder / MASK_FILE
+    if not path.is_file():
+        return
+    if given.options:
         refusal = "our block head takes the target's embedding of the mask token, cannot import it"
         yield Finding(MASK_FILE, "present", "", refusal=refusal)
     try:
-        stored = read_mask_embedding(given.folder)
-    except ValueError as error:
-        yield Finding(MASK_FILE, str(error), "vLLM stops")
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        yield Finding(MASK_FILE, f"not a file of tensors only ({type(error).__name__})", "vLLM stops")
         return
-    if stored is None:
-        return
-    embedding, named = stored
-    if embedding.shape != (given.config.size("hidden_size"),):
-        yield Finding(MASK_FILE, f"shape {list(embedding.shape)}", "the engine stops: it has another size than hidden_size")
+    fields = stored if isinstance(stored, dict) else {"embedding": stored}
+    embedding, named = fields.get("embedding"), fields.get("mask_token_id")
+    if not isinstance(embedding, Tensor) or embedding.numel() != given.config.size("hidden_size"):
+        found = f"shape {list(embedding.shape)}" if isinstance(embedding, Tensor) else "contains no tensor `embedding`"
+        yield Finding(MASK_FILE, found, "the engine stops: it needs a tensor of hidden_size")
     if named is not None and named != token:
         yield Finding(MASK_FILE, f"is for token {named}, {layout.mask_token} is {token}", "vLLM refuses it")
     if not layout.reads_mask_file:

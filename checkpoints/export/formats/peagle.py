@@ -37,7 +37,6 @@ from checkpoints.export.configs import (
     read_target_embedding,
     rope_parameters,
 )
-from checkpoints.export.folder import Weights
 from checkpoints.export.formats.base import TYPE, CheckInput, fixed_batch
 from checkpoints.export.formats.eagle3 import draft_vocabulary, feature_levels
 from checkpoints.export.formats.layout import SPECULATORS_CHECKS, proposed_tokens
@@ -179,9 +178,9 @@ class PEagleFormat(SpeculatorsFormat):
         mask = table[given.config.raw[MASK]][None, None]
         return {**tensors, "mask_embedding": mask.to(tensors["mask_hidden"].dtype)}
 
-    def borrowed_rows(self, name: str, own: Tensor, table: Tensor, weights: Weights, config: EngineConfig) -> Tensor:
-        rows, token = table.clone(), config.raw[MASK]
-        rows[token] = own[token].to(rows.dtype)
+    def borrowed_rows(self, name: str, table: Tensor, given: CheckInput) -> Tensor:
+        rows, token = table.clone(), given.config.raw[MASK]
+        rows[token] = given.weights[name][token].to(rows.dtype)
         return rows
 
     @torch.no_grad()
