@@ -2,11 +2,10 @@
 prometheus_client, which the extra `serve` installs.
 
     command.py        options, checks; settings.py limits
-    chat_request.py   body of a request -> options and messages
-    media.py          images of a request; remote.py downloads from allowed hosts
+    chat_request.py   body of a request -> options and messages; media.py their images
     service.py        loading; a body -> prompt tensors
     scheduler.py      the queue; requests on their way to the decoding process and back
-    decoding.py       that process; decoders.py what it decodes with
+    decoding.py       that process
     completion.py     tokens -> text, chunks, usage
-    app.py            routes, keys and hosts; exchange.py one request and its answer
+    app.py            routes, keys and hosts; one request and its answer
 """

@@ -1,23 +1,37 @@
-"""The routes of the server, and who may use them: the API key, and the hosts that a browser may call a local server by."""
+"""The routes of the server, who may use them, and a chat completion request with its answer.
+
+The API key, and the hosts that a browser may call a local server by, are checked first. The status line of an answer is sent
+with its first part, so whatever fails before has its own status, in a stream as well.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing, suppress
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
+from sage.serving.completion import Completion, error_event
 from sage.serving.errors import ApiError, internal, stopping
-from sage.serving.exchange import Exchange
-from sage.serving.metrics import CONTENT_TYPE
 from sage.serving.service import Service
 
 CHAT = "/v1/chat/completions"
 OPEN_PATHS = ("/health",)  # without a key
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+BODY_TIMEOUT_S = 60.0
+MAX_DISCARDED = 4  # times the largest body: what is read of a larger one, so that its client receives the answer
+JSON, EVENTS = "application/json", "text/event-stream"
+UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def new_app(service: Service) -> FastAPI:
@@ -65,7 +79,7 @@ def new_app(service: Service) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def on_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
@@ -86,3 +100,86 @@ def _unrouted(request: Request, error: HTTPException) -> ApiError:
     if error.status_code == HTTPStatus.NOT_FOUND:
         return ApiError(error.status_code, f"{path}: unknown; the server has {CHAT}, /v1/models, /health and /metrics")
     return ApiError(error.status_code, str(error.detail))
+
+
+# -- a request -------------------------------------------------------------------------------------------------------------
+
+
+class Exchange(Response):
+    """Receives a chat completion request and answers it; raises ApiError before anything is sent."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__()
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        with suppress(ClientDisconnect):
+            body = await _body(Request(scope, receive), service.limits.max_body_bytes)
+            with service.scheduler.reserved():
+                work = asyncio.get_running_loop().run_in_executor(service.pool, service.prepare, body)
+                completion: Completion = await until_left(work, receive)
+                async with aclosing(service.scheduler.decode(completion.inputs, completion.sampling)) as results:
+                    parts = completion.parts(results)
+                    first = await until_left(anext(parts), receive)
+                    service.metrics.responses.labels(HTTPStatus.OK.value).inc()
+                    answer = Response(first, media_type=JSON)
+                    if completion.request.stream:
+                        answer = StreamingResponse(_stream(first, parts), headers=UNBUFFERED, media_type=EVENTS)
+                    await answer(scope, receive, send)
+
+
+async def _stream(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yields the events of a stream; an error is one, too."""
+    yield first
+    try:
+        async for part in parts:
+            yield part
+    except ApiError as error:
+        yield error_event(error)
+    except Exception:
+        yield error_event(internal())
+        raise
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"content-type: give {JSON}")
+    try:
+        return await asyncio.wait_for(read_body(request, limit), BODY_TIMEOUT_S)
+    except TimeoutError as error:
+        raise ApiError(HTTPStatus.REQUEST_TIMEOUT, f"body: not complete after {BODY_TIMEOUT_S:g} s") from error
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Reads a request's body; ApiError if it is larger than `limit` bytes, ClientDisconnect if it does not end."""
+    data, num_bytes = bytearray(), 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes <= limit:
+            data += chunk
+        elif num_bytes > MAX_DISCARDED * limit:
+            break
+    if num_bytes > limit:
+        message = f"body: more than {limit} bytes; send fewer or smaller images"
+        raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="request_too_large")
+    return bytes(data)
+
+
+async def until_left(work: Awaitable[Any], receive: Receive) -> Any:
+    """Returns the result of `work`, which is cancelled when the client closes the connection; ClientDisconnect if it has."""
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for pending in (task, leaving):
+            pending.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

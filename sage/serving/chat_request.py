@@ -1,6 +1,7 @@
 """The body of a chat completion request as a pydantic model. Every field is used, ignored or refused by name.
 
-Does not own: images (sage.serving.media), the chat template and the context length (sage.serving.service).
+Its images are opened by the `MediaReader` in the context. Does not own: the chat template and the context length
+(sage.serving.service).
 """
 
 from __future__ import annotations
@@ -10,12 +11,22 @@ import secrets
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticUseDefault
 
 from sage.decoding.settings import Sampling
 from sage.io.names import did_you_mean
 from sage.serving.errors import ApiError, invalid
+from sage.serving.media import MediaReader
 
 MIN_TEMPERATURE = 1e-6  # below it, logits overflow float32
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
@@ -57,18 +68,26 @@ def _url(value: Any) -> Any:
     return value.get("url") if isinstance(value, dict) else value
 
 
+def _open(value: Any, info: ValidationInfo) -> Any:
+    assert isinstance(info.context, MediaReader)
+    return info.context.open(_url(value))
+
+
+Opened = Annotated[Any, BeforeValidator(_open)]  # a PIL image, given its URL
+
+
 class ImagePart(Strict):
     """An image in a message."""
 
     type: Literal["image_url"]
-    image_url: Annotated[str, BeforeValidator(_url)]
+    image: Annotated[Opened, Field(alias="image_url")]
 
 
 class VideoPart(Strict):
     """The frames of a video in a message: URLs, or as vLLM takes them, `data:video/jpeg;base64,FRAME,FRAME`."""
 
     type: Literal["video", "video_url"]
-    video: Annotated[list[str], Field(min_length=1)]
+    video: Annotated[list[Opened], Field(min_length=1)]
     fps: Annotated[float, Field(gt=0, le=1000)] | None = None
 
     @model_validator(mode="before")
@@ -112,6 +131,11 @@ class Message(Strict):
     function_call: Unsupported = None
     audio: Unsupported = None
     tool_call_id: Unsupported = None
+
+    def prepared(self) -> dict[str, Any]:
+        """Returns the message as `Target.prepare` takes it."""
+        content = [part.model_dump(exclude_none=True) | {"type": part.type.removesuffix("_url")} for part in self.content]
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
 class StreamOptions(Strict):
@@ -202,14 +226,14 @@ def _check_unused(name: str, value: Any) -> None:
         raise invalid(f"{name}: not supported; remove it{f' or give {values}' if values else ''}", name)
 
 
-def read_request(body: bytes, model: str) -> ChatRequest:
+def read_request(body: bytes, model: str, reader: MediaReader) -> ChatRequest:
     """Reads a request; ApiError for the first field that is not allowed.
 
     Args:
         model: name of the served target.
     """
     try:
-        request = ChatRequest.model_validate_json(body)
+        request = ChatRequest.model_validate_json(body, context=reader)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False)[0]) from error
     if request.model not in (None, model):

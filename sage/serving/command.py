@@ -10,7 +10,6 @@ import importlib.util
 import ipaddress
 import os
 import signal
-import socket
 import sys
 
 from sage.commands import cli
@@ -93,7 +92,8 @@ def _serve(args: argparse.Namespace, limits: ServerLimits) -> int:
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server listens
     with bind(args.host, args.port) as bound:
-        service = load_service(args, limits, is_local=_is_loopback(bound))
+        is_local = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+        service = load_service(args, limits, is_local)
         try:
             if not (service.api_key or service.is_local):
                 note = f"everyone who reaches it can use the server; give --api-key or set {KEY_VARIABLE}"
@@ -105,7 +105,3 @@ def _serve(args: argparse.Namespace, limits: ServerLimits) -> int:
         finally:
             service.close()
         return cli.EXIT_CRASH if service.scheduler.has_failed else cli.EXIT_DONE
-
-
-def _is_loopback(bound: socket.socket) -> bool:
-    return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback

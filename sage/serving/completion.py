@@ -10,8 +10,9 @@ from typing import Any
 
 from sage.decoding.answer import Stats
 from sage.decoding.detokenizer import Detokenizer
+from sage.decoding.settings import Sampling
+from sage.serving.chat_request import ChatRequest
 from sage.serving.errors import ApiError
-from sage.serving.service import Prepared, Service
 
 CHUNK = "chat.completion.chunk"
 DONE = b"data: [DONE]\n\n"
@@ -27,17 +28,14 @@ class StopStrings:
 
     def feed(self, text: str, is_last: bool = False) -> str:
         """Returns the text that can be sent, given the next piece of it."""
-        if not self._stops or self.is_found:
-            return "" if self.is_found else text
+        if self.is_found:
+            return ""
         text = self._held + text
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if starts:
-            self.is_found, self._held = True, ""
-            return text[: min(starts)]
-        length = 0 if is_last else max(_overlap(text, stop) for stop in self._stops)
-        cut = len(text) - length
-        self._held = text[cut:]
-        return text[:cut]
+        starts = [text.index(stop) for stop in self._stops if stop in text]
+        num_held = 0 if is_last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        end = min(starts, default=len(text) - num_held)
+        self.is_found, self._held = bool(starts), text[end:]
+        return text[:end]
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -46,26 +44,31 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Completion:
-    """The answer to one request, built from its tokens."""
+    """A request that can be decoded, and its answer, built from its tokens.
 
-    def __init__(self, service: Service, prepared: Prepared) -> None:
-        self._prepared, self._end_token_ids = prepared, service.end_token_ids
-        self._has_usage = prepared.request.stream_options.include_usage
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
-        self._detokenizer = Detokenizer(service.tokenizer)
-        self._stops = StopStrings(prepared.request.stop)
+    Args:
+        inputs: of `Target.prepare`.
+        model, end_token_ids: of the service.
+    """
+
+    def __init__(
+        self, request: ChatRequest, inputs: Any, sampling: Sampling, tokenizer: Any, model: str, end_token_ids: Sequence[int]
+    ) -> None:
+        self.request, self.inputs, self.sampling, self._end_token_ids = request, inputs, sampling, end_token_ids
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(request.stop)
         self._tokens: list[int] = []
 
     async def parts(self, results: AsyncIterator[list[int] | Stats]) -> AsyncGenerator[bytes]:
         """Yields the body of the response, given new tokens and the `Stats` at the end."""
-        text, is_stream = "", self._prepared.request.stream
+        text, is_stream = "", self.request.stream
         async for result in results:
             if is_stream and not self._tokens:
                 yield self._chunk({"role": "assistant", "content": ""})
             is_last, tokens = isinstance(result, Stats), [] if isinstance(result, Stats) else result
             self._tokens += tokens
             piece = self._stops.feed(self._detokenizer.next_piece(self._tokens, len(self._tokens), is_last), is_last)
-            if is_stream and (piece or (tokens and self._prepared.request.return_token_ids)):
+            if is_stream and (piece or (tokens and self.request.return_token_ids)):
                 yield self._chunk({"content": piece}, tokens)
             text += piece
             if isinstance(result, Stats):
@@ -79,23 +82,23 @@ class Completion:
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = self._choice("message", message, self._tokens, self._finish_reason())
         content = {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage(stats)}
-        if self._prepared.request.return_token_ids:
-            content["prompt_token_ids"] = self._prepared.inputs["input_ids"][0].tolist()
+        if self.request.return_token_ids:
+            content["prompt_token_ids"] = self.inputs["input_ids"][0].tolist()
         return _json(content)
 
     def _stream_end(self, stats: Stats) -> bytes:
         end = self._chunk({}, (), self._finish_reason())
-        if self._has_usage:
+        if self.request.stream_options.include_usage:
             end += _event(_json({**self._head, "object": CHUNK, "choices": [], "usage": usage(stats)}))
         return end + DONE
 
     def _chunk(self, delta: dict[str, Any], tokens: Sequence[int] = (), reason: str | None = None) -> bytes:
         content = {**self._head, "object": CHUNK, "choices": [self._choice("delta", delta, tokens, reason)]}
-        return _event(_json(content | ({"usage": None} if self._has_usage else {})))
+        return _event(_json(content | ({"usage": None} if self.request.stream_options.include_usage else {})))
 
     def _choice(self, key: str, content: dict[str, Any], tokens: Sequence[int], reason: str | None) -> dict[str, Any]:
         choice = {"index": 0, key: content, "logprobs": None, "finish_reason": reason}
-        return choice | ({"token_ids": list(tokens)} if self._prepared.request.return_token_ids else {})
+        return choice | ({"token_ids": list(tokens)} if self.request.return_token_ids else {})
 
 
 def error_event(error: ApiError) -> bytes:

@@ -1,98 +1,145 @@
 """Images of a request: data URLs, or downloads from allowed hosts -> RGB images. Sizes are checked before pixels are decoded.
 
-A client names no file: neither a path nor a file:// URL is opened.
+A client names no file: neither a path nor a file:// URL is opened. Downloads come from the hosts of `--allow-remote-media`: no
+other hosts, no internal addresses, no redirects. The address that was checked is the one that is connected to, so a name that
+resolves differently a moment later has no effect.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import ipaddress
+import socket
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from PIL import Image
 
 from sage.inputs.media import open_image
 from sage.inputs.video import no_size_warning
-from sage.serving.chat_request import ImagePart, Message, Part, TextPart, VideoPart
-from sage.serving.errors import invalid
-from sage.serving.remote import RemoteMedia
 from sage.serving.settings import ServerLimits
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # of PIL; others run external programs or rarely used decoders
-ENCODING = ";base64"
+TIMEOUT_S = 10.0  # of a connection, of a wait for data, and of all data
+PORTS = {"http": 80, "https": 443}
 
 
-@dataclass
 class MediaReader:
-    """Opens the images of one request within the limits.
+    """Opens the images of one request within the limits."""
 
-    Attributes:
-        remaining_pixels: of `limits.max_pixels`.
-    """
+    def __init__(self, limits: ServerLimits, remote: RemoteMedia) -> None:
+        self._limits, self._remote = limits, remote
+        self._num_left, self._pixels_left = limits.max_images, limits.max_pixels
 
-    limits: ServerLimits
-    remote: RemoteMedia = RemoteMedia()
-    remaining_pixels: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.remaining_pixels = self.limits.max_pixels
-
-    def open_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Returns the messages for `Target.prepare`; ApiError for an image that cannot be read or exceeds a limit."""
-        parts = [part for message in messages for part in message.content]
-        count = sum(len(part.video) if isinstance(part, VideoPart) else isinstance(part, ImagePart) for part in parts)
-        if count > self.limits.max_images:
-            raise invalid(f"messages: {count} images and frames, allowed: at most {self.limits.max_images}", "messages")
-        return [self._open_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-
-    def _open_message(self, message: Message, where: str) -> dict[str, Any]:
-        content = [self._open_part(part, f"{where}.content[{number}]") for number, part in enumerate(message.content)]
-        return {"role": "system" if message.role == "developer" else message.role, "content": content}
-
-    def _open_part(self, part: Part, where: str) -> dict[str, Any]:
-        if isinstance(part, TextPart):
-            return {"type": "text", "text": part.text}
-        if isinstance(part, ImagePart):
-            return {"type": "image", "image": self._open(part.image_url, where)}
-        frames = [self._open(url, f"{where}, frame {number}") for number, url in enumerate(part.video)]
-        if len({frame.size for frame in frames}) > 1:
-            raise invalid(f"{where}: frames of different sizes", where)
-        return {"type": "video", "video": frames} | ({} if part.fps is None else {"fps": part.fps})
-
-    def _open(self, url: str, where: str) -> Image.Image:
+    def open(self, url: Any) -> Image.Image:
+        """Returns the image at a URL; ValueError if it cannot be read or exceeds a limit."""
+        if not isinstance(url, str):
+            raise ValueError("image: give a data URL, data:image/png;base64,...")
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise ValueError(f"more images and frames than allowed: at most {self._limits.max_images}")
         try:
-            return self._decoded(decode_data_url(url) if url.startswith("data:") else self.remote.fetch(url))
+            return self._decoded(decode_data_url(url) if url.startswith("data:") else self._remote.fetch(url))
         except ValueError as error:
-            raise invalid(f"{where}: image: {str(error).removeprefix('image ')}", where) from error
+            raise ValueError(f"image: {str(error).removeprefix('image ')}") from error
 
     def _decoded(self, data: bytes) -> Image.Image:
         try:
             with no_size_warning(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                pixels = image.width * image.height
-                if pixels > self.remaining_pixels:
-                    raise ValueError(f"{image.width}x{image.height} pixels, allowed in a request: {self.limits.max_pixels}")
-                self.remaining_pixels -= pixels
+                self._pixels_left -= image.width * image.height
+                if self._pixels_left < 0:
+                    size = f"{image.width}x{image.height}"
+                    raise ValueError(f"{size} pixels, allowed in a request: {self._limits.max_pixels}")
                 return open_image(image)
         except ValueError:
             raise
         except Image.DecompressionBombError as error:
-            raise ValueError(f"too many pixels, allowed in a request: {self.limits.max_pixels}") from error
+            raise ValueError(f"too many pixels, allowed in a request: {self._limits.max_pixels}") from error
         except Exception as error:  # whatever PIL's decoders raise on corrupt bytes is the client's mistake
             raise ValueError(f"not an image in one of the formats {', '.join(FORMATS)}") from error
 
 
 def decode_data_url(url: str) -> bytes:
-    """Returns the bytes of a data URL in base64; ValueError if it is none, or empty."""
+    """Returns the bytes of a data URL in base64; ValueError if it is none."""
     header, comma, data = url.partition(",")
-    if not comma or not header.endswith(ENCODING):
+    if not comma or not header.endswith(";base64"):
         raise ValueError("not a data URL in base64; give data:image/png;base64,...")
     try:
-        found = base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
         raise ValueError("not valid base64") from error
-    if not found:
-        raise ValueError("empty")
-    return found
+
+
+# -- downloads -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RemoteMedia:
+    """Downloads from `hosts`, names in lower case; none by default."""
+
+    hosts: Collection[str] = ()
+    max_bytes: int = 0
+
+    def fetch(self, url: str) -> bytes:
+        """Returns the file at a URL; ValueError names the reason if it is not allowed or cannot be downloaded."""
+        parsed = self._checked(url)
+        port = PORTS[parsed.scheme]
+        pinned = parsed.copy_with(host=public_address(parsed.host, port), port=port)
+        headers, extensions = {"host": parsed.host, "accept-encoding": "identity"}, {"sni_hostname": parsed.host}
+        data, deadline = bytearray(), time.monotonic() + TIMEOUT_S
+        try:
+            with (
+                httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
+                client.stream("GET", pinned, headers=headers, extensions=extensions) as response,
+            ):
+                if response.status_code != httpx.codes.OK:
+                    note = "; redirects are not followed" if response.is_redirect else ""
+                    raise ValueError(f"its server answers {response.status_code}{note}")
+                for chunk in response.iter_raw():
+                    data += chunk
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                    if len(data) > self.max_bytes:
+                        raise ValueError(f"more than {self.max_bytes} bytes")
+        except (httpx.HTTPError, OSError) as error:
+            raise ValueError(f"{parsed.host}: cannot be downloaded ({type(error).__name__})") from error
+        return bytes(data)
+
+    def _checked(self, url: str) -> httpx.URL:
+        try:
+            parsed = httpx.URL(url if url.isascii() and url.isprintable() and " " not in url else "\n")
+        except httpx.InvalidURL as error:
+            raise ValueError("not a URL") from error
+        if parsed.scheme not in PORTS or not parsed.host:
+            raise ValueError("give a data URL, data:image/png;base64,...")
+        if parsed.userinfo:
+            raise ValueError("the URL contains a user; remove it")
+        if parsed.host not in self.hosts:
+            raise ValueError(f"{parsed.host}: not a host that this server downloads from; give a data URL")
+        if parsed.port not in (None, PORTS[parsed.scheme]):
+            raise ValueError(f"{parsed.host}: port {parsed.port}, allowed: that of the scheme")
+        return parsed
+
+
+def public_address(host: str, port: int) -> str:
+    """Returns an address of a host; ValueError if it has none, or one that is not on the public internet."""
+    try:
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{host}: unknown host") from error
+    if not addresses or not all(map(is_public, addresses)):
+        raise ValueError(f"{host}: an internal address; give a data URL")
+    return addresses[0]
+
+
+def is_public(address: str) -> bool:
+    """Returns whether an IP address is on the public internet."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    embedded = None
+    if isinstance(parsed, ipaddress.IPv6Address):
+        embedded = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo or (None, None))[1]
+    return parsed.is_global and not parsed.is_multicast and (embedded is None or is_public(str(embedded)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,14 @@ import torch
 from jinja2 import TemplateError
 
 from sage.commands.cli import find_models
-from sage.decoding.settings import Sampling
 from sage.drafts.draft import Draft
 from sage.inputs.processing import Processor
 from sage.serving.chat_request import ChatRequest, TextPart, read_request
-from sage.serving.decoders import load_plan, plan_decoding
-from sage.serving.decoding import Decoding
+from sage.serving.completion import Completion
+from sage.serving.decoding import Decoding, load_plan, plan_decoding
 from sage.serving.errors import invalid
-from sage.serving.media import MediaReader
+from sage.serving.media import MediaReader, RemoteMedia
 from sage.serving.metrics import Metrics
-from sage.serving.remote import RemoteMedia
 from sage.serving.scheduler import Scheduler
 from sage.serving.settings import ServerLimits
 from sage.targets import Target
@@ -33,19 +30,6 @@ from sage.targets.loading import load_processor
 
 NUM_THREADS = 2
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
-
-
-@dataclass
-class Prepared:
-    """A request that can be decoded.
-
-    Attributes:
-        inputs: of `Target.prepare`.
-    """
-
-    request: ChatRequest
-    inputs: Any
-    sampling: Sampling
 
 
 class Service:
@@ -80,16 +64,16 @@ class Service:
         self._reserved = re.compile("|".join(map(re.escape, sorted(reserved))) or "(?!)")  # without any, it matches nothing
         self._max_characters = self.max_context * max(map(len, self.tokenizer.get_vocab()))  # more have more tokens than fit
 
-    def prepare(self, body: bytes) -> Prepared:
+    def prepare(self, body: bytes) -> Completion:
         """Returns a request that can be decoded; ApiError for one that cannot."""
-        request = read_request(body, self.model)
+        request = read_request(body, self.model, MediaReader(self.limits, self.remote))
         self._check_texts(request)
-        messages = MediaReader(self.limits, self.remote).open_messages(request.messages)
         try:
-            inputs = self.processor.prepare(messages)
+            inputs = self.processor.prepare([message.prepared() for message in request.messages])
         except (ValueError, TemplateError) as error:
             raise invalid(f"messages: {error}", "messages") from error
-        return Prepared(request, inputs, request.sampling(self._max_new_tokens(request, inputs["input_ids"].shape[1])))
+        sampling = request.sampling(self._max_new_tokens(request, inputs["input_ids"].shape[1]))
+        return Completion(request, inputs, sampling, self.tokenizer, self.model, self.end_token_ids)
 
     def _check_texts(self, request: ChatRequest) -> None:
         """Refuses texts that contain a placeholder of an image, or cannot fit into the context."""

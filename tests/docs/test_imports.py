@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("sage", "data_prep", "checkpoints", "train", "benchmarks")
 MAX_ROOMS = 15
 FORBIDDEN = {  # third-party packages, by the package that may not import them
-    "sage": {"hydra", "omegaconf", "deepspeed", "datasets", "wandb", "matplotlib", "rich", "httpx"},
+    "sage": {"hydra", "omegaconf", "deepspeed", "datasets", "wandb", "matplotlib", "rich"},
     "data_prep": {"hydra", "omegaconf", "deepspeed", "wandb"},
     "checkpoints": {"hydra", "omegaconf", "deepspeed", "wandb"},
 }

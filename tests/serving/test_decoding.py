@@ -14,8 +14,7 @@ import torch
 
 from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
-from sage.serving.decoders import Plan
-from sage.serving.decoding import Decoding
+from sage.serving.decoding import Decoding, Plan
 from sage.serving.errors import ApiError
 from sage.serving.metrics import Metrics
 from sage.serving.scheduler import Scheduler

@@ -16,12 +16,12 @@ from support.messages import exit_code
 from support.serving_helpers import HELLO, Running, image_url, wait_until, with_images
 
 from sage.decoding.batch import BatchDecoder
-from sage.serving import command, remote
+from sage.serving import command, media
 from sage.serving import server as server_module
 from sage.serving.completion import StopStrings
-from sage.serving.decoders import check_caches
+from sage.serving.decoding import check_caches
 from sage.serving.errors import ApiError
-from sage.serving.remote import RemoteMedia
+from sage.serving.media import RemoteMedia
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
 
@@ -161,7 +161,7 @@ def test_a_local_server_without_a_key_has_the_names_of_this_machine_only(server:
 def test_downloads_only_from_allowed_public_hosts(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "::ffff:10.0.0.1", "fe80::1%eth0"):
         found = [(0, 0, 0, "", ("93.184.216.34", 80)), (0, 0, 0, "", (address, 80))]
-        monkeypatch.setattr(remote.socket, "getaddrinfo", lambda *_, found=found, **__: found)
+        monkeypatch.setattr(media.socket, "getaddrinfo", lambda *_, found=found, **__: found)
         with pytest.raises(ValueError, match=words):
             RemoteMedia(["good.example"], 1000).fetch(url)
 
@@ -176,13 +176,13 @@ def test_a_download_follows_no_redirect_and_has_a_limit(monkeypatch: pytest.Monk
 
     with listening(Handler) as address:
         port = int(address.rpartition(":")[2])
-        monkeypatch.setattr(remote, "public_address", lambda host, port: "127.0.0.1")
-        monkeypatch.setattr(remote, "PORTS", {"http": port})
-        media = RemoteMedia(["good.example"], 1000)
-        assert media.fetch("http://GOOD.example/x") == b"x" * 10
+        monkeypatch.setattr(media, "public_address", lambda host, port: "127.0.0.1")
+        monkeypatch.setattr(media, "PORTS", {"http": port})
+        allowed = RemoteMedia(["good.example"], 1000)
+        assert allowed.fetch("http://GOOD.example/x") == b"x" * 10
         for path, words in (("moved", "redirects are not followed"), ("large", "more than 1000 bytes")):
             with pytest.raises(ValueError, match=words):
-                media.fetch(f"http://good.example/{path}")
+                allowed.fetch(f"http://good.example/{path}")
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
