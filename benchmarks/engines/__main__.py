@@ -91,7 +91,8 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         depths = counts(args.num_speculative_tokens or DEPTHS)
     except ValueError as error:
         raise ValueError(f"--num-speculative-tokens {error}") from error
-    drafts = dict(_named_draft(text) for text in args.draft)
+    named = [text.rpartition("=") for text in args.draft]
+    drafts = {label or Path(path).name: find_draft(path, "--draft") for label, _, path in named}
     same = ("server_model", "repeats", "max_new_tokens", "passes", "device")
     return Comparison(
         python=args.engine_python,
@@ -107,11 +108,6 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         log_folder=args.logs,
         **{name: getattr(args, name) for name in same},
     )
-
-
-def _named_draft(text: str) -> tuple[str, Path]:
-    label, _, path = text.rpartition("=")
-    return label or Path(path).name, find_draft(path, "--draft")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from operator import not_
 from statistics import median
 from typing import Any
 
+from sage.bench.measurement import rotated
 from sage.io.tables import text_table
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,7 @@ def take_turns(decoders: Sequence[Decoder], repeats: int) -> list[Turns]:
     """Runs every decoder once as a warm-up, then `repeats` times in turns."""
     found = [Turns(decoder, decoder.turn()) for decoder in decoders]
     for repeat in range(repeats):
-        shift = repeat % len(found)
-        for turns in (*found[shift:], *found[:shift]):
+        for turns in rotated(found, repeat):
             time.sleep(SETTLE_S)
             turns.add(turns.decoder.turn())
         logger.info("repeat %d of %d", repeat + 1, repeats)

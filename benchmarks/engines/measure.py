@@ -169,14 +169,12 @@ def vllm_decoders(
         engine = processes.enter_context(VllmProcess(comparison.python, prompts_file, log, **limits))
         versions = engine.load(setting)
         passes = [len(answer["rounds"]) for answer in engine.trace()]
-        turn = partial(_vllm_turn, engine, passes)
+
+        def turn(engine: VllmProcess = engine, passes: Sequence[int] = passes) -> list[Answer]:
+            return [Answer(**answer, passes=count) for answer, count in zip(engine.time(), passes, strict=True)]
+
         found.append(Decoder(label, VLLM, comparison.served_draft if setting.draft else "", turn))
     return found, versions
-
-
-def _vllm_turn(engine: VllmProcess, passes: Sequence[int]) -> list[Answer]:
-    """Returns the answers to every prompt; `passes` of the target after the prefill, per prompt."""
-    return [Answer(**answer, passes=count) for answer, count in zip(engine.time(), passes, strict=True)]
 
 
 def load_target(comparison: Comparison) -> Target:

@@ -36,6 +36,7 @@ from checkpoints.export.exporter import export
 from checkpoints.export.result import ExportOptions
 from data_prep.config import Images
 from data_prep.server.chat_request import MediaPolicy, request_messages
+from sage.bench.measurement import rotated
 from sage.bench.options import names
 from sage.bench.report import display_name, machine
 from sage.commands.cli import new_parser, run
@@ -184,10 +185,8 @@ def measure(
             load(lab, address, *sizes, max(numbers), args.max_new_tokens)
         found = [Turns(number, one) for number in numbers for one in settings]
         for repeat in range(args.repeats):
-            shift = repeat % len(settings)
             for place in range(0, len(found), len(settings)):
-                of_number = found[place : place + len(settings)]
-                for turns in (*of_number[shift:], *of_number[:shift]):
+                for turns in rotated(found[place : place + len(settings)], repeat):
                     time.sleep(SETTLE_S)
                     done = load(lab, addresses[turns.setting], *sizes, turns.concurrency, args.max_new_tokens)
                     turns.loads.append(done)

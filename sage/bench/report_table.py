@@ -18,8 +18,9 @@ SHARE_NOTE = "overhead: host overhead, the sum of accept, commit, policy and oth
 
 def format_table(report: Mapping[str, Any]) -> str:
     """Returns speeds, margins and shares of decoding time as text; `*` marks the baseline of the speedups."""
-    wrapped = fill(margins(report), WIDTH, subsequent_indent="  ")
-    return "\n\n".join(part for part in (_speed_table(report), wrapped, _share_table(report)) if part)
+    wrapped, rows = fill(margins(report), WIDTH, subsequent_indent="  "), share_rows(report)
+    shares = f"{text_table(SHARE_HEADER, rows)}\n{SHARE_NOTE}" if rows else ""
+    return "\n\n".join(part for part in (_speed_table(report), wrapped, shares) if part)
 
 
 def decode_shares(part: Mapping[str, Any]) -> list[float] | None:
@@ -45,11 +46,6 @@ def share_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
             figures = (f"{part['nodes_per_round']:.1f}", f"{part['draft_steps_per_round']:.2f}")
             rows.append((name, *(f"{share:.1%}" for share in shares), f"{1e3 / max(part['tokens_per_s'], 1e-9):.3f}", *figures))
     return rows
-
-
-def _share_table(report: Mapping[str, Any]) -> str:
-    rows = share_rows(report)
-    return f"{text_table(SHARE_HEADER, rows)}\n{SHARE_NOTE}" if rows else ""
 
 
 def margins(report: Mapping[str, Any]) -> str:

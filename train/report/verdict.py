@@ -165,11 +165,6 @@ def best_policy(report: Mapping[str, Any]) -> str | None:
     return max(names, key=lambda name: report["policies"][name]["speedup"], default=None)
 
 
-def own_share(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Returns the share of own answers that a run has measured; None if it has not."""
-    return next((float(line[OWN_ANSWERS]) for line in lines if OWN_ANSWERS in line), None)
-
-
 def _result(part: Mapping[str, Any]) -> Result:
     low, high = part.get("speedup_ci") or (0.0, float("inf"))
     return Result.faster if low > 1 else Result.slower if high < 1 else Result.unclear
@@ -194,7 +189,7 @@ def _sentence(report: Mapping[str, Any], name: str, result: Result) -> str:
 
 
 def _foreign_answers(facts: Facts, name: str) -> Cause | None:
-    own = own_share(facts.lines)
+    own = next((float(line[OWN_ANSWERS]) for line in facts.lines if OWN_ANSWERS in line), None)
     if own is None or own >= MIN_OWN_SHARE or facts.config.get("data.answers", "given") != "given":
         return None
     sentence = (

@@ -64,12 +64,8 @@ class DecodeShard:
         if not ranks.is_main:
             return None
         merged = interleave(parts)
-        planned = Planned(prompts=self.divided.num_turns, repeats=max(_planned_repeats(part) for part in parts))
+        planned = Planned(prompts=self.divided.num_turns, repeats=max((part.planned or part).repeats for part in parts))
         return replace(merged, planned=planned) if is_partial else merged
-
-
-def _planned_repeats(measurement: Measurement) -> int:
-    return measurement.repeats if measurement.planned is None else measurement.planned.repeats
 
 
 def all_ranks_decode(config: Config, ranks: Ranks) -> bool:
