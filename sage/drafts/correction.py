@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.slot_passes import lm_head_rows
 from sage.runtime.pass_function import CALLS, NODES, PassFunction, PassInputs, Result, argument
 from sage.targets import Target
 from sage.targets.tree_passes import describe_target, without_paths
@@ -68,6 +67,35 @@ class Correction(nn.Module):
         if self.draft.path_head is not None:
             state = self.draft.path_head.activation(state + self.parent(parents) + of_slots)
         return self.to_logits(state)
+
+    def greedy_path(self, tokens: Tensor, parents: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Follows the most probable token of every level, for each request. A chain's nodes are on this path, and a call
+        for each would take longer than its arithmetic.
+
+        Args:
+            tokens, parents: LongTensor [R], the roots and the tokens before them.
+            hidden, logits: of the blocks, [R, K, D] and [R, K, U].
+
+        Returns:
+            corrected logits [R, K, U] below the nodes of the path, the root first, and the tokens that follow them, [R, K].
+        """
+        of_slots, rows, path = self.of_slots(hidden), [], []
+        for level in range(logits.shape[1]):
+            rows.append(logits[:, level] + self(tokens, parents, of_slots[:, level]))
+            best = rows[-1].argmax(-1)
+            tokens, parents = best + self.draft.d2t.index_select(0, best), tokens
+            path.append(tokens)
+        return torch.stack(rows, 1), torch.stack(path, 1)
+
+
+def lm_head_rows(draft: Any, target: Target) -> nn.Module:
+    """Returns the target's lm_head, or a layer with its rows of the draft vocabulary."""
+    if draft.token_map is None:
+        return target.lm_head
+    with torch.inference_mode(False), torch.no_grad():
+        rows = nn.Linear(target.hidden_size, draft.num_draft_tokens, bias=False, device="meta")
+        rows.weight = nn.Parameter(target.lm_head.weight[draft.token_map.to(target.device)], requires_grad=False)
+    return rows
 
 
 @dataclass(kw_only=True)

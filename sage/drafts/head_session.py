@@ -16,11 +16,11 @@ from sage.drafts.compressor.spans import HeadInput, PairMasks, ends_of_turn
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import LastQuery, fuse_linears
 from sage.drafts.options import ImageInputs
-from sage.drafts.session import PackedSession
+from sage.drafts.session import Candidates, PackedSession
 from sage.drafts.slots import SlotHead
 from sage.runtime.executor_choice import executor_of
 from sage.runtime.executors import EAGER
-from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
+from sage.runtime.host_tensors import Tokens, TokenStagingBuffer, read_together
 from sage.runtime.packing import BoundPass, Pass, run
 from sage.runtime.pass_function import PROMPT
 from sage.targets import Features, Prompt, Target
@@ -220,14 +220,15 @@ class HeadSession(PairSession):
 class SlotSession(PairSession):
     """Session of a head with slots: keys and values of pairs stay in the cache, those of slots are dropped again.
 
-    The pass over accepted tokens returns what K levels have in common; a level is a look-up, and with a conditional a small
-    correction for each node.
+    The pass over accepted tokens returns what K levels have in common, and the logits along the greedy path. A level of this
+    path is a look-up; nodes beside it take a small correction each, if the head has a conditional.
     """
 
     def __init__(self, draft: SlotHead, target: Target, capacity: int) -> None:
         super().__init__(draft, target, capacity + draft.num_slots)
         self.max_depth = draft.num_levels
         self._last = torch.zeros(2, dtype=torch.long, device=self.device)  # the token before the root, and the root
+        self._num_candidates = 0  # that the policy asks for
         if draft.has_conditional:
             draft.pass_functions(target)[1].correction.refresh()
 
@@ -249,7 +250,8 @@ class SlotSession(PairSession):
         steps = self._steps.narrow(0, 0, length + slots)
         mask = None if self.draft.computes_tokens else function.mask(steps[:length], steps[None, length:], steps)
         self.committed = length
-        return self._start_tree(function.read_prompt(pairs.embeds_next, pairs.features, (cos, sin), mask, self.cache))
+        given = pairs.embeds_next, pairs.features, (cos, sin), mask, self.cache, self._last[None]
+        return self._start_tree(function.read_prompt(*given))
 
     def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
         length, slots = embeds.shape[1], self.draft.num_slots
@@ -257,31 +259,58 @@ class SlotSession(PairSession):
         self.committed = self.cache.length - slots
         tensors["slot_cos"], tensors["slot_sin"] = self._rope(self.offset, slots)
         tensors["slot_columns"] = self._steps.narrow(0, self.committed, slots)[None]
+        tensors["last_tokens"] = self._last[None]
         return Pass(self._commit, length, tensors, self._start_tree, self.cache)
 
-    def _start_tree(self, results: Sequence[Tensor]) -> Pass | Tensor:
-        """Starts a tree from the block's hidden states [1, K, D] and logits [1, K, U]; returns the logits [1, U] below the
-        root, or a pass that gives them.
-        """
-        (self._hidden,), (self._logits,) = results
+    def _start_tree(self, results: Sequence[Tensor]) -> Tensor:
+        """Starts a tree from the results of a `SlotPass` for one request; returns the logits [1, U] below the root."""
+        (self._hidden,), (self._logits,), *path = results
+        self._set_path(*(each[0] for each in path))
         self._frontier, self.depth = self._last[1:], 0
-        return self._below(self._frontier, self._last[:1])
+        return self._on_path()
+
+    def _set_path(self, logits: Tensor | None = None, tokens: Tensor | None = None) -> None:
+        """Sets the logits [K, U] along the greedy path and its tokens [K], which heads without a conditional do not have."""
+        self._path_logits, self._path = self._logits if logits is None else logits, tokens
+        self._path_tokens: list[int] = tokens.tolist() if tokens is not None and tokens.is_cpu else []  # known to the host
+        self._is_on_path, self._best = True, list[Candidates]()
+
+    def _on_path(self) -> Tensor:
+        """Returns the logits [1, U] below the path's node of the current depth."""
+        self._row = self._path_logits.narrow(0, self.depth, 1)
+        return self._row
+
+    def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
+        if scores is not self._row:
+            return super().propose(scores, num_candidates)
+        if not self._best or num_candidates > self._num_candidates:
+            self._select_best(num_candidates)
+        best = self._best[self.depth]
+        return best if num_candidates == self._num_candidates else Candidates(*(each[:, :num_candidates] for each in best))
+
+    def _select_best(self, num_candidates: int) -> None:
+        """Selects the candidates below all nodes of the path at once; the host reads them together."""
+        probs, tokens = super().propose(self._path_logits, num_candidates)
+        tokens, path, probs = read_together(tokens, self._path, probs)
+        self._path_tokens = [] if path is None else path.tolist()
+        self._best, self._num_candidates = list(map(Candidates, probs.split(1), tokens.split(1))), num_candidates
 
     def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor:
+        assert self.depth + 1 < self.draft.num_levels, "the decoder drafts at most `max_depth` levels"
+        self.depth += 1
+        if self._level is None:
+            return self._on_path().expand(len(tokens), -1) if len(tokens) > 1 else self._on_path()
+        is_host = not isinstance(tokens, Tensor)
+        self._is_on_path &= is_host and tokens == self._path_tokens[self.depth - 1 : self.depth]
+        if self._is_on_path:
+            assert self._path is not None
+            self._frontier = self._path.narrow(0, self.depth - 1, 1)
+            return self._on_path()
         staged = self._staging.stage(tokens)
         parents = self._frontier.index_select(0, rows)
-        self._frontier = staged if isinstance(tokens, Tensor) else staged.clone()
-        self.depth += 1
-        return self._below(staged, parents)
-
-    def _below(self, tokens: Tensor, parents: Tensor) -> Pass | Tensor:
-        """Returns the logits [F, U] below nodes of the current depth, or a pass that gives them."""
-        assert self.depth < self.draft.num_levels, "the decoder drafts at most `max_depth` levels"
-        logits = self._logits.narrow(0, self.depth, 1)
-        if self._level is None:
-            return logits.expand(len(tokens), -1)
-        hidden = self._hidden.narrow(0, self.depth, 1)
-        tensors = {"tokens": tokens, "parents": parents, "hidden": hidden, "logits": logits}
+        self._frontier = staged.clone() if is_host else staged
+        tensors = {"tokens": staged, "parents": parents}
+        tensors |= {"hidden": self._hidden.narrow(0, self.depth, 1), "logits": self._logits.narrow(0, self.depth, 1)}
         return Pass(self._level, len(tokens), tensors, _first)
 
     def set_synthetic_state(self, context: int, width: int) -> None:
@@ -293,6 +322,10 @@ class SlotSession(PairSession):
         self._logits = self._hidden.new_zeros(draft.num_levels, draft.num_draft_tokens)
         self._last = torch.zeros(2, dtype=torch.long, device=self.device)
         self._frontier = self._last.new_zeros(width)
+        self._set_path(*(() if self._level is None else (self._logits, self._last.new_zeros(draft.num_levels))))
+        self._is_on_path = width == 1
+        if self._num_candidates:  # a level below another one looks them up
+            self._select_best(self._num_candidates)
 
 
 def _first(results: Sequence[Tensor]) -> Tensor:

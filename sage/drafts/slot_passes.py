@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from sage.drafts.correction import Correction, lm_head_rows
 from sage.drafts.head_passes import HeadPass, PairInputs
 from sage.runtime.packed import PackedCache, Queries, by_row
 from sage.runtime.pass_function import CALLS, NODES, PER_ROW, ROWS, Padding, Result, argument
@@ -26,6 +27,7 @@ class SlotInputs(PairInputs):
         offsets, places: as of a `Layout`, of tokens and slots or of slots alone.
         slot_cos, slot_sin: rope of the slots, [R, 1, S, d].
         slot_columns: LongTensor [R, S], the columns of the cache that slots write.
+        last_tokens: LongTensor [R, 2], of each request the token before the root, and the root.
     """
 
     offsets: Tensor = argument(NODES)
@@ -33,24 +35,33 @@ class SlotInputs(PairInputs):
     slot_cos: Tensor = argument(CALLS, 1, "num_slots", "head_dim", dtype=None)
     slot_sin: Tensor = argument(CALLS, 1, "num_slots", "head_dim", dtype=None)
     slot_columns: Tensor = argument(CALLS, "num_slots", padding=Padding.spare)
+    last_tokens: Tensor = argument(CALLS, 2)
 
 
 class SlotPass(HeadPass):
-    """A pass of a `SlotHead` over the accepted tokens of one request or of several, and the slots behind those of each."""
+    """A pass of a `SlotHead` over the accepted tokens of one request or of several, and the slots behind those of each.
 
-    def __init__(self, draft: Any, target: Target) -> None:
+    Args:
+        correction: of the logits below a node, if the head has a conditional.
+    """
+
+    def __init__(self, draft: Any, target: Target, correction: Correction | None = None) -> None:
         names = ("the draft's block after one token", "the draft's block after several tokens")
-        results = [Result((CALLS, draft.num_levels, size)) for size in (draft.config.hidden_size, draft.num_draft_tokens)]
+        sizes: list[tuple[int, ...]] = [(draft.config.hidden_size,), (draft.num_draft_tokens,)]
+        sizes += [] if correction is None else [(draft.num_draft_tokens,), ()]
+        results = [Result((CALLS, draft.num_levels, *size)) for size in sizes]
         super().__init__(draft, target, names, SlotInputs, results, num_slots=draft.num_slots)
+        self.correction = correction
         self.num_slots, self.has_token_queries = draft.num_slots, draft.computes_tokens
         if not draft.has_own_lm_head:
             self.lm_head = lm_head_rows(draft, target)
 
-    def compute(self, inputs: SlotInputs) -> tuple[Tensor, Tensor]:
+    def compute(self, inputs: SlotInputs) -> tuple[Tensor, ...]:
         """Extends the cache by the tokens and drafts from the last one of each request.
 
         Returns:
-            the input of `DraftHead.logits` [R, K, D] and logits [R, K, U] of the levels.
+            the input of `DraftHead.logits` [R, K, D] and logits [R, K, U] of the levels; with a correction, also those of
+            `Correction.greedy_path`.
         """
         slots, queries = inputs.slot_columns, self._queries(inputs)
         owners = torch.cat((inputs.owners, self._slot_owners(inputs)))
@@ -63,15 +74,27 @@ class SlotPass(HeadPass):
         )
         fused = self.draft.fuse(inputs.features)
         hidden: Tensor = self.draft.run_slots(inputs.embeds, fused, inputs.ends, rope, mask, cache)
-        return hidden, self.logits(hidden)
+        return self._results(hidden, inputs.last_tokens)
 
     def read_prompt(
-        self, embeds: Tensor, fused: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Returns what `compute` does, of one request; arguments as of `SlotHead.run_slots`."""
+        self,
+        embeds: Tensor,
+        fused: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Any,
+        last_tokens: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Returns what `compute` does, of one request; arguments as of `SlotHead.run_slots` and `SlotInputs`."""
         ends = torch.arange(embeds.shape[1], device=embeds.device)[-1:]
-        hidden = self.draft.run_slots(embeds, fused, ends, rope, mask, cache)
-        return hidden, self.logits(hidden)
+        return self._results(self.draft.run_slots(embeds, fused, ends, rope, mask, cache), last_tokens)
+
+    def _results(self, hidden: Tensor, last_tokens: Tensor) -> tuple[Tensor, ...]:
+        logits = self.logits(hidden)
+        if self.correction is None:
+            return hidden, logits
+        parents, roots = last_tokens.unbind(1)
+        return hidden, logits, *self.correction.greedy_path(roots, parents, hidden, logits)
 
     def mask(self, columns: Tensor, slot_columns: Tensor, steps: Tensor, queries: Queries | None = None) -> Tensor:
         """Returns the additive mask of the queries over the keys; arguments as the attributes of `SlotInputs`."""
@@ -105,13 +128,3 @@ class SlotPass(HeadPass):
 def _in_sequence(states: Tensor) -> Tensor:
     """Returns states [R, 1, S, d] as [1, 1, R * S, d]."""
     return states.flatten(0, 2)[None, None]
-
-
-def lm_head_rows(draft: Any, target: Target) -> nn.Module:
-    """Returns the target's lm_head, or a layer with its rows of the draft vocabulary."""
-    if draft.token_map is None:
-        return target.lm_head
-    with torch.inference_mode(False), torch.no_grad():
-        rows = nn.Linear(target.hidden_size, draft.num_draft_tokens, bias=False, device="meta")
-        rows.weight = nn.Parameter(target.lm_head.weight[draft.token_map.to(target.device)], requires_grad=False)
-    return rows

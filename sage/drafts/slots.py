@@ -60,8 +60,10 @@ class SlotHead(DraftHead):
 
     def _new_functions(self, target: Target) -> tuple[PassFunction, ...]:
         """Returns the function of a block and, with a conditional, that of a level."""
-        block = SlotPass(self, target)
-        return (block, CorrectionPass(self, target, Correction(self, target))) if self.has_conditional else (block,)
+        if not self.has_conditional:
+            return (SlotPass(self, target),)
+        correction = Correction(self, target)
+        return SlotPass(self, target, correction), CorrectionPass(self, target, correction)
 
     @abstractmethod
     def run_slots(

@@ -87,6 +87,23 @@ def test_captured_rounds_have_the_logits_of_eager_ones(
             torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("form", "options"), [("dspark", {}), ("mlp", {"vocabulary": torch.arange(3, VOCABULARY, 2)})])
+def test_nodes_on_the_greedy_path_take_no_pass(form: str, options: dict[str, Any], tiny_qwen: sage.Target) -> None:
+    """Their logits and candidates are those of the correction, which nodes with a sibling take."""
+    draft, prompt = slot_head(tiny_qwen, form, **options), tiny_qwen.embed(make_inputs(tiny_qwen))
+    features, root, row = tiny_qwen.features(prompt, draft.levels), torch.tensor([5]), torch.zeros(1, dtype=torch.long)
+    alone, beside = (new_session(draft, tiny_qwen, 60) for _ in range(2))
+    logits, _ = (session.prefill(prompt, features, root) for session in (alone, beside))
+    for _ in range(draft.num_levels - 1):
+        (token,) = alone.propose(logits, 1).tokens[0].tolist()
+        needed = alone.expand_pass(row, [token])
+        assert isinstance(needed, torch.Tensor)
+        logits, expected = needed, beside.expand(torch.zeros(2, dtype=torch.long), [token, 9])[:1]
+        torch.testing.assert_close(logits, expected)
+        for found, own in zip(alone.propose(logits, 3), beside.propose(expected, 3), strict=True):
+            torch.testing.assert_close(found, own)
+
+
 @pytest.mark.parametrize("form", ["mlp", "peagle"])
 def test_an_answer_shorter_than_the_block_and_a_pruned_prompt_decode(form: str, tiny_qwen: sage.Target) -> None:
     draft, inputs = slot_head(tiny_qwen, form), make_inputs(tiny_qwen)
