@@ -17,7 +17,7 @@ from sage.drafts.model import shallow_model
 from sage.runtime import attention
 from sage.runtime.vision_attention import VisionAttention
 from sage.targets.loading import set_attention
-from train.config.schema import ObjectiveConfig
+from train.config.schema import ObjectiveConfig, OptimConfig
 from train.distill.objective import Objective
 from train.distill.pairs import Pairs, count_supervised
 from train.distill.student import HeadStudent, ModelStudent, Student
@@ -139,7 +139,9 @@ def test_a_step_waits_for_known_reasons_only(kind: str, traffic: Traffic, monkey
         teacher=Teacher(target, "embed", student.levels, student.token_map),
         engine=PlainEngine(student),
         metrics=TrainingMetrics(None),
-        ranks=SimpleNamespace(sum=lambda values: values.detach().cpu().double(), device=DEVICE),
+        ranks=SimpleNamespace(sum=lambda values: values.detach().cpu().double(), device=DEVICE, world_size=1),
+        config=SimpleNamespace(optim=OptimConfig(lr=1e-3, grad_clip=1.0)),
+        expected_steps=4,
         state=TrainState(),
         stop=StopFlag(),
         is_stopping=False,
@@ -151,7 +153,7 @@ def test_a_step_waits_for_known_reasons_only(kind: str, traffic: Traffic, monkey
     for num_batches in (1, 3):
         batches = [staging(padded_batch(target)) for _ in range(num_batches)]
         traffic.reset()
-        train_step(run, batches, 1e-3)
+        train_step(run, batches)
         waits = Counter[str]()
         for (event, line), number in traffic.lines.items():
             if event is Kind.SYNCHRONIZATION:
