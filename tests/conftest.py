@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator
@@ -84,9 +85,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps tests out of the user's cache folder: compiled passes, measured costs, prepared examples."""
+    """Keeps tests out of the user's cache folder: compiled passes, measured costs, prepared examples. Shared by processes."""
+    folder = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user_cache")))
+        patch.setenv("XDG_CACHE_HOME", str((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "user_cache"))
         yield
 
 

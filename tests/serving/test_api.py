@@ -6,7 +6,6 @@ import json
 import subprocess
 from typing import Any
 
-import openai
 import pytest
 from support.serving_helpers import HELLO, MODEL, Running, image_url, with_images
 
@@ -27,6 +26,8 @@ def opened_parts(content: Any) -> Any:
 
 
 def test_the_openai_client_gets_the_texts_of_generate_over_several_turns_with_images(server: Running) -> None:
+    import openai  # takes a second
+
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == [MODEL] and client.models.retrieve(MODEL).id == MODEL
     messages: list[Any] = []
