@@ -46,7 +46,7 @@ def test_two_nodes_without_a_shared_disk_train_validate_and_resume(target: Path,
     assert "run.dir" in first[0][1] and "not shared with" in first[0][1]
     report = json.loads((tmp_path / "a/run/validation/step_00000002/report.json").read_text())
     assert report["policies"]["sage"]["total"] == 2
-    assert sorted(path.name for path in (tmp_path / "b/run").iterdir()) == [".draft.part", "config.yaml"]
+    assert sorted(path.name for path in (tmp_path / "b/run").iterdir()) == [".draft.copy.part", "config.yaml"]
     again = run_nodes(commands, target, nodes, 2, "train.max_steps=3", "run.resume=true")
     assert [code for code, _ in again] == [0, 0] and "resumed from" in again[0][1], again
     straight = run_nodes(commands, target, [shared, shared], 3, "train.max_steps=3")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import uuid
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def blind_ranks(ranks: Ranks, folder: Path) -> dict[int, str]:
             folder.mkdir(parents=True, exist_ok=True)
             token.touch()
     ranks.gather(None)  # until the token is there
+    with suppress(OSError):
+        os.listdir(folder.parent)  # opening it makes NFS look again for a folder that did not exist a moment ago
     found = ranks.gather((token.exists(), socket.gethostname()))
     if ranks.is_main:
         token.unlink(missing_ok=True)
@@ -82,7 +85,7 @@ class RunDisk:
 
     def fetch(self, folder: Path) -> Path:
         """Returns where this rank can read a folder that rank 0 has written: there, or in a copy beside it. Collective."""
-        copy = part_path(folder)
+        copy = part_path(folder.with_name(f"{folder.name}.copy"))
         self.copy(folder, copy)
         return copy if self.is_remote else folder
 
