@@ -82,7 +82,7 @@ class DataConfig:
         cache: content of the cache folder.
         cache_keep: number of data sets whose cached examples are kept, the most recently used ones; null: all.
         cache_dir: the cache folder; empty: `sage-draft` in the user's cache folder.
-        num_workers: processes that prepare examples while training; 0: a thread.
+        num_workers: processes of a rank that prepare examples while training; 0: a thread; null: up to 8, as the cores allow.
         num_frames: maximum number of frames per video.
         shuffle_block: items per block within which a stream is shuffled.
     """
@@ -103,7 +103,7 @@ class DataConfig:
     cache: Cache = Cache.rows
     cache_dir: str = ""
     cache_keep: PositiveInt | None = 8
-    num_workers: NonNegativeInt = 0
+    num_workers: NonNegativeInt | None = 0
     num_frames: PositiveInt = 32
     shuffle_block: PositiveInt = 256
 

@@ -14,6 +14,7 @@ import torch
 from sage.io.machine import num_cores
 
 MAX_PROCESSES = 16
+MAX_LOADER_WORKERS = 8  # of a rank
 MIN_PARALLEL = 20_000  # items; below, starting workers (seconds each, to import torch) costs more than it saves
 
 Task = TypeVar("Task")
@@ -23,6 +24,16 @@ Result = TypeVar("Result")
 def num_processes() -> int:
     """Returns the number of worker processes for preparing examples."""
     return min(num_cores(), MAX_PROCESSES)
+
+
+def loader_workers(given: int | None, ranks: int) -> int:
+    """Returns the processes of a rank that prepare examples: `given` (`data.num_workers`), or by default one per core that is
+    left beside training.
+
+    Args:
+        ranks: on this machine, which share its cores.
+    """
+    return min(MAX_LOADER_WORKERS, max(1, num_cores() // ranks - 1)) if given is None else given
 
 
 def worker_context() -> Any:

@@ -30,7 +30,7 @@ from sage.runtime.vision_attention import VisionAttention, resolve_attention
 from sage.targets.families import family_of
 from sage.targets.loading import load_processor, set_attention
 from train.config.schema import Config
-from train.distill.build import fresh_draft, new_student
+from train.distill.build import fresh_draft, new_student, vocabulary_size
 from train.distill.compiled_layers import draft_layers
 from train.distill.pairs import count_supervised
 from train.distill.student import Student, supervised_features
@@ -127,8 +127,8 @@ def build(config: Config, architecture: Any, device: torch.device) -> tuple[Teac
         target = sage.Target(family_of(architecture).auto_class.from_config(architecture, dtype=dtype))
     choice = VisionAttention(config.target.attention)
     set_attention(target.model, resolve_attention(choice, device.type, dtype in HALF, target.family.is_packed, True))
-    size = getattr(config.draft, "draft_vocab_size", None)
-    vocabulary = None if size is None or size >= target.vocab_size else torch.arange(size)
+    size = vocabulary_size(config.draft, target)
+    vocabulary = None if size >= target.vocab_size else torch.arange(size)
     student = new_student(fresh_draft(config, target, vocabulary), config).to(torch_dtype(config.train.precision))
     student.layers = draft_layers(config, student.compilable(), device)
     return build_teacher(config, target, student), student

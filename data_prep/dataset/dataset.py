@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data_prep.chat import Example, build_example
+from data_prep.chat import Example, build_example, segments
 from data_prep.config import DataConfig, OnBad
-from data_prep.conversation import BadItem, Conversation
+from data_prep.conversation import BadItem, Conversation, check_conversation
 from data_prep.dataset.example_store import ExampleStore
 from data_prep.dataset.index import Index
 from data_prep.dataset.measure import Measuring, built_lengths, full_lengths
@@ -136,12 +136,12 @@ class StoredDataset(Dataset[Example]):
 def count_tokens(dataset: Any, vocab_size: int) -> Tensor:
     """Returns the number of supervised occurrences of each token, int64 [V].
 
-    Counts all examples if they are cached, else an evenly spaced sample; each example once, regardless of the weight of its
-    source. The result is a function of the data alone.
+    Counts all examples if they are cached, else the complete answers of an evenly spaced sample, whose images are not opened;
+    each example once, regardless of the weight of its source. The result is a function of the data alone.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for input_ids, loss_mask in _answers(dataset):
-        counts += np.bincount(input_ids[loss_mask.astype(bool)], minlength=vocab_size)
+    for ids in _answers(dataset):
+        counts += np.bincount(ids, minlength=vocab_size)
     return torch.from_numpy(counts)
 
 
@@ -158,15 +158,20 @@ def most_frequent(counts_V: Tensor, size: int, always: Iterable[int]) -> Tensor:
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def _answers(dataset: Any) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """Yields (input_ids, loss_mask) of one example at a time."""
+def _answers(dataset: Any) -> Iterable[np.ndarray]:
+    """Yields the supervised ids of one example at a time, int64."""
     if isinstance(dataset, StoredDataset):
-        yield from map(dataset.store.tokens, range(len(dataset)))
+        for input_ids, loss_mask in map(dataset.store.tokens, range(len(dataset))):
+            yield input_ids[loss_mask.astype(bool)]
         return
     if is_stream(dataset):
-        keys: Iterable[Any] = islice(dataset.items(0, 0), NUM_SAMPLED)
+        conversations = (candidates[0] for candidates in islice(dataset.items(0, 0), NUM_SAMPLED))
     else:
-        keys = np.linspace(0, len(dataset) - 1, min(NUM_SAMPLED, len(dataset))).round().astype(int).tolist()
-    for key in keys:
-        example = dataset[key]
-        yield example["input_ids"].numpy(), example["loss_mask"].numpy()
+        positions = np.linspace(0, len(dataset) - 1, min(NUM_SAMPLED, len(dataset))).round().astype(int).tolist()
+        conversations = (dataset.conversation(position) for position in positions)
+    for conversation in conversations:
+        try:
+            messages = check_conversation(conversation).messages
+        except BadItem:  # skipped in training, too, or the error that ends it
+            continue
+        yield np.array(dataset.processor.supervised_tokens(segments(messages, dataset.processor)), dtype=np.int64)

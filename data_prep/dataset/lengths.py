@@ -11,6 +11,9 @@ import numpy as np
 from data_prep.chat import Fit, Lengths
 from data_prep.config import DataConfig, OnLong
 
+MAX_DROPPED = 0.2  # share of the examples that a run drops without being asked to
+DROPPED = "dropped_examples"  # this share in metrics.jsonl
+
 
 @dataclass
 class LongExamples:
@@ -44,24 +47,42 @@ class LongExamples:
     def num_long(self) -> int:
         return self.num_measured - self.counts[Fit.kept]
 
+    @property
+    def dropped_share(self) -> float:
+        """Share of the measured examples that are dropped."""
+        return self.counts[Fit.dropped] / max(1, self.num_measured)
+
     def line(self) -> str:
         """Returns one line: the number of examples that are too long, their outcome, and the value that keeps them."""
         if not self.num_long:
             limit = "no data.max_length" if self.max_length is None else f"data.max_length={self.max_length}"
             return f"the longest of {self._extent()} has {self.longest} tokens ({limit})"
-        fates = [f"{self.counts[fit]} {fit}" for fit in (Fit.shortened, Fit.dropped) if self.counts[fit]]
+        fates = [f"{self.counts[Fit.shortened]} shortened"] if self.counts[Fit.shortened] else []
+        fates += [f"{self.counts[Fit.dropped]} dropped, {self.dropped_share:.0%} of all"] if self.counts[Fit.dropped] else []
         return (
             f"{self.num_long} of {self._extent()} are too long for data.max_length={self.max_length}: {' and '.join(fates)} "
             f"(data.on_long={self.on_long}); data.max_length={self.longest} keeps all of them complete"
         )
 
-    def check(self) -> None:
-        """Raises ValueError if every measured example would be dropped."""
-        if self.num_measured and self.counts[Fit.dropped] == self.num_measured:
-            raise ValueError(
-                f"data.max_length: {self.max_length}; drops all of {self._extent()} (data.on_long={self.on_long}), whose first "
-                f"turns have at least {self.shortest} tokens; data.max_length={self.longest} keeps all of them complete"
-            )
+    def check(self, allowed: float = 1.0) -> None:
+        """Raises ValueError with the `refusal`, if there is one."""
+        if reason := self.refusal(allowed):
+            raise ValueError(reason)
+
+    def refusal(self, allowed: float = 1.0) -> str:
+        """Returns why these examples are refused: all measured ones would be dropped, or more than the share `allowed` without
+        `data.on_long=drop`; else "".
+        """
+        share = self.dropped_share
+        if share < 1 and (share <= allowed or self.on_long is OnLong.drop):
+            return ""
+        number = "all" if share == 1 else f"{share:.0%}"
+        reason = f"whose first turns have at least {self.shortest} tokens" if share == 1 else f"more than {allowed:.0%}"
+        accepted = "" if share == 1 else ", data.on_long=drop trains on the others"
+        return (
+            f"data.max_length: {self.max_length}; drops {number} of {self._extent()} (data.on_long={self.on_long}), {reason}; "
+            f"data.max_length={self.longest} keeps all of them complete{accepted}"
+        )
 
     def _extent(self) -> str:
         if self.num_measured == self.total:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from sage.io.ranges import NonNegativeInt, PositiveInt, Range
 
 Level = Annotated[int, Range(ge=0, remedy="0 is the embeddings; null gives low, middle and high levels")]
 Share = Annotated[float, Range(gt=0, le=1, remedy="P-EAGLE uses 0.7, and at least 0.2")]
+LARGE_VOCABULARY, REDUCED_VOCABULARY = 65_536, 32_000  # tokens of a target from which on a trained lm_head has fewer (EAGLE-3)
 TRAINING_ONLY = {"training_only": True}  # metadata of keys that a run reads and `sage.new_draft` does not take
 
 
@@ -66,6 +67,25 @@ class HeadOptions(HeadSizes):
 
 
 @dataclass(kw_only=True)
+class VocabularyOptions:
+    """Keys of a draft head that may have a smaller vocabulary than the target.
+
+    Attributes:
+        draft_vocab_size: tokens of the draft vocabulary, the most frequent ones of the training answers; 0: all; null: 32000 if
+            the head trains an lm_head for a target with more than 65536 tokens, else all.
+    """
+
+    draft_vocab_size: NonNegativeInt | None = field(default=None, metadata=TRAINING_ONLY)
+    trains_lm_head: ClassVar[bool] = True
+
+    def vocabulary_size(self, num_tokens: int) -> int:
+        """Returns the tokens of the draft vocabulary for a target with `num_tokens` tokens."""
+        if self.draft_vocab_size is None and self.trains_lm_head and num_tokens > LARGE_VOCABULARY:
+            return REDUCED_VOCABULARY
+        return self.draft_vocab_size or num_tokens
+
+
+@dataclass(kw_only=True)
 class EagleOptions(HeadOptions):
     """One decoder layer that predicts the target's next feature (EAGLE, arXiv 2401.15077).
 
@@ -77,20 +97,18 @@ class EagleOptions(HeadOptions):
 
 
 @dataclass(kw_only=True)
-class Eagle3Options(HeadOptions):
+class Eagle3Options(VocabularyOptions, HeadOptions):
     """One decoder layer that reads features of three of the target's layers (EAGLE-3, arXiv 2503.01840).
 
     Attributes:
         feature_levels: indices of the target's hidden_states; null: low, middle and high.
-        draft_vocab_size: tokens of the draft vocabulary, the most frequent ones of the training answers; null: all.
     """
 
     feature_levels: list[Level] | None = None
-    draft_vocab_size: PositiveInt | None = field(default=None, metadata=TRAINING_ONLY)
 
 
 @dataclass(kw_only=True)
-class BlockOptions(HeadSizes):
+class BlockOptions(VocabularyOptions, HeadSizes):
     """A few layers that predict all levels of a round in one pass (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147).
 
     `feed=false conditional=none` is DFlash, `feed=false conditional=markov` is DSpark.
@@ -98,7 +116,6 @@ class BlockOptions(HeadSizes):
     Attributes:
         feature_levels: indices of the target's hidden_states; null: with `feed` the embeddings and the last, else low, middle,
             high and last.
-        draft_vocab_size: tokens of the draft vocabulary, the most frequent ones of the training answers; null: all.
         block_size: slots of a block; each predicts a token, except the first slot of DFlash.
         num_layers: decoder layers.
         conditional: correction of a slot: none, of its logits by the last token (markov), or of its hidden state by that state
@@ -113,8 +130,8 @@ class BlockOptions(HeadSizes):
         down_sample_ratio_min: share of the anchors that training keeps at every level.
     """
 
+    trains_lm_head: ClassVar[bool] = False  # it takes the target's, of which engines have all rows
     feature_levels: list[Level] | None = None
-    draft_vocab_size: PositiveInt | None = field(default=None, metadata=TRAINING_ONLY)
     block_size: Annotated[int, Range(ge=2, remedy="a block of one slot drafts what draft=eagle3 does")] = 8
     num_layers: Annotated[int, Range(ge=1, le=5, remedy="1 is the usual value")] = 1
     conditional: Conditional = Conditional.mlp
@@ -137,12 +154,11 @@ class BlockOptions(HeadSizes):
 
 
 @dataclass(kw_only=True)
-class PEagleOptions(HeadOptions):
+class PEagleOptions(VocabularyOptions, HeadOptions):
     """EAGLE-3's layer with masked inputs, so that one pass drafts all levels of a round (P-EAGLE, arXiv 2602.01469).
 
     Attributes:
         feature_levels: indices of the target's hidden_states; null: low, middle and high.
-        draft_vocab_size: tokens of the draft vocabulary, the most frequent ones of the training answers; null: all.
         block_size: tokens that a pass drafts.
         num_layers: decoder layers.
         mask_token: token whose embedding an export replaces by that of the masked inputs; null: one that the target does not
@@ -152,7 +168,6 @@ class PEagleOptions(HeadOptions):
     """
 
     feature_levels: list[Level] | None = None
-    draft_vocab_size: PositiveInt | None = field(default=None, metadata=TRAINING_ONLY)
     block_size: Annotated[int, Range(ge=2, remedy="a block of one token drafts what draft=eagle3 does")] = 8
     num_layers: Annotated[int, Range(ge=1, le=4, remedy="1 is the usual value")] = 1
     mask_token: NonNegativeInt | None = None

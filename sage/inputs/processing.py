@@ -282,6 +282,11 @@ class Processor:
         """Returns the number of tokens of every segment of chats, in which the placeholders have been replaced."""
         return [[len(ids) for ids in chat] for chat in self._tokenize(chats)] if chats else []
 
+    def supervised_tokens(self, segments: Sequence[Segment]) -> list[int]:
+        """Returns the supervised ids of `encode` for the same segments, without images and videos."""
+        [tokenized] = self._tokenize([segments])
+        return [token for ids, (_, is_answer) in zip(tokenized, segments, strict=True) if is_answer for token in ids]
+
     @cached_property
     def _slot_runs(self) -> re.Pattern[str]:
         """Matches several visual tokens in a row; group 1 is one of them."""

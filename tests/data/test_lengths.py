@@ -19,6 +19,7 @@ from data_prep.chat import Fit, Lengths, build_example
 from data_prep.config import Cache, DataConfig, OnBad, OnLong
 from data_prep.conversation import BadItem, TooLong
 from data_prep.dataset import measure
+from data_prep.dataset.preparation import measure_preparation
 from data_prep.dataset.skip_log import read_skipped
 from data_prep.sources import SourceConfig
 from data_prep.tools import cli
@@ -69,8 +70,14 @@ def test_long_examples_are_counted_apart_from_invalid_ones(
     assert found is not None
     assert found.counts == {Fit.kept: 1, Fit.shortened: 1, Fit.dropped: 1}
     check_message(
-        found.line(), "2 of 3 examples", "data.max_length=100", "1 shortened and 1 dropped", "data.max_length=239 keeps"
+        found.line(),
+        "2 of 3 examples",
+        "data.max_length=100",
+        "1 shortened and 1 dropped, 33% of all",
+        "data.max_length=239 keeps",
     )
+    check_message(found.refusal(0.2), "drops 33% of 3 examples", "data.max_length=239 keeps", "data.on_long=drop trains")
+    assert not found.refusal(0.4) and not replace(found, on_long=OnLong.drop).refusal(0.2)
     assert "skipped 1 invalid items" in caplog.text
     if cache is Cache.examples:
         assert [(row["index"], row["kind"]) for row in read_skipped(listing)] == [("1", "invalid"), ("3", "too long")]
@@ -95,6 +102,7 @@ def test_all_examples_too_long_is_an_error_before_training(cache: Cache, tmp_pat
 def test_lengths_are_measured_once_for_every_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = rows(tmp_path, *[SHORT] * 6, *[ONE_LONG] * 6, max_length=100)
     assert long_examples(config, build_dataset(config, PROCESSOR)) is not None
+    assert measure_preparation(build_dataset(config, PROCESSOR)) is None  # texts
     monkeypatch.setattr(measure, "segments", None)
     for max_length in (None, 20_000, 200):
         again = long_examples(config, build_dataset(replace(config, max_length=max_length), PROCESSOR))
@@ -142,6 +150,9 @@ def test_lengths_are_those_of_the_built_examples(
         found = dataset.lengths.tolist()
     assert found == [len(dataset[position]["input_ids"]) for position in range(len(dataset))]
     assert len(set(found)) > 2 and max(found) <= (max_length or 1000)
+    preparation = measure_preparation(dataset)
+    assert preparation is not None and preparation.images == 8 / 8 and 0 < preparation.image_s < 1
+    check_message(preparation.line(2), "preparing an image takes", "2 workers prepare", "images/s (data.num_workers)")
 
 
 def test_corrupt_image_is_found_before_training(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from data_prep.build import build_dataset
 from data_prep.config import DataConfig
 from data_prep.conversation import BadItem
 from data_prep.dataset.mixing import MixedOrder, next_source, permutation
+from data_prep.workers import loader_workers
 
 
 @settings(max_examples=25, deadline=None)
@@ -217,6 +218,16 @@ def test_batches_ahead_are_divided_among_the_workers_that_start(
     loader = StepLoader(Numbers(8), collate, 4, 4, num_workers=16)
     loader._from_workers(_Builder(loader.dataset, collate))
     assert (chosen["num_workers"], chosen["prefetch_factor"]) == (num_workers, prefetch_factor)
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "ranks", "expected"), [(3, 1, 1, 3), (None, 16, 4, 3), (None, 96, 8, 8), (None, 1, 2, 1)]
+)
+def test_by_default_a_rank_has_workers_for_its_cores(
+    given: int | None, cores: int, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.workers.num_cores", lambda: cores)
+    assert loader_workers(given, ranks) == expected
 
 
 @pytest.mark.slow

@@ -161,6 +161,25 @@ def test_precision_follows_the_target() -> None:
     assert compose("config", [], Config).train.precision is Precision.fp32
 
 
+@pytest.mark.parametrize(
+    ("words", "max_length", "micro_batch_size"),
+    [
+        (["target=qwen2_5_vl_7b"], 18_432, 1),  # a photo of 4000 x 3000: 15,301 tokens
+        (["target=llava_onevision_0_5b"], 8_192, 2),  # 1920 x 1080: 7,269 tokens
+        (["target=llava_1_5_7b"], 4_096, 4),
+        (["target=qwen2_5_vl_7b", "data.max_length=4096"], 4_096, 4),
+        (["target.path=FOLDER"], 18_432, 1),
+        (["target.path=Own/Model"], 4_096, 4),
+    ],
+)
+def test_the_longest_example_follows_from_the_images_of_the_family(
+    words: list[str], max_length: int, micro_batch_size: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    config = compose("config", ["data=messages", *(word.replace("FOLDER", str(tmp_path)) for word in words)], Config)
+    assert (config.data.max_length, config.train.micro_batch_size) == (max_length, micro_batch_size)
+
+
 def test_the_specvlm_preset_is_its_recipe() -> None:
     """arXiv 2509.11815: online epochs over the LLaVA-1.5 mix, batch 128, constant 8e-5, 0.1 CE + 1.0 SmoothL1."""
     config = compose("config", ["experiment=specvlm"], Config)

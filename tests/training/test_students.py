@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.messages import refused
@@ -15,9 +15,13 @@ from support.train_helpers import command, configured, draft_weights, metrics, s
 from torch.utils.flop_counter import FlopCounterMode
 
 import sage
-from data_prep.dataset.dataset import most_frequent
+from data_prep.build import build_dataset
+from data_prep.config import Cache
+from data_prep.dataset.dataset import count_tokens, most_frequent
+from sage.drafts import registry
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.model import ModelDraft, shallow_model
+from sage.targets.loading import load_processor
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig
 from train.distill.build import end_tokens
@@ -204,21 +208,30 @@ def test_the_vocabulary_holds_the_most_frequent_tokens_and_eos() -> None:
         most_frequent(counts, 1, [0, 6])
 
 
-def test_a_sample_and_the_store_count_the_same() -> None:
-    from data_prep.dataset.dataset import StoredDataset, count_tokens
+def test_a_sample_and_the_store_count_the_same(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample opens no images."""
+    data = compose("config", ["data.num_examples=30", f"data.cache_dir={tmp_path}"], Config).data
+    processor, counts = load_processor(str(target)), []
+    for kind in (Cache.examples, Cache.rows):
+        dataset = build_dataset(replace(data, cache=kind), processor)
+        monkeypatch.setattr("data_prep.chat.open_media", None)
+        counts.append(count_tokens(dataset, 2000))
+    assert counts[0].sum() > 100 and counts[0].equal(counts[1])
 
-    examples = [{"input_ids": torch.tensor([3, 1, 4]), "loss_mask": torch.tensor([False, True, True])} for _ in range(5)]
 
-    class Store:
-        def __len__(self) -> int:
-            return len(examples)
-
-        def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-            return examples[index]["input_ids"].numpy(), examples[index]["loss_mask"].numpy()
-
-    stored = StoredDataset.__new__(StoredDataset)
-    stored.store = Store()  # type: ignore[assignment]
-    assert count_tokens(stored, 6).tolist() == count_tokens(examples, 6).tolist() == [0, 5, 0, 0, 5, 0]
+@pytest.mark.parametrize(
+    ("kind", "given", "num_tokens", "expected"),
+    [
+        ("eagle3", None, 152_064, 32_000),
+        ("peagle", None, 152_064, 32_000),
+        ("eagle3", None, 49_280, 49_280),
+        ("eagle3", 0, 152_064, 152_064),
+        ("eagle3", 500, 152_064, 500),
+        ("block", None, 152_064, 152_064),
+    ],
+)
+def test_an_lm_head_over_a_large_vocabulary_is_reduced(kind: str, given: int | None, num_tokens: int, expected: int) -> None:
+    assert registry.KINDS[kind].options(draft_vocab_size=given).vocabulary_size(num_tokens) == expected
 
 
 class TestMistakes:
@@ -228,6 +241,7 @@ class TestMistakes:
             (["draft=eagle3", "draft.draft_vocab_size=99999"], ("draft.draft_vocab_size=99999", "at most")),
             (["draft=eagle3"], ("draft.feature_levels", "2 layers")),
             (["draft=eagle3", "draft.feature_levels=[0,1,9]"], ("draft.feature_levels=[0, 1, 9]", "0 to 2")),
+            (["data.max_length=60"], ("data.max_length: 60", "more than 20%", "data.on_long=drop")),
             (["draft.num_attention_heads=3"], ("draft.num_attention_heads=3", "draft.num_key_value_heads=2")),
             (["draft=model", "draft.num_layers=2"], ("draft.num_layers", "1 to 1")),
             (["draft=block", "draft.feature_levels=[0,1,9]"], ("draft.feature_levels=[0, 1, 9]", "0 to 2")),

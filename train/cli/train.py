@@ -56,8 +56,8 @@ def train(config: Config) -> int:
         from train.validation.validate import build_policies
 
         build_policies(config.decode)
-        found = plan(config)
-        data = plan_data(config, found.ranks)
+        data = plan_data(config, config.launch.gpus or config.launch.ranks or 1)
+        found = plan(config, data.extent)
         print(render(replace(found, num_examples=data.num_examples, balance=data.balance), data))
         return EXIT_DONE
     from train.job.rank import run_rank

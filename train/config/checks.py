@@ -39,6 +39,7 @@ from train.config.schema import (
     RunConfig,
     Schedule,
     ValidateOn,
+    sequences_per_pass,
 )
 from train.config.store import subschemas
 
@@ -183,7 +184,7 @@ def _check_budget(config: Config) -> None:
     train = config.train
     if train.micro_batch_tokens is None:
         return
-    if train.micro_batch_size != config.target.recipe.micro_batch_size:
+    if train.micro_batch_size != sequences_per_pass(config.target.recipe.micro_batch_size or 0, config.data.max_length):
         remedy = "the budget replaces it; give one of them"
         _refuse("train.micro_batch_size", train.micro_batch_size, "not given with train.micro_batch_tokens", remedy)
     for label, source in config.data.sources.items():

@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from sage.io.dtypes import SHORT_NAMES, loaded_dtype
-from sage.io.files import package_dir, read_json, user_cache_dir
-from train.config.schema import Precision
+from sage.io.files import config_dir, package_dir, read_json, user_cache_dir
+from train.config.schema import Precision, sequences_per_pass
 from train.config.store import register
 
 CONFIG_FILE = "config.json"
@@ -21,7 +21,8 @@ LONGEST_PART = 40  # characters of a part of a run's name
 def register_resolvers() -> None:
     """Registers the schemas and the functions of this module; `package_dir:PACKAGE` is the folder of an installed package."""
     register()
-    for resolve in (package_dir, user_cache, run_name, target_name, target_dtype, lr_for_width):
+    of_target = (target_name, target_dtype, lr_for_width, max_length_for)
+    for resolve in (package_dir, user_cache, run_name, *of_target, sequences_per_pass):
         OmegaConf.register_new_resolver(resolve.__name__, resolve, replace=True)
 
 
@@ -73,6 +74,14 @@ def lr_for_width(path: str, lr: float, width: int) -> float:
     if not isinstance(found, int) or found < 1:
         return lr
     return float(f"{lr * width / found:.2g}")
+
+
+def max_length_for(path: str, default: int) -> int:
+    """Returns `recipe.max_length` of a shipped target with the `model_type` of a local folder; `default` if there is none."""
+    line = f"\n  model_type: {_read_config(path).get('model_type')}\n"
+    texts = (file.read_text(encoding="utf-8") for file in sorted((config_dir() / "target").glob("*.yaml")))
+    found = next((text for text in texts if line in text), "{}")
+    return int(OmegaConf.select(OmegaConf.create(found), "recipe.max_length") or default)
 
 
 def _read_config(path: str) -> dict[str, Any]:

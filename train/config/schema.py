@@ -27,6 +27,7 @@ class ConfigError(ValueError):
 
 
 MAX_STAGE = 3  # of ZeRO
+RECIPE_LENGTH = 4096  # tokens of the sequences for which recipes are made
 
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 DeviceMap = StrEnum("DeviceMap", ["auto", "balanced", "sequential"])
@@ -97,14 +98,24 @@ class TargetRecipe:
     Attributes:
         lr: default of `optim.lr`.
         global_batch_size: default of `train.global_batch_size`, in sequences.
-        micro_batch_size: default of `train.micro_batch_size`, in sequences.
+        micro_batch_size: default of `train.micro_batch_size`, in sequences of at most 4096 tokens; see `sequences_per_pass`.
+        max_length: default of `data.max_length`: tokens of the largest image that the target's image processor gives, and text.
         anchors: default of `objective.anchors` for drafts that are trained from anchors.
     """
 
     lr: PositiveFloat | None = None
     global_batch_size: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None
+    max_length: PositiveInt = RECIPE_LENGTH
     anchors: PositiveInt = 512
+
+
+def sequences_per_pass(most: int, max_length: int | None) -> int:
+    """Returns the default of `train.micro_batch_size`: `most` sequences of 4096 tokens; of longer ones half, a quarter, .."""
+    limit = most * RECIPE_LENGTH
+    while most > 1 and most * (max_length or 0) > limit:
+        most //= 2
+    return most
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from data_prep.dataset.dataset import count_tokens, most_frequent
 from sage.drafts.draft import Draft
 from sage.drafts.loading import open_draft
 from sage.drafts.location import find_draft
+from sage.drafts.options import VocabularyOptions
 from sage.drafts.registry import KINDS
 from train.config.draft import CompressorConfig, CompressorKind, DraftConfig
 from train.config.schema import Config, ConfigError
@@ -93,15 +94,18 @@ def draft_vocabulary(chosen: DraftConfig, target: sage.Target, dataset: Any, ran
     Raises:
         ConfigError: it is larger than the target's vocabulary.
     """
-    size: int | None = getattr(chosen, "draft_vocab_size", None)
-    if size is None:
-        return None
+    size = vocabulary_size(chosen, target)
     if size > target.vocab_size:
-        raise ConfigError(f"draft.draft_vocab_size={size}: allowed: at most the target's {target.vocab_size}; drop it for all")
+        raise ConfigError(f"draft.draft_vocab_size={size}: allowed: at most the target's {target.vocab_size}; give 0 for all")
     if size == target.vocab_size:
         return None
     ids = ranks.broadcast(_count(size, target, dataset) if ranks.is_main else None)
     return torch.tensor(ids)
+
+
+def vocabulary_size(chosen: DraftConfig, target: sage.Target) -> int:
+    """Returns the tokens of the draft's vocabulary."""
+    return chosen.vocabulary_size(target.vocab_size) if isinstance(chosen, VocabularyOptions) else target.vocab_size
 
 
 def _count(size: int, target: sage.Target, dataset: Any) -> list[int]:

@@ -58,7 +58,8 @@ def check_main_guard(config: Config) -> None:
     """Raises ConfigError if processes will import a script that has no `if __name__ == "__main__":`, and train again."""
     key = ranks_key(config.launch)
     ranks = config.launch.gpus or config.launch.ranks or 1
-    cause = f"{key}={ranks}" if ranks > 1 else f"data.num_workers={config.data.num_workers}" if config.data.num_workers else ""
+    workers = config.data.num_workers
+    cause = f"{key}={ranks}" if ranks > 1 else "" if workers == 0 else f"data.num_workers={workers or 'null'}"
     path = getattr(sys.modules["__main__"], "__file__", None)  # none in a notebook or an interactive interpreter
     if not cause or path is None or has_main_guard(Path(path)):
         return

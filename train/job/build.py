@@ -27,6 +27,9 @@ from checkpoints.store import StateStore, saving
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, check_rows, long_examples
 from data_prep.build import prompts as held_out_prompts
+from data_prep.dataset.lengths import DROPPED, MAX_DROPPED
+from data_prep.dataset.preparation import measure_preparation
+from data_prep.workers import loader_workers
 from sage.drafts.options import ImageInputs
 from sage.io.dtypes import torch_dtype
 from sage.io.files import write_text
@@ -120,6 +123,7 @@ def building(
             stop=stop,
             own_answers=OwnAnswers(target, list(config.data.sources), length.steps, state.step),
             is_finished=finished,
+            figures={DROPPED: inputs.dropped_share} if inputs.dropped_share else {},
         )
 
 
@@ -132,6 +136,7 @@ class RunInputs:
         target: frozen; its text layers are sharded over the ranks if `sharded` is not None.
         loader: starts at the first step.
         shard: the prompts that this rank decodes in validations.
+        dropped_share: share of the examples that are longer than `data.max_length` and dropped.
     """
 
     policies: dict[str, Policy]
@@ -140,6 +145,7 @@ class RunInputs:
     loader: StepLoader
     student: Student
     shard: DecodeShard
+    dropped_share: float
 
 
 def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
@@ -152,6 +158,10 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
     dataset = build_dataset(data, target.processor, "train")
     if (long := long_examples(data, dataset)) is not None:
         logger.log(logging.WARNING if long.num_long else logging.INFO, "%s", long.line())
+        long.check(MAX_DROPPED)
+    workers = loader_workers(config.data.num_workers, cluster_env.local_world_size())
+    if ranks.is_main and (preparation := measure_preparation(dataset)) is not None:
+        logger.info("%s", preparation.line(workers))
     student = build_student(config, target, dataset, ranks)
     loader = StepLoader(
         dataset,
@@ -161,7 +171,7 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
         rank=ranks.rank,
         world_size=ranks.world_size,
         seed=config.seed,
-        num_workers=config.data.num_workers,
+        num_workers=workers,
         length_window=config.train.length_window,
         stage=Staging(target, ranks.device, torch.promote_types(target.dtype, torch_dtype(config.train.precision))),
         micro_batch_tokens=config.train.micro_batch_tokens,
@@ -176,6 +186,7 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
         loader=loader,
         student=student,
         shard=prepare_prompts(config, target, student.decoding_draft, ranks),
+        dropped_share=0.0 if long is None else long.dropped_share,
     )
 
 

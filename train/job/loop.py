@@ -81,10 +81,10 @@ class TrainingRun:
     stop: StopFlag = field(default_factory=StopFlag)
     own_answers: OwnAnswers | None = None
     is_finished: bool = False
+    figures: dict[str, float] = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()
     is_stopping: bool = field(default=False, init=False)
     copies: DeviceCopies = field(init=False)
-    figures: dict[str, float] = field(default_factory=dict, init=False)
     saved: TrainState = field(init=False)
     validated_at: int | None = field(default=None, init=False)
     report: dict[str, Any] | None = field(default=None, init=False)

@@ -20,8 +20,11 @@ from huggingface_hub import try_to_load_from_cache
 import sage
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, long_examples, open_sources
-from data_prep.config import Answers, Cache, check_paths
+from data_prep.chat import Fit, Lengths
+from data_prep.config import Answers, Cache, DataConfig, check_paths
+from data_prep.dataset.lengths import MAX_DROPPED
 from data_prep.dataset.mixing import permutation
+from data_prep.dataset.preparation import Preparation, measure_preparation
 from data_prep.own_answers import is_quickly_measured
 from data_prep.sources import KINDS, Content
 from data_prep.splits import Split
@@ -30,6 +33,7 @@ from sage.commands.cli import resolve_device
 from sage.io.dtypes import torch_dtype
 from sage.targets.loading import load_processor
 from train.config.schema import Config, Device
+from train.plan.memory import Extent
 
 logger = logging.getLogger(__name__)
 NUM_STEPS = 16  # that are simulated
@@ -64,11 +68,19 @@ class DataPlan:
         num_examples: training examples; None if the data were not opened.
         rows: name and text of each line of the plan.
         balance: padding and balance of the training examples; None if the data were not opened or have unknown lengths.
+        extent: likewise.
+        preparation: the time of images; None without images, or if the data were not opened.
+        dropped_share: of the examples, because they are too long.
+        refusal: why the run would not start.
     """
 
     num_examples: int | None
     rows: list[tuple[str, str]]
     balance: Balance | None = None
+    extent: Extent | None = None
+    preparation: Preparation | None = None
+    dropped_share: float = 0.0
+    refusal: str = ""
 
 
 def plan_data(config: Config, ranks: int) -> DataPlan:
@@ -81,15 +93,40 @@ def plan_data(config: Config, ranks: int) -> DataPlan:
     try:
         check_paths(data)
         dataset = build_dataset(data, load_processor(folder), "train")
-        long = None if all(source.is_trusted for source in open_sources(data, Split.train)) else long_examples(data, dataset)
+        is_trusted = all(source.is_trusted for source in open_sources(data, Split.train))
+        long = None if is_trusted else long_examples(data, dataset)
+        preparation = None if is_trusted else measure_preparation(dataset)
         answers = _answers(config, dataset, folder)
     except (ValueError, OSError) as error:
         return DataPlan(None, [("error", " ".join(str(error).split()))])
     names = ", ".join(source.path or source.kind for source in data.resolved(Split.train).values())
     examples = f"{len(dataset):,} for training in {names}"
-    balance = balance_of(dataset.full_lengths()[:, 0], config, ranks) if long and long.num_measured else None
-    lengths = [("lengths", long.line())] if long else []
-    return DataPlan(len(dataset), [("examples", examples), *lengths, ("answers", answers)], balance)
+    if not long or not long.num_measured:
+        return DataPlan(len(dataset), [("examples", examples), ("answers", answers)])
+    lengths = dataset.full_lengths()
+    return DataPlan(
+        len(dataset),
+        [("examples", examples), ("lengths", long.line()), ("answers", answers)],
+        balance_of(lengths[:, 0], config, ranks),
+        extent_of(lengths, config.data, preparation is not None),
+        preparation,
+        long.dropped_share,
+        long.refusal(MAX_DROPPED),
+    )
+
+
+def extent_of(lengths: np.ndarray, data: DataConfig, has_images: bool) -> Extent | None:
+    """Returns the extent of the examples that are kept, from their `Lengths`, int [N, 3]; None if none is.
+
+    Prompts before the first answer are taken as visual where examples have images.
+    """
+    kept = [row for row in map(Lengths._make, lengths.tolist()) if row.fit(data.max_length, data.on_long) is not Fit.dropped]
+    if not kept:
+        return None
+    limit = data.max_length or max(row.total for row in kept)
+    longest = min(limit, max(row.total for row in kept))
+    visual = max(row.prompt for row in kept) if has_images else 0
+    return Extent(longest, visual, max(min(limit, row.total) - row.prompt for row in kept))
 
 
 def _answers(config: Config, dataset: Any, folder: str) -> str:

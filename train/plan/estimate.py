@@ -16,7 +16,7 @@ from train.config.checks import split_of_length
 from train.config.run_length import RunLength, run_length
 from train.config.schema import Config, DecodeConfig, PolicyName, ValidateOn
 from train.plan.data import Balance
-from train.plan.memory import BYTES, Workload, memory_per_gpu
+from train.plan.memory import BYTES, WORKING, Extent, Workload, memory_per_gpu, validation_memory
 from train.plan.meta import MetaModels
 from train.plan.step_time import bytes_of_step, exposed_s, flops_of_step, transfer_s, update_s
 
@@ -26,6 +26,7 @@ CALLS_PER_LAYER, CALL_S = 60, 6e-6  # of an eager pass, in which Hugging Face de
 MAX_SHARE = 0.1  # of the run
 MIN_VALIDATIONS_S = 60  # of all validations of a run; if they take less, their share does not matter
 MIN_PROMPTS = 4
+TIGHT = 0.05  # of the memory
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class LaunchPlan(Workload):
 
     Attributes:
         accumulation: micro-batches per rank and optimizer step.
-        memory: bytes per GPU by component.
+        memory: bytes per GPU of a training step by component.
+        validation_bytes: bytes per GPU that a validation takes beside states and target, and frees at its end.
         flops: floating-point operations of an optimizer step over all ranks, by part, for the longest examples.
         traffic: bytes that operators between matrix products read and write, likewise.
         gather_s: seconds per optimizer step that wait for the layers of a sharded target.
@@ -70,6 +72,7 @@ class LaunchPlan(Workload):
     traffic: dict[str, float] = field(default_factory=dict)
     gather_s: float = 0.0
     update_s: float = 0.0
+    validation_bytes: float = 0.0
     times: PassTimes | None = None
     num_examples: int | None = None
     balance: Balance | None = None
@@ -77,7 +80,9 @@ class LaunchPlan(Workload):
 
     @property
     def total_bytes(self) -> float:
-        return sum(self.memory.values())
+        """Bytes of training, or of a validation, which starts when the working memory of a step is free."""
+        states = sum(amount for part, amount in self.memory.items() if part not in WORKING)
+        return max(sum(self.memory.values()), states + self.validation_bytes)
 
     @property
     def limit_bytes(self) -> float:
@@ -86,6 +91,11 @@ class LaunchPlan(Workload):
     @property
     def fits(self) -> bool:
         return self.total_bytes <= self.limit_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether a run that fits has less to spare than estimates are exact."""
+        return self.limit_bytes - self.total_bytes < TIGHT * self.limit_bytes
 
     def part_s(self, part: str) -> float:
         """Returns the seconds of a part of the step: its operations and its traffic, divided over all ranks."""
@@ -173,12 +183,17 @@ class LaunchPlan(Workload):
         return total_s / (total_s + self.training_s)
 
 
-def estimate(config: Config, models: MetaModels, ranks: int) -> LaunchPlan:
-    """Returns the plan of a run as it is; ConfigError if the global batch cannot be split evenly over the ranks."""
-    length = Workload(config=config, models=models, ranks=ranks).length
+def estimate(config: Config, models: MetaModels, ranks: int, extent: Extent | None = None) -> LaunchPlan:
+    """Returns the plan of a run as it is; ConfigError if the global batch cannot be split evenly over the ranks.
+
+    Args:
+        extent: of the data; None if they are not known.
+    """
+    length = Workload(config=config, models=models, ranks=ranks, extent=extent).length
     _, accumulation = split_of_length(config, ranks, length)
-    plan = LaunchPlan(config=config, models=models, ranks=ranks, accumulation=accumulation)
+    plan = LaunchPlan(config=config, models=models, ranks=ranks, extent=extent, accumulation=accumulation)
     plan = replace(plan, flops=flops_of_step(plan), traffic=bytes_of_step(plan), memory=memory_per_gpu(plan))
+    plan = replace(plan, validation_bytes=validation_memory(plan))
     gather_s = transfer_s(plan, plan.layers_bytes, plan.sharding_ranks) if config.deepspeed.shard_target else 0.0
     exposed = exposed_s(gather_s, plan.part_s("text") / accumulation, models.target.num_layers)
     forward_s = (plan.part_s("vision") + plan.part_s("text")) * ranks / config.train.global_batch_size

@@ -1,49 +1,76 @@
 """Memory per GPU of a run, by component.
 
 Weights, gradients and optimizer states are exact. Activations are estimates from shapes, for the longest examples the data may
-have: every sequence at `data.max_length`, `VISUAL_SHARE` of its tokens visual, the others supervised.
+have: see `Workload`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sage.drafts.compressor.operators import Conv, Resampler
 from sage.drafts.options import BlockOptions, PEagleOptions
 from sage.drafts.registry import KINDS
+from sage.drafts.unroll import EXTRA
+from sage.runtime.captured import MAX_FREE
 from train.config.checks import MAX_STAGE, zero_stage
-from train.config.schema import Config, Offload, Precision
+from train.config.schema import Config, Device, Offload, Precision
 from train.config.sharding import sharding_ranks
 from train.distill.chunked_loss import BLOCK_LOGITS
+from train.distill.student import MAX_ROOTS
 from train.plan.meta import MetaModels
 
 BYTES = {Precision.fp32: 4, Precision.bf16: 2}
 MASTER_BYTES = 4  # of a float32 master weight, and of each moment: two of AdamW, one of a matrix under Muon
-VISUAL_SHARE = 0.5
+VISUAL_SHARE, TEXT_TOKENS = 0.5, 2048  # assumed: half of the tokens are visual, and all but so many of a longer example
 DEFAULT_LENGTH = 4096  # if `data.max_length` sets no limit
-RESERVED_BYTES = 1.5e9  # CUDA context, NCCL buffers, cuBLAS workspaces
+RESERVED = {"CUDA context, NCCL": 1.5e9, "Python, libraries": 0.6e9}  # of a process: with the workspaces of cuBLAS; on a CPU
 FRAGMENTATION = 0.1  # share of the memory allocated and freed in every step that is lost between blocks
+WORKING = ("activations", "objective", "fragmentation")  # components that are free between two steps
+GRAPH_BYTES = 0.5e9  # CUDA graphs of a validation, their memory pool and workspaces
 BLOCK_BYTES = 6 * 4  # per logit of a block of the objective: arrays in float32
+
+
+class Extent(NamedTuple):
+    """The most tokens that an example of the data has: in all, visual ones, and from the first answer on."""
+
+    length: int
+    visual: int
+    supervised: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A configuration, its models, and the longest example that the configuration allows."""
+    """A configuration, its models, and the longest example: that of the data, or the longest that the configuration allows."""
 
     config: Config
     models: MetaModels
     ranks: int
+    extent: Extent | None = None
 
     @property
     def length(self) -> int:
         """Tokens of the longest example."""
-        return self.config.data.max_length or DEFAULT_LENGTH
+        return self.extent.length if self.extent else self.config.data.max_length or DEFAULT_LENGTH
 
     @property
     def visual_share(self) -> float:
         """Share of visual tokens."""
-        return VISUAL_SHARE if self.models.target.family.placeholders else 0.0
+        if not self.models.target.family.placeholders:
+            return 0.0
+        return self.extent.visual / self.length if self.extent else max(VISUAL_SHARE, 1 - TEXT_TOKENS / self.length)
+
+    @property
+    def supervised_share(self) -> float:
+        """Share of supervised tokens."""
+        return self.extent.supervised / self.length if self.extent else 1 - self.visual_share
+
+    @property
+    def num_roots(self) -> int:
+        """Pairs of the longest example from which drafts are unrolled; for unknown data those of a text alone."""
+        roots = self.extent.supervised if self.extent else DEFAULT_LENGTH
+        return roots if roots <= MAX_ROOTS * self.length else self.length
 
     @property
     def num_visual(self) -> int:
@@ -80,7 +107,7 @@ class Workload:
     def drafted_share(self) -> float:
         """Share of the tokens from which drafts are trained, beyond the first unrolled step: text, or anchors in it."""
         anchors = self.config.objective.anchors
-        return 1 - self.visual_share if anchors is None else min(1 - self.visual_share, anchors / self.length)
+        return self.supervised_share if anchors is None else min(self.supervised_share, anchors / self.length)
 
     @property
     def steps(self) -> float:
@@ -89,7 +116,7 @@ class Workload:
 
     @property
     def draft_vocab_size(self) -> int:
-        return getattr(self.config.draft, "draft_vocab_size", None) or self.models.target.vocab_size
+        return getattr(self.models.draft.network.config, "draft_vocab_size", None) or self.models.target.vocab_size
 
     @property
     def flops_per_s(self) -> float:
@@ -121,7 +148,24 @@ def memory_per_gpu(work: Workload) -> dict[str, float]:
     draft = draft_memory(config, models.draft_parameters, models.trained_parameters, work.ranks, matrices)
     working = {"activations": _activations(work), "objective": _objective(work)}
     lost = FRAGMENTATION * sum(working.values())
-    return {**_target_memory(work), **draft, **working, "fragmentation": lost, "CUDA context, NCCL": RESERVED_BYTES}
+    reserved = "Python, libraries" if config.launch.device is Device.cpu else "CUDA context, NCCL"
+    full, size = models.target.vocab_size, BYTES[config.target.dtype]
+    head = work.draft_vocab_size * models.target.hidden_size * size if work.draft_vocab_size < full else 0
+    draft |= {"lm_head, draft's rows": head}
+    return {**_target_memory(work), **draft, **working, "fragmentation": lost, reserved: RESERVED[reserved]}
+
+
+def validation_memory(work: Workload) -> float:
+    """Returns bytes of a validation: the draft as it is decoded, caches, the prefill of the longest prompt, captured graphs."""
+    target, draft, size = work.models.target, work.models.draft.network, BYTES[work.config.target.dtype]
+    tokens = work.length + work.config.decode.max_new_tokens
+    sizes, layers, heads = draft_layers(draft)
+    keys = heads * sizes.num_key_value_heads / (sizes.num_attention_heads + sizes.num_key_value_heads)
+    caches = MAX_FREE * tokens * 2 * size * (target.num_layers * target.num_kv_heads * target.head_dim + layers * keys)
+    features = (2 + len(work.models.draft.levels)) * target.hidden_size
+    text = 3 * (target.hidden_size + target.family.mlp_width)
+    prefill = work.length * size * features + max(work.length * size * text, _vision(work) / work.micro_batch_size)
+    return work.models.draft_parameters * size + caches + prefill + GRAPH_BYTES
 
 
 def _target_memory(work: Workload) -> dict[str, float]:
@@ -166,7 +210,8 @@ def _activations(work: Workload) -> float:
     hidden, intermediate = target.hidden_size, target.family.mlp_width
     text = tokens * size * (3 * hidden + 3 * intermediate)
     features = tokens * size * hidden * (2 + len(work.models.draft.levels))
-    draft = draft_activations(config, work.models.draft.network, work.micro_batch_size, work.length, work.num_visual)
+    shape = (work.micro_batch_size, work.length, work.num_visual, work.num_roots)
+    draft = draft_activations(config, work.models.draft.network, *shape)
     return features + max(text, _vision(work), draft)
 
 
@@ -177,12 +222,15 @@ def _vision(work: Workload) -> float:
     return patches * BYTES[work.config.target.dtype] * (pixels + 3 * (width + mlp_width))
 
 
-def draft_activations(config: Config, draft: Any, batch: int, length: int, num_visual: int) -> float:
+def draft_activations(config: Config, draft: Any, batch: int, length: int, num_visual: int, num_roots: int) -> float:
     """Returns bytes that autograd keeps of the draft's forward pass over sequences of `length` pairs with one image each.
 
     A layer keeps its residual and normalized states (about seven of the hidden size), the inputs of attention before and after
     rope and its output, and the four factors of the gated MLP. Features are fused before a compressor shortens the sequence;
     its learned operators keep their inputs, embedding and feature side by side.
+
+    Args:
+        num_roots: pairs from which drafts are unrolled, `length` for all.
     """
     size = BYTES[config.train.precision]
     sizes, layers, heads = draft_layers(draft)
@@ -190,12 +238,33 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
     levels, rows = len(getattr(draft, "levels", ())), draft_rows(draft, length, num_visual)
     learned = sum(isinstance(part, (Conv, Resampler)) for part in draft.modules())
     inputs = (length * levels if levels else rows * 2) + num_visual * 2 * learned
-    steps, anchors = steps_per_anchor(config, draft), config.objective.anchors
-    if anchors is None:
-        return batch * size * (inputs * sizes.hidden_size + rows * steps * layers * per_layer)
-    shared = heads * sizes.num_key_value_heads / (sizes.num_attention_heads + sizes.num_key_value_heads)
-    context = rows * (4 * sizes.hidden_size + 3 * shared)  # normalized inputs, keys and values
-    return batch * size * (inputs * sizes.hidden_size + context + min(rows, anchors) * steps * layers * per_layer)
+    steps, roots = steps_per_anchor(config, draft), min(rows, num_roots, config.objective.anchors or rows)
+    chains = 0.0 if KINDS[config.draft.kind].is_parallel else chain_bytes(sizes, heads, size, int(steps), rows, roots)
+    kept = inputs * sizes.hidden_size + roots * steps * layers * per_layer
+    if roots < rows:
+        shared = heads * sizes.num_key_value_heads / (sizes.num_attention_heads + sizes.num_key_value_heads)
+        kept += rows * (4 * sizes.hidden_size + 3 * shared)  # normalized inputs, keys and values
+    return batch * (size * kept + chains)
+
+
+def chain_bytes(sizes: Any, heads: int, size: int, steps: int, rows: int, roots: int) -> float:
+    """Returns bytes per sequence that the attention of unrolled steps keeps beyond its inputs and its output.
+
+    Step i multiplies every query with the i keys of its chain in float32, where the values keep their precision, and attends to
+    the keys of all pairs with `EXTRA` columns more. For fewer roots than rows it has an additive mask.
+
+    Args:
+        heads: width of all heads of queries and keys.
+        size: bytes of an element.
+    """
+    groups = sizes.num_attention_heads // sizes.num_key_value_heads
+    keys = heads // (groups + 1)
+    head_dim = keys // sizes.num_key_value_heads
+    chains = roots * keys * steps * (steps - 1) / 2 * (MASTER_BYTES + size)
+    casts = (steps - 1) * roots * groups * keys * MASTER_BYTES * (size < MASTER_BYTES)
+    longer = (steps - 1) * (roots * groups + 2 * rows) * keys * (1 + EXTRA / head_dim) * size
+    mask = roots * groups * rows * size if roots < rows else 0
+    return chains + casts + longer + mask
 
 
 def steps_per_anchor(config: Config, draft: Any) -> float:
@@ -225,7 +294,7 @@ def _objective(work: Workload) -> float:
     config, models = work.config, work.models
     size, hidden = BYTES[config.train.precision], models.target.hidden_size
     steps, vocabulary, tokens = work.steps, work.draft_vocab_size, work.micro_batch_tokens
-    supervised = tokens * (1 - work.visual_share)
+    supervised = tokens * work.supervised_share
     predicted = steps * tokens * work.drafted_share
     rows = min(config.objective.chunk_tokens, predicted)
     chunk = vocabulary * rows * (1 + 1 / steps) * size + min(BLOCK_LOGITS["cuda"], vocabulary * rows) * BLOCK_BYTES

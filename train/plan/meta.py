@@ -24,7 +24,7 @@ from sage.io.files import config_dir
 from sage.io.hub import require_hub
 from sage.targets.loading import meta_target
 from train.config.schema import Config, ConfigError, OptimizerKind, TargetConfig
-from train.distill.build import check_kind, fresh_draft, new_student
+from train.distill.build import check_kind, fresh_draft, new_student, vocabulary_size
 from train.engine.muon import matrices_of
 
 
@@ -110,8 +110,8 @@ def meta_draft(config: Config, target: sage.Target) -> Draft:
     """
     chosen = config.draft
     if chosen.path is None:
-        size = getattr(chosen, "draft_vocab_size", None)
-        draft = fresh_draft(config, target, None if size is None else torch.arange(size))
+        size = vocabulary_size(chosen, target)
+        draft = fresh_draft(config, target, None if size == target.vocab_size else torch.arange(size))
     else:
         draft = open_draft(find_draft(chosen.path, "draft.path"), target, torch.float32)
     check_kind(chosen, draft)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from train.config.checks import MAX_STAGE, check_deepspeed
 from train.config.schema import Config, ConfigError, Offload, ShardOver
 from train.plan.estimate import LaunchPlan, estimate
+from train.plan.memory import Extent
 from train.plan.meta import build_on_meta
 
 MAX_GPUS = 64
@@ -25,10 +26,14 @@ class Change(NamedTuple):
     override: str
 
 
-def plan(config: Config) -> LaunchPlan:
-    """Returns the plan of a run, with a change that makes it fit if it does not."""
+def plan(config: Config, extent: Extent | None = None) -> LaunchPlan:
+    """Returns the plan of a run, with a change that makes it fit if it does not.
+
+    Args:
+        extent: of the data; None if they are not known.
+    """
     ranks = config.launch.gpus or config.launch.ranks or 1
-    found = estimate(config, build_on_meta(config), ranks)
+    found = estimate(config, build_on_meta(config), ranks, extent)
     return found if found.fits else replace(found, change=find_change(found))
 
 
@@ -100,6 +105,6 @@ def _fits(current: LaunchPlan, changes: Sequence[Change]) -> bool:
     """Whether the run would fit, allowed or not."""
     config, ranks = _changed(current, changes)
     try:
-        return estimate(config, current.models, ranks).fits
+        return estimate(config, current.models, ranks, current.extent).fits
     except ConfigError:  # the batch cannot be split over so many ranks
         return False

@@ -118,7 +118,7 @@ def _context_rows(work: Workload) -> float:
 
 def _compared_share(work: Workload) -> float:
     """Returns the positions, per token, whose tokens some draft predicts."""
-    return min(1 - work.visual_share, work.drafted_share * work.steps)
+    return min(work.supervised_share, work.drafted_share * work.steps)
 
 
 def transfer_s(work: Workload, size: float, group: int) -> float:

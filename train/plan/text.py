@@ -8,9 +8,14 @@ import torch
 from tqdm import tqdm
 
 from checkpoints.export.serving import serving_line
+from data_prep.dataset.preparation import Preparation
+from data_prep.workers import loader_workers
 from sage.io.tables import text_table
+from train.config.schema import RECIPE_LENGTH
 from train.plan.data import DataPlan
-from train.plan.estimate import LaunchPlan
+from train.plan.estimate import TIGHT, LaunchPlan
+from train.plan.memory import BYTES, WORKING
+from train.state.space import STATE_BYTES
 
 NO_GPU = "this machine has no GPU: the figures are those of GPUs as launch.gpu_* describe them; its CPU takes longer"
 MIN_GB_BYTES = 5e6  # smaller amounts are shown in MB
@@ -35,21 +40,26 @@ def render(plan: LaunchPlan, data: DataPlan | None = None) -> str:
         "one optimizer step": _step(plan),
         "run": _run(plan),
     } | ({"data": data.rows} if data else {})
+    if data and data.preparation is not None:
+        sections["data"] = [*data.rows, ("images", _images(plan, data.preparation))]
     tables = [f"{title}\n{text_table(None, rows, '<', indent=2, min_widths=(22,))}" for title, rows in sections.items()]
     serving = f"the draft {serving_line(models.draft, models.target.model.config)}"
-    return "\n\n".join([head, *tables, serving, _verdict(plan)])
+    return "\n\n".join([head, *tables, serving, _verdict(plan, data)])
 
 
 def _memory(plan: LaunchPlan) -> list[tuple[str, str]]:
     limit = f"{gigabytes(plan.total_bytes)} of {plan.config.launch.gpu_memory_gb:g} GB (launch.gpu_memory_gb)"
-    return [*((part, gigabytes(amount)) for part, amount in plan.memory.items() if amount), ("total", limit)]
+    validation = f"{gigabytes(plan.validation_bytes)}, when {', '.join(WORKING)} are free"
+    parts = ((part, gigabytes(amount)) for part, amount in plan.memory.items() if amount)
+    return [*parts, ("in a validation", validation), ("total", limit)]
 
 
 def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
     config, launch = plan.config, plan.config.launch
     split = f"{plan.ranks} rank(s) x {plan.micro_batch_size} x {plan.accumulation} accumulated"
     tokens = config.train.global_batch_size * plan.length
-    visual = f", {plan.visual_share:.0%} of them assumed to be visual" if plan.visual_share else ""
+    kind = "visual" if plan.extent else "assumed to be visual"
+    visual = f", {plan.visual_share:.0%} of them {kind}" if plan.visual_share else ""
     rows = [
         ("batch", f"{config.train.global_batch_size} sequences = {split}"),
         ("tokens", f"at most {tokens:,} ({plan.length:,} per sequence{visual})"),
@@ -80,7 +90,13 @@ def _run(plan: LaunchPlan) -> list[tuple[str, str]]:
             ("", f"{found.efficiency:.0%} of what ranks could compute until the slowest one is done"),
             ("", f"{seconds(plan.data_step_s)} per step, {speed:,.0f} tokens/s per GPU"),
         ]
-    return [*rows, ("training", _duration(plan)), *_validations(plan), *_waiting(plan)]
+    train, recipe = plan.config.train, plan.config.target.recipe.micro_batch_size or 0
+    if rows and train.micro_batch_tokens is None and train.micro_batch_size < recipe:
+        budget = f"train.micro_batch_tokens={recipe * RECIPE_LENGTH}"
+        rows.append(("", f"{train.micro_batch_size} example(s) per pass; {budget} fills passes of shorter ones"))
+    state, draft = STATE_BYTES * plan.models.trained_parameters, BYTES[train.precision] * plan.models.draft_parameters
+    saved = f"{gigabytes(state).strip()} per state, {gigabytes(draft).strip()} per draft"
+    return [*rows, ("training", _duration(plan)), ("on disk", saved), *_validations(plan), *_waiting(plan)]
 
 
 def _waiting(plan: LaunchPlan) -> list[tuple[str, str]]:
@@ -120,8 +136,28 @@ def _validations(plan: LaunchPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _verdict(plan: LaunchPlan) -> str:
+def _images(plan: LaunchPlan, preparation: Preparation) -> str:
+    """Returns the time of preparing images, and the share of the time that the workers of a rank need for it."""
+    workers = loader_workers(plan.config.data.num_workers, plan.ranks_per_node)
+    per_step_s = plan.config.train.global_batch_size / plan.ranks * preparation.images * preparation.image_s
+    needed = per_step_s / (plan.data_step_s or plan.step_s)
+    whose = f"{workers} worker(s) per rank" if workers else "the thread beside training"
+    share = f"{needed / max(1, workers):.0%} of the time of {whose} (data.num_workers)"
+    more = "" if needed <= max(1, workers) else f"; training waits for them, {math.ceil(needed)} would be enough"
+    return f"{1e3 * preparation.image_s:.0f} ms of a core of this machine each, {share}{more}"
+
+
+def _verdict(plan: LaunchPlan, data: DataPlan | None) -> str:
+    if data and data.refusal:
+        return f"refused: {data.refusal}\n{_fit(plan)}"
+    dropped = f"\n{data.dropped_share:.0%} of the examples are dropped (data.max_length)" if data and data.dropped_share else ""
+    return _fit(plan) + dropped
+
+
+def _fit(plan: LaunchPlan) -> str:
     spare = plan.limit_bytes - plan.total_bytes
+    if plan.fits and plan.is_tight:
+        return f"tight: {gigabytes(spare).strip()} to spare, less than {TIGHT:.0%}. Activations and time are estimates."
     if plan.fits:
         return f"fits: {gigabytes(spare).strip()} to spare. Parameters are exact; activations and time are estimates."
     over = f"does not fit: {gigabytes(-spare).strip()} too much"

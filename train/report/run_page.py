@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpoints import run_folder
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
+from data_prep.dataset.lengths import DROPPED
 from data_prep.own_answers import OWN_ANSWERS, listed_shares
 from sage.bench.report_table import measured_with
 from sage.io.files import write_text
@@ -85,7 +86,12 @@ def page(run: RunSummary, lines: Sequence[dict[str, Any]], measured: Sequence[di
     """Returns the content of report.md; links are relative to `home`, the folder of the page."""
     folder = run.folder
     reports = read_reports(folder)
-    head = [_headline(run, lines[-1], measured), _own_answers(lines), verdict_markdown(reports[-1][1]) if reports else ""]
+    head = [
+        _headline(run, lines[-1], measured),
+        _own_answers(lines),
+        _dropped(lines),
+        verdict_markdown(reports[-1][1]) if reports else "",
+    ]
     parts = [f"# Run `{folder.name}`", *head, f"![Curves of the run]({CURVES})"]
     if changed := run_folder.describe_recipe_changes(folder):
         parts.append("\n".join(["The training recipe was changed:", "", *(f"* {line}" for line in changed)]))
@@ -128,6 +134,11 @@ def _own_answers(lines: Sequence[dict[str, Any]]) -> str:
     listed = listed_shares({key.removeprefix(prefix): share for key, share in found.items() if key.startswith(prefix)})
     text = "of the supervised tokens are the target's own choice"
     return f"{found[OWN_ANSWERS]:.0%} {text}{listed}, measured in the first steps."
+
+
+def _dropped(lines: Sequence[dict[str, Any]]) -> str:
+    found = next((line[DROPPED] for line in lines if DROPPED in line), None)
+    return "" if found is None else f"{found:.0%} of the examples are longer than `data.max_length` and were dropped."
 
 
 def _table(measured: Sequence[dict[str, Any]]) -> str:
