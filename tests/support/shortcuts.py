@@ -36,6 +36,7 @@ from torch import multiprocessing
 
 from sage.costs import measure
 from sage.io.files import config_dir
+from sage.runtime import timing
 from train.report import run_page, style
 
 save_rendered, draw_curves = style.save, run_page.draw_curves
@@ -51,6 +52,7 @@ def shorten() -> None:
     style.save, run_page.draw_curves = save_blank, lambda *_: Figure()
     gc.unfreeze = lambda: None  # what conftest.py has frozen stays frozen after a measurement
     measure.REPEATS = measure.MIN_REPEATS = 2
+    timing.MORE = 1  # on a busy machine, every run is disturbed
     Plugins.instance()  # which imports `FileConfigSource` again
     SourcesRegistry.instance().resolve("file").load_config = _load_config  # type: ignore[method-assign]
     CachingConfigRepository.__init__ = _share  # type: ignore[method-assign]
