@@ -6,7 +6,7 @@ A format lists the checks that apply to it. An import runs the same checks and r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from checkpoints.export.configs import DEFAULT_EPS, DEFAULT_THETA, SIZES, EngineConfig
@@ -77,7 +77,7 @@ NO_HEAD_DIM = "vLLM takes hidden_size / num_attention_heads, Qwen3's configurati
 is_absent = one_of(None, False)
 SIZE_FIELDS = [Field(key, is_size, "a positive integer", BUILDS, refusal=INVALID) for key in SIZES]
 BIASES = [Field(key, is_absent, "false", BIAS, refusal=UNSUPPORTED) for key in ("attention_bias", "mlp_bias", "bias")]
-EXTRA_NORMS = [Field(key, is_absent, "false", NORM, refusal=UNSUPPORTED) for key in NORMS]
+EXTRA_NORMS = {key: Field(key, is_absent, "false", NORM, refusal=UNSUPPORTED) for key in NORMS}
 
 
 def classes(given: CheckInput) -> Iterator[Finding]:
@@ -172,6 +172,10 @@ def rope(given: CheckInput) -> Iterator[Finding]:
     (theta, section, scaled, _), key = config.rope, "rope_scaling" if has_axes else "rope_parameters"
     is_written = bool(config.get("rope_theta") or config.get("rope_parameters"))
     option = "positions would differ from training; --use-target-rope uses the target's"
+    other = config.get("rope_theta")
+    if isinstance(other, (int, float)) and theta > 0 and other != theta:
+        found, refusal = f"{other:g}, and {theta:g} in rope_parameters", "a contradiction; keep the one that was trained"
+        yield given.at("rope_theta", found, "engines read one or the other", refusal=refusal)
     if section and not has_axes:
         effect = "vLLM stops: parallel drafting does not support M-RoPE; such drafts count positions along the stream"
         yield given.at(key, f"mrope_section {section}", effect)
@@ -189,9 +193,14 @@ def rope(given: CheckInput) -> Iterator[Finding]:
 
 
 def switches(given: CheckInput) -> Iterator[Finding]:
-    """Yields the findings about tied tables, biases and norms that EAGLE's layer does not have."""
+    """Yields the findings about tied tables, biases and norms that EAGLE's layer does not have, or engines alone."""
     untied = Field("tie_word_embeddings", one_of(False), "false", TIED)
-    yield from check_fields(given, (untied, *BIASES, *EXTRA_NORMS))
+    for key, norm in EXTRA_NORMS.items():
+        if (found := norm.check(given.config)) and key in given.format.served_norms:
+            yield replace(found, found="true", effect="engines serve it, this decoder cannot import it", is_warning=True)
+        elif found:
+            yield found
+    yield from check_fields(given, (untied, *BIASES))
 
 
 def unsupported_residual(given: CheckInput) -> Iterator[Finding]:

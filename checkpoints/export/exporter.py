@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from sage.io.files import read_json, write_json, write_text
 from sage.io.manifest import refuse_corrupt_draft
 from sage.io.model_files import load_weights, read_config
 from sage.targets import is_target_folder
+from sage.trees import AUTOREGRESSIVE
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
     trained = load_trained(source.draft)
     facts = find_facts(trained.config, options.target)
     allowed = {"target": options.allow_unserved, f"draft.{COMPRESSOR}": options.allow_uncompressed}
-    warnings = check_compatible(trained.config, facts, format_, allowed)
+    warnings = [*check_compatible(trained.config, facts, format_, allowed), *speed_warnings(source.report or {})]
     state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not _is_omitted(name)}
     tables = format_.target_tensors(trained, facts, options.embedding)
     tensors = format_.tensors(state, options.dtype) | {name: table.to(options.dtype) for name, table in tables.items()}
@@ -69,6 +71,14 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
         write_json(part / EXPORT_INFO, _export_info(result, trained))
         write_text(part / CARD, render_card(result))
     return result
+
+
+def speed_warnings(report: Mapping[str, Any]) -> list[str]:
+    """Returns a warning about a draft with which decoding was slower than without one in its validation."""
+    speedups = [one["speedup"] for name, one in report.get("policies", {}).items() if name != AUTOREGRESSIVE]
+    if not speedups or max(speedups) >= 1:
+        return []
+    return [f"Slower than decoding without a draft in its validation: {max(speedups):.2f}x at best; sage-validate states why."]
 
 
 def find_facts(config: Any, target: str | None) -> TargetFacts:

@@ -28,8 +28,7 @@ def check_tensors(given: CheckInput) -> Iterator[Finding]:
     yield from _missing(given)
     yield from _unexpected(given)
     yield from _shapes_and_dtypes(given)
-    if given.options is None:  # reads all tensors
-        yield from _values(given)
+    yield from _values(given)
     if given.weights.is_pickled:
         effect = "engines open it, but a pickle can run code: convert it to safetensors"
         yield Finding(PICKLED, "weights in a pickle", effect, is_warning=True)
@@ -89,7 +88,8 @@ def _values(given: CheckInput) -> Iterator[Finding]:
         tensor = given.weights[name]
         num_bad = int((~torch.isfinite(tensor)).sum())
         if num_bad:
-            yield Finding(name, f"{num_bad} values are not finite", "all logits become NaN: acceptance 1.00 or an error")
+            effect = "all logits become NaN: acceptance 1.00 or an error"
+            yield Finding(name, f"{num_bad} values are not finite", effect, refusal=CANNOT_IMPORT)
         elif spec.is_zero and bool(tensor.any()):
             yield Finding(name, "not zero", "drafts trained here have no bias", is_warning=True)
         elif tensor.numel() and not spec.is_zero and not bool(tensor.any()):

@@ -26,7 +26,7 @@ from transformers import Qwen3Config
 
 import sage
 from checkpoints.export.configs import EngineConfig, TargetFacts
-from checkpoints.export.exporter import export
+from checkpoints.export.exporter import export, speed_warnings
 from checkpoints.export.formats.block_config import MISSING, lookup
 from checkpoints.export.formats.registry import find_format, variants
 from checkpoints.export.result import ExportOptions
@@ -351,3 +351,10 @@ def test_engines_of_block_drafts(target: sage.Target) -> None:
     assert plain.served_by(spoken) == ("vLLM",) and native.served_by(spoken) == ("vLLM", "SGLang")
     assert "--speculative-algorithm DFLASH" in native.serve_command("SGLang", "T", "D", 3)
     assert not find_format("peagle").warnings(None, spoken)
+
+
+def test_a_draft_slower_than_none_is_exported_with_a_warning() -> None:
+    report = {"policies": {"autoregressive": {"speedup": 1.0}, "chain": {"speedup": 0.48}, "sage": {"speedup": 0.26}}}
+    assert "0.48x at best" in speed_warnings(report)[0]
+    report["policies"]["chain"]["speedup"] = 1.2
+    assert speed_warnings(report) == speed_warnings({}) == []

@@ -109,7 +109,7 @@ DAMAGES: list[tuple[Any, ...]] = [
     ("eagle3", put("t2d", lambda t: t.roll(1)), "t2d", ("109 ids", "0 of them")),
     ("eagle3", drop(FC), FC, ("missing", "acceptance falls to 1.00")),
     ("eagle3", put(FC, lambda w: w[:, :64]), FC, ("[32, 64]", "[32, 96]")),
-    ("eagle3", put(UP, at(5, lambda _: torch.nan)), UP, ("1 values", "finite"), IMPORTED),
+    ("eagle3", put(UP, at(5, lambda _: torch.nan)), UP, ("1 values", "finite")),
     ("eagle3", put("norm.weight", torch.zeros_like), "norm.weight", ("zero", "ZeRO-3"), IMPORTED),
     ("eagle3", put(FC, lambda w: w[:0, 0]), FC, ("shape [0]",)),
     ("eagle3", put(FC, lambda w: w.int()), FC, ("int32", "float")),
@@ -159,6 +159,7 @@ DAMAGES: list[tuple[Any, ...]] = [
     ("eagle3", change_config(max_position_embeddings=256), "max_position_embeddings", ("256", "512"), IMPORTED),
     ("eagle3", change_config(max_position_embeddings=...), "max_position_embeddings", ("2048",), IMPORTED),
     ("eagle3", change_config(rope_theta=1e6), "rope_theta", ("1e+06", "10000"), IMPORTED),
+    ("eagle3", change_config(rope_parameters={"rope_theta": 5e6}), "rope_theta", ("10000, and 5e+06 in rope_parameters",)),
     ("eagle3", change_config(rope_scaling=None), "rope_scaling", ("mrope_section None", "[2, 1, 1]")),
     ("eagle3", change_config(rope_scaling=YARN), "rope_scaling", ("'yarn'", "unscaled")),
     ("eagle3", change_config(tie_word_embeddings=True), "tie_word_embeddings", ("True", "false", "SGLang"), IMPORTED),
@@ -294,6 +295,16 @@ def test_intact_exports_have_no_errors(exports: Path, tmp_path: Path, target: sa
 def warnings(check: CheckResult) -> list[str]:
     assert not check.errors
     return [finding.where for finding in check.warnings]
+
+
+def test_eagle_3_1_is_served_and_not_imported(exports: Path, tmp_path: Path, target: sage.Target) -> None:
+    folder = copy_export(exports / "eagle3", tmp_path / "own")
+    change_config(fc_norm=True, norm_output=True)(folder)
+    for level in range(3):
+        add(f"fc_norm.{level}.weight", 32)(folder)
+    assert warnings(check_folder(folder)) == ["fc_norm", "norm_output"]
+    with pytest.raises(ValueError, match="fc_norm"):
+        read_draft(folder, TargetFacts.of_folder(str(target.name)))
 
 
 def test_what_can_be_served_is_a_warning(exports: Path, tmp_path: Path) -> None:

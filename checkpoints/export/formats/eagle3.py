@@ -23,6 +23,7 @@ from checkpoints.export.configs import (
     LEVELS_KEY,
     EngineConfig,
     TargetFacts,
+    TensorSpec,
     TensorSpecs,
     default_levels,
     head_specs,
@@ -102,6 +103,7 @@ class Eagle3Format(ExportFormat):
     engine_class = "LlamaForCausalLMEagle3"
     other_classes: ClassVar[tuple[str, ...]] = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
     method = "eagle3"
+    served_norms: ClassVar[tuple[str, ...]] = ("fc_norm", "norm_output")
     needs_t2d: ClassVar[bool] = False
     checks: ClassVar[Checks] = (
         *(*LAYER_CHECKS, single_layer, draft_vocabulary, _null_target_size),
@@ -134,7 +136,9 @@ class Eagle3Format(ExportFormat):
             return None
         levels = FEATURE_LEVELS if self.num_levels else len(config.vllm_levels or range(FEATURE_LEVELS))
         layer = layer_specs(config, sizes, self.layer, FUSED_NORMS, self.layer_has(config))
-        return layer | head_specs(config, sizes, levels, self.needs_t2d)
+        norms = range(levels) if config.raw.get("fc_norm") and "fc_norm" in self.served_norms else ()
+        fused = {f"fc_norm.{i}.weight": TensorSpec((sizes.hidden,)) for i in norms}
+        return layer | fused | head_specs(config, sizes, levels, self.needs_t2d)
 
     def layer_has(self, config: EngineConfig) -> tuple[str, ...]:
         """Returns what a layer has besides that of EAGLE-3, as in `layer_specs`."""

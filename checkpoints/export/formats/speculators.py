@@ -36,6 +36,7 @@ class SpeculatorsFormat(Eagle3Format):
     layer_types = ("llama", "qwen3")
     has_embedding = True
     needs_t2d = True
+    served_norms = ()
     names_target = True
     algorithm = "eagle3"
     checks: ClassVar[Checks] = (
