@@ -48,6 +48,9 @@ def share_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+BUSY = 1.25  # load average per core, above which other programs took part of the time
+
+
 def margins(report: Mapping[str, Any]) -> str:
     """Returns the lead of the fastest drafting policy over every other runner, as a sentence; empty without such a policy."""
     found = report.get("margins")
@@ -71,7 +74,16 @@ def _speed_table(report: Mapping[str, Any]) -> str:
     rows, others = speed_rows(report)
     failed = [f"{name} left out: {reason}" for name, reason in report["failed_baselines"].items()]
     footnote = f"* fastest autoregressive baseline. {measured_with(report)}."
-    return "\n".join([text_table(HEADER, [*rows, RULE, *others]), footnote, *failed])
+    return "\n".join([text_table(HEADER, [*rows, RULE, *others]), footnote, *busy_note(report), *failed])
+
+
+def busy_note(report: Mapping[str, Any]) -> list[str]:
+    """Returns a line about a machine on which other programs ran as well; empty for a machine of its own."""
+    machine = report.get("machine") or {}
+    load, cores = machine.get("load_average", 0), machine.get("cores", 1)
+    if load <= BUSY * cores:
+        return []
+    return [f"The machine was busy (load average {load:.1f} on {counted(cores, 'core')}): tokens/pass holds, speeds may not."]
 
 
 def policy_row(name: str, section: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:

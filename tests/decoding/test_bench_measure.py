@@ -15,7 +15,7 @@ import sage
 import sage.decoding.generation
 from sage.bench.measurement import BenchPrompt, Planned, measure, rotated
 from sage.bench.report import build_report
-from sage.bench.report_table import measured_with
+from sage.bench.report_table import busy_note, measured_with
 from sage.bench.runners import (
     AUTOREGRESSIVE,
     HF_GENERATE,
@@ -361,3 +361,9 @@ def test_objects_that_exist_are_left_out_of_garbage_collection_while_runs_are_ti
     prompts = [BenchPrompt(name="p", inputs=make_inputs(target))]
     measure([runner], prompts, SAMPLING, repeats=1, warmup=0, observe=lambda runs: counts.append(gc.get_freeze_count()))
     assert 0 < counts[0] < counts[1] and counts[2] == 0
+
+
+def test_a_busy_machine_is_noted():
+    (note,) = busy_note({"machine": {"load_average": 9.1, "cores": 2}})
+    assert "load average 9.1 on 2 cores" in note
+    assert busy_note({"machine": {"load_average": 2.1, "cores": 2}}) == busy_note({}) == []
