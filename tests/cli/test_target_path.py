@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from support.messages import exit_code
+from support.messages import exit_code, refused
 
 from train.cli.train import main
 from train.config.hydra_app import compose
-from train.config.overrides import expand
+from train.config.overrides import expand, refuse_unknown_options
 from train.config.resolvers import target_dtype, target_name
-from train.config.schema import Config, Precision, ValidateConfig
+from train.config.schema import Config, ConfigError, Precision, ValidateConfig
 from train.validation.selection import Checkpoint, settle
 
 
@@ -67,6 +67,26 @@ def test_the_choice_is_inserted_before_its_path() -> None:
     assert expand(words) == [words[0], "target=by_path", *words[1:]]
     for words in (["target.path=x", "target=y"], ["target.dtype=bf16"], []):
         assert expand(words) == words
+
+
+@pytest.mark.parametrize("name", ["my file.jsonl", "a[1].jsonl", "it's.jsonl", "k=v.jsonl", "über.jsonl", "c,d.jsonl"])
+def test_any_path_is_read_as_the_shell_delivers_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.touch()
+    for word in (f"data={path}", f"data.path={path}"):
+        found: Config = compose("config", [word], Config)
+        assert (found.data.path, found.data.name) == (str(path), "auto")
+
+
+def test_a_run_alone_is_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert expand([str(tmp_path)], ValidateConfig) == [f"checkpoint={tmp_path}"]
+    assert expand([str(tmp_path)], Config) == [str(tmp_path)]
+
+
+def test_options_for_keys_name_the_key() -> None:
+    with refused("--data", "data=VALUE, without dashes", error=ConfigError):
+        refuse_unknown_options(["--data", "x.jsonl"], ["--debug"])
 
 
 @pytest.mark.parametrize(("command", "schema"), [("validate", ValidateConfig), ("config", Config)])

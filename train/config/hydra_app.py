@@ -99,7 +99,7 @@ def run_app(
 def _run(config_name: str, job: SweepJob, leading: Sequence[str]) -> int:
     """Prints the help, or runs all jobs and compares them; returns the largest exit code."""
     refuse_unknown_options(sys.argv[1:], options_of(job.schema), leading)
-    words = sys.argv[1:] = expand(sys.argv[1:])
+    words = sys.argv[1:] = expand(sys.argv[1:], job.schema)
     register_resolvers()
     if {"-h", "--help"} & set(words):
         print(help_text(config_name, job.schema, words), flush=True)
@@ -246,7 +246,7 @@ def compose(config_name: str, overrides: list[str], schema: type) -> Any:
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            words = expand(overrides)
+            words = expand(overrides, schema)
             return to_object(hydra.compose(config_name, overrides=words), schema, words)
     except Exception as error:
         if (mistake := as_mistake(error, schema)) is not error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -11,6 +13,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 
 from checkpoints.run_folder import is_run
+from sage.io.files import config_dir
 from sage.io.names import did_you_mean
 from sage.io.target_paths import path_of_target
 from train.config.run_config import kinds_of, read_plain
@@ -18,7 +21,11 @@ from train.config.schema import ConfigError, LaunchConfig
 
 OWN_OPTIONS = ("--version", "--debug")
 RESUME = "--resume"
+WITHOUT_DASHES = ("target", "data", "draft", "checkpoint", "out", "action")
 BY_PATH = "target=by_path"  # the choice for a target given by its path alone
+PATH_KEY = re.compile(r"(?:\A|\.)(?:path|dir|cache_dir|media_root|bad_list|draft|checkpoint|out|state)\Z")
+PLAIN = re.compile(r"[A-Za-z0-9_/.+*?@%:~-]*")
+SYNTAX = re.compile(r"\A[\['\"]|[,$]")  # of a list, a quoted text, a sweep, or an interpolation
 OTHER_RUN = "give another run.dir"
 
 
@@ -44,13 +51,17 @@ def refuse_unknown_options(arguments: Sequence[str], options: Sequence[str], lea
             raise ConfigError(f"{option}: has to be the first word; move it to the front")
         if option not in options:
             known = [name for name in (*options, *leading) if name.startswith("--")]
+            if option.strip("-") in WITHOUT_DASHES:
+                raise ConfigError(f"{option}: write {option.strip('-')}=VALUE, without dashes")
             raise ConfigError(f"{option}: unknown option{did_you_mean(option, known)}; allowed: {', '.join(known)}")
 
 
-def expand(arguments: Sequence[str]) -> list[str]:
+def expand(arguments: Sequence[str], schema: type | None = None) -> list[str]:
     """Returns the words of a command line with our short forms written out as overrides that Hydra composes.
 
         --resume RUN       run.dir=RUN run.resume=true
+        RUN                checkpoint=RUN, for a `schema` with this key
+        data=FILE          data=auto data.path=FILE, as for data.path=FILE without a choice of data
         target.path=NAME   target=NAME, for a name of conf/target
         target.path=DIR    target=by_path target.path=DIR, unless a target is chosen: name and precision are the folder's own
         run.resume=true    the run's choices of groups whose choices have different keys, unless given
@@ -58,13 +69,15 @@ def expand(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: `--resume` without a folder, or the configuration of the run to resume cannot be read.
     """
-    words = _with_target(_with_resume(arguments))
+    words = _with_target(_with_data(_with_resume(arguments)))
+    if schema is not None and "checkpoint" in {field.name for field in fields(schema)}:
+        words = [f"checkpoint={word}" if "=" not in word and is_run(Path(word)) else word for word in words]
     given = dict(word.partition("=")[::2] for word in words)
     run = Path(given.get("run.dir", ""))
     if given.get("run.resume", "").lower() != "true" or not is_run(run):
-        return words
+        return list(map(_quoted, words))
     kinds = kinds_of(read_plain(run, OTHER_RUN))
-    return [*(f"{group}={kind}" for group, kind in kinds.items() if group not in given), *words]
+    return [*(f"{group}={kind}" for group, kind in kinds.items() if group not in given), *map(_quoted, words)]
 
 
 def _with_resume(arguments: Sequence[str]) -> list[str]:
@@ -80,6 +93,29 @@ def _with_resume(arguments: Sequence[str]) -> list[str]:
             raise ConfigError("--resume: missing folder; give --resume RUN")
         found += [f"run.dir={folder}", "run.resume=true"]
     return found
+
+
+def _with_data(words: list[str]) -> list[str]:
+    """Writes a path in place of a choice of data or of a target as its path; the layout of data is recognized."""
+    found = []
+    for word in words:
+        key, _, value = word.partition("=")
+        is_path = ("/" in value or os.path.exists(value)) and not (config_dir() / key / f"{value}.yaml").exists()
+        found.append(f"{key}.path={value}" if key in ("data", "target") and is_path else word)
+    keys = [key_of(word) for word in found]
+    if "data.path" not in keys or {"data", "run.resume"} & set(keys):
+        return found
+    place = keys.index("data.path")
+    return [*found[:place], "data=auto", *found[place:]]
+
+
+def _quoted(word: str) -> str:
+    """Quotes a path that Hydra's grammar would not read: with blanks, brackets, quotes, `=`, or letters beyond ASCII."""
+    key, equals, value = word.partition("=")
+    is_path = bool(PATH_KEY.search(key)) and value and not PLAIN.fullmatch(value)
+    if not is_path or not (os.path.exists(os.path.expanduser(value)) or not SYNTAX.search(value)):
+        return word
+    return f"{key}='" + value.replace("'", "\\'").replace("${", "\\${") + "'"
 
 
 def _with_target(words: list[str]) -> list[str]:
