@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -33,7 +34,9 @@ from sage.inputs.video import (
     video_times,
 )
 
-FIRST_TURNED = 5  # orientations of EXIF from 5 to 8 exchange width and height
+LIMIT_KEYS = ("min_pixels", "max_pixels")  # of a message part: number of pixels of the image that the target reads
+TURNED = range(5, 9)  # orientations of EXIF that exchange width and height
+OTHER_FORMATS = {b"<svg": "an SVG drawing", b"ftyphei": "an HEIC photo", b"ftypmif1": "an HEIC photo", b"%PDF": "a PDF"}
 MIN_SIDE = 2  # pixels; with one, image processors cannot infer the channel axis
 MAX_ASPECT = 200  # limit of Qwen2.5-VL
 DEFAULT_FRAMES = 16
@@ -46,8 +49,8 @@ Result = TypeVar("Result")
 def open_image(source: Any, allow_urls: bool = False) -> Image.Image:
     """Opens an image as RGB.
 
-    EXIF rotation is applied, transparency is composited over white, 16-bit gray is scaled to 8 bits; of an animation the first
-    frame is taken.
+    EXIF rotation is applied, transparency is composited over white, gray of 16 bits or of floats is scaled to 8 bits; of an
+    animation the first frame is taken.
 
     Args:
         source: a path, bytes, a data URI, a PIL image, or a URL.
@@ -78,6 +81,8 @@ def _read(source: Any, use: Callable[[Image.Image], Result], allow_urls: bool = 
                 return use(source)
             with Image.open(_stream(source)) as image:
                 return use(image)
+    except UnidentifiedImageError as error:
+        raise ValueError(f"image {name}: {_unknown_format(_stream(source))}") from error
     except ValueError as error:
         raise ValueError(f"image {name}: {error}") from error
     except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
@@ -85,11 +90,30 @@ def _read(source: Any, use: Callable[[Image.Image], Result], allow_urls: bool = 
 
 
 def _upright_size(image: Image.Image) -> Size:
-    """Returns the size after the rotation of EXIF. (A PNG's own `getexif` decodes it to find a chunk after the pixels.)"""
+    """Returns the size after the rotation of EXIF, which that of a TIFF contains.
+
+    (A PNG's own `getexif` decodes it to find a chunk after the pixels.)
+    """
     _check_size(image.size)
     width, height = image.size
-    is_turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) >= FIRST_TURNED
+    is_turned = image.format != "TIFF" and Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in TURNED
     return (height, width) if is_turned else (width, height)
+
+
+def limited_size(size: Size, part: dict[str, Any]) -> Size:
+    """Returns the size of an image within `min_pixels` and `max_pixels` of its message part, with the same aspect ratio."""
+    area = size[0] * size[1]
+    wanted = min(max(area, part.get("min_pixels") or 0), part.get("max_pixels") or math.inf)
+    scale = math.sqrt(wanted / area)
+    rounded = math.ceil if scale > 1 else math.floor
+    return size if scale == 1 else (max(MIN_SIDE, rounded(size[0] * scale)), max(MIN_SIDE, rounded(size[1] * scale)))
+
+
+def open_image_part(part: dict[str, Any], allow_urls: bool = False) -> Image.Image:
+    """Opens the image of a message part within its limits, with the errors of `open_image`."""
+    image = open_image(source_of(part, "image"), allow_urls)
+    size = limited_size(image.size, part)
+    return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
 
 def check_media(source: Any, kind: str = "image") -> None:
@@ -234,18 +258,29 @@ def _normalized(image: Image.Image) -> Image.Image:
 
 
 def _from_wide_gray(image: Image.Image) -> Image.Image:
-    """Scales gray of more than 8 bits to 8 bits; PIL's conversion clips at 255, which turns a 16-bit photo white."""
+    """Scales gray of more than 8 bits, of floats those from 0 to 1 too, to 8 bits; PIL's conversion clips at 255."""
     values = np.asarray(image, dtype=np.float64)
-    low, high = (0.0, 65535.0) if values.min() >= 0 and 255 < values.max() <= 65535 else (values.min(), values.max())
-    if values.min() >= 0 and values.max() <= 255:
-        low, high = 0.0, 255.0
+    low, high = values.min(), values.max()
+    if not (np.isfinite(low) and np.isfinite(high)):
+        raise ValueError("has pixels that are no numbers (NaN or infinite)")
+    if low >= 0:
+        ranges = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
+        low, high = 0.0, next((limit for limit in ranges if high <= limit), high)
     scaled = (values - low) * (255.0 / max(high - low, 1e-12))
     return Image.fromarray(np.clip(scaled, 0, 255).round().astype(np.uint8)).convert("RGB")
 
 
+def _unknown_format(source: Any) -> str:
+    """Returns why a file is no image that can be opened; names formats that others can open."""
+    with source if isinstance(source, io.BytesIO) else open(source, "rb") as file:
+        head = file.read(512)
+    for mark, name in OTHER_FORMATS.items():
+        if mark in head:
+            return f"{name}, which is not supported; convert it to PNG or JPEG"
+    return "not an image in a known format"
+
+
 def _reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return "not an image in a known format"
     if isinstance(error, Image.DecompressionBombError):
         return TOO_MANY_PIXELS
     if isinstance(error, OSError) and error.strerror:  # of the operating system, such as a missing permission

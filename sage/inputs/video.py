@@ -79,6 +79,8 @@ def measure_video(path: Path, num_frames: int, segment: Segment = None) -> tuple
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             rate, width, height = _rate_of(stream), stream.codec_context.width, stream.codec_context.height
+            if _rotation(str(path)) % 180:
+                width, height = height, width
             total = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
     except (ValueError, *DECODING_ERRORS, av.error.FFmpegError) as error:
         raise ValueError(f"video {path}: not a readable video ({error})") from error
@@ -171,6 +173,14 @@ def _rate_of(stream: Any) -> float:
     return float(stream.average_rate or UNKNOWN_FPS)
 
 
+def _rotation(path: str) -> int:
+    """Returns the degrees, counterclockwise, by which a phone's video is turned when it is shown."""
+    av: Any = importlib.import_module(READER)
+    with av.open(path) as container:
+        first = next(container.decode(video=0), None)
+        return 0 if first is None else int(first.rotation)
+
+
 def _read_av(path: Path, num_frames: int, segment: Segment) -> Video:
     av: Any = importlib.import_module(READER)
     try:
@@ -180,6 +190,7 @@ def _read_av(path: Path, num_frames: int, segment: Segment) -> Video:
         wanted, fps = sample_frames(total, rate, segment, num_frames)
         kept = set(wanted)
         with av.open(str(path)) as container:
-            return Video([frame.to_image() for i, frame in enumerate(container.decode(video=0)) if i in kept], fps)
+            frames = (frame for i, frame in enumerate(container.decode(video=0)) if i in kept)
+            return Video([frame.to_image().rotate(frame.rotation, expand=True) for frame in frames], fps)
     except av.error.FFmpegError as error:  # not all of them are subclasses of OSError or ValueError
         raise ValueError(str(error)) from error
