@@ -50,6 +50,8 @@ def load_weights(model_class: Any, folder: str | Path, role: str, allow_unused: 
             model, info = model_class.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except torch.OutOfMemoryError:
         raise
+    except ImportError as error:  # of a quantized model
+        raise ValueError(f"{role}: {folder}: {in_one_line(error)}; or give the model that is not quantized") from error
     except (OSError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
         raise ValueError(
             f"{role}: {folder}: its weights cannot be read ({in_one_line(error)}); save or copy it again"

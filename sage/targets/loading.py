@@ -117,7 +117,24 @@ def load_processor(path: str) -> Processor:
             raise ValueError(
                 f"target: {path}: its tokenizer does not know {token!r} as {wanted}, the {kind} token in config.json; {remedy}"
             )
+    _check_vocabulary(path, processor, config.get_text_config().vocab_size)
     return processor
+
+
+def _check_vocabulary(path: str, processor: Processor, vocab_size: int) -> None:
+    """Raises ValueError for a token without an embedding, and for a tokenizer of which no token ends an answer."""
+    beyond = {token_id: text for text, token_id in processor.tokenizer.get_added_vocab().items() if token_id >= vocab_size}
+    if beyond:
+        token_id = min(beyond)
+        raise ValueError(
+            f"target: {path}: token {beyond[token_id]!r} of its tokenizer has id {token_id}, but the model has {vocab_size} "
+            "embeddings (vocab_size); resize them, or remove the token"
+        )
+    if not processor.end_texts:
+        raise ValueError(
+            f"target: {path}: no token ends its answers: eos_token_id is null in generation_config.json and the tokenizer has "
+            "no eos_token; set one of them"
+        )
 
 
 def _unreadable(path: str, reason: str) -> str:
