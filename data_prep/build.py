@@ -24,7 +24,7 @@ from data_prep.dataset.mixing import alternate
 from data_prep.dataset.prepare import prepare_examples
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons, read_skipped
 from data_prep.dataset.stream import StreamDataset, is_stream
-from data_prep.sources.base import Source, Stream, as_prompt, open_source, open_stream, with_validation_prompt
+from data_prep.sources.base import Source, Stream, as_prompt, open_source, open_stream, with_validation_prompts
 from data_prep.splits import Split
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
@@ -36,9 +36,12 @@ NUM_LOGGED_REASONS = 5
 def build_dataset(config: DataConfig, processor: Processor, split: str = "train", logs_skipped: bool = True) -> Any:
     """Returns the dataset of a split, `train`, `validation` or `test`, for `StepLoader`; its preparation is cached.
 
+    From here on the processor renders prompts with `data.thinking`.
+
     Skipped items are listed, and counted in the log unless the caller counts them (`logs_skipped=False`).
     """
     validate(config)
+    processor.thinking = config.thinking.flag
     part = Split(split)
     if any(source.streaming for source in config.resolved(part).values()):
         return _build_stream(config, processor, part)
@@ -103,6 +106,7 @@ def open_sources(config: DataConfig, split: Split) -> list[Source]:
     resolved = config.resolved(split)
     sources = [open_source(label, source, split, config.cache_dir) for label, source in resolved.items()]
     for label, source in zip(resolved, sources, strict=True):
+        source.pixel_limits = config.pixel_limits()
         _check_split(config, split, label, source.has_splits)
     return sources
 
@@ -123,7 +127,10 @@ def _check_prompts_held_out(config: DataConfig, label: str, has_splits: bool) ->
 
 
 def _open_streams(config: DataConfig, split: Split) -> list[Stream]:
-    return [open_stream(label, source, split) for label, source in config.resolved(split).items()]
+    streams = [open_stream(label, source, split) for label, source in config.resolved(split).items()]
+    for stream in streams:
+        stream.pixel_limits = config.pixel_limits()
+    return streams
 
 
 def _build_stream(config: DataConfig, processor: Processor, split: Split) -> StreamDataset:
@@ -145,7 +152,7 @@ def _prompt_readers(config: DataConfig, split: Split, skipped: SkipLog) -> list[
     sources = open_sources(config, split)
     for label, source in zip(resolved, sources, strict=True):
         _check_prompts_held_out(config, label, source.has_splits)
-    shares = with_validation_prompt(config.shares, sources)
+    shares = with_validation_prompts(config.shares, sources)
     return [
         _prompts(range(len(source)), source.prompt, partial(source.belongs_to, split=split, shares=shares), skipped)
         for source in sources

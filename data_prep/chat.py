@@ -7,8 +7,8 @@ therefore rendered twice, the second time with a probe in place of each answer:
     <|im_start|>assistant\n A dog.<|im_end|>\n      the text between them is the answer
                             ^^^^^^^^^^^^^^^^^       supervised: the answer and the token that ends it
 
-The template of a thinking model opens a block of thoughts in the prompt, and drops the thoughts of earlier answers. There, the
-last answer alone is supervised, after the prompt for it:
+Where the template itself renders parts of answers (thoughts, tool calls), each answer is what the template adds to the prompt
+for it. Most templates drop the thoughts of earlier answers; then the last answer alone is supervised, after its prompt:
 
     <|im_start|>assistant\n<think>\n PROMPT, then: It barks.\n</think>\n\nA dog.<|im_end|>
 """
@@ -16,8 +16,6 @@ last answer alone is supervised, after the prompt for it:
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -25,11 +23,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from data_prep.config import OnLong
-from data_prep.conversation import BadTemplate, Conversation, Message, Part, TooLong, check_conversation, text_of
+from data_prep.conversation import BadTemplate, Conversation, Message, TooLong, check_conversation, text_of
 from sage.inputs.processing import Processor, Segment, TemplateFault, open_media
 
 Example = dict[str, Any]
-PRIVATE_USE = range(0xF0000, 0xF0100)  # characters of a Unicode private use area
 OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
 NO_THOUGHTS = f"\n{CLOSE_THOUGHTS}\n\n"  # after a prompt that opens them
 
@@ -124,42 +121,117 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
     The header before a supervised answer is that of a generation prompt: LLaVA-OneVision's template renders a different blank
     there in a complete turn. Where a prompt ends without the blank of a complete turn ("Assistant:", SmolVLM), the blank is the
     beginning of the answer, unless the tokenizer puts one there itself. After a prompt that opens thoughts, an answer without
-    any begins by closing them.
+    any begins by closing them. A hybrid model thinks where `processor.thinking` or the answer says so.
 
     Raises:
         TemplateFault: the template rewrites answers, or renders an answer and its prompt differently.
     """
-    separator, probe = _unused_characters(messages)
-    escaped = [_escape(message, processor, separator) for message in messages]
+    messages = [_with_thoughts(message, i, processor) for i, message in enumerate(messages)]
+    escaped, separator = processor.escape(messages)
     prompted = processor.render(escaped[:-1], True)
-    if prompted.rstrip().endswith(OPEN_THOUGHTS):
-        return _split_escapes(_thoughtful_segments(messages, processor, separator), separator)
-    frame, answers = _split_answers(escaped, processor, probe)
+    if prompted.rstrip().endswith(OPEN_THOUGHTS) or any(map(_is_rendered, messages)):
+        found = _rendered_segments(escaped, processor, separator)
+    else:
+        found = _probed_segments(escaped, prompted, processor, chr(ord(separator) + 1))
+    return _split_escapes(found, separator)
+
+
+def _with_thoughts(message: Message, index: int, processor: Processor) -> Message:
+    """Returns a message with its thoughts in the text, as a thinking model writes them; with `thinking=False` without them.
+
+    Token ids that are those of another text, or of another target, are left out.
+    """
+    if message["role"] != "assistant":
+        return message
+    thoughts, text = message.get("reasoning_content"), text_of(message)
+    knows_thoughts = CLOSE_THOUGHTS in (processor.chat_template or "")
+    if thoughts and not knows_thoughts:
+        raise ValueError(f"message {index}: reasoning_content; the target's chat template has no thoughts; remove the key")
+    if processor.thinking is False and knows_thoughts:
+        text = text.rpartition(CLOSE_THOUGHTS)[2].lstrip("\n")
+    elif thoughts and CLOSE_THOUGHTS not in text:
+        text = f"{OPEN_THOUGHTS}\n{thoughts.strip()}{NO_THOUGHTS}{text}"
+    ids = message.get("token_ids") or ()
+    unused = {"reasoning_content"} | ({"token_ids"} if ids and processor.answer_of(ids)[0] != text else set())
+    kept = {key: value for key, value in message.items() if key not in unused}
+    return kept | {"content": [{"type": "text", "text": text}], "has_thoughts": knows_thoughts and CLOSE_THOUGHTS in text}
+
+
+def _is_rendered(message: Message) -> bool:
+    """Returns whether the template does more with a message than to put its text between fixed texts."""
+    return bool(message.get("has_thoughts") or message.get("tool_calls") or message.get("tools") or message["role"] == "tool")
+
+
+def _probed_segments(messages: list[Message], prompted: str, processor: Processor, probe: str) -> list[Segment]:
+    frame, answers = _split_answers(messages, processor, probe)
     rendered_tail, prompted_tail = _header_tails(prompted, frame, answers)
     blank = "" if prompted_tail or processor.prepends_blank else rendered_tail
     found: list[Segment] = []
     begin = 0
-    for i, answer in enumerate(answers):
+    turns = [message for message in messages if message["role"] == "assistant"]
+    for i, (turn, answer) in enumerate(zip(turns, answers, strict=True)):
         opening, close = frame[i][begin:], frame[i + 1]
         end = _end_of_turn(close, processor.end_texts)
         if not end or not opening.endswith(rendered_tail):
             ends = " or ".join(map(repr, processor.end_texts))
             raise TemplateFault(f"target: its chat template does not end each answer with {ends} in the same way")
         found.append((opening[: len(opening) - len(rendered_tail)] + prompted_tail, False))
-        found.append((blank + answer + close[:end], True))
+        found += _answer_segments(turn, blank + answer, close[:end])
         begin = end
-    return _split_escapes(found, separator)
+    return found
 
 
-def _thoughtful_segments(messages: list[Message], processor: Processor, separator: str) -> list[Segment]:
-    """Returns the prompt for the last answer, which opens thoughts, and the answer, with its thoughts if it has any."""
-    markers = {OPEN_THOUGHTS, CLOSE_THOUGHTS}  # the template looks for them
-    *context, last = [_escape(message, processor, separator, markers) for message in messages]
-    answer = text_of(last)
-    if CLOSE_THOUGHTS not in answer:
-        answer = NO_THOUGHTS + answer
-    answer = answer.removeprefix(f"{OPEN_THOUGHTS}\n")
-    return [(processor.render(context, True), False), (answer + processor.end_texts[0], True)]
+def _answer_segments(message: Message, text: str, end: str) -> list[Segment]:
+    """Returns the segments of an answer: its own token ids if it has any, else its text."""
+    is_supervised = bool(message.get("weight", 1))
+    ids = tuple(message.get("token_ids") or ())
+    return [(ids, is_supervised), (end, is_supervised)] if ids else [(text + end, is_supervised)]
+
+
+def _rendered_segments(messages: list[Message], processor: Processor, separator: str) -> list[Segment]:
+    """Returns each answer after the prompt for it, from the first one on that later prompts repeat unchanged."""
+    found: list[Segment] = []
+    before = ""
+    _check_tools(messages, processor, separator)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        with processor.thinks(True if message.get("has_thoughts") else processor.thinking):
+            prompt = processor.render(messages[:i], True)
+            answer, end = _rendered_answer(messages[: i + 1], prompt, processor)
+        if not prompt.startswith(before):
+            found, before = [], ""
+        found.append((prompt[len(before) :], False))
+        found += _answer_segments(message, answer, end)
+        before = prompt + answer + end
+    return found
+
+
+def _rendered_answer(messages: list[Message], prompt: str, processor: Processor) -> tuple[str, str]:
+    """Returns the last answer, as the template renders it after its prompt or as it is, and the token that ends it."""
+    message, rendered = messages[-1], processor.render(messages, False)
+    rest = rendered.removeprefix(prompt) if rendered.startswith(prompt) else ""
+    end = _end_of_turn(rest, processor.end_texts)
+    answer, text = rest[:end], text_of(message)
+    closing = next((token for token in processor.end_texts if answer.endswith(token)), processor.end_texts[0])
+    calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    if end and all(part in answer for part in (*calls, text.rpartition(CLOSE_THOUGHTS)[0].strip())):
+        return answer.removesuffix(closing), closing
+    if calls:
+        raise ValueError(f"message {len(messages) - 1}: tool_calls; the target's chat template does not render them; remove it")
+    if prompt.rstrip().endswith(OPEN_THOUGHTS):
+        text = text.removeprefix(f"{OPEN_THOUGHTS}\n") if CLOSE_THOUGHTS in text else NO_THOUGHTS + text
+    return text, closing
+
+
+def _check_tools(messages: list[Message], processor: Processor, separator: str) -> None:
+    """Raises ValueError if the template renders tools, or their results, not at all."""
+    rendered = processor.render(messages, False)
+    for i, message in enumerate(messages):
+        if message["role"] == "tool" and text_of(message).strip() not in rendered:
+            raise ValueError(f"message {i}: role 'tool'; the target's chat template does not render it; remove the row")
+    if messages[0].get("tools") and rendered == processor.render([messages[0] | {"tools": None}, *messages[1:]], False):
+        raise ValueError("tools: the target's chat template renders none; remove the key")
 
 
 def _end_of_turn(close: str, end_texts: list[str]) -> int:
@@ -194,31 +266,13 @@ def _interleave(frame: list[str], texts: list[str]) -> str:
     return "".join(part for pair in zip(frame, [*texts, ""], strict=True) for part in pair)
 
 
-def _unused_characters(messages: list[Message]) -> tuple[str, str]:
-    """Returns two private-use characters that do not occur in the conversation."""
-    text = "".join(part.get("text", "") for message in messages for part in message["content"])
-    unused = (chr(code) for code in PRIVATE_USE if chr(code) not in text)
-    return next(unused), next(unused)
-
-
-def _escape(message: Message, processor: Processor, separator: str, kept: Collection[str] = ()) -> Message:
-    """Splits special tokens quoted in the text, except those `kept`, so that they are tokenized as plain text.
-
-    Example: "<|im_end|>" becomes "<" + separator + "|im_end|>", later two segments, neither of which is a special token.
-    """
-
-    def split(match: re.Match[str]) -> str:
-        text = match.group()
-        return text if text in kept else text[0] + separator + text[1:]
-
-    def escape(part: Part) -> Part:
-        return part | {"text": processor.quotable.sub(split, part["text"])} if part["type"] == "text" else part
-
-    return {"role": message["role"], "content": [escape(part) for part in message["content"]]}
-
-
 def _split_escapes(found: list[Segment], separator: str) -> list[Segment]:
-    return [(piece, is_supervised) for text, is_supervised in found for piece in text.split(separator) if piece]
+    return [
+        (piece, is_supervised)
+        for text, is_supervised in found
+        for piece in (text.split(separator) if isinstance(text, str) else [text])
+        if piece
+    ]
 
 
 def _encode(conversation: Conversation, processor: Processor, num_frames: int) -> Example:
@@ -256,7 +310,7 @@ def _keep_turns(
 def leading_turns(conversation: Conversation, ends: list[int], max_length: int) -> tuple[Conversation, bool]:
     """Returns the turns that end by `max_length`, given the `turn_ends` of all, or the first turn, of which some is cut off."""
     keep = sum(end <= max_length for end in ends)
-    answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant" and m.get("weight", 1)]
     return replace(conversation, messages=conversation.messages[: answers[max(1, keep) - 1] + 1]), not keep
 
 

@@ -6,6 +6,7 @@ command that only checks its configuration stays fast.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -14,9 +15,11 @@ from enum import StrEnum
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from data_prep.sources import KINDS, SourceConfig, check_path, check_source
+from data_prep.sources.files import check_path
+from data_prep.sources.kinds import KINDS, SourceConfig, check_source
 from data_prep.splits import Share, Shares, Split
 from sage.decoding.settings import AnswerSettings
+from sage.inputs.media import LIMIT_KEYS
 from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, check_fields
 from sage.trees import DEFAULT_POLICY
 
@@ -47,6 +50,19 @@ class Answers(StrEnum):
     target = "target"  # the target's own, generated before training (data_prep.tools.answers)
 
 
+class Thinking(StrEnum):
+    """Whether a hybrid model, which can think before it answers, does so."""
+
+    auto = "auto"  # where a given answer has thoughts; the target's own answers have none
+    on = "on"
+    off = "off"  # thoughts of given answers are removed
+
+    @property
+    def flag(self) -> bool | None:
+        """The setting as `Processor.thinking`."""
+        return None if self is Thinking.auto else self is Thinking.on
+
+
 class Images(StrEnum):
     """How a server receives images."""
 
@@ -71,6 +87,7 @@ class DataConfig:
         validation: prompt sources by label, with the keys of `sources`; empty: the held-out part of `sources`.
         answers: the answers to train on: those of the data, or the target's own, generated before training with the settings
             of `regenerate`.
+        thinking: whether a hybrid model thinks before it answers.
         path, media_root, num_examples: default of this key for every one of `sources` that leaves it empty.
         holdout: share of the images (or texts) that are validation prompts instead of training examples where `validation`
             is empty; at least one. The pocket world has splits of its own.
@@ -84,6 +101,8 @@ class DataConfig:
         cache_dir: the cache folder; empty: `sage-draft` in the user's cache folder.
         num_workers: processes of a rank that prepare examples while training; 0: a thread; null: up to 8, as the cores allow.
         num_frames: maximum number of frames per video.
+        min_pixels, max_pixels: limits of the pixels of an image, which is scaled; null: those of the target alone. Keys of
+            these names in the part of an image come first.
         shuffle_block: items per block within which a stream is shuffled.
     """
 
@@ -91,6 +110,7 @@ class DataConfig:
     sources: dict[str, SourceConfig] = field(default_factory=lambda: {"pocket": SourceConfig()})
     validation: dict[str, SourceConfig] = field(default_factory=dict)
     answers: Answers = Answers.given
+    thinking: Thinking = Thinking.auto
     path: str = ""
     media_root: str = ""
     num_examples: NonNegativeInt = 0
@@ -105,6 +125,8 @@ class DataConfig:
     cache_keep: PositiveInt | None = 8
     num_workers: NonNegativeInt | None = 0
     num_frames: PositiveInt = 32
+    min_pixels: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
     shuffle_block: PositiveInt = 256
 
     @property
@@ -125,6 +147,10 @@ class DataConfig:
             )
             for label, source in (self.validation if is_prompts else self.sources).items()
         }
+
+    def pixel_limits(self) -> dict[str, int]:
+        """Returns the limits of images as keys of their parts."""
+        return {key: value for key in LIMIT_KEYS if (value := getattr(self, key)) is not None}
 
     def source_weights(self) -> list[float] | None:
         """Returns the weights of the training sources, None if they have none."""
@@ -177,7 +203,7 @@ class RegenerateConfig(AnswerSettings):
 
 def data_config(stored: Mapping[str, Any]) -> DataConfig:
     """Returns the settings that a run's config.yaml holds under `data`; ValueError for a key or value of another version."""
-    kinds: dict[str, Any] = {"on_long": OnLong, "on_bad": OnBad, "cache": Cache, "answers": Answers}
+    kinds: dict[str, Any] = {"on_long": OnLong, "on_bad": OnBad, "cache": Cache, "answers": Answers, "thinking": Thinking}
     try:
         values = {key: kinds[key](value) if key in kinds else value for key, value in stored.items()}
         for group in ("sources", "validation"):
@@ -201,6 +227,10 @@ def validate(config: DataConfig) -> None:
         users = (source for source in config.sources.values() if name in KINDS[source.kind].options)
         if getattr(config, name) and all(getattr(source, name) for source in users):
             raise ValueError(f"data.{name}: {getattr(config, name)}; has no effect, no source of data={config.name} uses it")
+    if (config.min_pixels or 0) > (config.max_pixels or math.inf):
+        raise ValueError(f"data.min_pixels: {config.min_pixels}; above data.max_pixels={config.max_pixels}; lower it")
+    if config.pixel_limits() and all("path" not in KINDS[source.kind].options for source in config.sources.values()):
+        raise ValueError(f"data.max_pixels: has no effect on generated images of data={config.name}; remove it")
     if config.holdout + config.test_holdout >= 1:
         raise ValueError(
             f"data.test_holdout: {config.test_holdout}; leaves no training data with data.holdout={config.holdout}; lower one"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,19 +10,33 @@ from typing import Any
 
 from PIL import Image
 
+from sage.inputs.media import LIMIT_KEYS
 from sage.inputs.video import TIME_KEYS, video_times
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 MEDIA = ("image", "video")
 MEDIA_KEYS = ("url", "path", "base64")
 FOLLOW_UPS = "follow_ups"  # key of `Conversation.meta`
-# Data files mark the position of an image or video before or after a question. In the middle of a text the same characters
-# are plain text ("how does the <video> tag work?") and are tokenized as such.
-PLACEHOLDER = re.compile(r"\A\s*<(?:image|video)>|<(?:image|video)>\s*\Z")
+# Keys of a message beside role and content. The target's chat template renders them, except for `weight` (0: no training) and
+# `token_ids` (those of an answer whose text has others). `tools` are those of the conversation, in its first message.
+EXTRAS: dict[str, Any] = {
+    "reasoning_content": str,
+    "tool_calls": list,
+    "tool_call_id": str,
+    "name": str,
+    "weight": (int, float),
+}
+EXTRAS |= {"token_ids": list, "tools": list}
+FOLLOWED_BY = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
 
 Part = dict[str, Any]
 Message = dict[str, Any]
 Row = dict[str, Any]  # of a data file, before it becomes messages
+
+
+def printable(text: str) -> str:
+    """Returns a text that can be written as UTF-8: with escapes in place of lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class BadItem(ValueError):
@@ -38,6 +52,8 @@ class BadItem(ValueError):
     kind = "invalid"
 
     def __init__(self, source: str, index: int | str, reason: str) -> None:
+        source, reason = printable(source), printable(reason)
+        index = printable(index) if isinstance(index, str) else index
         super().__init__(f"{source}: item {index}: {reason}")
         self.source, self.index, self.reason = source, index, reason
 
@@ -69,7 +85,7 @@ class Conversation:
 
     Attributes:
         id: unique within the source, the same in every run.
-        messages: Hugging Face chat messages; `content` is a list of parts
+        messages: Hugging Face chat messages, with the keys `EXTRAS` at most; `content` is a list of parts
             {"type": "text", "text": str} | {"type": "image", "image": PIL | path | bytes} |
             {"type": "video", "video": [frames] | folder | file, optional "fps", "start" and "end" in seconds}.
         source: file or data set of the item.
@@ -109,8 +125,7 @@ def check_conversation(conversation: Conversation, needs_answer: bool = True) ->
         needs_answer: whether the last message must be an answer (training) or a question (a prompt).
 
     Raises:
-        BadItem: an unknown role or part, turns out of order, an empty question, an empty answer where answers are needed, a
-            placeholder without image or video.
+        BadItem: an unknown role or part, turns out of order, an empty question, an empty answer where answers are needed.
     """
     try:
         if not isinstance(conversation.messages, list) or not conversation.messages:
@@ -119,11 +134,16 @@ def check_conversation(conversation: Conversation, needs_answer: bool = True) ->
         _check_order([message["role"] for message in messages], needs_answer)
         for i, message in enumerate(messages):
             _check_content(message, i)
-            if needs_answer and message["role"] == "assistant" and not text_of(message).strip():
+            if needs_answer and message["role"] == "assistant" and not (text_of(message).strip() or "tool_calls" in message):
                 raise ValueError(f"message {i}: an empty answer; a draft learns nothing from it")
     except ValueError as error:
         raise conversation.error(str(error)) from error
     return replace(conversation, messages=messages)
+
+
+def extras_of(message: Message) -> dict[str, Any]:
+    """Returns the keys of a message beside role and content."""
+    return {key: message[key] for key in EXTRAS if message.get(key) is not None}
 
 
 def text_of(message: Message) -> str:
@@ -174,7 +194,21 @@ def _message(message: Any, index: int) -> Message:
     parts = [_part(part, index) for part in content]
     if role == "assistant" and all(part["type"] == "text" for part in parts):
         parts = [{"type": "text", "text": "".join(part["text"] for part in parts)}]
-    return {"role": role, "content": parts}
+    return {"role": role, "content": parts, **_checked_extras(message, index)}
+
+
+def _checked_extras(message: Message, index: int) -> dict[str, Any]:
+    extras = extras_of(message)
+    for key, value in extras.items():
+        if not isinstance(value, EXTRAS[key]):
+            raise ValueError(f"message {index}: {key} is {type(value).__name__}, not {EXTRAS[key]}")
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, TypeError, RecursionError) as error:
+            raise ValueError(f"message {index}: {key} is not valid ({error})") from error
+    if extras.get("weight", 1) not in (0, 1):
+        raise ValueError(f"message {index}: weight {extras['weight']}; allowed: 0 (not trained on) or 1")
+    return extras
 
 
 def _part(part: Any, index: int) -> Part:
@@ -190,11 +224,20 @@ def _part(part: Any, index: int) -> Part:
     if kind in MEDIA:
         value = next((part[key] for key in (kind, *MEDIA_KEYS) if part.get(key) is not None), None)
         _check_media(kind, value, index)
+        limits = {name: _pixels(part[name], name, index) for name in LIMIT_KEYS if part.get(name) is not None}
         if kind == "image":
-            return {"type": kind, kind: value}
+            return {"type": kind, kind: value, **limits}
+        if limits:
+            raise ValueError(f"message {index}: {next(iter(limits))} of a video; it limits images; remove it")
         video_times(part, f"message {index}: video")
         return {"type": kind, kind: value, **{name: float(part[name]) for name in TIME_KEYS if part.get(name) is not None}}
     raise ValueError(f"message {index}: part of type {kind!r}; allowed: text, image, video")
+
+
+def _pixels(value: Any, name: str, index: int) -> int:
+    if isinstance(value, int) and value > 0:
+        return value
+    raise ValueError(f"message {index}: {name} {value!r}, allowed: a number of pixels above 0")
 
 
 def _check_media(kind: str, value: Any, index: int) -> None:
@@ -206,15 +249,17 @@ def _check_media(kind: str, value: Any, index: int) -> None:
 
 
 def _check_order(roles: list[str], needs_answer: bool) -> None:
-    turns = roles[1:] if roles[0] == "system" else roles
-    for i, role in enumerate(turns, start=len(roles) - len(turns)):
-        expected = ("user", "assistant")[(i - len(roles) + len(turns)) % 2]
-        if role != expected:
-            before = roles[i - 1] if i else "nothing"
-            raise ValueError(f"message {i}: {role!r} after {before!r}, expected {expected!r}; turns must alternate")
-    last = "assistant" if needs_answer else "user"
-    if not turns or turns[-1] != last:
-        raise ValueError(f"ends with {roles[-1]!r}; the last message must be the {last}'s")
+    start = int(roles[0] == "system")
+    allowed: tuple[str, ...] = ("user",)
+    for i, role in enumerate(roles[start:], start):
+        if role not in allowed:
+            before, expected = roles[i - 1] if i else "nothing", " or ".join(map(repr, allowed))
+            raise ValueError(f"message {i}: {role!r} after {before!r}, expected {expected}; turns must alternate")
+        allowed = FOLLOWED_BY[role]
+    if needs_answer and roles[-1] != "assistant":
+        raise ValueError(f"ends with {roles[-1]!r}; the last message must be the assistant's")
+    if not needs_answer and roles[-1] not in ("user", "tool"):
+        raise ValueError(f"ends with {roles[-1]!r}; the last message must be the user's")
 
 
 def _check_content(message: Message, index: int) -> None:
@@ -223,7 +268,3 @@ def _check_content(message: Message, index: int) -> None:
         raise ValueError(f"message {index}: an image or video in a message of role {role!r}; allowed: role 'user'")
     if role == "user" and not any(part["type"] in MEDIA or part["text"].strip() for part in parts):
         raise ValueError(f"message {index}: an empty user message")
-    if role != "assistant":
-        stray = next((found for part in parts if (found := PLACEHOLDER.search(part.get("text", "")))), None)
-        if stray:
-            raise ValueError(f"message {index}: placeholder {stray.group().strip()} without an image or video")

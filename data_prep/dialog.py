@@ -24,11 +24,12 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class TargetAnswer:
-    """The target's answer to one prompt; `reason` explains why there is none."""
+    """The target's answer to one prompt; `reason`: why there is none; `token_ids`: where the text has others."""
 
     text: str
     outcome: Outcome = Outcome.answered
     reason: str = ""
+    token_ids: tuple[int, ...] = ()
 
 
 class AnswerRequest(NamedTuple):
@@ -89,7 +90,8 @@ class Dialog:
             outcome = Outcome.empty
         if outcome is Outcome.answered:
             self._rest.pop(0)
-            self._messages.append({"role": "assistant", "content": [{"type": "text", "text": answer.text}]})
+            ids = {"token_ids": list(answer.token_ids)} if answer.token_ids else {}
+            self._messages.append({"role": "assistant", "content": [{"type": "text", "text": answer.text}], **ids})
             return
         self.outcome = outcome
         self.reason = str(self._conversation.error(f"answer {self.kept + 1}: {answer.reason or REASONS[outcome]}"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from data_prep.conversation import Conversation, media_parts
+from data_prep.conversation import Conversation, media_parts, text_of
 from sage.io.ranges import Range
 
 Share = Annotated[float, Range(ge=0, lt=1, remedy="a share of the images (or texts)")]
@@ -54,11 +54,15 @@ def group_position(group: str) -> float:
 
 
 def split_group(conversation: Conversation) -> str:
-    """Returns the key that conversations of one split group share: path or hash of the first image or video, else the id."""
+    """Returns the key that conversations of one split group share: the first image or video, else id and question.
+
+    Not the id alone, since there are data whose rows all have the same one.
+    """
     for part in media_parts(conversation.messages):
         value = part[part["type"]]
         if isinstance(value, bytes):
             return hashlib.sha256(value).hexdigest()
         if isinstance(value, str):
             return value
-    return conversation.id
+    question = next((text_of(message) for message in conversation.messages if message["role"] == "user"), "")
+    return f"{conversation.id}\n{question}"

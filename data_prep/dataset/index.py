@@ -15,8 +15,8 @@ from data_prep.cache import cache_dir, computed_once
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, BadSource, Conversation, TooLong
 from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons
-from data_prep.sources import KINDS
-from data_prep.sources.base import Source, with_validation_prompt
+from data_prep.sources.base import Source, with_validation_prompts
+from data_prep.sources.kinds import KINDS
 from data_prep.splits import Shares, Split
 from sage.io.files import json_digest
 from sage.io.progress import progress_bar
@@ -25,7 +25,7 @@ from sage.io.source import source_digest
 logger = logging.getLogger(__name__)
 INVALID = "bad.npy"  # the invalid items, which are checked again: a missing image may have been restored
 NUM_PROBED = 1000  # rows, to distinguish one invalid item from a source without valid ones
-VERSION = 1  # of the index: increase it with every change of the code that changes which items are valid
+VERSION = 2  # of the index: increase it with every change of the code that changes which items are valid
 
 
 class Index:
@@ -57,7 +57,7 @@ def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> In
 
     Raises ValueError if there is no valid item.
     """
-    shares = with_validation_prompt(config.shares, sources)
+    shares = with_validation_prompts(config.shares, sources)
     settings = {"split": split, "shares": asdict(shares), "on_bad": config.on_bad}
     content = [(source.fingerprint(), source.limit) for source in sources]
     readers = {KINDS[source.kind].module for source in config.resolved(split).values()}

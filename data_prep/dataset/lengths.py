@@ -81,7 +81,8 @@ class LongExamples:
         accepted = "" if share == 1 else ", data.on_long=drop trains on the others"
         return (
             f"data.max_length: {self.max_length}; drops {number} of {self._extent()} (data.on_long={self.on_long}), {reason}; "
-            f"data.max_length={self.longest} keeps all of them complete{accepted}"
+            f"data.max_length={self.longest} keeps all of them complete{accepted}, "
+            "and data.max_pixels scales images down"
         )
 
     def _extent(self) -> str:

@@ -24,7 +24,7 @@ from data_prep.dataset.index import INVALID, Index, has_repaired_item
 from data_prep.dataset.lengths import as_array
 from data_prep.dataset.prepare import LENGTHS, result_folder
 from data_prep.workers import mapped
-from sage.inputs.media import image_size, source_of, video_size
+from sage.inputs.media import image_size, limited_size, source_of, video_size
 from sage.inputs.processing import Processor, Segment, TemplateFault
 from sage.inputs.video import Size
 from sage.io.progress import progress_bar
@@ -116,7 +116,9 @@ class Measuring:
         conversation = check_conversation(conversation)
         try:
             parts = list(media_parts(conversation.messages))
-            images = [self._image_size(source_of(part, "image")) for part in parts if part["type"] == "image"]
+            images = [
+                limited_size(self._image_size(source_of(part, "image")), part) for part in parts if part["type"] == "image"
+            ]
             measured = [video_size(part, self.config.num_frames) for part in parts if part["type"] == "video"]
             videos, rates = [size for size, _ in measured], [fps for _, fps in measured]
             return self.processor.with_media_texts(segments(conversation.messages, self.processor), images, videos, rates)

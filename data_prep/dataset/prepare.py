@@ -33,7 +33,7 @@ Encoded = tuple[Item | BadItem, Lengths | None]
 STORE = "store"
 LENGTHS = "lengths.npy"  # of every example before it is shortened
 CHUNK_SIZE = 64  # examples per task of a worker
-VERSION = 2  # of cached examples: increase it with every change of the code that changes an example, or the files of a store
+VERSION = 3  # of cached examples: increase it with every change of the code that changes an example, or the files of a store
 
 
 def prepare_examples(config: DataConfig, index: Index, processor: Processor) -> ExampleStore:
@@ -58,7 +58,7 @@ def _fingerprint(processor: Processor) -> str:
     backend = getattr(processor.tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else sorted(processor.tokenizer.get_vocab().items())
     image = processor.image_processor.to_dict() if processor.image_processor is not None else {}
-    return json_digest([vocabulary, processor.chat_template, image, processor.family.model_type])
+    return json_digest([vocabulary, processor.chat_template, image, processor.family.model_type, processor.thinking])
 
 
 def _prune(parent: Path, num_kept: int) -> None:

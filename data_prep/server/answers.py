@@ -111,7 +111,7 @@ class ServerAnswers:
         options = self._check.options | {"max_tokens": self._settings.max_new_tokens, "seed": request.seed}
         try:
             reply = await self._pool.complete({"model": self._check.model, "messages": messages, **options})
-            answer = answer_of(reply, self._target.processor.tokenizer, self._target.end_token_ids)
+            answer = answer_of(reply, self._target.processor)
             return answer or TargetAnswer("", Outcome.failed, "the server's answer is no chat completion")
         except RequestRefused as refusal:
             if not self._has_refused:
@@ -168,11 +168,6 @@ class ServedTarget:
         """Reads a target's folder or hub id, without its weights; ValueError as `sage.targets.loading.load_processor`."""
         processor = load_processor(path)
         return cls(path, fingerprint_of(AutoConfig.from_pretrained(path, trust_remote_code=False)), processor)
-
-    @property
-    def end_token_ids(self) -> Sequence[int]:
-        """Ids that end an answer."""
-        return self.processor.end_token_ids or (self.processor.tokenizer.eos_token_id,)
 
 
 class ServerCheck:
@@ -239,9 +234,12 @@ class ServerCheck:
 
     async def _accepted_options(self, server: Server) -> dict[str, Any]:
         """Returns the sampling options, without those of vLLM if the server accepts only the standard ones."""
-        standard = {"temperature": self._settings.temperature, "top_p": self._settings.top_p}
+        standard: dict[str, Any] = {"temperature": self._settings.temperature, "top_p": self._settings.top_p}
         # Without explicit values, vLLM applies those of generation_config.json.
         own = {"top_k": self._settings.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
+        own |= {"skip_special_tokens": False}
+        if arguments := self._target.processor.template_arguments:  # a server renders the prompt as training does
+            standard["chat_template_kwargs"] = arguments
         try:
             await self._check_prompt(server, TEXT_PROMPT, standard | own)
             return standard | own
@@ -260,7 +258,7 @@ class ServerCheck:
         """Requests one token, and compares the prompt's token ids with the target's, or of a text at least their number."""
         body = {"model": self.model, "messages": request_messages(messages, self._policy), "max_tokens": 1, **options}
         reply = await self._pool.ask(server, "POST", CHAT, body)
-        if answer_of(reply, self._target.processor.tokenizer, self._target.end_token_ids) is None:
+        if answer_of(reply, self._target.processor) is None:
             raise ServerError(f"regenerate.server: {server.name}: its answer is no chat completion; give another server")
         expected = self._target.processor.prepare(messages)["input_ids"][0].tolist()
         found = reply.get("prompt_token_ids")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from data_prep.config import DataConfig, Images
 from data_prep.conversation import Message, Part, media_parts, text_of
 from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.splits import Split
-from sage.inputs.media import open_image
+from sage.inputs.media import LIMIT_KEYS, open_image, open_image_part
+from sage.inputs.processing import Processor
 
 PLAIN_FORMATS = ("JPEG", "PNG", "WEBP")
 PLAIN_MODES = ("RGB", "L")
@@ -92,7 +92,7 @@ def request_messages(messages: list[Message], policy: MediaPolicy) -> list[dict[
     return found
 
 
-def answer_of(reply: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> TargetAnswer | None:
+def answer_of(reply: Any, processor: Processor) -> TargetAnswer | None:
     """Returns the answer in a chat completion; None if `reply` is not a chat completion.
 
     If the server returns token ids (vLLM's `return_token_ids`), they determine the text and the end of the answer, as in
@@ -100,13 +100,17 @@ def answer_of(reply: Any, tokenizer: Any, end_token_ids: Sequence[int]) -> Targe
     """
     try:
         choice = reply["choices"][0]
-        text, reason, ids = choice["message"]["content"] or "", choice["finish_reason"], choice.get("token_ids")
+        message, reason, ids = choice["message"], choice["finish_reason"], choice.get("token_ids")
+        text, thoughts = message["content"] or "", message.get("reasoning_content") or message.get("reasoning")
     except (LookupError, TypeError):
         return None
+    if thoughts:
+        text = f"<think>\n{thoughts.strip()}\n</think>\n\n{text}"
+    own_ids: tuple[int, ...] = ()
     if ids:
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-    if reason == "stop" or (ids and ids[-1] in end_token_ids):
-        return TargetAnswer(text)
+        text, own_ids = processor.answer_of(ids)
+    if reason == "stop" or (ids and ids[-1] in (*processor.end_token_ids, processor.tokenizer.eos_token_id)):
+        return TargetAnswer(text, token_ids=own_ids)
     if reason == "length":
         return TargetAnswer(text, Outcome.cut)
     return TargetAnswer(text, Outcome.refused, f"refused by the server: finish_reason {reason}")
@@ -117,7 +121,10 @@ def _part(part: Part, policy: MediaPolicy) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if part["type"] == "video":
         raise ValueError("a video; servers sample frames in their own way, so it is answered only without regenerate.server")
-    return {"type": "image_url", "image_url": {"url": policy.url(part["image"])}}
+    url = policy.url(part["image"])
+    if any(part.get(key) for key in LIMIT_KEYS):  # the pixels that training uses
+        url = _data_url(_png(open_image_part(part)), "PNG")
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _plain_format(source: Any) -> str:

@@ -16,8 +16,9 @@ from pathlib import Path
 from PIL import Image
 
 from data_prep.conversation import BadItem, Conversation, Message, Row
-from data_prep.sources import SourceConfig, content_hint
 from data_prep.sources.base import Source, as_example
+from data_prep.sources.files import content_hint
+from data_prep.sources.kinds import SourceConfig
 from data_prep.sources.rows import RowSource, require_path
 from data_prep.splits import Split
 from sage.inputs.media import frame_files

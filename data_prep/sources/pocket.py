@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
-from data_prep.sources import SourceConfig
 from data_prep.sources.base import Source
+from data_prep.sources.kinds import SourceConfig
 from data_prep.splits import Split
 
 DEFAULT_NUM_EXAMPLES = 4000

@@ -10,8 +10,9 @@ import os
 from dataclasses import replace
 
 from data_prep.conversation import FOLLOW_UPS, Conversation, Message, Row
-from data_prep.sources import JSON_SUFFIXES, SourceConfig
 from data_prep.sources.base import Source
+from data_prep.sources.files import JSON_SUFFIXES
+from data_prep.sources.kinds import SourceConfig
 from data_prep.sources.prompt_layouts import LAYOUTS, Layout, MediaFinder
 from data_prep.sources.rows import JsonRows, ListRows, RawRows, RowSource, require_path
 from data_prep.splits import Split

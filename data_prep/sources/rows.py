@@ -1,13 +1,19 @@
 """Raw rows of data files, and sources of rows: a container of raw rows, and a function that turns a row into messages.
 
-`JsonRows` reads the objects of a JSON array or a JSON-lines file on disk by index. Their byte ranges are cached under the
-file's hash, so that a file of a million rows opens immediately the second time.
+`JsonRows` reads the objects of a JSON array or a JSON-lines file on disk by index, `JoinedRows` those of several files. Their
+byte ranges are cached under the file's hash, so that a file of a million rows opens immediately the second time.
 """
 
 from __future__ import annotations
 
+import bisect
+import gzip
 import hashlib
+import itertools
 import json
+import re
+import shutil
+import zlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +22,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from data_prep.cache import cache_dir, computed_once
-from data_prep.conversation import BadItem, Conversation, Message, Row, item_label
-from data_prep.sources import is_array
+from data_prep.conversation import BadItem, Conversation, Message, Row, item_label, printable
 from data_prep.sources.base import Source
+from data_prep.sources.files import GZIP, is_array
 
 ToMessages = Callable[[Row], list[Message]]
 CHUNK_BYTES = 1 << 24
+BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+ROW_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 
 class RawRows(Protocol):
@@ -77,19 +85,28 @@ class RowSource(Source):
         name = row.get(self.id_key)
         try:
             family = str(row.get(self.family_key) or "") if self.family_key else self.family
-            own_name = str(index) if name is None else str(name)
-            return Conversation(own_name, self.to_messages(row), self.name, family, {"index": index})
+            own_name = printable(str(index) if name is None else str(name))
+            messages = [self._limited(message) for message in self.to_messages(row)]
+            return Conversation(own_name, messages, self.name, printable(family), {"index": index})
         except KeyError as error:
             reason = f"no key {error}; is the layout that of the source's kind?"
             raise BadItem(self.name, item_label(index, name), reason) from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except ROW_FAULTS as error:
             raise BadItem(self.name, item_label(index, name), str(error)) from error
 
     def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
         return self.rows.line_numbers(indices) if isinstance(self.rows, JsonRows) else {}
 
     def fingerprint(self) -> str:
-        return f"{self.rows.digest}:{self.settings}"
+        limits = f":{dict(self.pixel_limits)}" if self.pixel_limits else ""
+        return f"{self.rows.digest}:{self.settings}{limits}"
+
+    def _limited(self, message: Message) -> Message:
+        """Returns a message whose images have the limits of the source, where they have none of their own."""
+        if not self.pixel_limits or not isinstance(message["content"], list):
+            return message
+        parts = [{**self.pixel_limits, **part} if part.get("type") == "image" else part for part in message["content"]]
+        return message | {"content": parts}
 
 
 class ListRows:
@@ -135,7 +152,7 @@ class JsonRows:
     """The objects of one file.
 
     Args:
-        path: a JSON array, or one object per line; the content decides, not the suffix.
+        path: a JSON array, or one object per line, possibly compressed with gzip; the content decides, not the suffix.
 
     Raises:
         ValueError: an array that is not complete (an invalid *line* is an error of that item).
@@ -145,7 +162,12 @@ class JsonRows:
         self.path = Path(path)
         self.name = path
         self.digest = file_digest(self.path)
-        cached = cache_dir(configured_cache) / "rows" / f"{self.digest[:24]}.npy"
+        folder = cache_dir(configured_cache) / "rows"
+        if is_packed(self.path):
+            packed, self.path = self.path, folder / f"{self.digest[:24]}.json"
+            with computed_once(self.path, lambda unpacked: _unpack(packed, unpacked)):
+                pass
+        cached = folder / f"{self.digest[:24]}.npy"
         with computed_once(cached, self._write_spans):
             self.spans = np.load(cached, mmap_mode="r")
 
@@ -165,6 +187,8 @@ class JsonRows:
         except json.JSONDecodeError as error:
             fault = error.msg.removesuffix(" at")
             raise self.error(index, f"not valid JSON ({fault}, at character {error.pos} of the item)") from error
+        except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+            raise self.error(index, f"JSON that cannot be read ({error})") from error
 
     def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
         """Returns the number of the line, from 1 on, in which each of some objects begins."""
@@ -180,12 +204,43 @@ class JsonRows:
 
     def error(self, index: int, reason: str) -> BadItem:
         """Returns the error that names this file and item."""
-        return BadItem(str(self.path), index, reason)
+        return BadItem(self.name, index, reason)
 
     def _write_spans(self, path: Path) -> None:
         spans = _array_spans(self.path) if is_array(self.path) else _line_spans(self.path)
         with path.open("wb") as file:
             np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
+
+
+class JoinedRows:
+    """The objects of several files in order."""
+
+    def __init__(self, name: str, parts: Sequence[JsonRows]) -> None:
+        self.name, self._parts = name, parts
+        self._ends = list(itertools.accumulate(map(len, parts)))
+        self.digest = hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def row(self, index: int) -> Any:
+        """Returns the object at `index`; the error of one that cannot be read names its file and its place there."""
+        place = bisect.bisect_right(self._ends, index)
+        return self._parts[place].row(index - (self._ends[place - 1] if place else 0))
+
+
+def is_packed(path: Path) -> bool:
+    """Returns whether a file is compressed with gzip."""
+    with path.open("rb") as file:
+        return file.read(len(GZIP)) == GZIP
+
+
+def _unpack(packed: Path, unpacked: Path) -> None:
+    try:
+        with gzip.open(packed) as source, unpacked.open("wb") as file:
+            shutil.copyfileobj(source, file, CHUNK_BYTES)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{packed}: not a complete gzip file ({error}); write it again") from error
 
 
 def file_digest(path: Path) -> str:
@@ -216,7 +271,7 @@ def _array_spans(path: Path) -> list[tuple[int, int]]:
     position = _skip_blanks(text, text.index("[") + 1)
     try:
         while text[position : position + 1] != "]":
-            _, end = decoder.raw_decode(text, position)
+            end = _end_of_value(decoder, text, position)
             spans.append((position, end))
             position = _skip_blanks(text, end)
             if text[position : position + 1] not in (",", "]"):
@@ -228,6 +283,21 @@ def _array_spans(path: Path) -> list[tuple[int, int]]:
             f"items); repair the file, or write it again"
         ) from error
     return spans
+
+
+def _end_of_value(decoder: json.JSONDecoder, text: str, position: int) -> int:
+    """Returns where a JSON value ends, also of an invalid item (too deep, or with a huge number)."""
+    try:
+        return decoder.raw_decode(text, position)[1]
+    except json.JSONDecodeError:
+        raise
+    except (RecursionError, ValueError):
+        depth = 0
+        for match in BRACKET.finditer(text, position):
+            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match.group(), 0)
+            if not depth:
+                return match.end()
+    raise json.JSONDecodeError("brackets that do not end", text, position)
 
 
 def _skip_blanks(text: str, position: int) -> int:

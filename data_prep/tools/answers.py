@@ -23,7 +23,7 @@ from data_prep.cache import cache_dir
 from data_prep.config import Answers, Cache, DataConfig, RegenerateConfig
 from data_prep.conversation import Conversation
 from data_prep.dialog import Drive
-from data_prep.sources import SourceConfig
+from data_prep.sources.kinds import SourceConfig
 from data_prep.tools.regenerate import NEUTRAL_KEYS, RegenerationResult, has_answers, regenerate
 from sage.drafts.location import find_draft
 from sage.inputs.processing import Processor
@@ -61,7 +61,7 @@ def server_origin(target: Any, model: str | None) -> dict[str, Any]:
 
 def provenance_of(dataset: Any, origin: dict[str, Any], settings: RegenerateConfig) -> dict[str, Any]:
     """Returns the provenance of the rows: target, engine, data and decoding settings."""
-    data = {"data": dataset.fingerprint, "num_frames": dataset.config.num_frames}
+    data = {"data": dataset.fingerprint, "num_frames": dataset.config.num_frames, "thinking": str(dataset.config.thinking)}
     return {**origin, **data, **settings.sampling()}
 
 

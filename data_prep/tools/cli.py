@@ -12,10 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_prep.build import build_dataset
 from data_prep.chat import Example, encode_example, example_lengths, shorten_example
 from data_prep.config import Cache, DataConfig, OnBad, RegenerateConfig
-from data_prep.conversation import BadItem, BadTemplate, Conversation, check_conversation
+from data_prep.conversation import BadItem, BadTemplate, Conversation, Message, check_conversation
 from data_prep.dataset.dataset import ConversationDataset
 from data_prep.dataset.lengths import LongExamples
 from data_prep.dataset.mixing import sample
@@ -35,6 +37,7 @@ from sage.io.files import writing
 from sage.io.progress import progress_bar
 
 Data = ConversationDataset | StreamDataset
+NUM_ROWS_SHOWN, MAX_SHOWN = 3, 60  # rows of a source, and characters of each message
 
 
 def check_data(config: DataConfig, processor: Processor, split: str, limit: int) -> tuple[Statistics, Data]:
@@ -98,6 +101,24 @@ def _line_numbers(rows: list[dict[str, str]], sources: list[Source]) -> dict[str
         source = next((source for source in sources if Path(source.name) == Path(name)), None)
         found[name] = source.line_numbers([int(number) for number in numbers if number.isdigit()]) if source else {}
     return found
+
+
+def described(dataset: Data) -> Iterator[str]:
+    """Yields what was recognized of every source, with the first rows of it, as lines of text."""
+    if isinstance(dataset, StreamDataset):
+        return
+    for number, source in enumerate(dataset.index.sources):
+        yield source.description()
+        positions = np.flatnonzero(dataset.index.source == number)[:NUM_ROWS_SHOWN]
+        for position in positions.tolist():
+            messages = check_conversation(dataset.conversation(position)).messages
+            yield f"  row {dataset.index.row[position]}: " + " | ".join(map(_short, messages))
+
+
+def _short(message: Message) -> str:
+    """Returns the role of a message and the beginning of its content, with its images in place."""
+    parts = (part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in message["content"])
+    return f"{message['role']}: {' '.join(' '.join(parts).split())[:MAX_SHOWN]}"
 
 
 def measure_own_answers(dataset: Data, target: Any, split: str, count: int) -> OwnShare:

@@ -9,7 +9,7 @@ from typing import Any
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message
 from data_prep.dialog import Answerer, Dialog, Drive, Outcome, TargetAnswer, one_by_one
-from sage.inputs.media import open_image, open_video_part
+from sage.inputs.media import open_image_part, open_video_part
 from sage.runtime.executor_choice import passes_as
 from sage.runtime.pass_modes import PassMode
 
@@ -110,7 +110,8 @@ def _options(draft: Any, settings: RegenerateConfig) -> dict[str, Any]:
 
 def _as_answer(output: Any, target: Any) -> TargetAnswer:
     is_finished = len(output.tokens) and int(output.tokens[-1]) in target.eos_token_ids
-    return TargetAnswer(output.text, Outcome.answered if is_finished else Outcome.cut)
+    text, ids = target.processor.answer_of(output.tokens.tolist())
+    return TargetAnswer(text, Outcome.answered if is_finished else Outcome.cut, token_ids=ids)
 
 
 def with_open_media(messages: list[Message], num_frames: int) -> list[Message]:
@@ -118,7 +119,7 @@ def with_open_media(messages: list[Message], num_frames: int) -> list[Message]:
 
     def opened(part: dict[str, Any]) -> dict[str, Any]:
         if part["type"] == "image":
-            return part | {"image": open_image(part["image"])}
+            return part | {"image": open_image_part(part)}
         if part["type"] == "video":
             video = open_video_part(part, num_frames)
             return {"type": "video", "video": video.frames, "fps": video.fps}  # without `start` and `end`: already applied

@@ -26,9 +26,9 @@ from typing import Any
 
 from PIL import Image
 
-from data_prep.conversation import Conversation, Part
+from data_prep.conversation import Conversation, Part, extras_of
 from data_prep.dialog import Dialog, Drive, Outcome
-from sage.inputs.media import open_image
+from sage.inputs.media import LIMIT_KEYS, open_image
 from sage.inputs.video import TIME_KEYS
 from sage.io.files import locked, naming_write_errors, writing
 from sage.io.progress import progress_bar
@@ -228,7 +228,7 @@ class MediaFolder:
 def as_line(conversation: Conversation, media: MediaFolder, **extra: Any) -> str:
     """Stores every image; returns one line of the file, without its end. `extra` are further fields of the row."""
     messages = [
-        {"role": message["role"], "content": [_part_as_json(part, media) for part in message["content"]]}
+        {"role": message["role"], "content": [_part_as_json(part, media) for part in message["content"]], **extras_of(message)}
         for message in conversation.messages
     ]
     row = {"id": conversation.id, "source": conversation.source, "family": conversation.family, "messages": messages}
@@ -239,7 +239,7 @@ def _part_as_json(part: Part, media: MediaFolder) -> dict[str, Any]:
     if part["type"] == "text":
         return {"type": "text", "text": part["text"]}
     kind = part["type"]
-    return {"type": kind, kind: media.store(part[kind]), **{key: part[key] for key in TIME_KEYS if key in part}}
+    return {"type": kind, kind: media.store(part[kind]), **{key: part[key] for key in (*TIME_KEYS, *LIMIT_KEYS) if key in part}}
 
 
 def _png(image: Any) -> bytes:

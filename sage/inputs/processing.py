@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer, BatchFeature
@@ -29,13 +31,16 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import cached_file
 
 from sage.inputs.format import InputFormat, Inputs
-from sage.inputs.media import DEFAULT_FPS, open_image, open_video_part, source_of
+from sage.inputs.media import DEFAULT_FPS, open_image_part, open_video_part
 from sage.inputs.video import Size, VideoSize
 
 TEMPLATE_FILE = "chat_template.json"
 BLANK = "\u2581"  # of SentencePiece
 Messages = list[dict[str, Any]]
-Segment = tuple[str, bool]
+Segment = tuple[str | tuple[int, ...], bool]  # text or token ids, is supervised
+NOT_RENDERED = ("tools", "token_ids", "weight")  # keys of a message that are no fields of a chat template
+PRIVATE_USE = range(0xF0000, 0xF0100)  # characters of a Unicode private use area
+MARKUP = re.compile("think|tool")  # special tokens that templates write within messages
 
 
 class TemplateFault(ValueError):
@@ -49,7 +54,12 @@ class Processor:
         image_processor: None for a family without images.
         chat_template: in place of the tokenizer's.
         end_token_ids: ids besides the tokenizer's EOS that end an answer.
+
+    Attributes:
+        thinking: whether a hybrid model thinks before it answers; None: as the family does by default.
     """
+
+    thinking: bool | None = None
 
     def __init__(
         self,
@@ -95,19 +105,63 @@ class Processor:
         if self.image_processor is not None:
             self.image_processor.save_pretrained(folder)
 
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Further arguments of the chat template, which a server of the target needs as well."""
+        found = self.family.template_arguments
+        return found if self.thinking is None else {name: self.thinking for name in found}
+
+    @contextmanager
+    def thinks(self, thinking: bool | None) -> Iterator[None]:
+        """Renders with another `thinking`."""
+        before, self.thinking = self.thinking, thinking
+        try:
+            yield
+        finally:
+            self.thinking = before
+
     def render(self, messages: Messages, add_generation_prompt: bool) -> str:
-        """Renders the chat template (TemplateFault if there is none), with one placeholder per image or video."""
+        """Renders the chat template (TemplateFault if there is none), with one placeholder per image or video.
+
+        The first message may have `tools`. Raises ValueError if the template refuses the messages.
+        """
         if not self.chat_template:
             raise TemplateFault("target: its tokenizer has no chat template; add chat_template.jinja to the target folder")
         content = _text if self.family.wants_text else _as_parts
-        messages = [message | {"content": content(message)} for message in messages]
-        return self.tokenizer.apply_chat_template(
-            messages,
-            chat_template=self.chat_template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **self.family.template_arguments,
-        )
+        tools = messages[0].get("tools") if messages else None
+        plain = [{key: value for key, value in message.items() if key not in NOT_RENDERED} for message in messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                [message | {"content": content(message)} for message in plain],
+                tools=tools,
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.template_arguments,
+            )
+        except (TemplateError, TypeError, RecursionError) as error:
+            raise ValueError(f"the target's chat template refuses the messages: {error}") from error
+
+    def escape(self, messages: Messages) -> tuple[Messages, str]:
+        """Splits, in all texts, the tokens that would end a turn or stand for media, so that they are tokenized as text.
+
+        Example: "<|im_end|>" becomes "<" + separator + "|im_end|>", later two segments, neither of which is a special token.
+
+        Returns:
+            the messages, and the separator; neither it nor the character after it occurs in them.
+        """
+        text = "".join(map(_text, messages))
+        separator = next(chr(code) for code in PRIVATE_USE if chr(code) not in text and chr(code + 1) not in text)
+
+        def escaped(value: Any) -> Any:
+            if isinstance(value, str):
+                return self.quotable.sub(lambda match: match[0][0] + separator + match[0][1:], value)
+            if isinstance(value, list):
+                return [escaped(item) for item in value]
+            return {key: escaped(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+        return [message | {key: escaped(message[key]) for key in ("content", "tool_calls", "tools") if message.get(key)}
+                for message in messages], separator  # fmt: skip
 
     def prepare(self, messages: Messages) -> BatchFeature:
         """Messages -> inputs [1, T] up to the assistant's turn.
@@ -117,12 +171,13 @@ class Processor:
         if not any(_text(message).strip() or _parts(message, "image", "video") for message in messages):
             raise ValueError("prompt: empty; give a question or an image")
         images, videos, fps = open_media(messages)
+        messages, separator = self.escape(messages)
         text = self.render(messages, True)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"prompt: invalid Unicode {text[error.start]!a}; give text in UTF-8") from error
-        example = self.encode([(text, False)], images, videos, fps)
+        example = self.encode([(piece, False) for piece in text.split(separator) if piece], images, videos, fps)
         del example["loss_mask"]
         return BatchFeature(self.collate([example]))
 
@@ -138,7 +193,7 @@ class Processor:
         Each segment is tokenized separately, so that an answer has the tokens that generation would emit after its prompt.
 
         Args:
-            segments: (text, is_supervised) in order.
+            segments: (text or token ids, is_supervised) in order.
             images: in the order of their placeholders.
             videos: lists of frames, in the order of their placeholders.
             fps: frames per second of each video; None = `DEFAULT_FPS` for all.
@@ -151,7 +206,10 @@ class Processor:
         """
         texts, pixels = self._encode_media(segments, images or [], videos or [], fps)
         if self.family.placeholders:
-            segments = [(self._placeholders.sub(lambda _: texts.pop(0), text), is_answer) for text, is_answer in segments]
+            segments = [
+                (self._placeholders.sub(lambda _: texts.pop(0), text) if isinstance(text, str) else text, is_answer)
+                for text, is_answer in segments
+            ]
         [ids] = self._tokenize([segments])
         input_ids = torch.tensor([token for piece in ids for token in piece], dtype=torch.long)
         mask = [supervised for piece, (_, supervised) in zip(ids, segments, strict=True) for _ in piece]
@@ -176,7 +234,8 @@ class Processor:
         if len(fps) != len(videos):
             raise ValueError(f"video: {len(videos)} video(s) and {len(fps)} value(s) of fps; give one for each video")
         kinds = {token: kind for kind, token in self.family.placeholders.items()}
-        order = [kinds[token] for text, _ in segments for token in self._placeholders.findall(text)] if kinds else []
+        texts = [text for text, _ in segments if isinstance(text, str)] if kinds else []
+        order = [kinds[token] for text in texts for token in self._placeholders.findall(text)]
         for kind, media in (("image", images), ("video", videos)):
             token, spare = self.family.placeholders.get(kind), len(media) - order.count(kind)
             if spare > 0 and token is not None:
@@ -194,13 +253,14 @@ class Processor:
 
         A SentencePiece tokenizer puts a blank before a text. A generated answer begins with one, the other segments do not.
         """
-        texts = [text for chat in chats for text, _ in chat]
+        given = [text for chat in chats for text, _ in chat]
+        texts = [text if isinstance(text, str) else "" for text in given]
         before = [prefix for chat in chats for prefix in self._prefixes(chat)]
         joined = self._ids([prefix + text for prefix, text in zip(before, texts, strict=True)])
         alone = dict(zip(prefixes, self._ids(prefixes), strict=True)) if (prefixes := sorted(set(before) - {""})) else {}
         found = iter(
-            self._without_prefix(text, ids, alone.get(prefix, []))
-            for prefix, text, ids in zip(before, texts, joined, strict=True)
+            self._without_prefix(text, ids, alone.get(prefix, [])) if isinstance(text, str) else list(text)
+            for prefix, text, ids in zip(before, given, joined, strict=True)
         )
         tokenized = [list(islice(found, len(chat))) for chat in chats]
         for chat, ids in zip(chats, tokenized, strict=True):
@@ -214,6 +274,7 @@ class Processor:
         found = [""]
         for (before, was_supervised), (_, is_supervised) in pairwise(chat):
             is_answer = is_supervised and not was_supervised
+            before = before if isinstance(before, str) else ""
             found.append("" if is_answer else next((token for token in self._added if before.endswith(token)), "\n"))
         return found
 
@@ -233,9 +294,17 @@ class Processor:
 
     @cached_property
     def quotable(self) -> re.Pattern[str]:
-        """Matches the special tokens and placeholders that may be quoted in a text."""
-        texts = {text for text in self._added if len(text) > 1} | set(self.family.placeholders.values())
-        return re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)))
+        """Matches the tokens that end or begin a turn or stand for media, which are text where a message quotes them.
+
+        The other added tokens (thoughts, tool calls, boxes) are written by the target itself.
+        """
+        special, template = set(self.tokenizer.all_special_tokens), self.chat_template or ""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        special |= {str(token) for token in added if token.special}
+        texts = {text for text in special if text in template and not MARKUP.search(text)} | set(self.end_texts)
+        texts |= {*self.family.placeholders.values(), *self.family.slot_texts.values(), self.tokenizer.bos_token}
+        texts = {text for text in texts if text and len(text) > 1}
+        return re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or "(?!)")
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}  # no warning of a long prompt
@@ -248,9 +317,9 @@ class Processor:
         bos = self.tokenizer.bos_token_id
         return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
 
-    def _beginning(self, text: str) -> list[int]:
+    def _beginning(self, text: str | tuple[int, ...]) -> list[int]:
         """Returns the BOS token if the tokenizer begins a text with it and the rendered chat does not."""
-        return [] if not self._bos_ids or text.startswith(self.tokenizer.bos_token) else self._bos_ids
+        return [] if not self._bos_ids or str(text).startswith(self.tokenizer.bos_token) else self._bos_ids
 
     def with_media_texts(
         self, segments: list[Segment], images: list[Size], videos: list[VideoSize], fps: list[float]
@@ -270,13 +339,30 @@ class Processor:
         texts = self.family.media_texts(self.image_processor, order, images, videos, fps)
         if texts is None:
             return None
-        left, found, omitted = iter(texts), [], []
+        left, omitted = iter(texts), []
+        found: list[Segment] = []
         for text, is_answer in segments:
+            if not isinstance(text, str):
+                found.append((text, is_answer))
+                omitted.append(0)
+                continue
             expanded = self._placeholders.sub(lambda _: next(left), text)
             shortened = self._slot_runs.sub(lambda run: run[1], expanded)
             found.append((shortened, is_answer))
             omitted.append(sum(len(run[0]) // len(run[1]) - 1 for run in self._slot_runs.finditer(expanded)))
         return found, omitted
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Returns the ids of a text without special tokens around it."""
+        return self._ids([text])[0]
+
+    def answer_of(self, ids: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """Returns the text of generated ids without the token that ends them, and the ids if the text has others."""
+        ends = {self.tokenizer.eos_token_id, *self.end_token_ids}
+        kept = tuple(ids[:-1] if len(ids) and ids[-1] in ends else ids)
+        text = self.tokenizer.decode(kept, skip_special_tokens=False)
+        is_same = self.tokens_of(text) == list(kept) and not self.quotable.search(text)
+        return text, () if is_same else kept
 
     def count_tokens(self, chats: Sequence[Sequence[Segment]]) -> list[list[int]]:
         """Returns the number of tokens of every segment of chats, in which the placeholders have been replaced."""
@@ -323,7 +409,7 @@ def open_media(
         ValueError: an image or video that cannot be read; names it.
     """
     parts = [part for message in messages for part in _parts(message, "image", "video")]
-    images = [open_image(source_of(part, "image"), allow_urls) for part in parts if part["type"] == "image"]
+    images = [open_image_part(part, allow_urls) for part in parts if part["type"] == "image"]
     videos = [open_video_part(part, num_frames) for part in parts if part["type"] == "video"]
     return images, [video.frames for video in videos], [video.fps for video in videos]
 

@@ -102,10 +102,10 @@ def test_the_lines_of_the_readme(folder: Path, variables: dict[str, str]) -> Non
     chats = execute(folder, MESSAGES.splitlines()[0], variables)
     data, train, validate, export = [execute(folder, line, variables) for line in LLAVA.splitlines()]
     for text in (chats, data):
-        assert "23 examples, 23 measured" in text and "0 invalid items skipped" in text and "own answers: " in text
+        assert "20 examples, 20 measured" in text and "0 invalid items skipped" in text and "own answers: " in text
     assert "\nverdict: " in train and "\nnext: sage-" in train and "\nverdict: " in validate
-    assert "the longest of 23 examples" in data and "the longest of 23 examples" in train
-    assert "1 held-out prompt(s)" in train and "1 prompt, 1 run each" in train and "1 prompt, 1 run each" in validate
+    assert "the longest of 20 examples" in data and "the longest of 20 examples" in train
+    assert "4 held-out prompt(s)" in train and "4 prompts, 1 run each" in train and "4 prompts, 1 run each" in validate
     run = folder / "runs" / "pocket_qwen2_5_vl-eagle3-llava"
     assert metrics(run)[-1]["step"] == 4
     (report,) = (run / "validation").glob("*/report.json")
@@ -113,7 +113,7 @@ def test_the_lines_of_the_readme(folder: Path, variables: dict[str, str]) -> Non
     assert "report: " in validate and list((run / "checks").iterdir())
     assert (folder / "exports" / "llava" / "model.safetensors").is_file()
     card = (folder / "exports" / "llava" / "README.md").read_text()
-    assert "pocket_qwen2_5_vl" in card and "trained for 4 steps" in card and "1 prompt, 1 run each" in card, export
+    assert "pocket_qwen2_5_vl" in card and "trained for 4 steps" in card and "4 prompts, 1 run each" in card, export
 
 
 def test_invalid_rows_are_found_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,7 @@ def test_the_page_is_named_and_titled_after_its_data(
     (tmp_path / "my chats.v2.jsonl").write_text("{}\n")
     made: list[tuple[str, str]] = []
     monkeypatch.setattr(cli, "check_data", lambda *_: (SimpleNamespace(own_warning=None, as_text=str), None))
+    monkeypatch.setattr(cli, "described", lambda *_: ())
     monkeypatch.setattr(cli, "write_report", lambda out, title, *_: made.append((str(out), title)))
     assert command(f"target.path={target_folder}", "data=messages", "data.path='my chats.v2.jsonl'", "own=0") == 0
     name = target_folder.name

@@ -28,7 +28,7 @@ FAMILIES = ("qwen2_5_vl", "llava_onevision")
 INVALID_INDEX = 2  # valid rows precede and follow it
 
 
-def row(image: str | None = None, conversations: Any = None) -> bytes:
+def row(image: Any = None, conversations: Any = None) -> bytes:
     content = {"conversations": conversations or share_turns("<image>What?", "Red.")}
     return json.dumps(content | ({"image": image} if image else {})).encode()
 
@@ -47,13 +47,13 @@ INVALID: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "20000x20": (row("strip.png"), ("strip.png", "20000x20")),
     "corrupt GIF": (video_row("cut.gif"), ("cut.gif",)),
     "GIF cut inside a header": (video_row("header.gif"), ("header.gif",)),
-    "wrong role": (row(None, share_turns("What?", "Red.", roles=("robot", "gpt"))), ("turn 0", "'robot'", "human")),
+    "wrong role": (row(None, share_turns("What?", "Red.", roles=("robot", "gpt"))), ("message 0", "'robot'", "human")),
     "two user turns in a row": (
         row(None, share_turns("What?", "Which?", "Red.", roles=("human", "human", "gpt"))),
         ("message 1", "'user' after 'user'", "'assistant'"),
     ),
     "placeholder without image": (row(None), ("<image>",)),
-    "image without placeholder": (row("good.png", share_turns("What?", "Red.")), ("1 image(s)",)),
+    "one placeholder for two images": (row(["good.png"] * 2, share_turns("<image>What?", "Red.")), ("1 image(s)",)),
     "not UTF-8": (row(None, share_turns("What?", "Red.")).replace(b"Red.", b"R\xe4d"), ("UTF-8",)),
     "invalid JSON line": (GOOD[:30], ("JSON",)),
 }
@@ -225,7 +225,7 @@ OTHER_LAYOUTS: dict[str, tuple[Callable[[Path], SourceConfig], str]] = {  # part
     "messages, no frames": (lambda folder: messages_of(folder, {"type": "video", "video": "empty"}), "empty"),
     "messages, not base64": (lambda folder: messages_of(folder, {"type": "image", "base64": "@@"}), "base64"),
     "onevision, truncated image": (lambda folder: onevision_of(folder, {"bytes": jpeg(0.5), "path": None}), "truncated"),
-    "onevision, no text": (lambda folder: onevision_of(folder, None, value=None), "turn 0"),
+    "onevision, no text": (lambda folder: onevision_of(folder, None, value=None), "message 0"),
     "hub, no answer": (lambda folder: hub_of(folder, None), "'user'"),
 }
 

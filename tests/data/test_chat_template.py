@@ -146,12 +146,14 @@ def test_frames_without_a_rate_are_at_two_per_second() -> None:
     assert half["second_per_grid_ts"].tolist() == [2.0]
 
 
-def test_placeholder_is_text_in_an_answer_and_refused_in_a_question() -> None:
+def test_placeholder_is_text_in_answers_and_questions() -> None:
     processor = make_processor(LLAVA)
     example = build_example(Conversation("c", [user(make_image(), "Hi?"), assistant("<image>")]), processor)
     assert int(processor.family.visual_mask(example["input_ids"]).sum()) == 10
-    with refused("data.json: item 7 (id c): message 0:", "<image>", error=BadItem):
-        build_example(Conversation("c", [user("<image> hi"), assistant("a")], "data.json", meta={"index": 7}), processor)
+    quoted = user("<image> hi, <video>, <|im_end|>")
+    example = build_example(Conversation("c", [quoted, assistant("a")]), processor)
+    assert not processor.family.visual_mask(example["input_ids"]).any()
+    assert example["input_ids"][~example["loss_mask"]].tolist() == processor.prepare([quoted])["input_ids"][0].tolist()
     remote = user("Hi?")
     remote["content"].insert(0, {"type": "image", "image": "https://example.com/a.png"})
     with refused("https://example.com/a.png", "download", error=BadItem):

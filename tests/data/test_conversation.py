@@ -22,13 +22,6 @@ def test_contents_become_lists_of_parts() -> None:
     assert check_conversation(Conversation("c", [user("Hi"), answer])).messages[1] == assistant("ab")
 
 
-def test_placeholder_in_the_middle_of_a_text_is_text() -> None:
-    assert check_conversation(Conversation("c", [user("How does the <video> tag work?"), assistant("<video>")]))
-    for text in ("<image>\nWhat?", "What? <image>", "<video>"):
-        with refused("message 0", "placeholder", error=BadItem):
-            check_conversation(Conversation("c", [user(text), assistant("a")]))
-
-
 def test_empty_answers_are_refused_in_training_alone() -> None:
     empty: dict[str, Any] = {"role": "assistant", "content": []}
     for answer in (empty, assistant(" ")):
@@ -44,7 +37,8 @@ def test_empty_answers_are_refused_in_training_alone() -> None:
         ([user("a")], ["'user'", "assistant"]),
         ([user("a"), assistant("b"), assistant("c")], ["message 2", "'assistant' after 'assistant'", "'user'"]),
         ([user("a"), {"role": "system", "content": "b"}, assistant("c")], ["message 1", "'system' after 'user'"]),
-        ([{"role": "tool", "content": "a"}], ["message 0", "'tool'", "system, user, assistant"]),
+        ([{"role": "tool", "content": "a"}], ["message 0", "'tool' after 'nothing'", "'user'"]),
+        ([{"role": "critic", "content": "a"}], ["message 0", "'critic'", "system, user, assistant"]),
         ([{"content": "a"}], ["message 0", "{role, content}"]),
         ([{"role": "user", "content": 3}], ["message 0", "int"]),
         ([{"role": "user", "content": [{"type": "audio"}]}], ["message 0", "'audio'", "text, image, video"]),

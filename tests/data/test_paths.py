@@ -33,26 +33,14 @@ WRONG: dict[str, tuple[str, Callable[[Path], str], tuple[str, ...]]] = {  # kind
     "misspelt": ("messages", lambda at: put(at / "chats.jsonl", CHAT)[:-7] + ".jsonl", ("did you mean", "chats.jsonl")),
     "missing folder": ("folder", lambda at: str(at / "no" / "such"), ("no folder", "no")),
     "missing table": ("hub", lambda at: str(at / "t.parquet"), ("t.parquet: no such file",)),
-    "folder with rows": (
-        "llava_json",
-        lambda at: str(Path(put(at / "d" / "r.json", [CHAT])).parent),
-        ("data=messages", "r.json"),
-    ),
-    "folder of LLaVA rows": (
-        "messages",
-        lambda at: str(Path(put(at / "d" / "r.json", [LLAVA])).parent),
-        ("data=llava_instruct", "r.json"),
-    ),
-    "folder of Parquet": ("messages", lambda at: str(Path(put(at / "d" / "t.parquet", b"PAR1")).parent), ("data=hub",)),
-    "folder of images": ("messages", lambda at: str(Path(put(at / "d" / "a.png", b"x")).parent), ("a folder", "data=folder")),
-    "file for a folder": ("folder", lambda at: put(at / "r.jsonl", LLAVA), ("not a folder", "choose data=llava_instruct")),
+    "no file of the pattern": ("auto", lambda at: str(at / "*.jsonl"), ("no file of this pattern",)),
+    "file for a folder": ("folder", lambda at: put(at / "r.jsonl", LLAVA), ("not a folder", "choose data=auto")),
     "image for a folder": ("folder", lambda at: put(at / "a.png", b"x"), ("not a folder", "give the folder")),
     "empty": ("messages", lambda at: put(at / "r.jsonl", b" \n"), ("empty",)),
-    "Parquet": ("messages", lambda at: put(at / "r.jsonl", b"PAR1...."), ("data=hub",)),
     "zip": ("messages", lambda at: put(at / "r.zip", b"PK\3\4"), ("zip", "unpack")),
     "CSV": ("llava_json", lambda at: put(at / "r.csv", b"id,image\n1,a.png"), ("'id,image'",)),
     "one object": ("messages", lambda at: put(at / "r.json", b'{\n  "messages": []\n}'), ("several lines", "array")),
-    "JSON for a table": ("hub", lambda at: put(at / "r.jsonl", CHAT), ("data=messages",)),
+    "cut gzip": ("auto", lambda at: put(at / "r.jsonl.gz", b"\x1f\x8b\x08"), ("gzip",)),
 }
 
 
@@ -87,16 +75,10 @@ def test_arrays_and_lines_are_told_apart_by_content(suffix: str, content: str, t
     assert [source.example(row).id for row in range(len(source))] == ["0", "1"]
 
 
-@pytest.mark.parametrize(("kind", "row", "choice"), [
-    ("messages", LLAVA, "data=llava_instruct"),
-    ("messages", {"conversations": LLAVA["conversations"]}, "data=sharegpt"),
-    ("llava_json", CHAT, "data=messages"),
-    ("llava_json", {"question": "What?", "answer": "Red."}, "'question', 'answer'"),
-])  # fmt: skip
-def test_rows_of_another_layout_name_the_choice_that_reads_them(kind: str, row: object, choice: str, tmp_path: Path) -> None:
-    source = SourceConfig(kind=kind, path=put(tmp_path / "r.json", [row] * 3))
+def test_source_without_valid_rows_is_refused(tmp_path: Path) -> None:
+    source = SourceConfig(kind="messages", path=put(tmp_path / "r.json", [{"text": "What?", "label": 1}] * 3))
     config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache"))
-    with refused("r.json: item 0", choice, "all of the first 3 items", error=BadItem) as caught:
+    with refused("r.json: item 0", "text, label", "all of the first 3 items", error=BadItem) as caught:
         build_dataset(config, make_processor("qwen2_5_vl"))
     assert "on_bad" not in str(caught.value)  # skipping all of them does not help
 
@@ -116,7 +98,7 @@ def test_folders_of_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         open_source("it", source, Split.train).example(0)
     assert "cat.txt" in caplog.text
     put(tmp_path / "rows" / "r.jsonl", CHAT)
-    with refused("no image", "data=messages", "r.jsonl"):
+    with refused("no image", "data=auto", "rows"):
         open_source("it", SourceConfig(kind="folder", path=str(tmp_path / "rows")), Split.train)
 
 

@@ -85,10 +85,10 @@ def test_cache_is_used_until_a_setting_changes(tmp_path: Path, monkeypatch: pyte
     [("qwen2_5_vl", "ec2172d39133bbca694ca146ae0c505e"), ("llava_onevision", "7dafcd65c64e863ef9fa11d228dfc417")],
 )
 def test_cached_examples_have_the_version_of_the_code(family: str, digest: str) -> None:
-    """Whoever changes a digest increases `prepare.VERSION`, too, or cached examples differ from new ones. 2: another layout."""
+    """Whoever changes a digest increases `prepare.VERSION`, or cached examples differ from new ones. 3: added tokens."""
     processor = make_processor(family)
     examples = [build_example(world.sample("train", number), processor) for number in range(4)]
-    assert prepare.VERSION == 2
+    assert prepare.VERSION == 3
     assert json_digest([[one["input_ids"].tolist(), one["loss_mask"].tolist()] for one in examples]) == digest
 
 
@@ -185,7 +185,7 @@ def test_no_valid_item_is_an_error(tmp_path: Path) -> None:
     path.write_text("{}\n{}")
     sources = {"it": SourceConfig(kind="sharegpt", path=str(path))}
     config = DataConfig(sources=sources, on_bad=OnBad.skip, cache_dir=str(tmp_path / "cache"))
-    with refused("data.sources", "train", "rows.jsonl", "2 x no 'conversations' list", "(first: item 0)"):
+    with refused("data.sources", "train", "rows.jsonl", "2 x no column 'messages'", "(first: item 0)"):
         build_dataset(config, make_processor("qwen2_5_vl"))
     config = replace(pocket(tmp_path), max_length=20, on_long=OnLong.drop)
     with refused("data.max_length: 20", "6", "data.max_length"):

@@ -211,9 +211,9 @@ def text_rows(path: Path, number: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("number", [2, 24, 300])
-def test_data_of_any_size_has_a_validation_prompt(tmp_path: Path, number: int) -> None:
-    """The same one in any order of the rows."""
+@pytest.mark.parametrize(("number", "expected"), [(2, 1), (24, 4), (300, 16)])
+def test_small_data_hold_out_enough_prompts(tmp_path: Path, number: int, expected: int) -> None:
+    """At most a fifth, and the same ones in any order of the rows."""
     path = text_rows(tmp_path / "rows.jsonl", number)
     source = SourceConfig(kind="messages", path=str(path))
     config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache"))
@@ -221,7 +221,7 @@ def test_data_of_any_size_has_a_validation_prompt(tmp_path: Path, number: int) -
     dataset = build_dataset(config, processor)
     trained = {dataset.conversation(i).id for i in range(len(dataset))}
     held_out = {item.id for item in prompts(config, "validation", 100)}
-    assert held_out
+    assert len(held_out) == expected
     assert held_out | trained == {f"row-{i}" for i in range(number)}
     assert not held_out & trained
     assert len(build_dataset(config, processor, "validation")) == len(held_out)

@@ -100,6 +100,15 @@ def test_request_states_every_option_that_determines_the_answer(server: ChatServ
     assert set(server.keys) == {f"Bearer {KEY}"}
 
 
+def test_hybrid_models_are_asked_with_their_template_arguments(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PROCESSOR.family, "template_arguments", {"enable_thinking": False}, raising=False)
+    for extensions in (True, False):
+        server.extensions = extensions
+        with opened(server.url) as answers:
+            answers.check()
+            assert answers._check.options["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 def test_text_comes_from_the_token_ids(tmp_path: Path) -> None:
     """As our decoder's: a server may strip blanks, and call an end with the last allowed token a cut."""
 

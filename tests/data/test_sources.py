@@ -134,8 +134,8 @@ def test_train_step_on_every_source(kind: str, tmp_path: Path) -> None:
 
 
 def test_every_kind_is_covered() -> None:
-    prompt_sets = {kind for kind, found in KINDS.items() if found.module.endswith("prompt_sets")}
-    assert set(KINDS) == set(TRAINABLE) | prompt_sets
+    others = {"auto"} | {kind for kind, found in KINDS.items() if found.module.endswith("prompt_sets")}
+    assert set(KINDS) == set(TRAINABLE) | others
 
 
 def test_llava_rows(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_unknown_columns_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "parts"),
     [
-        ([{"id": "x"}], ["item 1 (id x):", "'conversations'"]),
-        ([{"conversations": [{"from": "human"}]}], ["turn 0"]),
+        ([{"id": "x"}], ["item 1 (id x):", "keys of the row: id", "'messages'"]),
+        ([{"conversations": [{"from": "human"}]}], ["message 0", "{from, value}"]),
         ([{"image": "gone.png", "conversations": share_turns("<image>What?", "a")}], ["gone.png", "data.media_root"]),
         ([["no", "object"]], ["list"]),
     ],

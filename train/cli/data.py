@@ -128,6 +128,7 @@ def run(config: DataCommand) -> int:
         target, _ = _load_models(config)
         statistics.own = cli.measure_own_answers(dataset, target, str(config.split), count)
     cli.write_report(out, f"{data_name} for {config.target.name}", statistics, dataset, str(config.split), config.shown)
+    print("\n".join(cli.described(dataset)))
     print(statistics.as_text())
     print(f"page: {out}")
     if warning := statistics.own_warning:

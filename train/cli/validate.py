@@ -116,6 +116,8 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     target = sage.load_target(
         config.target.path, dtype=dtype, device=device, device_map=config.device_map, **config.target.load_options()
     )
+    assert target.processor is not None
+    target.processor.thinking = config.data.thinking.flag
     draft = sage.load_draft(checkpoint.draft, target)
     prompt_set, ends = PromptSet(target, config.decode, held_out), (KeyboardInterrupt,)
     with closing(open_display(None, LOG_INTERVAL_S, is_main=True)) as display:

@@ -103,7 +103,8 @@ def _with_data(words: list[str]) -> list[str]:
         is_path = ("/" in value or os.path.exists(value)) and not (config_dir() / key / f"{value}.yaml").exists()
         found.append(f"{key}.path={value}" if key in ("data", "target") and is_path else word)
     keys = [key_of(word) for word in found]
-    if "data.path" not in keys or {"data", "run.resume"} & set(keys):
+    is_chosen = bool({"data", "run.resume"} & set(keys)) or any(key.startswith("data.sources.") for key in keys)
+    if "data.path" not in keys or is_chosen:
         return found
     place = keys.index("data.path")
     return [*found[:place], "data=auto", *found[place:]]

@@ -1,0 +1,208 @@
+"""The files of a path: a file, a folder of shards, a pattern, a folder of `save_to_disk`; their format and their splits.
+
+Paths are checked before anything is loaded. At most the first bytes of a file are read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import gzip
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from data_prep.sources.kinds import KINDS, Content
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+SUFFIXES = (*TABLE_SUFFIXES, *JSON_SUFFIXES)
+BOM = b"\xef\xbb\xbf"
+GZIP, PARQUET, ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
+HEAD_BYTES = 4096
+HELD_OUT = re.compile(r"(?:\A|[-_.])(validation|valid|val|dev|eval|test)(?:[-_.]|\Z)")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+ALL = ""  # the split of files that are not divided
+
+
+class Form(StrEnum):
+    """The format of data files."""
+
+    json = "JSON"
+    parquet = "Parquet"
+    arrow = "Arrow"
+    saved = "save_to_disk"
+    hub = "Hugging Face data set"  # a name, or a folder whose README.md declares configurations and splits
+    media = "images and videos with text files"
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The files of `path` by split: `train`, `validation`, `test`, or all of them as `ALL`."""
+
+    path: str
+    form: Form
+    splits: dict[str, tuple[str, ...]]
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether training and held-out items are separate."""
+        return "train" in self.splits and len(self.splits) > 1
+
+    @property
+    def folder(self) -> str:
+        """The folder that relative image paths start from."""
+        first = next(iter(self.splits.values()))[0]
+        return self.path if os.path.isdir(self.path) else os.path.dirname(first)
+
+    def of(self, split: str) -> tuple[str, ...]:
+        """Returns the files of a split; ValueError names those that exist."""
+        found = self.splits.get(split) or self.splits.get(ALL)
+        if not found:
+            names = ", ".join(self.splits)
+            raise ValueError(f"{self.path}: no split {split!r}; it has {names}; choose one as data.sources.NAME.split")
+        return found
+
+    def described(self) -> str:
+        """Returns the format and the number of files."""
+        count = sum(map(len, self.splits.values()))
+        names = ", ".join(filter(None, self.splits))
+        return f"{self.form}, {count} file{'s' * (count > 1)}" + (f" ({names})" if names else "")
+
+
+def find_files(path: str, subset: str = "") -> DataFiles:
+    """Returns the files of a path; ValueError if there is none that can be read."""
+    if not os.path.exists(path):
+        found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
+        if not found and glob.has_magic(path):
+            raise ValueError(f"{path}: no file of this pattern in {Path.cwd()}; set data.path to the data")
+        return _of_files(path, found, is_divided=False) if found else DataFiles(path, Form.hub, {ALL: (path,)})
+    if os.path.isfile(path):
+        return DataFiles(path, _form(path), {ALL: (path,)})
+    if os.path.exists(info := os.path.join(path, "dataset_dict.json")):
+        names = json.loads(Path(info).read_text())["splits"]
+        return DataFiles(path, Form.saved, {_split_name(name) or name: (os.path.join(path, name),) for name in names})
+    if os.path.exists(os.path.join(path, "dataset_info.json")):
+        return DataFiles(path, Form.saved, {ALL: (path,)})
+    folder = Path(path)
+    if (folder / "README.md").exists() and any(folder.rglob("*.parquet")):
+        return DataFiles(path, Form.hub, {ALL: (path,)})
+    if subset and not (folder / subset).is_dir():
+        raise ValueError(f"{path}: no folder {subset!r} in it")
+    folder = folder / subset
+    return _of_files(path, _row_files(folder), is_divided=True)
+
+
+def _row_files(folder: Path) -> list[str]:
+    """Returns the data files in a folder, of one format; those of its subfolders where it has none itself."""
+    for found in (folder.iterdir(), folder.rglob("*")):
+        files = sorted(str(item) for item in found if item.is_file() and not item.name.startswith("."))
+        files = [file for file in files if not file.endswith(".skipped.jsonl")]
+        for suffix in SUFFIXES:
+            if matching := [file for file in files if file.lower().removesuffix(".gz").endswith(suffix)]:
+                return matching
+    return []
+
+
+def _of_files(path: str, files: list[str], is_divided: bool) -> DataFiles:
+    if not files:
+        return DataFiles(path, Form.media, {ALL: (path,)})
+    splits: dict[str, list[str]] = {}
+    for file in files:
+        splits.setdefault(_split_name(Path(file).name) or "train", []).append(file)
+    if not is_divided or set(splits) == {"train"}:
+        splits = {ALL: files}
+    return DataFiles(path, _form(files[0]), {name: tuple(part) for name, part in splits.items()})
+
+
+def _split_name(name: str) -> str:
+    """Returns `validation` or `test` for the name of a held-out file or split, else ""."""
+    found = HELD_OUT.search(name.lower())
+    return "" if not found else "test" if found[1] == "test" else "validation"
+
+
+def _form(file: str) -> Form:
+    if file.lower().endswith(".arrow"):
+        return Form.arrow
+    return Form.parquet if read_head(Path(file)).startswith(PARQUET) or file.lower().endswith(".parquet") else Form.json
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------------
+
+
+def check_path(kind: str, path: str) -> None:
+    """Checks that a path exists and has content that the kind reads; a name on the hub passes."""
+    content = KINDS[kind].content
+    if content is Content.none or is_hub_name(kind, path):
+        return
+    if content in (Content.rows, Content.table):
+        found = find_files(path)
+        if found.form is Form.hub and not os.path.exists(path):
+            raise ValueError(f"{path}: no such file or folder{_similar(path)}")
+        if found.form is Form.json:
+            check_json(Path(next(iter(found.splits.values()))[0]))
+    elif not os.path.exists(path):
+        raise ValueError(f"{path}: no such file or folder{_similar(path)}")
+    elif content is Content.folder and not os.path.isdir(path):
+        choice = "choose data=auto" if path.lower().endswith(SUFFIXES) else "give the folder"
+        raise ValueError(f"{path}: a file, not a folder; data=folder reads images, each with a text file of its name; {choice}")
+
+
+def is_hub_name(kind: str, path: str) -> bool:
+    """Returns whether a path that does not exist here is a name on the hub."""
+    if os.path.exists(path) or path.startswith((".", "/")) or path.endswith(SUFFIXES) or glob.has_magic(path):
+        return False
+    if KINDS[kind].content is Content.rows:
+        return bool(HUB_NAME.fullmatch(path)) and not os.path.isdir(os.path.dirname(path))
+    return KINDS[kind].content in (Content.table, Content.any) and path.count("/") <= 1
+
+
+def is_array(path: Path) -> bool:
+    """Returns whether a JSON file is an array, as opposed to one object per line; its content decides, not its suffix."""
+    return read_head(path).startswith(b"[")
+
+
+def check_json(path: Path) -> None:
+    """Raises ValueError, with what to give instead, unless a file begins like a JSON array or JSON Lines."""
+    head = read_head(path)
+    if not head:
+        raise ValueError(f"{path}: empty; give one JSON object per line, or an array of them")
+    if head.startswith(ZIP):
+        raise ValueError(f"{path}: not JSON but a zip archive; unpack it")
+    if head[:1] not in (b"[", b"{"):
+        shown = head.splitlines()[0][:30].decode("utf-8", "replace")
+        raise ValueError(f"{path}: not JSON, it begins with {shown!r}; give one JSON object per line, or an array of them")
+    if head.splitlines()[0].strip() == b"{":
+        raise ValueError(f"{path}: one JSON object over several lines; give one object per line, or an array of them")
+
+
+def read_head(path: Path) -> bytes:
+    """Returns the first bytes of a file, unpacked, without blanks before them."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if head.startswith(GZIP):
+        try:
+            with gzip.open(path) as unpacked:
+                head = unpacked.read(HEAD_BYTES)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: not a complete gzip file ({error}); write it again") from error
+    return head.removeprefix(BOM).lstrip()
+
+
+def _similar(path: str) -> str:
+    """Returns where a missing path was searched, and the name there that is most like it."""
+    missing = Path(path).absolute()
+    if not missing.parent.is_dir():
+        return f"; there is no folder {missing.parent}; set data.path to the data"
+    names = difflib.get_close_matches(missing.name, sorted(item.name for item in missing.parent.iterdir()), 1, 0.75)
+    suggestion = f"did you mean {Path(path).parent / names[0]}?" if names else "set data.path to the data"
+    return f" in {missing.parent}; {suggestion}"
+
+
+def content_hint(folder: Path) -> str:
+    """Returns what to choose for a folder without images: `data=auto` if it has rows, else nothing."""
+    return f"give data=auto data.path={folder}" if _row_files(folder) else ""

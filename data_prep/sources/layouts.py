@@ -1,0 +1,296 @@
+"""Rows of data files -> messages. The layout of a row is recognized by its keys.
+
+    messages, conversations, conversation, texts     a list of turns: {role, content}, {from, value} or {user, assistant}
+    question, answer (prompt, response; ..)          columns of text
+    body.messages                                    a request of OpenAI's batches
+
+Columns of other names are mapped by role: `columns: {question: q, answer: a, image: img}`; `ROLES` are the roles. Images and
+videos are content parts, or the row's `image`, `images`, `video`, `videos`. The latter take the places of <image> and <video>
+in questions, or of parts that name no file; without any, they come before the first question, as in LLaVA. In a row without
+images the same characters are text, such as tags of HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part, Row
+from sage.inputs.media import LIMIT_KEYS
+from sage.inputs.video import TIME_KEYS
+
+ROLES = ("id", "family", "system", "question", "answer", "image", "images", "video", "messages")
+TURN_COLUMNS = ("messages", "conversations", "conversation", "texts")
+ALIASES = {
+    "question": ("question", "prompt", "query", "instruction"),
+    "answer": ("answer", "response", "completion", "output"),
+    "system": ("system", "system_prompt"),
+}
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "assistant"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    "tool": "tool",
+}
+URL_TYPES = {"image_url": "image", "video_url": "video"}
+RENAMED = {"reasoning": "reasoning_content", "thinking": "reasoning_content"}
+KEPT = ("reasoning_content", "tool_calls", "tool_call_id", "name", "weight", "token_ids", "tools")
+REFUSED = ("function_call", "functions", "audio", "refusal", "documents")  # which others render, and this project does not
+Roots = str | tuple[str, ...]
+
+
+def table_messages(row: Row, columns: dict[str, str], media_root: Roots) -> list[Message]:
+    """Returns a row's messages; relative image and video paths start from `media_root`.
+
+    Raises:
+        ValueError, TypeError, KeyError: not a known layout, different numbers of placeholders and files, a missing file, or a
+            key that would change the text if it was rendered.
+    """
+    if isinstance(row.get("body"), dict):
+        row = row | row["body"]
+    _refuse_keys(row)
+    media = {kind: media_list(_media_column(row, columns, kind), media_root, kind) for kind in MEDIA}
+    messages = [message for i, turn in enumerate(_turns(row, columns)) for message in _messages(turn, i)]
+    for i, message in enumerate(messages):
+        if isinstance(message["content"], list):
+            message["content"] = [_part(part, i, media, media_root) for part in message["content"]]
+    _place_media(messages, media)
+    messages = [message | {"content": _as_parts(message["content"])} for message in messages]
+    system = _column(row, columns, "system")
+    if system and any(message["role"] == "system" for message in messages):
+        raise ValueError("system: beside a message of that role; keep one of them")
+    if system:
+        messages.insert(0, {"role": "system", "content": text_part(str(system))})
+    if messages and (tools := _parsed(row.get("tools"))):
+        messages[0]["tools"] = tools
+    return messages
+
+
+def described(row: Any, columns: dict[str, str]) -> str:
+    """Returns the layout of a row in a few words."""
+    if not isinstance(row, dict):
+        return "no objects"
+    row = row | row["body"] if isinstance(row.get("body"), dict) else row
+    name = _turn_column(row, columns)
+    turns = row.get(name) if name else None
+    if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+        found = f"turns of {{{', '.join(list(turns[0])[:2])}}} in {name!r}"
+    else:
+        found = "columns " + ", ".join(repr(key) for role in ("question", "answer") if (key := _name(row, columns, role)))
+    media = [key for kind in MEDIA for key in (kind, f"{kind}s") if row.get(columns.get(key, key))]
+    return found + (f", media in {', '.join(map(repr, media))}" if media else "")
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------------
+
+
+def _turns(row: Row, columns: dict[str, str]) -> list[Any]:
+    """Returns the turns of a row; those of columns are made of question and answer."""
+    name = _turn_column(row, columns)
+    if name is not None:
+        if not isinstance(row[name], list):
+            raise ValueError(f"{name!r} is {type(row[name]).__name__}, not a list of turns")
+        return row[name]
+    question = _name(row, columns, "question")
+    if question not in row:
+        keys = ", ".join(map(str, row))[:120] or "none"
+        wanted, remedy = columns.get("question", "messages"), "set data.sources.NAME.columns.question"
+        raise ValueError(f"no column {wanted!r}; keys of the row: {keys}; write the turns as 'messages', or {remedy}")
+    answer = _column(row, columns, "answer")
+    if isinstance(row[question], list):  # turns of a prompt and of its completion
+        return row[question] + (answer if isinstance(answer, list) else [])
+    extra = f"\n{row['input']}" if question == "instruction" and row.get("input") else ""
+    turns = [{"role": "user", "content": f"{row[question]}{extra}"}]
+    answer = answer[0] if isinstance(answer, list) and answer else answer
+    return turns if answer is None or answer == [] else [*turns, {"role": "assistant", "content": str(answer)}]
+
+
+def _turn_column(row: Row, columns: dict[str, str]) -> str | None:
+    if "question" in columns:
+        return None
+    return columns.get("messages") or next((name for name in TURN_COLUMNS if row.get(name) is not None), None)
+
+
+def _messages(turn: Any, index: int) -> list[Message]:
+    """Returns the messages of a turn: one, or a question and its answer."""
+    turn = {RENAMED.get(key, key): value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
+    _refuse_keys(turn)
+    if "user" in turn and "assistant" in turn:
+        return [{"role": role, "content": turn[role]} for role in ("user", "assistant")]
+    speaker, content = ("from", "value") if "from" in turn else ("role", "content")
+    if speaker not in turn or not (content in turn or "tool_calls" in turn):
+        raise ValueError(f"message {index}: not a {{role, content}}, {{from, value}} or {{user, assistant}} object")
+    role = SPEAKERS.get(turn[speaker])
+    if role is None:
+        raise ValueError(f"message {index}: {speaker} {turn[speaker]!r}; allowed: {', '.join(SPEAKERS)}")
+    extra = {key: turn[key] for key in KEPT if key in turn}
+    if "tool_calls" in extra:
+        extra["tool_calls"] = [_call(call, index) for call in extra["tool_calls"]]
+    return [{"role": role, "content": turn.get(content, ""), **extra}]
+
+
+def _call(call: Any, index: int) -> dict[str, Any]:
+    """Returns a tool call with its arguments as an object, which chat templates expect."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"message {index}: tool_calls without a function's name")
+    return {"type": "function", "function": function | {"arguments": _parsed(function.get("arguments")) or {}}}
+
+
+def _parsed(value: Any) -> Any:
+    """Returns the content of a JSON text; any other value, and a text that is no JSON, unchanged."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _refuse_keys(row: Row) -> None:
+    for key in REFUSED:
+        if row.get(key):
+            raise ValueError(f"{key}: not supported, and the text differs without it; remove the key, or the row")
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------------
+
+
+def _name(row: Row, columns: dict[str, str], role: str) -> str | None:
+    """Returns the column of a role: the mapped one, else the first of its usual names that the row has."""
+    return columns.get(role) or next((name for name in ALIASES[role] if row.get(name) is not None), None)
+
+
+def _column(row: Row, columns: dict[str, str], role: str) -> Any:
+    name = _name(row, columns, role)
+    if name is not None and name not in row:
+        keys = ", ".join(map(str, row))[:120]
+        raise ValueError(f"no column {name!r}; keys of the row: {keys}; set data.sources.NAME.columns.{role}")
+    return None if name is None else row[name]
+
+
+def _media_column(row: Row, columns: dict[str, str], kind: str) -> list[Any]:
+    names = [columns[role] for role in (kind, f"{kind}s") if role in columns]
+    names = names or [role for role in (kind, f"{kind}s") if row.get(role) is not None]
+    values = [value for name in names for value in (row[name] if isinstance(row[name], list) else [row[name]])]
+    contents = (value.get("bytes") or value.get("path") if isinstance(value, dict) else value for value in values)
+    return [content for content in contents if content is not None and content != ""]
+
+
+# -- images and videos -------------------------------------------------------------------------------------------------------
+
+
+def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: Roots) -> Part:
+    if not isinstance(part, dict):
+        raise ValueError(f"message {index}: a part that is {type(part).__name__}, not an object")
+    kind = part.get("type")
+    kind = URL_TYPES.get(kind, kind) if isinstance(kind, str) else kind
+    if kind not in MEDIA:
+        return part
+    value = next((part[k] for k in (kind, f"{kind}_url", *MEDIA_KEYS) if part.get(k) is not None), None)
+    if isinstance(value, dict):
+        value = value.get("url") or value.get("bytes") or value.get("path")
+    if value is None:
+        if not media[kind]:
+            raise ValueError(f"message {index}: {kind} part without {kind}")
+        value = media[kind].pop(0)
+    elif part.get("base64") is value:
+        value = f"data:;base64,{value}"
+    else:
+        values = media_list(value, media_root, kind)
+        value = values if kind == "video" and isinstance(value, list) else values[0]
+    return {"type": kind, kind: value, **{name: part[name] for name in (*TIME_KEYS, *LIMIT_KEYS) if part.get(name) is not None}}
+
+
+def _place_media(messages: list[Message], media: dict[str, list[Any]]) -> None:
+    """Puts the row's images and videos into its questions; ValueError unless there is one place for each."""
+    questions = [message for message in messages if message["role"] == "user" and isinstance(message["content"], str)]
+    texts = [message["content"] for message in questions]
+    spans: list[list[tuple[int, int, str]]] = [[] for _ in texts]  # of placeholders, by question
+    leading: list[Part] = []
+    for kind, values in media.items():
+        found = _placeholders(texts, kind, len(values))
+        if not values or any(found):
+            for place, of_text in zip(spans, found, strict=True):
+                place += [(*span, kind) for span in of_text]
+        elif questions:
+            leading += [{"type": kind, kind: values.pop(0)} for _ in range(len(values))]
+    for message, text, places in zip(questions, texts, spans, strict=True):
+        if places or leading:
+            message["content"] = [*leading, *_split_text(text, sorted(places), media)]
+            leading = []
+    for kind, left in media.items():
+        if left:
+            raise ValueError(f"{len(left)} {kind}(s) more than placeholders; write <{kind}> in the question")
+
+
+def _placeholders(texts: list[str], kind: str, number: int) -> list[list[tuple[int, int]]]:
+    """Returns the spans of the placeholders of `number` images or videos in each text.
+
+    Where <image> occurs more often, those at the beginning or end of a line count, or else of a text.
+
+    Raises:
+        ValueError: there are others than `number`, or none are left for a placeholder that has a place of its own.
+    """
+    token = f"<{kind}>"
+    if not number:
+        lost = rf"\A\s*{token}(?=\s*\n|\s*\Z|\S)|(?:\n|[?.!])\s*{token}\s*\Z"
+        if any(re.search(lost, text) and f"</{kind}>" not in text for text in texts):
+            raise ValueError(f"placeholder {token} without an image or video")
+        return [[] for _ in texts]
+    counts = []
+    for pattern in (token, rf"(?m)^(?:[ \t]*{token})+|(?:{token}[ \t]*)+$", rf"\A(?:\s*{token})+|(?:{token}\s*)+\Z"):
+        found = [[span for run in re.finditer(pattern, text) for span in _tokens_in(text, run.span(), token)] for text in texts]
+        counts.append(sum(map(len, found)))
+        if counts[-1] in (0, number):
+            return found
+    if counts[0] < number:
+        raise ValueError(f"{number - counts[0]} {kind}(s) more than placeholders; write {token} in the question")
+    raise ValueError(f"a {token} placeholder without {kind}: {counts[0]} of them and {number} {kind}(s)")
+
+
+def _tokens_in(text: str, run: tuple[int, int], token: str) -> list[tuple[int, int]]:
+    return [match.span() for match in re.compile(re.escape(token)).finditer(text, *run)]
+
+
+def _split_text(text: str, places: list[tuple[int, int, str]], media: dict[str, list[Any]]) -> list[Part]:
+    """Returns the parts of a text with media in place of placeholders and of the line breaks beside them."""
+    parts: list[Part] = []
+    position = 0
+    for start, end, kind in places:
+        parts += text_part(text[position:start].removesuffix("\n"))
+        parts.append({"type": kind, kind: media[kind].pop(0)})
+        position = end + text[end:].startswith("\n")
+    return parts + text_part(text[position:])
+
+
+def _as_parts(content: Any) -> Any:
+    return text_part(content) if isinstance(content, str) else content
+
+
+def text_part(text: str) -> list[Part]:
+    """Returns a text part in a list, empty for an empty text."""
+    return [{"type": "text", "text": text}] if text else []
+
+
+def media_list(value: Any, media_root: Roots, kind: str) -> list[Any]:
+    """Returns one or several images or videos as a list.
+
+    Relative paths start from `media_root`, of several the first that contains the file; ValueError if none does.
+    """
+    values = [] if value is None or value == "" else value if isinstance(value, list) else [value]
+    return [_rooted(item, media_root, kind) for item in values]
+
+
+def _rooted(item: Any, media_root: Roots, kind: str) -> Any:
+    if not isinstance(item, str) or not item.strip() or item.startswith(("data:", "http://", "https://")):
+        return item
+    if os.path.isabs(item):
+        return item
+    roots = (media_root,) if isinstance(media_root, str) else media_root
+    paths = [os.path.join(root, item) for root in roots]
+    found = next((path for path in paths if os.path.exists(path)), None)
+    if found is None:
+        tried = " and ".join(map(os.path.abspath, paths))
+        raise ValueError(f"{kind} {item}: no such file; tried {tried}; set data.media_root, or give absolute paths")
+    return found
