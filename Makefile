@@ -10,13 +10,14 @@ ENGINES_ARGS ?=
 ONE_PASS_ARGS ?=
 RESULTS_ARGS ?=
 GPU_ARGS ?=
+FULL_SIZE_ARGS ?=
 TARGET ?= pocket_qwen2_5_vl
 DRAFT ?= eagle
 REAL_ARGS ?=
 DEMO_ARGS ?= $(if $(filter peagle,$(DRAFT)),optim.lr=4e-3)
 RUN ?= runs/demo_$(TARGET)$(if $(filter-out eagle,$(DRAFT)),_$(DRAFT))
 
-.PHONY: demo test test-fast lint results interop engines engines-env engines-families engines-regenerate gpu-quarter-hour real clean
+.PHONY: demo test test-fast lint results interop engines engines-env engines-families engines-regenerate gpu-quarter-hour full-size real clean
 
 # torch is installed first, where it is missing. PyPI's torch for Linux brings several GB of CUDA packages; on a machine without a GPU,
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu installs the build for CPUs.
@@ -104,6 +105,10 @@ engines-regenerate: $(VENV)/installed $(ENGINES)/installed
 # The first quarter of an hour on a GPU (docs/gpu.md). GPU_ARGS=--cpu: the same steps with pocket sizes on a CPU, in a few minutes.
 gpu-quarter-hour: $(VENV)/installed
 	$(BIN)/python -m benchmarks.gpu_quarter_hour $(GPU_ARGS)
+
+# Published sizes and layouts with random weights, on the CPU: under 30 minutes on two quiet cores, 14 GiB (docs/plan.md).
+full-size: $(VENV)/installed
+	PYTHONPATH=. $(BIN)/python tests/full_size/check.py $(FULL_SIZE_ARGS)
 
 clean:
 	rm -rf $(VENV) $(INTEROP) $(ENGINES) build dist *.egg-info

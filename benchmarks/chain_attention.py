@@ -41,16 +41,18 @@ def errors(tensors: list[Tensor]) -> list[float]:
     return [float((mine.double() - exact).norm() / exact.norm()) for mine, exact in pairs]
 
 
-def measure(rows: int, size: int, device: torch.device) -> Figures:
-    """Compares both half precisions and float32 with float64."""
-    cells = []
+def measure(rows: int, size: int, device: torch.device, out: str | None) -> Figures:
+    """Compares both half precisions and float32 with float64; `out` receives row by row."""
+    cells = list[list[str]]()
+    title = f"attention of {rows} rows with a chain of {CHAIN} keys, 28 query and 4 key heads of size {size}"
+    notes = ["relative error of the result and of the gradient of each input, against float64"]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         tensors = inputs(rows, size, 28, 4, dtype, device)
         kernels = attention_used(TimedCall(lambda tensors=tensors: attend_with_chain(*tensors)), device)  # type: ignore[misc]
         cells.append([str(dtype).removeprefix("torch."), *(f"{error:.1e}" for error in errors(tensors)), kernels])
-    title = f"attention of {rows} rows with a chain of {CHAIN} keys, 28 query and 4 key heads of size {size}"
-    notes = ["relative error of the result and of the gradient of each input, against float64"]
-    return Figures(title, ("", *NAMES, "kernel"), cells, notes, describe_machine(device))
+        figures = Figures(title, ("", *NAMES, "kernel"), cells, notes, describe_machine(device))
+        figures.write(out)
+    return figures
 
 
 def main() -> int:
@@ -62,8 +64,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if min(arguments.rows, arguments.size) < 1:
         raise ValueError("--rows, --size: give at least 1")
-    figures = measure(arguments.rows, arguments.size, resolve_device(arguments.device))
-    figures.write(arguments.out)
+    figures = measure(arguments.rows, arguments.size, resolve_device(arguments.device), arguments.out)
     print(figures.text())
     return 0
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu_page [DIR]`: writes what benchmarks.gpu_quarter_hour has measured, wherever, into docs/gpu.md.
+"""`python -m benchmarks.gpu_page [DIR ..]`: writes what benchmarks.gpu_quarter_hour has measured, wherever, into docs/gpu.md.
 
 A block between `<!-- figures: NAME NAME -->` and `<!-- end -->` receives the tables of these steps, each with its command and
 machine; of a step without a table its output. A block without a figure keeps its text. Without DIR, only the block `expected`
@@ -54,14 +54,16 @@ def part_of(step: dict[str, Any], command: str) -> str | None:
 
 def main() -> int:
     parser = new_parser("python -m benchmarks.gpu_page", description=__doc__)
-    parser.add_argument("folder", metavar="DIR", nargs="?", type=Path, help="--out of benchmarks.gpu_quarter_hour")
+    parser.add_argument(
+        "folders", metavar="DIR", nargs="*", type=Path, help="--out of gpu_quarter_hour; the last one's steps win"
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, default=PAGE, help="page to write; default: docs/gpu.md")
     args = parser.parse_args()
-    if args.folder is not None and not (args.folder / FIGURES).is_file():
-        raise ValueError(f"{args.folder}: no {FIGURES}; give --out of benchmarks.gpu_quarter_hour")
-    results = [] if args.folder is None else read_json(args.folder / RESULTS)["steps"]
-    figures = {} if args.folder is None else read_json(args.folder / FIGURES)
-    write_text(args.out, filled(PAGE.read_text(encoding="utf-8"), results, figures))
+    results, figures = dict[str, Any](), dict[str, Any]()
+    for folder in args.folders:
+        results |= {row["name"]: row for row in read_json(folder / RESULTS)["steps"]}
+        figures |= {name: step for name, step in read_json(folder / FIGURES).items() if step["output"]}
+    write_text(args.out, filled(PAGE.read_text(encoding="utf-8"), list(results.values()), figures))
     print(f"written: {args.out}")
     return 0
 

@@ -148,15 +148,15 @@ def _stop(number: int, frame: Any) -> NoReturn:
 
 def main() -> int:
     parser = new_parser("python -m benchmarks.gpu_quarter_hour", description=__doc__)
-    parser.add_argument("--budget", type=float, default=780, metavar="S", help="seconds for all steps; default %(default)g")
+    parser.add_argument("--budget", type=float, default=560, metavar="S", help="seconds for all steps; default %(default)g")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results; default runs/gpu_quarter_hour")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="files of the steps, 17 GB; default: work in --out")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="files of the steps, 17 GB; default: beside --out")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these steps only")
     parser.add_argument("--list", action="store_true", help="print the steps and their commands")
     parser.add_argument("--cpu", action="store_true", help="pocket sizes on a CPU, to test the steps")
     args = parser.parse_args()
     out = args.out or Path("runs") / ("gpu_quarter_hour_cpu" if args.cpu else "gpu_quarter_hour")
-    work = args.work or out / "work"
+    work = args.work or out.with_name(f"{out.name}_work")
     todo = steps(work, not args.cpu)
     if unknown := sorted({*(args.only or ())} - {step.name for step in todo}):
         raise ValueError(f"--only {unknown[0]}: unknown; choose from {', '.join(step.name for step in todo)}")

@@ -155,8 +155,10 @@ def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int,
 
 
 @torch.inference_mode()
-def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int], context: int, repeats: int) -> Figures:
-    """Measures passes over `nodes` and draft levels of `widths` on top of `context` tokens."""
+def measure(
+    target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int], context: int, repeats: int, out: str | None = None
+) -> Figures:
+    """Measures passes over `nodes` and draft levels of `widths` on top of `context` tokens; `out` receives row by row."""
     room, rows = max(*nodes, *widths), list[list[str]]()
     weights = [*target.model.parameters(), *(draft.network.parameters() if draft is not None else ())]
 
@@ -167,10 +169,17 @@ def measure(target: Any, draft: Any, nodes: Sequence[int], widths: Sequence[int]
     def level(width: int) -> TimedCall:
         return draft_level(new_session(draft, target, context + room), target, width, context)
 
-    for count in nodes:
-        rows += rows_of(f"target pass, {count} nodes", target, partial(verify, count), repeats, weights)
-    for width in widths if draft is not None else ():
-        rows += rows_of(f"draft level, {width} nodes", target, partial(level, width), repeats, weights)
+    calls = [(f"target pass, {count} nodes", partial(verify, count)) for count in nodes]
+    if draft is not None:
+        calls += [(f"draft level, {width} nodes", partial(level, width)) for width in widths]
+    for name, make in calls:
+        rows += rows_of(name, target, make, repeats, weights)
+        figures = _figures(target, context, rows)
+        figures.write(out)
+    return figures
+
+
+def _figures(target: Any, context: int, rows: Sequence[Sequence[str]]) -> Figures:
     measured = ("ms", "ratio to eager", "reads, MB", "at GB/s", "takes ms", "ratio to that")
     head = ("", "passes", *measured, "ATen calls", "all calls", "first call, s", "peak, MB", "kept, MB")
     kept_mb = sum(path.stat().st_size for path in passes_folder().glob(f"*{PACKAGE_SUFFIX}")) / 1e6
@@ -210,8 +219,7 @@ def main() -> int:
         kernels.MIN_BYTES = sys.maxsize
     nodes, widths = counts(args.nodes), counts(args.widths)
     target, draft = _random(args, args.context + max(*nodes, *widths)) if args.shape else _models(args)
-    figures = measure(target, draft, nodes, widths, args.context, args.repeats)
-    figures.write(args.out)
+    figures = measure(target, draft, nodes, widths, args.context, args.repeats, args.out)
     print(figures.text())
     return 0
 

@@ -44,8 +44,7 @@ def _parts(arguments: argparse.Namespace, overrides: list[str]) -> str:
         supervised=arguments.supervised,
     )
     device = pick_device(arguments.device, 0)
-    found = parts.measure(config, sizes, arguments.layers, device, arguments.measured, arguments.warmup)
-    found.write(arguments.out)
+    found = parts.measure(config, sizes, arguments.layers, device, arguments.measured, arguments.warmup, arguments.out)
     return found.text()
 
 

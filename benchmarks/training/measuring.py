@@ -51,7 +51,9 @@ def _resident(name: str) -> int:
 
 
 def describe_machine(device: torch.device) -> str:
-    """Returns `2 CPU cores, 1 thread(s), load 0.5, torch 2.13.0`, or the name of the GPU."""
+    """Returns `2 CPU cores, 1 thread(s), load 0.5, torch 2.13.0`, or the name and memory of the GPU."""
     facts = machine(device)
-    where = facts["gpu"] if device.type == "cuda" else f"{facts['cores']} CPU cores, {torch.get_num_threads()} thread(s)"
+    where = f"{facts['cores']} CPU cores, {torch.get_num_threads()} thread(s)"
+    if device.type == "cuda":
+        where = "{gpu}, {reserved_gib} GiB reserved at most, {free_gib} of {total_gib} GiB free".format(**facts)
     return f"{where}, load {facts['load_average']:.1f}, torch {torch.__version__}"

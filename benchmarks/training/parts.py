@@ -79,12 +79,21 @@ class Images(Workload):
         return self.share
 
 
-def measure(config: Config, sizes: Sizes, num_layers: int | None, device: torch.device, repeats: int, warmup: int) -> Figures:
+def measure(
+    config: Config,
+    sizes: Sizes,
+    num_layers: int | None,
+    device: torch.device,
+    repeats: int,
+    warmup: int,
+    out: str | None = None,
+) -> Figures:
     """Times a micro-batch.
 
     Args:
         config: names target, draft, objective and precision; the target's weights are random and are not loaded.
         num_layers: text layers of the target; None for all.
+        out: file that receives the table after every repeat.
 
     Raises:
         ValueError: a target without images, or an image that is longer than a sequence.
@@ -96,9 +105,11 @@ def measure(config: Config, sizes: Sizes, num_layers: int | None, device: torch.
     config.train.global_batch_size = config.train.micro_batch_size = sizes.sequences
     gc.collect()
     teacher, student = build(config, architecture, device)
-    parts = _time(teacher, student, batch, device, repeats, warmup)
-    figures = _figures(config, sizes, batch, parts, workload(config, teacher, student, batch), device)
-    return Figures(f"{config.target.name}, {depth}, {figures.title}", HEAD, figures.rows, figures.notes, figures.machine)
+    work = workload(config, teacher, student, batch)
+    for parts in _time(teacher, student, batch, device, repeats, warmup):
+        figures = _figures(config, sizes, f"{config.target.name}, {depth}", batch, parts, work, device)
+        figures.write(out)
+    return figures
 
 
 def limit_layers(config: Config, architecture: Any, num_layers: int | None) -> str:
@@ -180,16 +191,17 @@ def run_parts(teacher: Teacher, student: Student, batch: dict[str, Any], part: P
 
 def _time(
     teacher: Teacher, student: Student, batch: dict[str, Any], device: torch.device, repeats: int, warmup: int
-) -> dict[str, Measured]:
-    """Returns times and memory of every part; the clock waits for the device at its bounds."""
+) -> Iterator[dict[str, Measured]]:
+    """Yields times and memory of every part after each timed repeat; the clock waits for the device at its bounds."""
     staged = Staging(teacher.target, device, teacher.target.dtype)(batch)
     parts = {name: Measured() for name in PARTS}
     for number in range(warmup + repeats):
         seconds = dict.fromkeys(PARTS, 0.0)
         run_parts(teacher, student, staged, partial(_timed, device=device, seconds=seconds, parts=parts))
-        for name, spent in seconds.items() if number >= warmup else ():
-            parts[name].seconds.append(spent)
-    return parts
+        if number >= warmup:
+            for name, spent in seconds.items():
+                parts[name].seconds.append(spent)
+            yield parts
 
 
 @contextmanager
@@ -202,7 +214,13 @@ def _timed(name: str, device: torch.device, seconds: dict[str, float], parts: di
 
 
 def _figures(
-    config: Config, sizes: Sizes, batch: dict[str, Any], parts: dict[str, Measured], work: Images, device: torch.device
+    config: Config,
+    sizes: Sizes,
+    name: str,
+    batch: dict[str, Any],
+    parts: dict[str, Measured],
+    work: Images,
+    device: torch.device,
 ) -> Figures:
     plan, peak_flops = flops_of_step(work), config.launch.gpu_peak_tflops * 1e12
     total = Measured(
@@ -214,7 +232,7 @@ def _figures(
     tokens = batch["input_ids"].numel()
     width, height = sizes.image
     title = (
-        f"draft={config.draft.kind}, {config.objective.steps} step(s), {config.train.precision}: "
+        f"{name}, draft={config.draft.kind}, {config.objective.steps} step(s), {config.train.precision}: "
         f"{sizes.sequences} sequences with an image of {width} x {height}"
     )
     supervised = int(count_supervised(batch["loss_mask"]))

@@ -25,7 +25,10 @@ from sage.trees import AUTOREGRESSIVE
 
 
 def compare(args: argparse.Namespace, command: str) -> None:
-    """Measures policies and baselines, prints the table and writes the report; `command` is recorded in it."""
+    """Measures policies and baselines, prints the table and writes the report, after Ctrl-C of the prompts that are complete.
+
+    `command` is recorded in the report.
+    """
     _quiet()
     own, sampling = options.variants(args.policies, args.policy), sage.Sampling.from_attributes(args)
     placement = load_options(args)
@@ -36,8 +39,9 @@ def compare(args: argparse.Namespace, command: str) -> None:
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
     num_answers = len(prompts) * args.repeats * len(runners)
     target.passes = resolve_pass_mode(args.passes, target.device.type, num_answers, target.is_whole)
+    progress, ends = progress_callback("measuring"), (KeyboardInterrupt,)
     measurement = measure(
-        runners, prompts, sampling, args.repeats, args.warmup, progress_callback("measuring"), batch_size=args.batch_size
+        runners, prompts, sampling, args.repeats, args.warmup, progress, ends=ends, batch_size=args.batch_size
     )
     report = build_report(
         measurement,

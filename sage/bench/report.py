@@ -85,7 +85,7 @@ def display_name(name: str) -> str:
 
 
 def machine(device: torch.device | str) -> dict[str, Any]:
-    """Returns the hardware and load of this machine.
+    """Returns the hardware and load of this machine; of a GPU, its memory in GiB: reserved by this process at most, free, all.
 
     The processor's name is followed by the vector instructions that torch uses: clouds give several generations one name.
     """
@@ -97,7 +97,11 @@ def machine(device: torch.device | str) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
     }
     if torch.device(device).type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(device)
+        sizes = (torch.cuda.max_memory_reserved(device), *torch.cuda.mem_get_info(device))
+        memory = {
+            f"{name}_gib": round(size / 2**30, 2) for name, size in zip(("reserved", "free", "total"), sizes, strict=True)
+        }
+        facts |= {"gpu": torch.cuda.get_device_name(device), **memory}
     return facts
 
 

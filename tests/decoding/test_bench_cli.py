@@ -12,6 +12,7 @@ from support.messages import check_message, refused
 from support.validate_helpers import save_draft, save_target
 
 import sage
+from sage.bench import commands
 from sage.bench.__main__ import main
 from sage.bench.measurement import TEXTS, load_prompts, read_jsonl
 from sage.bench.options import Variant, variant, variants
@@ -46,6 +47,18 @@ def test_it_prints_a_table_and_writes_the_report(folders, tmp_path, capsys):
     assert report["command"].startswith("python -m sage.bench --target")
     shown = capsys.readouterr().out
     assert "hf_prompt_lookup" in shown and f"written: {out}" in shown
+
+
+def test_ctrl_c_reports_the_prompts_that_are_complete(folders, tmp_path, monkeypatch):
+    """A step that is killed at its limit leaves what it has measured."""
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "progress_callback", lambda label: stop)
+    bench(folders, "--policies", "chain", "--baselines", "", "--num-prompts", "2", "--out", str(tmp_path / "b.json"))
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert report["partial"] == {"prompts": 1, "repeats": 1, "planned_prompts": 2, "planned_repeats": 1}
 
 
 def test_an_assistant_adds_assisted_generation(folders, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sage.bench.measurement import BenchPrompt
 from sage.costs.measure import empty_cache, verify_pass
 from sage.decoding.noise import gumbel
 from sage.decoding.sampling import Sampling
+from sage.io.files import read_json
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall
 from sage.targets.tree_passes import TreePasses
@@ -37,6 +39,21 @@ def test_times_calls_and_memory_of_both_modes(tiny_qwen: sage.Target, monkeypatc
     assert modes == ["eager", "compiled"] * 3
     assert all(float(row[-1]) >= 0 and float(row[-2]) >= 0 and int(row[-4]) > 0 and float(row[-6]) > 0 for row in rows)
     assert "reads, MB" in text and "peak, MB  kept, MB" in text and "1.5 MB" in text
+
+
+def test_rows_are_kept_as_they_are_measured(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A pass that fails or hangs on a GPU leaves the rows before it."""
+    rows_of = passes.rows_of
+
+    def failing(name: str, *arguments: Any) -> list[list[str]]:
+        if "3 nodes" in name:
+            raise RuntimeError
+        return rows_of(name, *arguments)
+
+    monkeypatch.setattr(passes, "rows_of", failing)
+    with pytest.raises(RuntimeError):
+        passes.measure(tiny_qwen, None, [1, 3], [], 20, 1, str(tmp_path / "table.json"))
+    assert [row[1] for row in read_json(tmp_path / "table.json")["rows"]] == ["eager", "compiled"]
 
 
 def test_levels_of_a_smaller_target(tiny_qwen: sage.Target) -> None:

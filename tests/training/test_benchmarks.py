@@ -18,7 +18,7 @@ from benchmarks.chain_attention import errors, inputs
 from benchmarks.figures import Figures
 from benchmarks.training import __main__ as bench
 from benchmarks.training import parts
-from benchmarks.training.measuring import peak, reset_peak
+from benchmarks.training.measuring import describe_machine, peak, reset_peak
 from sage.io.files import read_json
 from sage.targets.families import family_of
 from train.distill.teacher import Staging
@@ -42,6 +42,13 @@ def test_the_peak_is_the_memory_allocated_since_the_reset() -> None:
     del block
     assert 95e6 < peak(CPU) - before < 130e6
     assert peak(CPU) - reset_peak(CPU) >= 0
+
+
+def test_the_machine_of_a_gpu_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("get_device_name", "H100"), ("max_memory_reserved", 2**30), ("mem_get_info", (2**31, 2**32))):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    text = describe_machine(torch.device("cuda"))
+    assert text.startswith("H100, 1.0 GiB reserved at most, 2.0 of 4.0 GiB free, load") and f"torch {torch.__version__}" in text
 
 
 @pytest.mark.slow

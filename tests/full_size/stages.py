@@ -1,0 +1,104 @@
+"""Steps of tests/full_size/check.py that no command has: its data, logits beside transformers', and a request to the server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText
+
+import sage
+from benchmarks.published.photos import conversation, write_image
+from sage.io.dtypes import torch_dtype
+
+FULL_HD, FRAMES = (1920, 1080), 32
+
+
+def data(work: str, trained: str) -> None:
+    """Writes conversations: all of them, those to train on, and one to validate."""
+    folder, rng = Path(work), random.Random(0)
+    frames = [_photo(folder, f"frame_{number:02d}", (224, 224)) for number in range(FRAMES)]
+    parts: dict[str, list[dict[str, Any]]] = {
+        "large": [_image(_photo(folder, "large", FULL_HD))],
+        "video": [{"type": "video", "video": frames}],
+        "several": [_image(_photo(folder, f"several_{number}", (336, 224))) for number in range(3)],
+        "photo": [_image(_photo(folder, "photo", (320, 240)))],
+    }
+    rows = {name: conversation(rng, part, turns=2) for name, part in parts.items()}
+    held = conversation(rng, [_image(_photo(folder, "held", (240, 320)))])
+    files = {"all": [*rows.values()], "train": [rows[name] for name in trained.split(",")], "held": [held]}
+    for name, kept in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _photo(folder: Path, name: str, size: tuple[int, int]) -> str:
+    return str(write_image(folder / "media" / f"{name}.jpg", size))
+
+
+def _image(path: str) -> dict[str, str]:
+    return {"type": "image", "image": path}
+
+
+@torch.inference_mode()
+def logits(folder: str, held: str, dtype: str) -> None:
+    """Compares the logits of a conversation with those of transformers, loaded after our target is gone."""
+    messages = json.loads(Path(held).read_text())["messages"]
+    target = sage.load_target(folder, dtype=torch_dtype(dtype), device="cpu")
+    inputs = target.prepare(messages[:1])
+    ours = target.lm_head(target.features(target.embed(inputs)).last).float()
+    del target
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch_dtype(dtype))
+    theirs = model(**inputs).logits.float()
+    difference = float((ours - theirs).abs().max())
+    print(f"{ours.shape[1]} tokens, largest difference {difference:.3g} of logits up to {float(theirs.abs().max()):.1f}")
+    assert difference <= (1e-3 if dtype == "fp32" else 0.05) * float(theirs.abs().max())
+
+
+def serve(draft: str, image: str, dtype: str) -> None:
+    """Starts the server, asks about an image, and stops it."""
+    command = [
+        sys.executable,
+        "-m",
+        "sage.serving",
+        "--draft",
+        draft,
+        "--policy",
+        "chain",
+        "--port",
+        "0",
+        "--dtype",
+        dtype,
+        "--device",
+        "cpu",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            address = next(found[1] for line in server.stdout if (found := re.search(r"(http://\S+)/v1 ", line)))
+            print(_answer(address, Path(image).read_bytes()))
+        finally:
+            server.terminate()
+
+
+def _answer(address: str, image: bytes) -> str:
+    url = {"url": f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"}
+    content = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "What is this?"}]
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "max_tokens": 6}
+    request = urllib.request.Request(
+        f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        usage = json.load(response)["usage"]
+    return f"{usage['prompt_tokens']} tokens read, {usage['completion_tokens']} answered"
+
+
+if __name__ == "__main__":
+    {"data": data, "logits": logits, "serve": serve}[sys.argv[1]](*sys.argv[2:])
