@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from data_prep.chat import encode_example
 from data_prep.conversation import BadItem, media_parts
 from data_prep.dataset.dataset import ConversationDataset
 
@@ -43,10 +44,11 @@ def measure_preparation(dataset: Any) -> Preparation | None:
 
 def _timed(dataset: ConversationDataset, position: int) -> tuple[int, float]:
     """Returns the images and videos of an example and the seconds of a core that it takes; none of an invalid one."""
+    started_s = time.process_time()
     try:
-        count = sum(1 for _ in media_parts(dataset.conversation(position).messages))
-        started_s = time.process_time()
-        dataset[position]
-    except (BadItem, ValueError):  # training reports it
+        conversation = dataset.conversation(position)
+        count = sum(1 for _ in media_parts(conversation.messages))
+        encode_example(conversation, dataset.processor, dataset.config.num_frames)
+    except BadItem:  # training reports it
         return 0, 0.0
     return count, time.process_time() - started_s

@@ -73,7 +73,7 @@ def write_run(folder: Path, lr: float, validations: dict[int, dict[str, Any]], s
         }
         for step in range(1, steps + 1)
     ]
-    lines[0] |= {"own_answers": 0.55, "own_answers/chats": 0.1, "own_answers/docs": 1.0}
+    lines[0] |= {"own_answers": 0.55, "own_answers/chats": 0.1, "own_answers/docs": 1.0, "dropped_examples": 0.12}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step, policies in validations.items():
         report = folder / "validation" / f"step_{step:08d}" / "report.json"
@@ -279,6 +279,7 @@ def test_the_page_of_a_run_compares_estimate_and_measurement(runs: list[Path]) -
     assert "4 steps, 400 tokens in 0.1 minutes of training; loss 1.0000." in text
     assert "Best tokens_per_target_pass of `sage`: **2.00**, after step 4." in text and "By speed" not in text
     assert "\n55% of the supervised tokens are the target's own choice (chats 10%, docs 100%), measured in" in text
+    assert "\n12% of the examples are longer than `data.max_length` and were dropped.\n" in text
     other = write_run_report(runs[1]).read_text()
     assert "**3.00**, after step 2. By speed, the best is `sage` after step 4: **2.50x**." in other
     assert "| 4 | 2.00 | 0.75 | 1.50 | 2.00 | 2.00x | 8/8 |" in text
