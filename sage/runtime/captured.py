@@ -118,10 +118,12 @@ class Captured(Executor):
 
     Attributes:
         problem: how a pass differed from the eager one; then all run eagerly.
+        failures: why passes of the target, or of the draft, cannot be captured.
     """
 
     def __init__(self, capture: Capture = cuda_graph, is_compared: bool = False) -> None:
         self.capture, self.is_compared, self.problem = capture, is_compared, ""
+        self.failures: dict[str, str] = {}
         self._pools: weakref.WeakKeyDictionary[Any, CachePool] = weakref.WeakKeyDictionary()
         self._functions: weakref.WeakSet[PassFunction] = weakref.WeakSet()  # that have graphs
 
@@ -148,7 +150,8 @@ class Captured(Executor):
         if self.problem:
             return f"eager, because {self.problem}"
         reason = why_masked(device, dtype, head_dim)
-        return f"captured, with all keys masked: {reason}" if reason else "captured, with keys in two parts"
+        text = f"captured, with all keys masked: {reason}" if reason else "captured, with keys in two parts"
+        return "; ".join([text, *self.failures.values()])
 
     def capacity(self, num_tokens: int) -> int:
         return key_bucket(num_tokens + 1)  # and one row that padding writes
@@ -218,8 +221,11 @@ class CapturedFunction:
                 synchronize(device)
         except RuntimeError as error:
             self._num_failures += 1
-            reason = in_one_line(error)[:300]
-            warn_once(f"passes: the {self._function.owner}'s pass cannot be captured ({reason}); its passes run eagerly")
+            owner, reason = self._function.owner, in_one_line(error)[:300]
+            problem = f"the {owner}'s pass cannot be captured ({reason}); its passes run eagerly"
+            warn_once(f"passes: {problem}")
+            if self._num_failures == MAX_FAILURES:
+                self._executor.failures[owner] = problem
             return False
         return True
 

@@ -281,6 +281,8 @@ class TestFailures:
         with pytest.warns(UserWarning, match="passes: the (target|draft)'s pass cannot be captured") as caught:
             found = answer(tiny_qwen, draft, PassMode.captured, "static")
         assert len(caught) == 2
+        for owner in ("target", "draft"):
+            assert f"the {owner}'s pass cannot be captured (operation not permitted" in describe_passes(tiny_qwen)
         assert found == answer(tiny_qwen, draft, PassMode.eager, "static")
 
     def test_compilation_that_fails(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
