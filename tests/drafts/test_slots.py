@@ -10,7 +10,7 @@ import torch
 from support.accelerator import IS_SUPPORTED, Traffic, on_device
 from support.messages import refused
 from support.models import SLOT_HEADS, VOCABULARY, make_inputs, slot_head
-from support.pass_helpers import answer, capture_with, quick_wrappers, with_eager_target, without_compiler
+from support.pass_helpers import answer, capture_with, quick_wrappers, slow_except, with_eager_target, without_compiler
 from support.synchronizations import count_rounds, new_policy
 
 import sage
@@ -45,18 +45,18 @@ def test_the_mask_is_that_of_every_row_by_hand(is_root_slot: bool, is_causal: bo
             assert visible[batch, row].tolist() == expected, (batch, row)
 
 
-@pytest.mark.parametrize("form", SLOT_HEADS)
+@pytest.mark.parametrize("form", slow_except(("mlp",), SLOT_HEADS))
 def test_every_policy_is_lossless_in_every_pass_mode(
     form: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy and by seed; the trees are those of eager passes, and deeper ones stop at the end of the block."""
+    """Greedy, and by seed with eager passes; trees are those of eager ones, and deeper ones stop at the end of the block."""
     without_compiler(monkeypatch)
     capture_with(monkeypatch, call_again)
     draft, accepted = slot_head(tiny_qwen, form), 0
-    for options in ({}, {"temperature": 1.0, "seed": 3}):
+    every = (PassMode.eager, PassMode.compiled, PassMode.captured)
+    for modes, options in ((every, {}), (every[:1], {"temperature": 1.0, "seed": 3})):
         plain, _ = answer(tiny_qwen, draft, PassMode.eager, "autoregressive", **options)
         for name in POLICIES:
-            modes = (PassMode.eager, PassMode.compiled, PassMode.captured)
             tokens, trees = zip(*(answer(tiny_qwen, draft, mode, new_policy(name), **options) for mode in modes), strict=True)
             assert all(found == plain for found in tokens)
             assert all(found == trees[0] for found in trees) or name == "cost_aware", "which learns from timings"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.pass_helpers import slow_except
 from torch import Tensor, nn
 
 from sage.runtime import attention_layers, kernels, linear_layers, prompt_linear
@@ -23,7 +24,7 @@ from sage.runtime.kernels import DTYPES
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a sum, relative to the sum of the magnitudes of its terms
 
 
-@pytest.fixture(scope="module", params=["this processor", "AVX2", "no vectors"])
+@pytest.fixture(scope="module", params=slow_except(("this processor",), ("this processor", "AVX2", "no vectors")))
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The kernels as they are built here, on a processor with AVX2 only, and on an unknown one."""
     with pytest.MonkeyPatch.context() as monkeypatch:

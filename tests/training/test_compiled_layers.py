@@ -80,6 +80,7 @@ def gradients(teacher: Teacher, student: Student, batch: dict[str, Any]) -> tupl
     return (loss, *torch.autograd.grad(loss, list(student.draft.parameters())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
 def test_one_function_for_all_layers_and_lengths(
     family: str, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +104,7 @@ def test_one_function_for_all_layers_and_lengths(
     assert not any("forward" in vars(module) for module in target.model.modules()), "decoding runs layers as they are"
 
 
+@pytest.mark.slow
 def test_a_model_draft_is_compiled_with_the_function_of_its_layers(counter: CompileCounterWithBackend) -> None:
     target = make_qwen()
     batch, found = padded_batch(target), []
