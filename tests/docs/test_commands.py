@@ -41,7 +41,7 @@ def test_examples(workspace: Workspace) -> None:
     page = "examples/README.md"
     (output,) = workspace.execute(page)
     assert "step 10: loss" in output and "sage: " in output and output.count("confident: ") == 2
-    assert "2/2 texts identical" in output and "1 prompts, 1 texts identical" in output
+    assert "2/2 texts identical" in output and "2 prompts, 2 texts identical" in output
     for path in EXAMPLES.iterdir():
         if path.suffix in (".py", ".ipynb"):
             assert f"({path.name})" in read(page) and (path.suffix == ".ipynb" or f"python examples/{path.name}" in output)
