@@ -154,7 +154,13 @@ def check_path(kind: str, path: str) -> None:
 
 def is_hub_name(kind: str, path: str) -> bool:
     """Returns whether a path that does not exist here is a name on the hub."""
-    if os.path.exists(path) or path.startswith((".", "/")) or path.endswith(SUFFIXES) or glob.has_magic(path):
+    if (
+        KINDS[kind].content is Content.none
+        or os.path.exists(path)
+        or path.startswith((".", "/"))
+        or path.endswith(SUFFIXES)
+        or glob.has_magic(path)
+    ):
         return False
     if KINDS[kind].content is Content.rows:
         return bool(HUB_NAME.fullmatch(path)) and not os.path.isdir(os.path.dirname(path))

@@ -27,6 +27,7 @@ from data_prep.dataset.mixing import permutation
 from data_prep.dataset.preparation import Preparation, measure_preparation
 from data_prep.own_answers import is_quickly_measured
 from data_prep.sources import KINDS, Content
+from data_prep.sources.files import is_hub_name
 from data_prep.splits import Split
 from data_prep.tools.cli import measure_own_answers
 from sage.commands.cli import resolve_device
@@ -155,7 +156,7 @@ def _unopened(config: Config) -> str:
         content = KINDS[source.kind].content
         if content is not Content.none and not source.path:
             return f"data.path is not given for source {label}"
-        if source.streaming or (content is Content.table and not os.path.exists(source.path)):
+        if source.streaming or is_hub_name(source.kind, source.path):
             return f"{source.path} is on the hub"
     return ""
 
