@@ -97,10 +97,9 @@ def check(name: str, work: Path, rows: str, is_small: bool) -> Iterator[dict[str
 
 
 def _planned_gib(log: Path) -> float | None:
-    """Returns the total of a plan without the memory that only a GPU needs."""
-    text = log.read_text() if log.is_file() else ""
-    total, context = (re.search(rf"{name} +([\d.]+) GB", text) for name in ("total", "CUDA context, NCCL"))
-    return None if total is None else (float(total[1]) - float(context[1] if context else 0)) * 1e9 / 2**30
+    """Returns the total of a plan."""
+    total = re.search(r"total +([\d.]+) GB", log.read_text() if log.is_file() else "")
+    return None if total is None else float(total[1]) * 1e9 / 2**30
 
 
 def _environment() -> dict[str, str]:

@@ -116,6 +116,7 @@ def test_planned_weights_and_optimizer_states_match_the_engine(stage: int, dtype
     planned = draft_memory(config, parameters, parameters, 1, matrices)
     assert moments or optimizer == "adamw"
     assert planned["draft weights"] == weights
+    assert planned["gradient buckets"] <= 8 * parameters  # not the 500 million elements that a GPU would hold
     if moments:  # DeepSpeed may allocate them in the first step only
         assert planned["optimizer, masters"] == pytest.approx(held, rel=0.01)  # flat buffers are padded
 

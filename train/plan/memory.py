@@ -193,8 +193,10 @@ def draft_memory(config: Config, parameters: int, trained: int, ranks: int, matr
     optimizer = MASTER_BYTES * ((3 if stage else 2) * trained - matrices) / (ranks if stage >= 1 else 1)
     own_sum = size if stage == 1 and size < MASTER_BYTES else 0  # the bf16 gradient of a micro-batch, kept beside the sum
     gradients = trained * (MASTER_BYTES + own_sum) / (ranks if stage >= 2 else 1)
-    bucket = config.deepspeed.bucket_elements * size * (2 if config.deepspeed.overlap_comm else 1) if stage else 0
-    reduced = min(config.deepspeed.bucket_elements, trained) * MASTER_BYTES if size < MASTER_BYTES else 0
+    filled = min(config.deepspeed.bucket_elements, trained)
+    elements = filled if config.launch.device is Device.cpu else config.deepspeed.bucket_elements  # a CPU has what is written
+    bucket = elements * size * (2 if config.deepspeed.overlap_comm else 1) if stage else 0
+    reduced = filled * MASTER_BYTES if size < MASTER_BYTES else 0
     return {
         "draft weights": parameters * size / (ranks if stage >= MAX_STAGE else 1),
         "draft gradients": gradients,
