@@ -21,7 +21,7 @@ from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, measure
 from benchmarks.figures import counts
 from benchmarks.wide import add_widen_option, widened
 from data_prep.config import KEY_VARIABLE
-from sage.bench.options import names, variants
+from sage.bench.options import baselines, variants
 from sage.bench.report import display_name, machine
 from sage.bench.runners import BASELINES
 from sage.commands.cli import add_device_option, add_passes_option, new_parser, run
@@ -79,8 +79,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     for option in ("prompts", "repeats", "max_new_tokens", "threads"):
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')}: {getattr(args, option)} is not allowed; give at least 1")
-    if unknown := [name for name in names(args.baselines) if name not in BASELINES]:
-        raise ValueError(f"--baselines: {unknown[0]!r} is unknown; choose from {', '.join(BASELINES)}")
+    without_draft = baselines(args.baselines)
     if args.server and args.num_speculative_tokens:
         raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")
     if not args.server and args.server_model:
@@ -101,7 +100,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         target=widened(args.target or target_of(next(iter(drafts.values())), "--target"), args),
         drafts=drafts,
         variants=variants(args.policies, args.policy),
-        baselines=names(args.baselines),
+        baselines=without_draft,
         depths=depths,
         num_prompts=args.prompts,
         cores=available_cores()[: args.threads],

@@ -15,7 +15,7 @@ from sage.bench import options
 from sage.bench.measurement import load_prompts, measure
 from sage.bench.report import all_policies, build_report, calibration, replays
 from sage.bench.report_table import format_table
-from sage.bench.runners import PolicyRunner, Runner, baseline_runner, find_assistant
+from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
 from sage.commands.cli import find_models, load_options
 from sage.io.files import write_json
 from sage.io.progress import progress_callback
@@ -56,13 +56,15 @@ def compare(args: argparse.Namespace, command: str) -> None:
         **({"first_answer": True} if args.first_answer else {}),
     )
     print(format_table(report))
-    _write(report, args.out)
+    if args.out is not None:
+        write_json(Path(args.out), report)
+        print(f"written: {args.out}")
 
 
 def _runners(target: Any, draft: Any, own: Sequence[options.Variant], args: argparse.Namespace) -> list[Runner]:
     """Returns the policies, then the baselines, always including autoregressive decoding."""
     assistant = find_assistant(target, args.assistant, draft)
-    wanted = dict.fromkeys([AUTOREGRESSIVE, *options.baselines_of(args)])
+    wanted = dict.fromkeys([AUTOREGRESSIVE, *options.baselines(args.baselines), *([HF_ASSISTED] if args.assistant else [])])
     runners: list[Runner] = [
         PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options), is_first_answer=args.first_answer)
         for one in own
@@ -75,12 +77,6 @@ def _replayed(own: Sequence[options.Variant]) -> dict[str, Policy]:
     """Returns new policies of the measured variants, and every other policy."""
     policies = {one.label: sage.policy(one.policy, **one.options) for one in own}
     return policies | all_policies({}, leave_out=[one.policy for one in own])
-
-
-def _write(report: dict[str, Any], out: str | None) -> None:
-    if out is not None:
-        write_json(Path(out), report)
-        print(f"written: {out}")
 
 
 def _quiet() -> None:

@@ -116,7 +116,7 @@ def measure(
     short = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, WARMUP_TOKENS))
     for runner in [*runners] * warmup:  # first calls allocate, fill caches and calibrate
         logger.debug("warming up %s", runner.name)
-        _run(runner, prompts[0], short, failed)
+        _run_group(runner, prompts[:1], short, failed)
     runs: dict[str, list[list[TimedRun]]] = {runner.name: [[] for _ in prompts] for runner in runners}
     done, total = 0, repeats * len(prompts)
     try:
@@ -153,12 +153,6 @@ def rotated(items: Sequence[T], shift: int) -> list[T]:
     """Returns the items, rotated left by `shift`."""
     shift %= len(items)
     return [*items[shift:], *items[:shift]]
-
-
-def _run(runner: Runner, prompt: BenchPrompt, sampling: Sampling, failed: dict[str, str]) -> TimedRun | None:
-    """Returns one run; None if the runner fails or has failed before."""
-    found = _run_group(runner, [prompt], sampling, failed)
-    return None if found is None else found[0]
 
 
 def _run_group(

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sage.bench.settings import (
-    BASELINES,
-    HF_ASSISTED,
-    HF_GENERATE,
-    PROMPT_LOOKUP,
-    MeasurementSettings,
-)
+from sage.bench.settings import BASELINES, HF_GENERATE, PROMPT_LOOKUP, MeasurementSettings
 from sage.commands.cli import (
     CHECKPOINT_DTYPE,
     add_load_options,
@@ -63,16 +57,21 @@ def variant(spec: str) -> Variant:
     return Variant(label=label or spec, policy=name, options=options)
 
 
-def variants(policies: str | None, specs: Sequence[str]) -> list[Variant]:
-    """Returns the variants of `--policies`, with default options, and of `--policy`; `DEFAULT_POLICIES` without both. Raises
-    ValueError for an unknown policy or option, or a label that occurs twice.
+def plain_policies(policies: str | None, specs: Sequence[str]) -> list[str]:
+    """Returns the names of `--policies`, by default `DEFAULT_POLICIES` unless there is a `--policy`; ValueError for an unknown
+    one.
     """
-    if policies is None:
-        policies = "" if specs else DEFAULT_POLICIES
-    plain = names(policies)
-    if unknown := [name for name in plain if name not in POLICIES]:
+    found = names(("" if specs else DEFAULT_POLICIES) if policies is None else policies)
+    if unknown := [name for name in found if name not in POLICIES]:
         raise ValueError(f"--policies: {unknown[0]!r} is unknown; choose from {', '.join(POLICIES)}")
-    found = [Variant(label=name, policy=name) for name in plain] + [variant(spec) for spec in specs]
+    return found
+
+
+def variants(policies: str | None, specs: Sequence[str]) -> list[Variant]:
+    """Returns the variants of `--policies`, with default options, and of `--policy`. Raises ValueError for an unknown policy or
+    option, or a label that occurs twice.
+    """
+    found = [Variant(label=name, policy=name) for name in plain_policies(policies, specs)] + [variant(spec) for spec in specs]
     labels = [one.label for one in found]
     if twice := [label for label in labels if labels.count(label) > 1 or (label in BASELINES and label not in POLICIES)]:
         raise ValueError(f"--policy: {twice[0]!r} names two runners; write LABEL=POLICY:option=value with labels of your own")
@@ -86,11 +85,7 @@ def check_compare(args: argparse.Namespace) -> None:
         ValueError: a number out of range, an unknown policy or baseline, or a missing draft or target.
     """
     check_fields(from_attributes(MeasurementSettings, args))
-    needing = [] if args.policies is None else names(args.policies)
-    for name in needing:
-        if name not in POLICIES:
-            raise ValueError(f"--policies: {name!r} is unknown; choose from {', '.join(POLICIES)}")
-    needing = [name for name in needing if name != AUTOREGRESSIVE]
+    needing = [name for name in plain_policies(args.policies, args.policy) if name != AUTOREGRESSIVE]
     for spec in args.policy:
         name = spec.partition(":")[0].rpartition("=")[2]
         try:
@@ -98,9 +93,7 @@ def check_compare(args: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"--policy {spec}: {error}") from error
         needing += [spec] if name != AUTOREGRESSIVE else []
-    if args.policies is None and not args.policy:
-        needing = DEFAULT_POLICIES.split(",")
-    baselines_of(args)
+    baselines(args.baselines)
     if args.replay:
         needing.append("--replay")
     if needing and args.draft is None:
@@ -108,12 +101,12 @@ def check_compare(args: argparse.Namespace) -> None:
     named_models(args)
 
 
-def baselines_of(args: argparse.Namespace) -> list[str]:
-    """Returns the baselines of `--baselines` and of `--assistant`; ValueError for an unknown one."""
-    found = names(args.baselines)
+def baselines(text: str) -> list[str]:
+    """Returns the names of `--baselines`; ValueError for an unknown one."""
+    found = names(text)
     if unknown := [name for name in found if name not in BASELINES]:
         raise ValueError(f"--baselines: {unknown[0]!r} is not a baseline; choose from {', '.join(BASELINES)}")
-    return [*found, *([HF_ASSISTED] if args.assistant else [])]
+    return found
 
 
 def names(text: str) -> list[str]:
