@@ -75,7 +75,7 @@ def build_example(
 
     Returns:
         The fields of `Processor.encode` (input_ids [T], loss_mask [T] bool, pixel inputs) and `id`. The example ends with
-        the token that ends the last answer.
+        the token that ends the last answer, if it is finished.
 
     Raises:
         BadItem: the conversation or an image is invalid, or the mask covers none or all of its text.
@@ -182,8 +182,8 @@ def _probed_segments(messages: list[Message], prompted: str, processor: Processo
 
 
 def _answer_segments(message: Message, text: str, end: str) -> list[Segment]:
-    """Returns the segments of an answer: its own token ids if it has any, else its text."""
-    is_supervised = bool(message.get("weight", 1))
+    """Returns the segments of an answer: its own token ids if it has any, else its text; without `end` if it is unfinished."""
+    is_supervised, end = bool(message.get("weight", 1)), "" if message.get("unfinished") else end
     ids = tuple(message.get("token_ids") or ())
     return [(ids, is_supervised), (end, is_supervised)] if ids else [(text + end, is_supervised)]
 

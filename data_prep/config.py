@@ -63,6 +63,13 @@ class Thinking(StrEnum):
         return None if self is Thinking.auto else self is Thinking.on
 
 
+class OnCut(StrEnum):
+    """What is done with an answer of the target that does not end within `max_new_tokens`."""
+
+    keep = "keep"  # as the last one of its conversation; all of its tokens are trained on, no end is
+    drop = "drop"
+
+
 class Images(StrEnum):
     """How a server receives images."""
 
@@ -167,6 +174,7 @@ class RegenerateConfig(AnswerSettings):
         policy: a name of `sage.POLICIES`.
         batch_size: conversations that this project's decoder answers together. In fp32 the answers do not depend on it; in half
             precision, tokens of almost equal logits may.
+        on_cut: what is done with an answer that does not end within `max_new_tokens`.
         server: base URL of an OpenAI-compatible server of the target that answers instead, or a list of several, like
             http://host:8000/v1; empty: this project's decoder.
         model: id under which the servers serve the target; empty: the only one, if it has the target's name.
@@ -182,6 +190,7 @@ class RegenerateConfig(AnswerSettings):
     policy: str = DEFAULT_POLICY
     max_new_tokens: PositiveInt = 512
     batch_size: PositiveInt = 16
+    on_cut: OnCut = OnCut.keep
     server: Any = ""
     model: str = ""
     concurrency: PositiveInt = 32
@@ -198,7 +207,7 @@ class RegenerateConfig(AnswerSettings):
 
     def sampling(self) -> dict[str, Any]:
         """Returns the settings that determine the answers."""
-        return {part.name: getattr(self, part.name) for part in fields(AnswerSettings)}
+        return {part.name: getattr(self, part.name) for part in fields(AnswerSettings)} | {"on_cut": str(self.on_cut)}
 
 
 def data_config(stored: Mapping[str, Any]) -> DataConfig:

@@ -18,7 +18,8 @@ MEDIA = ("image", "video")
 MEDIA_KEYS = ("url", "path", "base64")
 FOLLOW_UPS = "follow_ups"  # key of `Conversation.meta`
 # Keys of a message beside role and content. The target's chat template renders them, except for `weight` (0: no training) and
-# `token_ids` (those of an answer whose text has others). `tools` are those of the conversation, in its first message.
+# `token_ids` (those of an answer whose text has others). `tools` are those of the conversation, in its first message;
+# `unfinished` marks a last answer whose end is missing, so that nothing is trained to end there.
 EXTRAS: dict[str, Any] = {
     "reasoning_content": str,
     "tool_calls": list,
@@ -26,7 +27,7 @@ EXTRAS: dict[str, Any] = {
     "name": str,
     "weight": (int, float),
 }
-EXTRAS |= {"token_ids": list, "tools": list}
+EXTRAS |= {"token_ids": list, "tools": list, "unfinished": bool}
 FOLLOWED_BY = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
 
 Part = dict[str, Any]
@@ -136,6 +137,8 @@ def check_conversation(conversation: Conversation, needs_answer: bool = True) ->
             _check_content(message, i)
             if needs_answer and message["role"] == "assistant" and not (text_of(message).strip() or "tool_calls" in message):
                 raise ValueError(f"message {i}: an empty answer; a draft learns nothing from it")
+            if message.get("unfinished") and message is not messages[-1]:
+                raise ValueError(f"message {i}: unfinished, and others follow; end the conversation there")
     except ValueError as error:
         raise conversation.error(str(error)) from error
     return replace(conversation, messages=messages)

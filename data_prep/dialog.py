@@ -42,25 +42,28 @@ class AnswerRequest(NamedTuple):
 class Dialog:
     """A conversation in progress: alternately `next_request` and `add`, until `next_request` returns None.
 
+    Args:
+        keeps_cut: whether an answer that is cut short is the last one of its conversation, or left out.
+
     Attributes:
         position: position of the conversation in the dataset.
         outcome: `answered` as long as all answers are; any other outcome ends the dialog.
         reason: why an answer is missing, with the name of the conversation.
     """
 
-    def __init__(self, position: int, conversation: Conversation, seed: int) -> None:
+    def __init__(self, position: int, conversation: Conversation, seed: int, keeps_cut: bool = True) -> None:
         self.position, self.outcome, self.reason = position, Outcome.answered, ""
-        self._conversation, self._seed = conversation, seed
+        self._conversation, self._seed, self._keeps_cut = conversation, seed, keeps_cut
         self._messages: list[Message] = []
         self._rest = list(conversation.messages)
 
     @classmethod
-    def open(cls, dataset: Any, position: int, seed: int) -> Dialog:
+    def open(cls, dataset: Any, position: int, seed: int, keeps_cut: bool = True) -> Dialog:
         """Reads a conversation of the dataset. An invalid conversation yields a finished dialog."""
         conversation = Conversation("", [])
         try:
             conversation = dataset.conversation(position)
-            return cls(position, check_conversation(conversation), seed)
+            return cls(position, check_conversation(conversation), seed, keeps_cut)
         except BadItem as error:
             dialog = cls(position, replace(conversation, messages=[]), seed)
             dialog.outcome, dialog.reason = Outcome.invalid, str(error)
@@ -84,17 +87,21 @@ class Dialog:
         return AnswerRequest(self._messages, _seed(self._seed, self._conversation.id, len(self._messages)))
 
     def add(self, answer: TargetAnswer) -> None:
-        """Adds the answer to the last request. An unsuccessful answer ends the dialog after its last successful answer."""
+        """Adds the answer to the last request. Any but a complete answer ends the dialog after its last kept one."""
         outcome = answer.outcome
         if outcome is Outcome.answered and not answer.text.strip():
             outcome = Outcome.empty
-        if outcome is Outcome.answered:
+        is_kept = outcome is Outcome.answered or (outcome is Outcome.cut and self._keeps_cut and answer.text.strip())
+        reason = "" if outcome is Outcome.answered else f"answer {self.kept + 1}: {answer.reason or REASONS[outcome]}"
+        if is_kept:
             self._rest.pop(0)
-            ids = {"token_ids": list(answer.token_ids)} if answer.token_ids else {}
-            self._messages.append({"role": "assistant", "content": [{"type": "text", "text": answer.text}], **ids})
+            extras: dict[str, Any] = {"token_ids": list(answer.token_ids)} if answer.token_ids else {}
+            extras |= {"unfinished": True} if outcome is Outcome.cut else {}
+            self._messages.append({"role": "assistant", "content": [{"type": "text", "text": answer.text}], **extras})
+        if outcome is Outcome.answered:
             return
         self.outcome = outcome
-        self.reason = str(self._conversation.error(f"answer {self.kept + 1}: {answer.reason or REASONS[outcome]}"))
+        self.reason = str(self._conversation.error(reason))
         last = max((i for i, message in enumerate(self._messages) if message["role"] == "assistant"), default=-1)
         self._messages, self._rest = self._messages[: last + 1], []
 

@@ -36,7 +36,7 @@ SPEAKERS = {
 }
 URL_TYPES = {"image_url": "image", "video_url": "video"}
 RENAMED = {"reasoning": "reasoning_content", "thinking": "reasoning_content"}
-KEPT = ("reasoning_content", "tool_calls", "tool_call_id", "name", "weight", "token_ids", "tools")
+KEPT = ("reasoning_content", "tool_calls", "tool_call_id", "name", "weight", "token_ids", "tools", "unfinished")
 REFUSED = ("function_call", "functions", "audio", "refusal", "documents")  # which others render, and this project does not
 Roots = str | tuple[str, ...]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from data_prep.build import build_dataset
 from data_prep.cache import cache_dir
-from data_prep.config import Answers, Cache, DataConfig, RegenerateConfig
+from data_prep.config import Answers, Cache, DataConfig, OnCut, RegenerateConfig
 from data_prep.conversation import Conversation
 from data_prep.dialog import Drive
 from data_prep.sources.kinds import SourceConfig
@@ -117,7 +117,7 @@ class TargetAnswers:
     def __init__(
         self, config: DataConfig, processor: Processor, origin: dict[str, Any], weights: str, settings: RegenerateConfig
     ) -> None:
-        self._config, self._seed = config, settings.seed
+        self._config, self._settings = config, settings
         self._dataset = answerable_items(config, processor, "train")
         named = {**origin, "target": Path(origin["target"]).name, "weights": weights}
         self._provenance = provenance_of(self._dataset, named, settings)
@@ -151,7 +151,8 @@ class TargetAnswers:
         for number, file in enumerate(self.files.values()):
             items = SourceItems(self._dataset, np.flatnonzero(self._dataset.index.source == number))
             if not file.exists():
-                yield file, regenerate(items, drive, file, provenance, self._seed, rank, world_size)
+                keeps_cut = self._settings.on_cut is OnCut.keep
+                yield file, regenerate(items, drive, file, provenance, self._settings.seed, rank, world_size, keeps_cut)
 
     def data(self) -> DataConfig:
         """Returns the configuration whose training split is the answered conversations.

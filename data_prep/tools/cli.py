@@ -16,7 +16,7 @@ import numpy as np
 
 from data_prep.build import build_dataset
 from data_prep.chat import Example, encode_example, example_lengths, shorten_example
-from data_prep.config import Cache, DataConfig, OnBad, RegenerateConfig
+from data_prep.config import Cache, DataConfig, OnBad, OnCut, RegenerateConfig
 from data_prep.conversation import BadItem, BadTemplate, Conversation, Message, check_conversation
 from data_prep.dataset.dataset import ConversationDataset
 from data_prep.dataset.lengths import LongExamples
@@ -178,17 +178,18 @@ def regenerate_data(
         draft: for speculative decoding without a server; None: none.
         key: of the servers, empty if they have none.
     """
+    keeps_cut = settings.on_cut is OnCut.keep
     if not settings.server:
         dataset = answerable_items(config, target.processor, split)
         drive = own_answers(target, draft, settings, config.num_frames, len(dataset) // world_size)
         provenance = provenance_of(dataset, decoder_origin(target, settings), settings)
-        return regenerate(dataset, drive, out, provenance, settings.seed, rank, world_size)
+        return regenerate(dataset, drive, out, provenance, settings.seed, rank, world_size, keeps_cut)
     finished = finished_provenance(out)
     with ServerAnswers(settings, key, target, MediaPolicy.of(config, Split(split), settings.images)) as servers:
         model = servers.check() if finished is None else finished.get("served_model")
         dataset = answerable_items(config, target.processor, split)
         provenance = provenance_of(dataset, server_origin(target, model), settings)
-        return regenerate(dataset, servers.drive, out, provenance, settings.seed, rank, world_size)
+        return regenerate(dataset, servers.drive, out, provenance, settings.seed, rank, world_size, keeps_cut)
 
 
 def _dataset(config: DataConfig, processor: Processor, split: str, logs_skipped: bool = True) -> Data:

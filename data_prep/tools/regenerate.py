@@ -72,6 +72,7 @@ def regenerate(
     seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
+    keeps_cut: bool = True,
 ) -> RegenerationResult:
     """Answers this rank's conversations and, once the parts of all ranks are complete, writes `out`.
 
@@ -79,6 +80,7 @@ def regenerate(
         dataset: `__len__` and `conversation(i)`, e.g. of `build_dataset` with data.cache=rows.
         drive: the source of the answers, `own_decoder.own_answers` or that of a server.
         provenance: the origin of the rows (target, draft, decoding settings, ...), stored in every row.
+        keeps_cut: as of `Dialog`.
 
     Raises:
         ValueError: `out` or its parts contain rows with another provenance.
@@ -88,7 +90,7 @@ def regenerate(
     part = part_path(out, rank, world_size)
     part.parent.mkdir(parents=True, exist_ok=True)
     _drop_unfinished_line(part)
-    dialogs = (Dialog.open(dataset, position, seed) for position in remaining)
+    dialogs = (Dialog.open(dataset, position, seed, keeps_cut) for position in remaining)
     media = MediaFolder(out)
     for dialog in _with_progress(drive(dialogs), len(done), len(remaining), rank, world_size):
         row = {"position": dialog.position, "kept": dialog.kept, "outcome": dialog.outcome, "reason": dialog.reason}

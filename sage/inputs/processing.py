@@ -38,7 +38,7 @@ TEMPLATE_FILE = "chat_template.json"
 BLANK = "\u2581"  # of SentencePiece
 Messages = list[dict[str, Any]]
 Segment = tuple[str | tuple[int, ...], bool]  # text or token ids, is supervised
-NOT_RENDERED = ("tools", "token_ids", "weight")  # keys of a message that are no fields of a chat template
+NOT_RENDERED = ("tools", "token_ids", "unfinished", "weight")  # keys of a message that are no fields of a chat template
 PRIVATE_USE = range(0xF0000, 0xF0100)  # characters of a Unicode private use area
 MARKUP = re.compile("think|tool")  # special tokens that templates write within messages
 

@@ -211,7 +211,9 @@ def test_check_from_the_command_line(target_folder: Path, tmp_path: Path, capsys
 def test_regenerate_from_the_command_line(regeneration: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "own.jsonl"
     assert command(*regeneration) == 0
-    assert f"2 conversations (2 now): 2 cut short: {out}; 2 without a row" in capsys.readouterr().out
+    assert f"2 conversations (2 now): 2 cut short: {out}\n" in capsys.readouterr().out
+    assert command(*regeneration, "regenerate.on_cut=drop") == 2
+    assert "(on_cut: keep there, drop here)" in capsys.readouterr().err
     assert command(*regeneration) == 0
     assert "(0 now)" in capsys.readouterr().out
     assert command(*regeneration, "regenerate.temperature=1.0") == 2
@@ -322,7 +324,7 @@ def test_addresses_and_keys_that_cannot_be_used(settings: dict[str, Any], part: 
 def test_regenerate_from_a_server(target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rows of the decoder, from the command line; once they are complete, the server is not needed."""
     words = [f"target.path={target_folder}", "data.num_examples=4", "data.sources.pocket.families=[caption]"]
-    words += [f"data.cache_dir={tmp_path}", "action=regenerate", "regenerate.max_new_tokens=4"]
+    words += [f"data.cache_dir={tmp_path}", "action=regenerate", "regenerate.max_new_tokens=4", "regenerate.on_cut=drop"]
     target = sage.load_target(target_folder)
 
     def model(messages: list[Any], seed: int) -> TargetAnswer:

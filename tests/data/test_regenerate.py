@@ -42,7 +42,8 @@ def echo(messages: list[Message], seed: int) -> TargetAnswer:
 
 
 def run(out: Path, answer: Any = echo, **options: Any) -> Any:
-    return regenerate(TwoTurnConversations(6), one_by_one(answer), out, options.pop("provenance", PROVENANCE), **options)
+    given = {"provenance": PROVENANCE, "keeps_cut": False} | options
+    return regenerate(TwoTurnConversations(6), one_by_one(answer), out, **given)
 
 
 @pytest.fixture
@@ -72,6 +73,23 @@ def test_rows_contain_the_targets_answers_and_their_provenance(complete: dict[st
     check_message(skipped[0]["reason"], "chats: item 3 (id c3):", "'user'")
     check_message(skipped[1]["reason"], "chats: item 4 (id c4):", "answer 1", "max_new_tokens")
     assert [row["outcome"] for row in (*found, *skipped)] == ["answered"] * 3 + ["cut short", "invalid", "cut short"]
+
+
+def test_an_answer_that_is_cut_short_is_the_last_one_and_trained_on_without_an_end(tmp_path: Path) -> None:
+    found = run(out := tmp_path / "out.jsonl", keeps_cut=True)
+    assert f"3 answered, 2 cut short, 1 invalid: {out}; 1 without a row" in found.as_text(out)
+    kept = {row["id"]: [m | {"content": text_of(m)} for m in row["messages"]] for row in rows(out)}
+    assert [len(kept[name]) for name in ("c2", "c4", "c5")] == [4, 2, 4]
+    assert [["unfinished" in message for message in kept[name]] for name in ("c2", "c4")] == [[False] * 4, [False, True]]
+    processor = make_processor("qwen2_5_vl")
+    example = build_example(Conversation("c4", kept["c4"]), processor)
+    supervised = example["input_ids"][example["loss_mask"]].tolist()
+    assert processor.tokenizer.decode(supervised) == text_of(kept["c4"][1])
+    kept["c4"][1].pop("unfinished")
+    whole = build_example(Conversation("c4", kept["c4"]), processor)["input_ids"].tolist()
+    assert whole == [*example["input_ids"].tolist(), processor.tokenizer.eos_token_id]
+    with refused("message 1: unfinished, and others follow"):
+        build_example(Conversation("c", [*kept["c4"][:1], kept["c4"][1] | {"unfinished": True}, *kept["c2"][:2]]), processor)
 
 
 def test_summary_counts_every_conversation_once(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from train.config.schema import Config, ConfigError
 FIXED = (
     *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
     *("train.global_batch_size", "train.precision", "train.length_window", "optim.kind"),
-    *(f"regenerate.{part.name}" for part in fields(AnswerSettings)),
+    *("regenerate.on_cut", *(f"regenerate.{part.name}" for part in fields(AnswerSettings))),
 )
 CHANGEABLE = ("data.num_workers", "data.bad_list", "data.cache_keep")  # not data.cache: known lengths change the batches
 UNRECORDED = ("run.", "debug", "launch.plan")  # settings of the command rather than of the run
