@@ -114,8 +114,10 @@ def _outcome(step: Step, log: IO[str], limit_s: float) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process with all that it has started."""
+    """Ends a process with all that it has started; what outlives it is killed at once."""
     for number, grace_s in SIGNALS:
+        if process.poll() is not None:
+            number = signal.SIGKILL
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
