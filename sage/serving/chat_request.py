@@ -144,7 +144,7 @@ class StreamOptions(Strict):
     model_config = ConfigDict(extra="forbid")
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None  # which GuideLLM requests: the last chunk alone has the usage
 
 
 def _as_list(value: Any) -> Any:

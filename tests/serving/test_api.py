@@ -42,7 +42,7 @@ def test_the_openai_client_gets_the_texts_of_generate_over_several_turns_with_im
                 seed=3,
                 temperature=0.8,
                 stream=True,
-                stream_options={"include_usage": True},
+                stream_options={"include_usage": True, "continuous_usage_stats": True},
             )
         )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
