@@ -146,6 +146,8 @@ def _run(requests: Sequence[Request], needed: Sequence[Any]) -> list[Any]:
     """Runs the passes that requests need, None for none; their clocks share the time."""
     places = [place for place, each in enumerate(needed) if each is not None]
     found: list[Any] = [None] * len(needed)
+    if not places:
+        return found
     with shared_time([requests[place].clock for place in places]):
         for place, result in zip(places, run([needed[place] for place in places]), strict=True):
             found[place] = result
