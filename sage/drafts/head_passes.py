@@ -40,15 +40,25 @@ class LevelInputs(NodeInputs):
     Attributes:
         tokens, parents: LongTensor [T], of each node its token, and its parent as a row of `hidden`.
         hidden: [P, D], the outputs of the last pass.
-        cos, sin: [1, 1, T, d], rope of every node.
+        numbers: LongTensor [T], the request of each node.
+        cos, sin: [1, 1, R, d], rope of the level of each request.
     """
 
     visible: Tensor = argument(NODES, NEAR, dtype=torch.bool, padding=Padding.masked)
+    near: Tensor = argument(ROWS, NEAR, padding=Padding.spare)
     tokens: Tensor = argument(NODES)
     parents: Tensor = argument(NODES, indexes="hidden")
     hidden: Tensor = argument(PARENTS, "hidden_size", dtype=None)
-    cos: Tensor = argument(1, 1, NODES, "head_dim", dtype=None)
-    sin: Tensor = argument(1, 1, NODES, "head_dim", dtype=None)
+    numbers: Tensor = argument(NODES)
+    cos: Tensor = argument(1, 1, CALLS, "head_dim", dtype=None)
+    sin: Tensor = argument(1, 1, CALLS, "head_dim", dtype=None)
+
+    @property
+    def rope(self) -> tuple[Tensor, Tensor]:
+        """Cos and sin of every node, [1, 1, T, d], or of all nodes alike, [1, 1, 1, d]."""
+        if self.queries is None:
+            return self.cos, self.sin
+        return self.cos.index_select(2, self.numbers), self.sin.index_select(2, self.numbers)
 
 
 @dataclass(kw_only=True)
@@ -132,7 +142,7 @@ class LevelPass(HeadPass):
         embeds, hidden = self.embed_tokens(inputs.tokens)[None], inputs.hidden.index_select(0, inputs.parents)[None]
         is_single = not torch.compiler.is_exporting() and inputs.queries is None and inputs.visible.shape[1] == 1
         mask = None if is_single else self.tiled(by_row(inputs.seen(), inputs.queries))
-        out = self.draft.read(embeds, hidden, (inputs.cos, inputs.sin), mask, inputs.cache())[0]
+        out = self.draft.read(embeds, hidden, inputs.rope, mask, inputs.cache())[0]
         return out, self.draft.logits(out, self._target)
 
 

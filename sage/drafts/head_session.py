@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -158,10 +159,8 @@ class HeadSession(PairSession):
         visible, start = self._visible_to(rows, first)
         cos, sin = self._rope(self.offset + self.depth, 1)
         self.depth += 1
-        if width > 1:
-            cos, sin = cos.repeat(1, 1, width, 1), sin.repeat(1, 1, width, 1)
-            if len(self.hidden) == 1:
-                rows = rows.new_zeros(width)  # a view of one number is not contiguous
+        if width > 1 and len(self.hidden) == 1:
+            rows = rows.new_zeros(width)  # a view of one number is not contiguous
         tensors = {
             "tokens": self._staging.stage(tokens),
             "parents": rows,
@@ -170,7 +169,7 @@ class HeadSession(PairSession):
             "sin": sin,
             "columns": self._steps.narrow(0, first, width),
             "visible": visible,
-            "first": self._steps.narrow(0, start, 1),
+            "near": self._steps.narrow(0, start, visible.shape[1]).unsqueeze(0),
             "steps": self._steps.narrow(0, 0, first + width),
         }
         return Pass(self._level, width, tensors, self._go_down, self.cache)
@@ -188,8 +187,7 @@ class HeadSession(PairSession):
             if len(rows) == 1:
                 return self._itself, first
             self.visible = self._itself.expand(len(self.hidden), first - self.committed)
-        siblings = torch.eye(len(rows), dtype=torch.bool, device=self.device)
-        self.visible = torch.cat((self.visible.index_select(0, rows), siblings), 1)
+        self.visible = torch.cat((self.visible.index_select(0, rows), _only_themselves(len(rows), self.device)), 1)
         return self.visible, self.committed
 
     def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
@@ -326,6 +324,12 @@ class SlotSession(PairSession):
         self._is_on_path = width == 1
         if self._num_candidates:  # a level below another one looks them up
             self._select_best(self._num_candidates)
+
+
+@lru_cache(maxsize=64)
+def _only_themselves(width: int, device: torch.device) -> Tensor:
+    """Returns attention [F, F] among siblings, which do not see each other. Do not modify the result."""
+    return torch.eye(width, dtype=torch.bool, device=device)
 
 
 def _first(results: Sequence[Tensor]) -> Tensor:

@@ -173,7 +173,7 @@ class BoundPass:
             return [_concatenated(described.dims, parts) for parts in zip(*given, strict=True)]
         joined = _concatenated(described.dims, given)
         if described.dims[0] is ROWS:
-            return joined.new_zeros(num_rows).index_copy_(0, cached_index(rows, self._device), joined)
+            return joined.new_zeros(num_rows, *joined.shape[1:]).index_copy_(0, cached_index(rows, self._device), joined)
         if described.indexes is None:
             return joined
         starts = [0, *accumulate(len(each.tensors[described.indexes]) for each in needed)]

@@ -54,13 +54,13 @@ class NodeInputs(CachedInputs):
     Attributes:
         offsets, places: as of a `Layout`.
         visible: BoolTensor [T, X], attention of each node to X columns of its row, its own among them; False for padding.
-        first: LongTensor [B], the first of these columns; all before it are visible to all nodes of the row.
+        near: LongTensor [B, X], these columns; all before the first of them are visible to all nodes of the row.
     """
 
     offsets: Tensor = argument(NODES)
     places: Tensor = argument(ROWS, PER_ROW)
     visible: Tensor = argument(NODES, VISIBLE, dtype=torch.bool, padding=Padding.masked)
-    first: Tensor = argument(ROWS)
+    near: Tensor = argument(ROWS, VISIBLE, padding=Padding.spare)
 
     @property
     def queries(self) -> Queries | None:
@@ -70,10 +70,9 @@ class NodeInputs(CachedInputs):
     def seen(self) -> Tensor:
         """Returns the columns that each node attends to, Bool [T, S]; of one row in fewer operator calls."""
         if self.queries is None:
-            near = torch.arange(self.visible.shape[1], device=self.first.device)
-            columns = (self.first + near).clamp(max=self.steps.shape[0] - 1)  # the last one is spare where sizes are padded
-            return (self.steps < self.first).expand(self.visible.shape[0], -1).clone().index_copy_(1, columns, self.visible)
-        place = self.steps - self.first.index_select(0, self.owners)[:, None]
+            near = self.near.flatten()
+            return (self.steps < near[:1]).expand(self.visible.shape[0], -1).clone().index_copy_(1, near, self.visible)
+        place = self.steps - self.near[:, 0].index_select(0, self.owners)[:, None]
         last = self.visible.shape[1] - 1
         return (place < 0) | (self.visible.gather(1, place.clamp(0, last)) & (place <= last))
 
@@ -96,6 +95,7 @@ class SplitTreeInputs(TreeInputs):
 
     steps: Tensor = argument(CAPACITY, padding=Padding.counting)
     visible: Tensor = argument(NODES, SEEN, dtype=torch.bool, padding=Padding.masked)
+    near: Tensor = argument(ROWS, SEEN, padding=Padding.spare)
 
 
 class TreePass(PassFunction):
@@ -144,9 +144,7 @@ class SplitTreePass(TreePass):
 
     def _attention(self, inputs: TreeInputs) -> tuple[Mask, PassKeys | None]:
         window, capacity = self._target.family.window, inputs.steps.shape[0]
-        near = torch.arange(inputs.visible.shape[1], device=inputs.first.device)
-        columns = (inputs.first + near).clamp(max=capacity - 1)
-        given = (inputs.visible, columns, capacity, self._target.group, self._tile)
+        given = (inputs.visible, inputs.near.flatten(), capacity, self._target.group, self._tile)
         types = getattr(self._target.text_config, "layer_types", None) or [SLIDING if window else FULL]
         full = key_parts(*given) if FULL in types else None
         return None, PassKeys(full, None if window is None else key_parts(*given, window))
@@ -211,7 +209,7 @@ class TreePasses:
             "positions": positions,
             "columns": steps.narrow(0, first, nodes),
             "visible": visible,
-            "first": steps.narrow(0, end - seen, 1),
+            "near": steps.narrow(0, end - seen, seen).unsqueeze(0),
             "steps": steps.narrow(0, 0, cache.capacity if self.is_split else end),
         }
         return Pass(self._pass, nodes, tensors, _as_output, cache)
