@@ -16,7 +16,6 @@ import torch
 from sage.decoding.decoder import Request, Round, attempt, prefill, read_chunk, run_round
 from sage.decoding.generation import Generation, Output, start
 from sage.drafts.draft import Draft
-from sage.drafts.session import PackedSession
 from sage.planning.base import Policy
 from sage.runtime.cache import CacheRow, SharedCache, TreeCache
 from sage.runtime.timing import prepared_s
@@ -141,7 +140,7 @@ class BatchDecoder:
         """Moves the empty caches of a request into rows of shared ones."""
         own = request.generation.request
         own.cache = self._row("target", own.cache, request)
-        if isinstance(own.session, PackedSession):
+        if own.session is not None and own.session.cache is not None:
             own.session.cache = self._row("draft", own.session.cache, request)
 
     def _row(self, owner: str, cache: TreeCache, request: BatchRequest) -> CacheRow:

@@ -17,8 +17,9 @@ from sage.drafts.compressor.spans import HeadInput, PairMasks, ends_of_turn
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import LastQuery, fuse_linears
 from sage.drafts.options import ImageInputs
-from sage.drafts.session import Candidates, PackedSession
+from sage.drafts.session import Candidates, DraftSession
 from sage.drafts.slots import SlotHead
+from sage.runtime.cache import TreeCache
 from sage.runtime.executor_choice import executor_of
 from sage.runtime.executors import EAGER
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer, read_together
@@ -27,7 +28,7 @@ from sage.runtime.pass_function import PROMPT
 from sage.targets import Features, Prompt, Target
 
 
-class PairSession(PackedSession):
+class PairSession(DraftSession):
     """Base class of sessions of a head that reads pairs: pair t = (feature of token t, embedding of token t + 1) at the
     position of token t.
 
@@ -38,6 +39,8 @@ class PairSession(PackedSession):
         target: provides embedding, lm_head and pass mode.
         capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
     """
+
+    cache: TreeCache
 
     def __init__(self, draft: DraftHead, target: Target, capacity: int) -> None:
         self.draft: Any = draft

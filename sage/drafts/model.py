@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from sage.drafts.registry import DraftKind
-from sage.drafts.session import PackedSession
+from sage.drafts.session import DraftSession
+from sage.runtime.cache import TreeCache
 from sage.runtime.executor_choice import executor_of
 from sage.runtime.executors import EAGER
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
@@ -128,13 +129,15 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
     return ModelDraft(Target(model, target.processor), target)
 
 
-class ModelSession(PackedSession):
+class ModelSession(DraftSession):
     """Session of a smaller target; its logits have the vocabulary size of the target. A draft in training runs eagerly.
 
     Args:
         target: provides the pass mode.
         capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
     """
+
+    cache: TreeCache
 
     def __init__(self, draft: ModelDraft, target: Target, capacity: int) -> None:
         self.model, self.vocab_size = draft.model, target.vocab_size

@@ -38,11 +38,13 @@ class DraftSession(ABC):
         levels: indices k of the target's hidden_states[k] that the draft reads in addition to the last.
         token_map: LongTensor [U], draft id -> target id; None when the draft vocabulary is the target's (U = V).
         max_depth: levels that a round can draft; None for any.
+        cache: of the draft; a row of a shared one if requests are decoded together. None for a draft without one.
     """
 
     levels: tuple[int, ...] = ()
     token_map: Tensor | None = None
     max_depth: int | None = None
+    cache: TreeCache | None = None
 
     @property
     @abstractmethod
@@ -54,7 +56,7 @@ class DraftSession(ABC):
         """Reads the prompt and the first token [1]; returns the logits below it, [1, U]."""
 
     @abstractmethod
-    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
+    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor:
         """Drafts one level deeper.
 
         Args:
@@ -62,11 +64,11 @@ class DraftSession(ABC):
             tokens: [F], the nodes' tokens.
 
         Returns:
-            [F, U], the logits below each node.
+            [F, U], the logits below each node, or the pass that gives them, which several requests can share.
         """
 
     @abstractmethod
-    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+    def commit_pass(self, features: Features, tokens: Tokens) -> Pass | Tensor:
         """Drops the tree and reads the tokens that the target accepted since the last call.
 
         Args:
@@ -74,16 +76,20 @@ class DraftSession(ABC):
             tokens: [M], the token after each of them, the next root last.
 
         Returns:
-            [1, U], the logits below the next root.
+            [1, U], the logits below the next root, or the pass that gives them.
         """
 
-    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor:
-        """Returns the pass that `expand` needs, which several requests can share, or what it returns without one."""
-        return self.expand(rows, tokens)
+    @torch.no_grad()
+    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
+        """Runs `expand_pass` of this request alone."""
+        logits: Tensor = run([self.expand_pass(rows, tokens)])[0]
+        return logits
 
-    def commit_pass(self, features: Features, tokens: Tokens) -> Pass | Tensor:
-        """Returns the pass that `commit` needs, or what it returns without one."""
-        return self.commit(features, tokens)
+    @torch.no_grad()
+    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+        """Runs `commit_pass` of this request alone."""
+        logits: Tensor = run([self.commit_pass(features, tokens)])[0]
+        return logits
 
     def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
         """Selects the best next tokens below each node.
@@ -100,32 +106,6 @@ class DraftSession(ABC):
         `commit` can be timed.
         """
         raise NotImplementedError
-
-
-class PackedSession(DraftSession):
-    """Base class of sessions whose passes several requests can share.
-
-    Attributes:
-        cache: of the draft; a row of a shared one if requests are decoded together.
-    """
-
-    cache: TreeCache
-
-    @abstractmethod
-    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor: ...
-
-    @abstractmethod
-    def commit_pass(self, features: Features, tokens: Tokens) -> Pass | Tensor: ...
-
-    @torch.no_grad()
-    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
-        logits: Tensor = run([self.expand_pass(rows, tokens)])[0]
-        return logits
-
-    @torch.no_grad()
-    def commit(self, features: Features, tokens: Tokens) -> Tensor:
-        logits: Tensor = run([self.commit_pass(features, tokens)])[0]
-        return logits
 
 
 def check_probabilities(rows: Sequence[Sequence[float]], level: int, num_new: int) -> None:

@@ -16,6 +16,7 @@ from sage.drafts.draft import Draft
 from sage.drafts.session import Candidates, DraftSession
 from sage.planning.base import Policy
 from sage.runtime.host_tensors import Tokens
+from sage.runtime.packing import Pass
 from sage.targets import Features, Prompt, Target
 from sage.trees import policy as new_policy
 
@@ -69,14 +70,13 @@ class Recorder(DraftSession):
         self._start()
         return self.session.prefill(prompt, features, root)
 
-    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+    def commit_pass(self, features: Features, tokens: Tokens) -> Pass | Tensor:
         self._start()
-        return self.session.commit(features, tokens)
+        return self.session.commit_pass(features, tokens)
 
-    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
-        logits = self.session.expand(rows, tokens)
+    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor:
         self._frontier = [(*self._frontier[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
-        return logits
+        return self.session.expand_pass(rows, tokens)
 
     def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
         probs, tokens = self.session.propose(scores, max(self.num_candidates, num_candidates))

@@ -261,9 +261,8 @@ def cache_bytes(target: Target, draft: Draft | None, max_context: int, tree_capa
     session = None if draft is None else new_session(draft, target, 1)
     rows = TreePasses(target, session.levels if session else ()).capacity(max_context + tree_capacity)
     needed = rows * sum(buffer.nbytes for buffer in target.new_cache(1).buffers)
-    if session is not None:
-        cache = session.cache  # type: ignore[attr-defined]
-        needed += rows * sum(buffer.nbytes for buffer in cache.buffers) // cache.capacity
+    if session is not None and session.cache is not None:
+        needed += rows * sum(buffer.nbytes for buffer in session.cache.buffers) // session.cache.capacity
     return needed
 
 

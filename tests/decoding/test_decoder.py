@@ -376,9 +376,8 @@ class TestRefusals:
         inputs = make_inputs(tiny_qwen)
         with_oracle(greedy_text(tiny_qwen, inputs, LENGTH))
         run = generation.start(tiny_qwen, sage.new_draft(tiny_qwen), inputs, make_policy(policy, {}), max_new_tokens=LENGTH)
-        assert run.request.session is not None
-        expand = run.request.session.expand
-        run.request.session.expand = lambda rows, tokens: expand(rows, tokens) * float("nan")  # type: ignore[method-assign]
+        session: Any = run.request.session
+        expand, session.expand_pass = session.expand_pass, lambda rows, tokens: expand(rows, tokens) * float("nan")
         with refused("draft", "level", "NaN"):
             list(run.rounds())
 

@@ -131,11 +131,11 @@ class BigramSession(DraftSession):
         return self._run(BigramInputs(tokens=root))[0]
 
     @torch.no_grad()
-    def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
+    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Tensor:
         return self._run(BigramInputs(tokens=self._staging.stage(tokens)))[0]
 
     @torch.no_grad()
-    def commit(self, features: Features, tokens: Tokens) -> Tensor:
+    def commit_pass(self, features: Features, tokens: Tokens) -> Tensor:
         return self._run(BigramInputs(tokens=self._staging.stage(tokens)[-1:]))[0]
 
     def set_synthetic_state(self, context: int, width: int) -> None:

@@ -221,7 +221,7 @@ class OracleSession(DraftSession):
         self.known = 1
         return self._start()
 
-    def expand(self, rows: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def expand_pass(self, rows: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         paths = [self.paths[row] for row in rows.tolist()]
         self.paths = [
             None if at is None or at >= len(self.answer) or token != self.answer[at] else at + 1
@@ -229,7 +229,7 @@ class OracleSession(DraftSession):
         ]
         return torch.stack([self._logits(at) for at in self.paths])
 
-    def commit(self, features: object, tokens: Tokens) -> torch.Tensor:
+    def commit_pass(self, features: object, tokens: Tokens) -> torch.Tensor:
         self.known += len(tokens)
         return self._start()
 

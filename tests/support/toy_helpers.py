@@ -76,11 +76,11 @@ class TableSession(DraftSession):
         self.context = tuple(root.tolist())
         return self.start()
 
-    def expand(self, rows: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def expand_pass(self, rows: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         self.paths = [(*self.paths[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
         return torch.stack([self.probs(path) for path in self.paths]).log()
 
-    def commit(self, features: object, tokens: Tokens) -> torch.Tensor:
+    def commit_pass(self, features: object, tokens: Tokens) -> torch.Tensor:
         self.context += tuple(map(int, tokens))
         return self.start()
 
