@@ -136,7 +136,8 @@ def table(found: dict[str, Any]) -> str:
     plans = [found["targets"][name]["planned_gib"] for name in names]
     rows.append(["plan of training", *("-" if plan is None else f"{plan:.1f} GiB" for plan in plans)])
     facts = found["machine"]
-    return f"{markdown_table(['', *names], rows, '<' + '>' * len(names))}\n\n{facts['cpu']}, {facts['cores']} cores."
+    where = f"{facts['cpu']}, {facts['cores']} cores, load {facts['load_average']:.0f}."
+    return f"{markdown_table(['', *names], rows, '<' + '>' * len(names))}\n\n{where}"
 
 
 def _cell(step: dict[str, Any] | None) -> str:
