@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST ?= .venv-oldest
 INTEROP ?= .venv-interop
 INTEROP_ARGS ?=
 ENGINES ?= .venv-engines
@@ -17,7 +18,7 @@ REAL_ARGS ?=
 DEMO_ARGS ?= $(if $(filter peagle,$(DRAFT)),optim.lr=4e-3)
 RUN ?= runs/demo_$(TARGET)$(if $(filter-out eagle,$(DRAFT)),_$(DRAFT))
 
-.PHONY: demo test test-fast lint results interop engines engines-env engines-families engines-regenerate gpu-quarter-hour full-size real clean
+.PHONY: demo test test-fast test-oldest lint results interop engines engines-env engines-families engines-regenerate gpu-quarter-hour full-size real clean
 
 # torch is installed first, where it is missing. PyPI's torch for Linux brings several GB of CUDA packages; on a machine without a GPU,
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu installs the build for CPUs.
@@ -54,6 +55,15 @@ test: $(VENV)/installed
 # Without the tests marked slow (more than about half a second each).
 test-fast: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto
+
+# The fast tests with the oldest versions that pyproject.toml allows, in a folder that precedes .venv, whose torch is used.
+$(OLDEST)/installed: tests/oldest/requirements.txt $(VENV)/installed
+	rm -rf $(OLDEST)
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(OLDEST) --requirement tests/oldest/requirements.txt
+	touch $@
+
+test-oldest: $(OLDEST)/installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -m pytest -m "not slow" -n auto
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -111,4 +121,4 @@ full-size: $(VENV)/installed
 	PYTHONPATH=. $(BIN)/python tests/full_size/check.py $(FULL_SIZE_ARGS)
 
 clean:
-	rm -rf $(VENV) $(INTEROP) $(ENGINES) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(INTEROP) $(ENGINES) build dist *.egg-info

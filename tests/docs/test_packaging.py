@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -30,6 +32,17 @@ def test_every_script_exists() -> None:
     for entry in PROJECT["project"]["scripts"].values():
         module, name = entry.split(":")
         assert callable(getattr(import_module(module), name)), entry
+
+
+def test_the_oldest_versions_are_those_that_make_test_oldest_installs() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    groups = (extras[name] for name in extras["dev"][0].partition("[")[2].rstrip("]").split(","))
+    allowed = [*PROJECT["project"]["dependencies"], *chain.from_iterable(groups)]
+    floors = dict(each.split(">=") for each in allowed if ">=" in each)
+    lines = (ROOT / "tests/oldest/requirements.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    wrong = {name: floor for name, floor in floors.items() if name != "torch" and Version(floor) != Version(pins[name])}
+    assert not wrong
 
 
 @pytest.fixture(scope="module")
