@@ -41,12 +41,15 @@ def target() -> sage.Target:
 
 
 def test_a_name_of_the_configuration_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pocket target is a folder of the package, another one a hub id; a folder of that name takes precedence."""
+    """A pocket target is in the package, that of `make real` in the cache, others are hub ids; a folder of that name wins."""
     names = [path.stem for path in (config_dir() / "target").glob("*.yaml") if path.stem != "by_path"]
     assert len(names) > 40
     for name in names:
         found = path_of_target(name)
-        assert (Path(found) / "config.json").is_file() if name.startswith("pocket_") else re.fullmatch(r"[\w-]+/[\w.-]+", found)
+        if name.startswith("pocket_"):
+            assert (Path(found) / "config.json").is_file()
+        else:
+            assert re.fullmatch(rf"[\w-]+/[\w.-]+|/.*/real/{name}", found)
     assert path_of_target("Qwen/Qwen2.5-VL-7B-Instruct") == "Qwen/Qwen2.5-VL-7B-Instruct"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pocket_qwen3_vl").mkdir()
