@@ -6,7 +6,7 @@ each for a small random LLaVA-1.5, whose positions count along the stream. Each 
 the tolerance of check_exports.py, by vLLM's own metrics of each request. Negative controls are exports that vLLM loads without
 a word: levels in the other convention, the other causality, a foreign lm_head. They must be accepted less.
 
-vLLM 0.32 for CPUs applies the k_norm of the first layer to the context of all layers (docs/upstream/vllm_k_norm.md): `fault`
+vLLM 0.32 for CPUs applies the k_norm of the first layer to the context of all layers (tests/engines/vllm_k_norm.md): `fault`
 shows it with two layers; other drafts of two layers have equal ones. What this engine cannot run: DSpark, DFlash 2 and mixed
 sliding and full attention need the V2 model runner, which needs Triton; images of M-RoPE targets collide in the draft's cache.
 

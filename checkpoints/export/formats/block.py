@@ -161,7 +161,7 @@ class BlockFormat(ExportFormat):
         if draft.num_layers > 1:
             found.append(
                 "vLLM 0.32 for CPUs and XPUs applies the k_norm of the first layer to the context of all layers "
-                "(docs/upstream/vllm_k_norm.md): expect low acceptance there; CUDA is not affected."
+                "(tests/engines/vllm_k_norm.md): expect low acceptance there; CUDA is not affected."
             )
         return found
 
