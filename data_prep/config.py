@@ -63,6 +63,10 @@ class Thinking(StrEnum):
         return None if self is Thinking.auto else self is Thinking.on
 
 
+MAX_DROPPED = 0.2  # share of the examples that a run drops without being asked to
+DROPPED = "dropped_examples"  # this share in metrics.jsonl
+
+
 class OnCut(StrEnum):
     """What is done with an answer of the target that does not end within `max_new_tokens`."""
 

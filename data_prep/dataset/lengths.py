@@ -11,9 +11,6 @@ import numpy as np
 from data_prep.chat import Fit, Lengths
 from data_prep.config import DataConfig, OnLong
 
-MAX_DROPPED = 0.2  # share of the examples that a run drops without being asked to
-DROPPED = "dropped_examples"  # this share in metrics.jsonl
-
 
 @dataclass
 class LongExamples:

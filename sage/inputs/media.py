@@ -36,6 +36,8 @@ from sage.inputs.video import (
 
 LIMIT_KEYS = ("min_pixels", "max_pixels")  # of a message part: number of pixels of the image that the target reads
 TURNED = range(5, 9)  # orientations of EXIF that exchange width and height
+URLS = ("http://", "https://")
+NO_IMAGE = "not an image in a known format"
 OTHER_FORMATS = {b"<svg": "an SVG drawing", b"ftyphei": "an HEIC photo", b"ftypmif1": "an HEIC photo", b"%PDF": "a PDF"}
 MIN_SIDE = 2  # pixels; with one, image processors cannot infer the channel axis
 MAX_ASPECT = 200  # limit of Qwen2.5-VL
@@ -75,14 +77,14 @@ def _read(source: Any, use: Callable[[Image.Image], Result], allow_urls: bool = 
     name = _name(source)
     try:
         with no_size_warning():
-            if allow_urls and str(source).startswith(("http://", "https://")):
+            if allow_urls and str(source).startswith(URLS):
                 source = _download(str(source))
             if isinstance(source, Image.Image):
                 return use(source)
             with Image.open(_stream(source)) as image:
                 return use(image)
     except UnidentifiedImageError as error:
-        raise ValueError(f"image {name}: {_unknown_format(_stream(source))}") from error
+        raise ValueError(f"image {name}: {_unknown_format(source)}") from error
     except ValueError as error:
         raise ValueError(f"image {name}: {error}") from error
     except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
@@ -271,13 +273,16 @@ def _from_wide_gray(image: Image.Image) -> Image.Image:
 
 
 def _unknown_format(source: Any) -> str:
-    """Returns why a file is no image that can be opened; names formats that others can open."""
-    with source if isinstance(source, io.BytesIO) else open(source, "rb") as file:
+    """Returns why a file, or what a URL leads to, is no image that can be opened; names formats that others can open."""
+    if isinstance(source, str) and source.startswith(URLS):
+        return NO_IMAGE
+    stream = _stream(source)
+    with stream if isinstance(stream, io.BytesIO) else open(stream, "rb") as file:
         head = file.read(512)
     for mark, name in OTHER_FORMATS.items():
         if mark in head:
             return f"{name}, which is not supported; convert it to PNG or JPEG"
-    return "not an image in a known format"
+    return NO_IMAGE
 
 
 def _reason(error: Exception) -> str:

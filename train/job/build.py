@@ -27,7 +27,7 @@ from checkpoints.store import StateStore, saving
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, check_rows, long_examples
 from data_prep.build import prompts as held_out_prompts
-from data_prep.dataset.lengths import DROPPED, MAX_DROPPED
+from data_prep.config import DROPPED, MAX_DROPPED
 from data_prep.dataset.preparation import measure_preparation
 from data_prep.workers import loader_workers
 from sage.drafts.options import ImageInputs

@@ -21,8 +21,7 @@ import sage
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, long_examples, open_sources
 from data_prep.chat import Fit, Lengths
-from data_prep.config import Answers, Cache, DataConfig, check_paths
-from data_prep.dataset.lengths import MAX_DROPPED
+from data_prep.config import MAX_DROPPED, Answers, Cache, DataConfig, check_paths
 from data_prep.dataset.mixing import permutation
 from data_prep.dataset.preparation import Preparation, measure_preparation
 from data_prep.own_answers import is_quickly_measured

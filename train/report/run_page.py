@@ -13,7 +13,7 @@ from typing import Any
 
 from checkpoints import run_folder
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
-from data_prep.dataset.lengths import DROPPED
+from data_prep.config import DROPPED
 from data_prep.own_answers import OWN_ANSWERS, listed_shares
 from sage.bench.report_table import measured_with
 from sage.io.files import write_text
