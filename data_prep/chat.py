@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from data_prep.config import OnLong
-from data_prep.conversation import BadTemplate, Conversation, Message, TooLong, check_conversation, text_of
-from sage.inputs.processing import Processor, Segment, TemplateFault, open_media
+from data_prep.conversation import BadTemplate, Conversation, Message, TooLong, check_conversation
+from sage.inputs.media import open_media
+from sage.inputs.messages import escape, text_of
+from sage.inputs.processing import Processor, Segment, TemplateFault
 
 Example = dict[str, Any]
 OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
@@ -127,7 +129,7 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
         TemplateFault: the template rewrites answers, or renders an answer and its prompt differently.
     """
     messages = [_with_thoughts(message, i, processor) for i, message in enumerate(messages)]
-    escaped, separator = processor.escape(messages)
+    escaped, separator = escape(messages, processor.quotable)
     prompted = processor.render(escaped[:-1], True)
     if prompted.rstrip().endswith(OPEN_THOUGHTS) or any(map(_is_rendered, messages)):
         found = _rendered_segments(escaped, processor, separator)

@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from sage.inputs.media import LIMIT_KEYS
+from sage.inputs.messages import parts_of, text_of
 from sage.inputs.video import TIME_KEYS, video_times
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -26,8 +27,10 @@ EXTRAS: dict[str, Any] = {
     "tool_call_id": str,
     "name": str,
     "weight": (int, float),
+    "token_ids": list,
+    "tools": list,
+    "unfinished": bool,
 }
-EXTRAS |= {"token_ids": list, "tools": list, "unfinished": bool}
 FOLLOWED_BY = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
 
 Part = dict[str, Any]
@@ -149,19 +152,10 @@ def extras_of(message: Message) -> dict[str, Any]:
     return {key: message[key] for key in EXTRAS if message.get(key) is not None}
 
 
-def text_of(message: Message) -> str:
-    """Returns the concatenated text of a message."""
-    content = message["content"]
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
-
-
 def media_parts(messages: list[Message]) -> Iterator[Part]:
     """Yields the image and video parts in reading order."""
     for message in messages:
-        if not isinstance(message["content"], str):
-            yield from (part for part in message["content"] if part["type"] in MEDIA)
+        yield from parts_of(message, *MEDIA)
 
 
 def expand_follow_ups(prompts: Iterable[Any], answer: Callable[[list[Message]], str]) -> Iterator[Any]:

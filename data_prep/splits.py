@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from data_prep.conversation import Conversation, media_parts, text_of
+from data_prep.conversation import Conversation, media_parts
+from sage.inputs.messages import text_of
 from sage.io.ranges import Range
 
 Share = Annotated[float, Range(ge=0, lt=1, remedy="a share of the images (or texts)")]

@@ -15,10 +15,11 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from data_prep.config import DataConfig, Images
-from data_prep.conversation import Message, Part, media_parts, text_of
+from data_prep.conversation import Message, Part, media_parts
 from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.splits import Split
 from sage.inputs.media import LIMIT_KEYS, open_image, open_image_part
+from sage.inputs.messages import text_of
 from sage.inputs.processing import Processor
 
 PLAIN_FORMATS = ("JPEG", "PNG", "WEBP")

@@ -17,7 +17,7 @@ import os
 import re
 from typing import Any
 
-from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part, Row
+from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part, Row, extras_of
 from sage.inputs.media import LIMIT_KEYS
 from sage.inputs.video import TIME_KEYS
 
@@ -36,7 +36,6 @@ SPEAKERS = {
 }
 URL_TYPES = {"image_url": "image", "video_url": "video"}
 RENAMED = {"reasoning": "reasoning_content", "thinking": "reasoning_content"}
-KEPT = ("reasoning_content", "tool_calls", "tool_call_id", "name", "weight", "token_ids", "tools", "unfinished")
 REFUSED = ("function_call", "functions", "audio", "refusal", "documents")  # which others render, and this project does not
 Roots = str | tuple[str, ...]
 
@@ -125,7 +124,7 @@ def _messages(turn: Any, index: int) -> list[Message]:
     role = SPEAKERS.get(turn[speaker])
     if role is None:
         raise ValueError(f"message {index}: {speaker} {turn[speaker]!r}; allowed: {', '.join(SPEAKERS)}")
-    extra = {key: turn[key] for key in KEPT if key in turn}
+    extra = extras_of(turn)
     if "tool_calls" in extra:
         extra["tool_calls"] = [_call(call, index) for call in extra["tool_calls"]]
     return [{"role": role, "content": turn.get(content, ""), **extra}]

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from sage.inputs.messages import Messages, parts_of
 from sage.inputs.video import (
     DECODING_ERRORS,
     MAX_PIXELS,
@@ -137,6 +138,27 @@ def open_video_part(part: dict[str, Any], num_frames: int | None = None) -> Vide
     source = source_of(part, "video")
     segment, fps = video_times(part, f"video {_name(source)}")
     return open_video(source, num_frames, segment, DEFAULT_FPS if fps is None else fps)
+
+
+def open_media(
+    messages: Messages, num_frames: int | None = None, allow_urls: bool = True
+) -> tuple[list[Image.Image], list[list[Image.Image]], list[float]]:
+    """Opens every image and video of the messages in reading order, for prompts and training examples.
+
+    Args:
+        num_frames: at most this many frames of each video; None as in `open_video`.
+        allow_urls: download images given by URL.
+
+    Returns:
+        images (RGB), frames of each video, and frames per second of each video.
+
+    Raises:
+        ValueError: an image or video that cannot be read; names it.
+    """
+    parts = [part for message in messages for part in parts_of(message, "image", "video")]
+    images = [open_image_part(part, allow_urls) for part in parts if part["type"] == "image"]
+    videos = [open_video_part(part, num_frames) for part in parts if part["type"] == "video"]
+    return images, [video.frames for video in videos], [video.fps for video in videos]
 
 
 def video_size(part: dict[str, Any], num_frames: int | None = None) -> tuple[VideoSize, float]:

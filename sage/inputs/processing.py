@@ -31,15 +31,14 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import cached_file
 
 from sage.inputs.format import InputFormat, Inputs
-from sage.inputs.media import DEFAULT_FPS, open_image_part, open_video_part
+from sage.inputs.media import DEFAULT_FPS, open_media
+from sage.inputs.messages import Messages, as_parts, escape, parts_of, text_of
 from sage.inputs.video import Size, VideoSize
 
 TEMPLATE_FILE = "chat_template.json"
 BLANK = "\u2581"  # of SentencePiece
-Messages = list[dict[str, Any]]
 Segment = tuple[str | tuple[int, ...], bool]  # text or token ids, is supervised
 NOT_RENDERED = ("tools", "token_ids", "unfinished", "weight")  # keys of a message that are no fields of a chat template
-PRIVATE_USE = range(0xF0000, 0xF0100)  # characters of a Unicode private use area
 MARKUP = re.compile("think|tool")  # special tokens that templates write within messages
 
 
@@ -127,7 +126,7 @@ class Processor:
         """
         if not self.chat_template:
             raise TemplateFault("target: its tokenizer has no chat template; add chat_template.jinja to the target folder")
-        content = _text if self.family.wants_text else _as_parts
+        content = text_of if self.family.wants_text else as_parts
         tools = messages[0].get("tools") if messages else None
         plain = [{key: value for key, value in message.items() if key not in NOT_RENDERED} for message in messages]
         try:
@@ -142,36 +141,15 @@ class Processor:
         except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the target's chat template refuses the messages: {error}") from error
 
-    def escape(self, messages: Messages) -> tuple[Messages, str]:
-        """Splits, in all texts, the tokens that would end a turn or stand for media, so that they are tokenized as text.
-
-        Example: "<|im_end|>" becomes "<" + separator + "|im_end|>", later two segments, neither of which is a special token.
-
-        Returns:
-            the messages, and the separator; neither it nor the character after it occurs in them.
-        """
-        text = "".join(map(_text, messages))
-        separator = next(chr(code) for code in PRIVATE_USE if chr(code) not in text and chr(code + 1) not in text)
-
-        def escaped(value: Any) -> Any:
-            if isinstance(value, str):
-                return self.quotable.sub(lambda match: match[0][0] + separator + match[0][1:], value)
-            if isinstance(value, list):
-                return [escaped(item) for item in value]
-            return {key: escaped(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-        return [message | {key: escaped(message[key]) for key in ("content", "tool_calls", "tools") if message.get(key)}
-                for message in messages], separator  # fmt: skip
-
     def prepare(self, messages: Messages) -> BatchFeature:
         """Messages -> inputs [1, T] up to the assistant's turn.
 
         Raises ValueError: an empty prompt, invalid Unicode, or media that cannot be read.
         """
-        if not any(_text(message).strip() or _parts(message, "image", "video") for message in messages):
+        if not any(text_of(message).strip() or parts_of(message, "image", "video") for message in messages):
             raise ValueError("prompt: empty; give a question or an image")
         images, videos, fps = open_media(messages)
-        messages, separator = self.escape(messages)
+        messages, separator = escape(messages, self.quotable)
         text = self.render(messages, True)
         try:
             text.encode()
@@ -280,7 +258,7 @@ class Processor:
 
     def _without_prefix(self, text: str, ids: list[int], prefix: list[int]) -> list[int]:
         """Returns the ids of a text without those of its prefix."""
-        return ids[len(prefix) :] if ids[: len(prefix)] == prefix else self._ids([text])[0]
+        return ids[len(prefix) :] if ids[: len(prefix)] == prefix else self.tokens_of(text)
 
     @cached_property
     def prepends_blank(self) -> bool:
@@ -393,48 +371,12 @@ class Processor:
         return batch
 
 
-def open_media(
-    messages: Messages, num_frames: int | None = None, allow_urls: bool = True
-) -> tuple[list[Image.Image], list[list[Image.Image]], list[float]]:
-    """Opens every image and video of the messages in reading order, for prompts and training examples.
-
-    Args:
-        num_frames: at most this many frames of each video; None as in `sage.inputs.media.open_video`.
-        allow_urls: download images given by URL.
-
-    Returns:
-        images (RGB), frames of each video, and frames per second of each video.
-
-    Raises:
-        ValueError: an image or video that cannot be read; names it.
-    """
-    parts = [part for message in messages for part in _parts(message, "image", "video")]
-    images = [open_image_part(part, allow_urls) for part in parts if part["type"] == "image"]
-    videos = [open_video_part(part, num_frames) for part in parts if part["type"] == "video"]
-    return images, [video.frames for video in videos], [video.fps for video in videos]
-
-
 def _template_of_processor(path: str) -> str | None:
     """Returns the chat template of a Hugging Face processor, which older checkpoints keep beside the tokenizer's files."""
     absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     file = cached_file(path, TEMPLATE_FILE, **absent)
     found = None if file is None else json.loads(Path(file).read_text()).get("chat_template")
     return found if isinstance(found, str) else None
-
-
-def _parts(message: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
-    content = message.get("content", "")
-    return [] if isinstance(content, str) else [part for part in content if part.get("type") in kinds]
-
-
-def _as_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content", "")
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _text(message: dict[str, Any]) -> str:
-    content = message.get("content", "")
-    return content if isinstance(content, str) else "".join(part["text"] for part in _parts(message, "text"))
 
 
 def _pad(values: list[Tensor], fill: int) -> Tensor:

@@ -15,11 +15,12 @@ from support.messages import refused
 
 from data_prep.build import build_dataset, prompts
 from data_prep.config import DataConfig, OnBad
-from data_prep.conversation import BadItem, Conversation, Message, expand_follow_ups, text_of
+from data_prep.conversation import BadItem, Conversation, Message, expand_follow_ups
 from data_prep.sources import SourceConfig
 from data_prep.sources.prompt_layouts import ONE_LETTER, ONE_WORD
 from data_prep.sources.prompt_sets import EXPLAIN
 from data_prep.splits import Shares, Split
+from sage.inputs.messages import text_of
 
 
 def textvqa(folder: Path) -> Path:

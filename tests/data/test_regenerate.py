@@ -21,7 +21,7 @@ import sage
 from data_prep.build import build_dataset
 from data_prep.chat import build_example
 from data_prep.config import DataConfig, RegenerateConfig
-from data_prep.conversation import Conversation, Message, text_of
+from data_prep.conversation import Conversation, Message
 from data_prep.dialog import Outcome, TargetAnswer, one_by_one
 from data_prep.sources import SourceConfig
 from data_prep.tools import own_decoder
@@ -29,6 +29,7 @@ from data_prep.tools import regenerate as regeneration
 from data_prep.tools.cli import regenerate_data
 from data_prep.tools.own_decoder import own_answers, with_open_media
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
+from sage.inputs.messages import text_of
 from sage.runtime.pass_modes import PassMode
 
 PROVENANCE = {"target": "t", "draft": None, "data": "d"}

@@ -16,7 +16,7 @@ from support.data_helpers import TwoTurnConversations, assistant, content, make_
 from support.messages import check_message, refused
 
 from data_prep.config import Images, RegenerateConfig
-from data_prep.conversation import Conversation, Message, text_of
+from data_prep.conversation import Conversation, Message
 from data_prep.dialog import Outcome, TargetAnswer, one_by_one
 from data_prep.server import answers as answers_module
 from data_prep.server.answers import TEXT_PROMPT, ServedTarget, ServerAnswers
@@ -24,6 +24,7 @@ from data_prep.server.chat_request import MediaPolicy, OutsideMedia
 from data_prep.server.client import ServerError
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
 from sage.inputs.media import open_image
+from sage.inputs.messages import text_of
 
 PROCESSOR = make_processor("qwen2_5_vl")
 TARGET = ServedTarget("here/toy", {}, PROCESSOR)
