@@ -40,7 +40,12 @@ class Engine:
             keeps a float32 copy of the weights.
         ranks: of an initialized process group.
         accumulation: the most micro-batches per rank and optimizer step.
+
+    Attributes:
+        draft_saved_at: step of the weights that `draft/` holds; None: not saved by this process.
     """
+
+    draft_saved_at: int | None = None
 
     def __init__(self, student: Student, config: Config, ranks: Ranks, accumulation: int) -> None:
         deepspeed = import_deepspeed(ranks.device.type)

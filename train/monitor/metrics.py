@@ -38,7 +38,7 @@ class TrainingMetrics:
         self._last_tokens = tokens
         self._last_wait_s = self._wait_s()
         self._last_loaded = self._loaded_tokens()
-        self._start = self._ticked = time.perf_counter()
+        self._elapsed_s, self._ticked = 0.0, time.perf_counter()
 
     def add(self, sums: Tensor, agreements: Tensor, mask_BP: Tensor) -> None:
         """Adds `LossSums.stacked()` of a micro-batch without device synchronization; for the others see `ChainEstimate.add`."""
@@ -52,12 +52,12 @@ class TrainingMetrics:
         try:
             yield
         finally:
-            pause_s = time.perf_counter() - begin
-            self._start, self._ticked = self._start + pause_s, self._ticked + pause_s
+            self._ticked += time.perf_counter() - begin
 
     def tick(self) -> float:
         """Returns the seconds of training on this rank since the last call."""
         last, self._ticked = self._ticked, time.perf_counter()
+        self._elapsed_s += self._ticked - last
         return self._ticked - last
 
     def reduce(self, ranks: Ranks, state: TrainState, **extra: float) -> dict[str, float | int]:
@@ -67,7 +67,7 @@ class TrainingMetrics:
         own_s = torch.tensor([self.tick()], dtype=torch.float64)
         totals = ranks.sum(torch.cat((self._sums.cpu(), self.estimate.pop(), loaded - self._last_loaded, own_s)))
         *sums, count, chain_tokens, chain_passes, real, padded, all_s = totals.tolist()
-        elapsed_s = self._ticked - self._start
+        elapsed_s, self._elapsed_s = self._elapsed_s, 0.0
         state.time_s += all_s / ranks.world_size
         line: dict[str, float | int] = {
             "step": state.step,
@@ -82,7 +82,7 @@ class TrainingMetrics:
         }
         if padded:
             line["padding"] = 1 - real / padded
-        self._sums, self._start = None, self._ticked
+        self._sums = None
         self._last_tokens, self._last_wait_s, self._last_loaded = state.tokens, self._wait_s(), loaded
         self.latest = {key: float(value) for key, value in line.items()}
         return line

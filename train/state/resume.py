@@ -91,13 +91,18 @@ def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainStat
 def save_draft(run: Path, engine: Engine, ranks: Ranks, step: int) -> Path:
     """Writes `draft/` of a run, with a manifest of checksums; it loads in one process without DeepSpeed.
 
-    Every rank has to call it. Returns the folder. SaveFailed on rank 0 if it cannot be written.
+    Every rank has to call it; of several calls at a step, the first one writes. Returns the folder. SaveFailed on rank 0 if it
+    cannot be written.
     """
-    folder, weights = run / DRAFT, engine.draft_state()
+    folder = run / DRAFT
+    if engine.draft_saved_at == step:
+        return folder
+    weights = engine.draft_state()
     if ranks.is_main:
         with saving(folder), new_folder(folder) as part:
             engine.student.save(part, weights)
             write_manifest(part, step)
+    engine.draft_saved_at = step
     return folder
 
 
