@@ -194,9 +194,10 @@ class CapturedFunction:
         if self._executor.problem or (key not in self.graphs and not self._try_capture(key, inputs, padded)):
             return self._function.compute(inputs)
         call = self.graphs[key]
-        shape = (*padded.values(), *(padded[dim] > size for dim, size in sizes.items()))
-        if self._executor.is_compared and shape not in self._agreed and not self._agrees(call, shape, inputs, sizes):
-            return self._function.compute(inputs)
+        if self._executor.is_compared:
+            shape = (*padded.values(), *(padded[dim] > size for dim, size in sizes.items()))
+            if shape not in self._agreed and not self._agrees(call, shape, inputs, sizes):
+                return self._function.compute(inputs)
         return call(inputs, sizes)
 
     def _agrees(self, call: StaticCall, shape: tuple[Hashable, ...], inputs: PassInputs, sizes: dict[Dim, int]) -> bool:
