@@ -22,9 +22,10 @@ from sage.drafts.options import BlockOptions, TrainedPart
 from sage.drafts.registry import KINDS
 from sage.io.files import CannotWrite, check_writable
 from sage.io.ranges import FieldError, check_fields
-from sage.io.target_paths import how_to_get, path_of_target
+from sage.io.target_paths import how_to_get, looks_local, path_of_target
 from sage.trees import AUTOREGRESSIVE, POLICIES
 from train.config.draft import CompressorKind
+from train.config.resolvers import sequences_per_pass
 from train.config.resuming import check_same_run
 from train.config.schema import (
     MAX_STAGE,
@@ -39,7 +40,6 @@ from train.config.schema import (
     RunConfig,
     Schedule,
     ValidateOn,
-    sequences_per_pass,
 )
 from train.config.store import subschemas
 
@@ -99,8 +99,7 @@ def check_ranges(config: Any) -> None:
 def check_path(key: str, path: str) -> None:
     """Refuses a local path that does not exist; `owner/name` may be a hub id, and a name of conf/target stands for its path."""
     path = path_of_target(path)
-    is_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if is_local and not Path(path).expanduser().is_dir():
+    if looks_local(path) and not Path(path).expanduser().is_dir():
         raise ConfigError(f"{key}={path}: no such folder; {how_to_get(path)}")
 
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from sage.io.dtypes import SHORT_NAMES, loaded_dtype
 from sage.io.files import config_dir, package_dir, read_json, user_cache_dir
-from train.config.schema import Precision, sequences_per_pass
+from train.config.schema import RECIPE_LENGTH, Precision
 from train.config.store import register
 
 CONFIG_FILE = "config.json"
@@ -82,6 +82,14 @@ def max_length_for(path: str, default: int) -> int:
     texts = (file.read_text(encoding="utf-8") for file in sorted((config_dir() / "target").glob("*.yaml")))
     found = next((text for text in texts if line in text), "{}")
     return int(OmegaConf.select(OmegaConf.create(found), "recipe.max_length") or default)
+
+
+def sequences_per_pass(most: int, max_length: int | None) -> int:
+    """Returns the default of `train.micro_batch_size`: `most` sequences of 4096 tokens; of longer ones half, a quarter, .."""
+    limit = most * RECIPE_LENGTH
+    while most > 1 and most * (max_length or 0) > limit:
+        most //= 2
+    return most
 
 
 def _read_config(path: str) -> dict[str, Any]:

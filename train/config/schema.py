@@ -98,7 +98,7 @@ class TargetRecipe:
     Attributes:
         lr: default of `optim.lr`.
         global_batch_size: default of `train.global_batch_size`, in sequences.
-        micro_batch_size: default of `train.micro_batch_size`, in sequences of at most 4096 tokens; see `sequences_per_pass`.
+        micro_batch_size: default of `train.micro_batch_size`, in sequences of at most 4096 tokens (`sequences_per_pass`).
         max_length: default of `data.max_length`: tokens of the largest image that the target's image processor gives, and text.
         anchors: default of `objective.anchors` for drafts that are trained from anchors.
     """
@@ -108,14 +108,6 @@ class TargetRecipe:
     micro_batch_size: PositiveInt | None = None
     max_length: PositiveInt = RECIPE_LENGTH
     anchors: PositiveInt = 512
-
-
-def sequences_per_pass(most: int, max_length: int | None) -> int:
-    """Returns the default of `train.micro_batch_size`: `most` sequences of 4096 tokens; of longer ones half, a quarter, .."""
-    limit = most * RECIPE_LENGTH
-    while most > 1 and most * (max_length or 0) > limit:
-        most //= 2
-    return most
 
 
 @dataclass(kw_only=True)

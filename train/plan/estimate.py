@@ -13,7 +13,7 @@ from typing import Any
 from sage.bench.measurement import WARMUP_TOKENS
 from sage.trees import AUTOREGRESSIVE
 from train.config.checks import split_of_length
-from train.config.run_length import RunLength, run_length
+from train.config.run_length import run_length
 from train.config.schema import Config, DecodeConfig, PolicyName, ValidateOn
 from train.plan.data import Balance
 from train.plan.memory import BYTES, WORKING, Extent, Workload, memory_per_gpu, validation_memory
@@ -133,9 +133,9 @@ class LaunchPlan(Workload):
     def num_steps(self) -> int | None:
         """Optimizer steps of the run; None if they depend on the size of the data."""
         train, examples = self.config.train, self.num_examples or self.config.data.num_examples
-        length = RunLength(train.max_steps, train.max_minutes and 60 * train.max_minutes)
-        if examples:
-            length = run_length(self.config, examples / train.global_batch_size)
+        if not examples and train.max_steps is None and train.max_minutes is None:
+            return None
+        length = run_length(self.config, examples / train.global_batch_size if examples else None)
         expected = length.expected_steps(1, self.data_step_s or self.step_s)
         return None if math.isinf(expected) else math.ceil(expected)
 
