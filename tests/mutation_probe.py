@@ -77,10 +77,10 @@ FAULTS = [
     Fault("sage/runtime/packing.py", "places[row][: count + slots] = [*range(end - count, end), *behind]", "places[row][: count + slots] = [*range(count), *behind]", PASSES),
     Fault("sage/runtime/packing.py", 'values["steps"] = shared.steps.narrow(0, 0, max(cache.length for cache in caches))', 'values["steps"] = shared.steps.narrow(0, 0, min(cache.length for cache in caches))', PASSES),
     Fault("sage/targets/tree_passes.py", "(place < 0) | (self.visible.gather(1, place.clamp(0, last)) & (place <= last))", "(place <= 0) | (self.visible.gather(1, place.clamp(0, last)) & (place <= last))", PASSES),
-    Fault("sage/targets/tree_passes.py", "(self.steps < self.first).expand", "(self.steps < self.first - 1).expand", PASSES),
-    Fault("sage/targets/tree_passes.py", '"first": steps.narrow(0, end - seen, 1)', '"first": steps.narrow(0, first, 1)', PASSES),
+    Fault("sage/targets/tree_passes.py", "(self.steps < near[:1]).expand", "(self.steps < near[:1] - 1).expand", PASSES),
+    Fault("sage/targets/tree_passes.py", '"near": steps.narrow(0, end - seen, seen)', '"near": steps.narrow(0, end - seen - 1, seen)', PASSES),
     Fault("sage/runtime/attention.py", "dtype=torch.bool, device=device).tril(keys - queries)", "dtype=torch.bool, device=device).tril()", PASSES + " tests/decoding/test_chat.py"),
-    Fault("sage/drafts/head_session.py", "siblings = torch.eye(len(rows), dtype=torch.bool, device=self.device)", "siblings = torch.ones(len(rows), len(rows), dtype=torch.bool, device=self.device)", HEADS + " tests/decoding/test_level.py"),
+    Fault("sage/drafts/head_session.py", "return torch.eye(width, dtype=torch.bool, device=device)", "return torch.ones(width, width, dtype=torch.bool, device=device)", HEADS + " tests/decoding/test_level.py"),
     Fault("sage/drafts/head_session.py", "cos, sin = self._rope(self.offset + self.depth, 1)", "cos, sin = self._rope(self.offset, 1)", HEADS),
     Fault("sage/drafts/head_session.py", "parents = self._frontier.index_select(0, rows)", "parents = self._frontier[:1].expand(len(rows))", HEADS),
     # -- objective: losses, gradients, pairs, unrolled steps
@@ -156,6 +156,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="copies of the checkout that are tested at the same time")
     parser.add_argument("--only", default="", help="faults of files whose path contains this text")
     args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in `make test`: sums depend on the number of threads
     PROCESSES.set_forkserver_preload(IMPORTED)
     faults = [fault for fault in FAULTS if args.only in fault.file]
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
