@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -15,13 +14,10 @@ from hydra.core.config_store import ConfigStore
 from support.export_helpers import LEVELS, export_draft, make_draft, outputs
 from support.export_helpers import save_target as save_deeper_target
 from support.messages import check_message, exit_code, refused
-from support.validate_helpers import save_draft, save_run, save_target
+from support.validate_helpers import save_run, save_target
 
 import sage
-from data_prep.config import RegenerateConfig
-from data_prep.tools.answers import draft_digest
 from sage.bench.__main__ import main as bench
-from sage.bench.options import compare_parser
 from sage.commands import generate
 from sage.commands.cli import find_models
 from sage.commands.generate import main as sage_generate
@@ -130,32 +126,6 @@ def test_a_run_is_a_draft_in_python_and_in_configurations(run: Path, opened: lis
     check_data_command(compose("prepare", [f"target.path={target}", f"regenerate.draft={run}"], DataCommand))
 
 
-def test_the_origin_of_regenerated_answers_is_the_draft_that_a_run_stands_for(run: Path) -> None:
-    assert draft_digest(find_draft(RegenerateConfig(draft=str(run)).draft)).startswith("draft_best:")
-
-
-def test_generate_verifies_the_draft_before_it_loads_the_target(
-    run: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sage, "load_target", None)
-    draft = Path(shutil.copytree(run / "draft", tmp_path / "draft"))
-    with (draft / "model.safetensors").open("ab") as file:
-        file.write(b"x")
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps({"model_type": "llama", "target_path": str(target)}))
-    for folder, part in ((draft, "corrupt"), (other, "EAGLE-3"), (tmp_path / "none", "no such folder")):
-        assert exit_code(sage_generate, "--draft", folder, "--prompt", "Hi") == 2
-        check_message(capsys.readouterr().err, str(folder), part)
-
-
-def test_the_bench_takes_the_target_from_the_draft(run: Path, target: Path) -> None:
-    assert find_models(compare_parser().parse_args(["--draft", str(run)])) == (str(target), run / "draft_best")
-    assert find_models(compare_parser().parse_args(["--draft", str(run), "--target", "a/b"])) == ("a/b", run / "draft_best")
-    with refused("--target: missing", "--draft"):
-        find_models(compare_parser().parse_args([]))
-
-
 @pytest.mark.slow
 def test_an_export_is_a_draft_of_every_command(tmp_path: Path) -> None:
     """`sage-generate --draft`, `sage-validate draft=`, the continuation of training from it, and its plan."""
@@ -174,11 +144,6 @@ def test_an_export_is_a_draft_of_every_command(tmp_path: Path) -> None:
     assert torch.equal(outputs(started), outputs(made))
     planned = open_draft(out, meta_target(loaded.model.config), torch.float32)
     assert {weight.device.type for weight in planned.network.parameters()} == {"meta"}
-
-
-def test_a_smaller_target_is_a_draft(target: Path, tmp_path: Path) -> None:
-    assert find_draft(target) == target
-    assert save_draft(tmp_path / "draft", sage.load_target(target)) == find_draft(tmp_path / "draft")
 
 
 @pytest.fixture
@@ -207,11 +172,3 @@ def test_commands_exit_with_2_and_one_line(
     error = capsys.readouterr().err.strip()
     assert len(error.splitlines()) == 1
     check_message(error, str(draft / "model.safetensors"), "sha256", "manifest.json", "copy the draft again")
-
-
-def test_load_draft_accepts_an_intact_draft_and_one_without_manifest(target: Path, tmp_path: Path) -> None:
-    loaded = sage.load_target(target)
-    folder = save_draft(tmp_path / "draft", loaded)
-    assert sage.load_draft(folder, loaded).config.hidden_size == 32
-    write_manifest(folder, 3)
-    assert sage.load_draft(folder, loaded).config.hidden_size == 32

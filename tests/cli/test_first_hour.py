@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import io
 import re
 import runpy
 import signal
@@ -109,17 +107,6 @@ def test_a_prompt_beyond_the_context_is_to_be_shortened(target: sage.Target) -> 
         sage.generate(target, None, make_inputs(target, length=12), "autoregressive", max_new_tokens=4)
 
 
-def test_a_long_prompt_is_refused_without_a_warning_of_the_tokenizer(
-    target: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda text, *_: warned.append(text))
-    assert target.processor is not None
-    target.processor.tokenizer.model_max_length = 4
-    assert target.prepare([{"role": "user", "content": "Hello, hello"}])["input_ids"].shape[1] > 4
-    assert warned == []
-
-
 def test_the_tree_of_a_round_is_drawn() -> None:
     """A root with two children; the first has two, of which the second is accepted."""
     assert list(tree_lines([7, 1, 2, 3, 4], [-1, 0, 0, 1, 1], {0, 1, 4}, "t{}".format)) == [
@@ -129,12 +116,6 @@ def test_the_tree_of_a_round_is_drawn() -> None:
         "  │  └─ * t4",
         "  └─ t2",
     ]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_needs_no_argument(path: Path) -> None:
-    """tests/docs/test_commands.py runs them."""
-    inspect.signature(runpy.run_path(str(path))["main"]).bind()
 
 
 @pytest.mark.parametrize(
@@ -164,22 +145,6 @@ def test_an_example_that_trains_can_be_repeated(
     example("mine")
     with refused("run.dir=mine", "already holds a run"):
         example("mine")
-
-
-@pytest.mark.parametrize(
-    ("is_terminal", "variables", "expected"),
-    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False), (False, {"FORCE_COLOR": "1"}, True)],
-)
-def test_colors_are_for_terminals(
-    is_terminal: bool, variables: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
-    assert cli.has_colors(stream) is expected
 
 
 @pytest.mark.parametrize("forced", ["", "1"])

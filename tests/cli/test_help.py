@@ -19,7 +19,6 @@ from support.train_helpers import environment
 from sage.bench.__main__ import main as bench
 from sage.commands.cli import run
 from sage.commands.generate import main as sage_generate
-from sage.io.docstrings import parse_section
 from sage.serving.command import main as sage_serve
 from train.cli.data import DataCommand
 from train.cli.data import main as sage_data
@@ -129,21 +128,6 @@ def test_the_composed_configuration_is_shown() -> None:
     missing = key_lines(helped("sage-train", "target=by_path", "all"))
     assert missing["target.path"][0] == "???" and str(missing["target.name"][0]).startswith("${")
     assert key_lines(helped("sage-train", "-m", "seed=1,2", "train.max_steps=3", "all"))["train.max_steps"][0] == "3"
-
-
-def test_sections_of_docstrings() -> None:
-    doc = """Title.
-
-    Attributes:
-        one, two: first line
-            and second.
-        three: last; a: b.
-
-    Raises:
-        four: not an attribute.
-    """
-    assert parse_section(doc) == {"one": "first line and second.", "two": "first line and second.", "three": "last; a: b."}
-    assert parse_section("No section.") == {}
 
 
 @pytest.mark.parametrize(

@@ -46,17 +46,6 @@ def test_text_columns_are_padded_to_the_widest_cell():
     ]
 
 
-def test_text_layout_options():
-    text = text_table(HEAD, ROWS, "<", indent=2, min_widths=(12,), ruled=False)
-    assert text.splitlines() == [
-        "  policy        tokens  speed",
-        "  chain         12      1.50x",
-        "  cost_aware    3",
-    ]
-    assert text_table(None, ROWS, indent=1).splitlines()[1] == " cost_aware   3"
-    assert text_table(None, []) == ""
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -74,13 +63,6 @@ def test_bar_is_disabled_without_a_terminal_or_on_request(
     assert list(bar) == ["a", "b", "c"]
 
 
-def test_callback_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    update = progress_callback("measuring")
-    for done in (1, 2):
-        update(done, 2)
-    assert capsys.readouterr().err == ""
-
-
 def test_callback_draws_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -91,18 +73,6 @@ def test_callback_draws_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TEXT = "Ein Bild: ☀ über 東京, 🦊🦊 und e\u0301.\n" * 5
-
-
-class Counting:
-    """A tokenizer that counts the tokens that it decodes."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.count = tokenizer, 0
-
-    def decode(self, tokens: list[int], **options: Any) -> str:
-        self.count += len(tokens)
-        text: str = self.tokenizer.decode(tokens, **options)
-        return text
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -141,11 +111,3 @@ def test_bytes_that_are_no_text_decode_as_in_one_call(seed: int) -> None:
 def test_a_tokenizer_that_strips_the_first_space() -> None:
     tokenizer, tokens = word_tokenizer(), [0, 1, 2, 0, 1, 1, 2]
     assert "".join(pieces(tokenizer, tokens, [1])) == tokenizer.decode(tokens) == "the suns the sun suns"
-
-
-def test_every_token_is_decoded_a_few_times() -> None:
-    tokenizer = make_processor(make_qwen()).tokenizer
-    tokens = tokenizer(TEXT)["input_ids"]
-    counting = Counting(tokenizer)
-    pieces(counting, tokens, [1])
-    assert counting.count < 12 * len(tokens)

@@ -177,20 +177,6 @@ def regeneration(target_folder: Path, tmp_path: Path) -> list[str]:
     return [*words, f"out={tmp_path / 'own.jsonl'}", "regenerate.max_new_tokens=4", "launch.device=cpu"]
 
 
-def test_the_page_is_named_and_titled_after_its_data(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my chats.v2.jsonl").write_text("{}\n")
-    made: list[tuple[str, str]] = []
-    monkeypatch.setattr(cli, "check_data", lambda *_: (SimpleNamespace(own_warning=None, as_text=str), None))
-    monkeypatch.setattr(cli, "described", lambda *_: ())
-    monkeypatch.setattr(cli, "write_report", lambda out, title, *_: made.append((str(out), title)))
-    assert command(f"target.path={target_folder}", "data=messages", "data.path='my chats.v2.jsonl'", "own=0") == 0
-    name = target_folder.name
-    assert made == [(f"runs/data/my_chats-{name}.html", f"my chats.v2.jsonl for {name}")]
-
-
 @pytest.mark.slow
 def test_check_from_the_command_line(target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"target.path={target_folder}", "data.num_examples=6", f"data.cache_dir={tmp_path}"]

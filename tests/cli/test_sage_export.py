@@ -35,12 +35,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestCommand:
-    def test_debug_shows_the_traceback(self, tmp_path: Path, sage_export: Any) -> None:
-        arguments = (tmp_path / "nowhere", "--format", "eagle3", "--out", tmp_path / "out")
-        assert "Traceback" not in sage_export(*arguments)[2]
-        code, _, err = sage_export(*arguments, "--debug")
-        assert code == 2 and "Traceback" in err and "nowhere" in err.splitlines()[-1]
-
     def test_truncated_weights_without_a_manifest(self, home: Path, tmp_path: Path, sage_export: Any) -> None:
         shutil.copytree(home / "lone", tmp_path / "draft")
         weights = tmp_path / "draft" / "model.safetensors"
@@ -68,11 +62,6 @@ class TestCommand:
         code, out, _ = sage_export("--inspect", home / "export")
         assert (code, "export, intact" in out) == (0, True)
         assert sage_export("--inspect", tmp_path / "bad")[0] == 2
-
-    def test_check_of_a_run(self, home: Path, sage_export: Any) -> None:
-        code, out, _ = sage_export("--check", home / "run")
-        assert code == 2
-        check_message(out, "config.yaml", "export it first")
 
     @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left")])
     def test_full_disk(
@@ -213,19 +202,8 @@ class TestCard:
         assert "license_name" not in matter
         assert "Apache-2.0 (https://x.org/l)" in body
 
-    def test_draft_without_a_run(self, home: Path, tmp_path: Path) -> None:
-        out = export_draft(home / "lone", tmp_path / "out").folder
-        body = (out / "README.md").read_text()
-        assert "Nothing was measured" in body
-        assert "The run that trained this draft is not available" in body
-
 
 class TestSource:
-    def test_steps_of_the_drafts(self, home: Path) -> None:
-        assert find_source(home / "run").step == 100
-        assert find_source(home / "run" / "draft").step == 200
-        assert find_source(home / "lone").step is None
-
     def test_a_run_without_that_draft(self, home: Path, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").write_text("{}")
         with refused(str(tmp_path), "draft_best or draft"):

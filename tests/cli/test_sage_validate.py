@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 from support.messages import refused
 from support.validate_helpers import save_draft, save_run, save_target
@@ -20,7 +19,7 @@ from sage.io.manifest import write_manifest
 from train.cli import validate as validate_cli
 from train.cli.validate import _alias, run_validation
 from train.config.hydra_app import compose
-from train.config.schema import Config, ConfigError, DecodeConfig, ValidateConfig
+from train.config.schema import ConfigError, DecodeConfig, ValidateConfig
 from train.monitor.progress import Display
 from train.report.__main__ import main as draw
 from train.report.verdict import add_verdict
@@ -111,15 +110,6 @@ def test_a_check_replaces_neither_the_measurement_of_the_run_nor_an_earlier_chec
     assert inspect_folder(run).facts["later checks"] == ["checks/draft_step_00000012", "checks/draft_step_00000012_2"]
 
 
-@pytest.mark.slow
-def test_the_command_line_overrides_the_run_and_out_moves_the_report(run, tmp_path):
-    overrides = ["decode.policies=[sage]", "decode.num_prompts=1", "decode.baselines=[]"]
-    assert measured(f"checkpoint={run}", *overrides, f"out={tmp_path}") == 0
-    report = json.loads((tmp_path / "validation" / "step_00000012" / "report.json").read_text())
-    assert list(report["policies"]) == ["sage"] and report["prompts"] == 1 and report["max_new_tokens"] == 6
-    assert report["options"] == {"sage": {"max_depth": 5}} and list(report["baselines"]) == ["autoregressive"]
-
-
 def test_an_unwritable_report_is_refused_before_anything_is_loaded(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sage, "load_target", None)
     (tmp_path / "file").write_text("")
@@ -153,12 +143,6 @@ def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run
     assert not (draft / "checks").exists()
     page = (tmp_path / "runs" / "checks" / "mine" / "report.md").read_text()
     assert "training step" not in page and "step 0" not in page
-
-
-def test_a_draft_made_for_another_target_is_refused_with_both_sides(run, tmp_path):
-    other = save_target(tmp_path / "wide", hidden_size=64)
-    with refused("hidden_size 32", "hidden_size 64"):
-        measured(f"checkpoint={run}", f"target.path={other}")
 
 
 # -- which draft -----------------------------------------------------------------------------------------------------
@@ -228,13 +212,6 @@ def test_only_named_fields_replace_those_of_the_run_and_options_are_merged():
     assert overlay(given, saved, "decode", []) == saved
 
 
-def test_the_prompts_are_those_of_the_run_alone(tmp_path):
-    config = compose("config", ["data=messages", "data.path=chats.jsonl"], Config)
-    OmegaConf.save(OmegaConf.structured(config), tmp_path / "config.yaml")
-    settled = settle(composed("checkpoint=RUN"), Checkpoint(draft=tmp_path / "draft", run=tmp_path), ["checkpoint=RUN"])
-    assert settled.data == config.data and list(settled.data.sources) == ["messages"]
-
-
 def test_a_choice_within_a_group_replaces_its_own_fields_only(run):
     checkpoint = Checkpoint(draft=run / "draft", run=run)
     for overrides in (
@@ -288,10 +265,3 @@ def test_other_files_than_reports_cannot_be_drawn(tmp_path, monkeypatch, content
     monkeypatch.setattr("sys.argv", ["report", str(path)])
     with refused(part):
         draw()
-
-
-def test_cpu_threads_are_set_from_launch(run, tmp_path, monkeypatch):
-    threads = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    measured(f"checkpoint={run}", "launch.threads=1", "decode.policies=[autoregressive]", f"out={tmp_path}")
-    assert threads == [1]

@@ -1,8 +1,6 @@
 """`python -m sage.bench`: prompts from every source, table, JSON, and one-line errors."""
 
 import json
-import sys
-import warnings
 
 import pytest
 from PIL import Image
@@ -12,9 +10,8 @@ from support.messages import check_message, refused
 from support.validate_helpers import save_draft, save_target
 
 import sage
-from sage.bench import commands
 from sage.bench.__main__ import main
-from sage.bench.measurement import TEXTS, load_prompts, read_jsonl
+from sage.bench.measurement import load_prompts, read_jsonl
 from sage.bench.options import Variant, variant, variants
 from sage.bench.report_table import format_table, interval
 from sage.commands.cli import run
@@ -49,23 +46,6 @@ def test_it_prints_a_table_and_writes_the_report(folders, tmp_path, capsys):
     assert "hf_prompt_lookup" in shown and f"written: {out}" in shown
 
 
-def test_ctrl_c_reports_the_prompts_that_are_complete(folders, tmp_path, monkeypatch):
-    """A step that is killed at its limit leaves what it has measured."""
-
-    def stop(done, total):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(commands, "progress_callback", lambda label: stop)
-    bench(folders, "--policies", "chain", "--baselines", "", "--num-prompts", "2", "--out", str(tmp_path / "b.json"))
-    report = json.loads((tmp_path / "b.json").read_text())
-    assert report["partial"] == {"prompts": 1, "repeats": 1, "planned_prompts": 2, "planned_repeats": 1}
-
-
-def test_an_assistant_adds_assisted_generation(folders, capsys):
-    bench(folders, "--policies", "sage", "--assistant", str(folders[0]), "--prompt", "Hello")
-    assert "hf_assisted" in capsys.readouterr().out
-
-
 def test_the_table_marks_the_baseline_and_is_aligned(folders, tmp_path):
     out = tmp_path / "b.json"
     bench(folders, "--policies", "sage", "--num-prompts", "1", "--out", str(out))
@@ -93,14 +73,6 @@ def test_several_configurations_of_one_policy_side_by_side(folders, tmp_path, ca
     assert set(report["margins"]["over"]) | {report["margins"]["policy"]} == {*labels, "autoregressive", "hf_generate"}
     shown = capsys.readouterr().out
     assert "paired by prompt" in shown and "of decoding time" in shown
-
-
-@pytest.mark.slow
-def test_first_answers_are_named_in_the_report(folders, tmp_path, capsys):
-    out = tmp_path / "bench.json"
-    bench(folders, "--policies", "cost_aware", "--baselines", "", "--num-prompts", "1", "--first-answer", "--out", str(out))
-    assert json.loads(out.read_text())["first_answer"] is True
-    assert "a new policy for every run" in capsys.readouterr().out
 
 
 def test_specs_are_parsed():
@@ -224,22 +196,3 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, content, parts):
     file.write_text(content)
     with refused(f"--prompts {file}", *parts):
         read_jsonl(file)
-
-
-def test_images_texts_and_defaults(tmp_path, target):
-    Image.new("RGB", (16, 16), "red").save(tmp_path / "red.png")
-    prompts = load_prompts(target, None, [str(tmp_path / "red.png")] * 2, "What is it?", None)
-    assert [prompt.name for prompt in prompts] == ["red.png"] * 2 and "pixel_values" in prompts[0].inputs
-    assert len(load_prompts(target, None, [], "One question", None)) == 1
-    assert len(load_prompts(target, None, [], None, None)) == len(TEXTS)
-
-
-def test_a_warning_of_a_command_is_one_line(monkeypatch, capsys):
-    def main() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            monkeypatch.setattr(warnings, "showwarning", lambda *found: sys.stderr.write(warnings.formatwarning(*found[:4])))
-            warnings.warn("passes: cannot be\ncompiled", stacklevel=1)
-
-    assert run(main) == 0
-    assert capsys.readouterr().err == "warning: passes: cannot be compiled\n"

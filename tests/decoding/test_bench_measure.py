@@ -15,12 +15,11 @@ import sage
 import sage.decoding.generation
 from sage.bench.measurement import BenchPrompt, Planned, measure, rotated
 from sage.bench.report import build_report
-from sage.bench.report_table import busy_note, measured_with
+from sage.bench.report_table import measured_with
 from sage.bench.runners import (
     AUTOREGRESSIVE,
     HF_GENERATE,
     PROMPT_LOOKUP,
-    HFRunner,
     PolicyRunner,
     TimedRun,
     baseline_runner,
@@ -30,7 +29,6 @@ from sage.bench.running import RunningFigures
 from sage.bench.summary import (
     acceptance_by_depth,
     accepted_histogram,
-    earliest_difference,
     first_difference,
     pooled_counts,
     rate_interval,
@@ -134,13 +132,6 @@ def test_an_interrupted_measurement_contains_the_complete_prompts(after, prompts
     assert measured_with(report).startswith("partial: interrupted after") == (after < 6)
 
 
-def test_an_interrupt_before_the_first_complete_prompt_is_raised():
-    runners, _ = fakes()
-    runners[2].run = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        measure(runners, PROMPTS, SAMPLING, warmup=0, ends=(KeyboardInterrupt,))
-
-
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
@@ -178,14 +169,6 @@ def test_a_baseline_that_fails_is_excluded_with_the_reason():
     assert found["failed_baselines"] == measurement.failed
 
 
-def test_policies_and_hf_generate_may_not_fail():
-    failing = Failing("sage", 0.1)
-    failing.may_fail = False
-    with pytest.raises(IndexError):
-        measure([*fakes()[0][:2], failing], PROMPTS, SAMPLING, repeats=1)
-    assert not HFRunner(make_qwen()).may_fail and not PolicyRunner(make_qwen(), None, "autoregressive").may_fail
-
-
 def test_speedup_is_against_the_fastest_autoregressive_runner():
     """Two tokens after the prefill's: sage 2 / 1 s, Hugging Face 2 / 2 s, the autoregressive policy 2 / 4 s."""
     found = summary(fakes()[0])
@@ -217,18 +200,6 @@ def test_a_single_slow_repeat_does_not_move_the_median():
     runners = [*fakes()[0][:2], FakeRunner("sage", [1.0, 50.0, 1.0])]
     part = summary(runners, PROMPTS[:1], repeats=3, warmup=0)["policies"]["sage"]
     assert part["speedup"] == pytest.approx(2.0) and part["time_s"]["verify"] == pytest.approx(1.0)
-
-
-def test_answers_of_one_token_have_no_decoding_speed():
-    runners = [FakeRunner(name, 0.1, tokens=[1], is_autoregressive=name != "sage") for name in (AUTOREGRESSIVE, "sage")]
-    part = summary(runners, repeats=1)["policies"]["sage"]
-    assert part["tokens_per_s"] == part["speedup"] == 0.0 and "speedup_ci" not in part
-
-
-def test_unattributed_time_counts_as_other():
-    phases = complete_phases({"verify": 2.0, "other": 0.5}, 4.0)
-    assert phases["other"] == pytest.approx(2.0) and sum(phases.values()) == pytest.approx(4.0)
-    assert tuple(phases) == PHASES
 
 
 def test_families_are_reported_separately():
@@ -269,11 +240,6 @@ def test_conditional_acceptance_by_hand():
 @pytest.mark.parametrize(("other", "index"), [([4, 5, 6], None), ([4, 9, 6], 1), ([4, 5], 2), ([4, 5, 6, 7], 3), ([], 0)])
 def test_first_difference_counts_missing_tokens(other, index):
     assert first_difference([4, 5, 6], other) == index
-
-
-def test_one_deviating_repeat_is_a_deviation():
-    assert earliest_difference([4, 5], [[4, 5], [4, 6], [3, 5]]) == 0
-    assert earliest_difference([4, 5], [[4, 5], [4, 5]]) is None
 
 
 def test_the_gap_is_that_of_the_targets_own_logits(tiny_target):
@@ -325,13 +291,6 @@ def test_report_of_a_tiny_target(temperature):
     assert report["policies"][AUTOREGRESSIVE]["tokens_per_target_pass"] == 1.0
 
 
-def test_extra_keys_may_not_replace_measured_ones():
-    measurement = measure(fakes()[0], PROMPTS, SAMPLING, repeats=1)
-    target = SimpleNamespace(name="t", device=torch.device("cpu"), dtype=torch.float32, passes="eager", head_dim=8)
-    with refused("report", "machine"):
-        build_report(measurement, target, "d", ["sage"], machine={})
-
-
 @pytest.mark.parametrize("batch_size", [2, 8])
 def test_prompts_decoded_together_have_their_own_texts_and_shares_of_the_time(batch_size, tiny_target):
     """The last group is smaller; the report states the number of prompts that a policy decodes together."""
@@ -361,9 +320,3 @@ def test_objects_that_exist_are_left_out_of_garbage_collection_while_runs_are_ti
     prompts = [BenchPrompt(name="p", inputs=make_inputs(target))]
     measure([runner], prompts, SAMPLING, repeats=1, warmup=0, observe=lambda runs: counts.append(gc.get_freeze_count()))
     assert 0 < counts[0] < counts[1] and counts[2] == 0
-
-
-def test_a_busy_machine_is_noted():
-    (note,) = busy_note({"machine": {"load_average": 9.1, "cores": 2}})
-    assert "load average 9.1 on 2 cores" in note
-    assert busy_note({"machine": {"load_average": 2.1, "cores": 2}}) == busy_note({}) == []

@@ -15,11 +15,9 @@ from sage.bench.runners import (
     HF_GENERATE,
     HF_STATIC,
     PROMPT_LOOKUP,
-    FirstTokens,
     HFRunner,
     PolicyRunner,
     baseline_runner,
-    on_device,
 )
 from sage.costs import store
 from sage.costs.measure import measure_costs
@@ -72,16 +70,6 @@ def test_a_checkpoints_generation_config_does_not_change_the_baseline():
     assert HFRunner(target).run(inputs, SAMPLING).tokens == plain
 
 
-def test_decoding_stops_at_eos_and_counts_it():
-    target, inputs = make_qwen(), make_inputs(make_qwen())
-    eos = own_tokens(target, inputs)[3]
-    target.eos_token_ids = [eos]
-    for runner in (PolicyRunner(target, None, AUTOREGRESSIVE), HFRunner(target)):
-        run = runner.run(inputs, SAMPLING)
-        assert run.tokens[-1] == eos and run.tokens.count(eos) == 1
-        assert run.decode_tokens == len(run.tokens) - 1
-
-
 def test_decoding_time_of_a_policy_excludes_only_vision_and_target_prefill():
     target = make_qwen()
     run = PolicyRunner(target, sage.new_draft(target, "eagle", seed=0), "sage").run(make_inputs(target), SAMPLING)
@@ -121,16 +109,3 @@ def test_a_first_answer_includes_reading_costs_and_no_answer_measuring_them(
     assert len(calls) == measured and len({tuple(run.tokens) for run in runs}) == 1
     learner = runner.policy.learner
     assert (learner.rounds < sum(run.stats.rounds for run in runs)) == is_first_answer
-
-
-def test_the_first_token_time_is_recorded_once_and_never_stops():
-    stamp = FirstTokens(prompt_tokens=3, device=torch.device("cpu"))
-    assert not stamp(torch.zeros(1, 5, dtype=torch.long), None).any()
-    first = stamp.time_s
-    stamp(torch.zeros(1, 9, dtype=torch.long), None)
-    assert (stamp.tokens, stamp.time_s) == (2, first)
-
-
-def test_inputs_are_moved_to_the_device_before_timing():
-    moved = on_device({"input_ids": torch.zeros(1, 2), "note": "x"}, torch.device("meta"))
-    assert moved["input_ids"].device.type == "meta" and moved["note"] == "x"

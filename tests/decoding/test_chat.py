@@ -10,7 +10,7 @@ from support.processors import make_processor, random_image
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage
-from sage.decoding.generation import CachedPrefix, start
+from sage.decoding.generation import start
 from sage.targets import Features
 
 LENGTH = 12
@@ -126,13 +126,3 @@ def test_unfinished_turn_leaves_the_conversation_unchanged(target: sage.Target) 
     assert chat.messages[:-1] == messages
     with refused("chat"):
         chat.finish(abandoned)
-
-
-def test_prefix_without_common_tokens_is_empty(tiny_qwen: sage.Target) -> None:
-    prompt = tiny_qwen.embed({"input_ids": torch.tensor([[5, 6]])})
-    cache = tiny_qwen.new_cache(8)
-    features = tiny_qwen.prefill(prompt, cache)
-    past = CachedPrefix(torch.tensor([5, 6]), cache, features, prompt)
-    assert past.reuse(tiny_qwen.embed({"input_ids": torch.tensor([[7, 6, 5]])}), 16) == (cache, [])
-    assert cache.length == 0
-    assert cache.capacity == 16

@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.messages import refused
 from support.models import (
-    EOS,
     MAKERS,
     OracleSession,
     followed_by,
@@ -26,7 +25,6 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import sage
 from sage.decoding import generation
-from sage.decoding.decoder import Round
 from sage.drafts.head_session import HeadSession
 from sage.drafts.model import ModelDraft
 from sage.planning.base import Policy
@@ -155,16 +153,6 @@ def test_reused_staging_memory_does_not_change_draft_logits(
     assert len(left) > 4 and all(torch.equal(one, other) for one, other in zip(overwritten, left, strict=True))
 
 
-def test_features_are_kept_for_a_later_turn_only(tiny_qwen: sage.Target) -> None:
-    draft = random_draft(tiny_qwen, seed=1)
-    for keep_prefix in (False, True):
-        inputs = make_inputs(tiny_qwen)
-        run = generation.start(tiny_qwen, draft, inputs, policy="static", max_new_tokens=8, keep_prefix=keep_prefix)
-        list(run.rounds())
-        num_tokens = sum(features.last.shape[1] for features in run.request.features)
-        assert num_tokens == (run.request.cache.length if keep_prefix else 0)
-
-
 @pytest.mark.parametrize("policy", SHAPES)
 @pytest.mark.parametrize("length", [1, 2, 7])
 def test_length_limit_is_exact(policy: str, length: int, tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
@@ -245,19 +233,6 @@ def test_stream_yields_the_complete_text_in_complete_characters(length: int, wit
     assert not any("\ufffd" in piece for piece in pieces[:-1])
 
 
-def test_generate_enters_inference_mode_once(
-    tiny_qwen: sage.Target, with_oracle: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = make_inputs(tiny_qwen)
-    with_oracle(greedy_text(tiny_qwen, inputs, LENGTH))
-    entered: list[bool] = []
-    mode = torch.inference_mode
-    monkeypatch.setattr(torch, "inference_mode", lambda: entered.append(True) or mode())
-    out = sage.generate(tiny_qwen, sage.new_draft(tiny_qwen), inputs, policy="sage", max_new_tokens=LENGTH)
-    assert out.stats.rounds > 1
-    assert len(entered) == 1
-
-
 @pytest.mark.parametrize(("policy", "has_masks"), [("chain", False), ("static", True)])
 def test_a_chain_is_drafted_without_a_mask(
     policy: str, has_masks: bool, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
@@ -324,17 +299,6 @@ def test_padding_changes_nothing(side: str, tiny_target: sage.Target) -> None:
         sage.generate(tiny_target, draft, {**inputs, "attention_mask": torch.zeros_like(ids)}, max_new_tokens=12)
 
 
-def test_requests_do_not_leak_into_each_other(tiny_qwen: sage.Target) -> None:
-    """Rope deltas are model state in Hugging Face and request state here, so requests can be interleaved."""
-    first, second = make_inputs(tiny_qwen, 0), make_inputs(tiny_qwen, 1, length=7)
-    alone = [sage.generate(tiny_qwen, None, i, policy="autoregressive", max_new_tokens=9).tokens for i in (first, second)]
-    runs = [generation.start(tiny_qwen, None, i, policy="autoregressive", max_new_tokens=9) for i in (first, second)]
-    steps: list[list[Round]] = [list(pair) for pair in zip(*(run.rounds() for run in runs), strict=False)]
-    assert steps
-    for run, tokens in zip(runs, alone, strict=True):
-        assert run.tokens == tokens.tolist()
-
-
 class TestRefusals:
     def test_policy_without_a_draft(self, tiny_qwen: sage.Target) -> None:
         with refused("draft", "chain"):
@@ -385,7 +349,3 @@ class TestRefusals:
         tiny_qwen.model.lm_head.weight.data[3] = float("nan")
         with refused("prefill of 16 tokens", "NaN"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive")
-
-
-def test_eos_of_the_fixture_is_the_generation_configs(tiny_qwen: sage.Target) -> None:
-    assert tiny_qwen.eos_token_ids == [EOS]

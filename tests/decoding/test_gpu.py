@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda
 from support.messages import refused
-from support.models import Operators, in_float64, make_inputs, make_qwen, random_draft
+from support.models import in_float64, make_inputs, make_qwen, random_draft
 from support.processors import image_part, make_processor, user
 from torch.nn.attention.bias import causal_lower_right
 
@@ -21,20 +21,11 @@ from sage.drafts.model import ModelDraft, shallow_model
 from sage.io.model_files import load_weights
 from sage.runtime import attention, vision_attention
 from sage.runtime.attention import tile_mask
-from sage.runtime.timing import Clock
 from sage.runtime.vision_attention import VisionAttention, resolve_attention
 from sage.targets import loading
 from sage.targets.families.qwen2_5_vl import PatchProjection
 from sage.targets.loading import set_attention
 from train.launch.ranks import pick_device
-
-
-def test_clock_of_a_second_gpu_uses_its_stream(fake_cuda: FakeCuda) -> None:
-    device = torch.device("cuda:1")
-    clock = Clock(device)
-    clock.lap("verify")
-    assert clock.seconds()["verify"] == 1e-3
-    assert fake_cuda.calls == [("record", ("stream", device))] * 2 + [("wait for an event", None)]
 
 
 def test_commands_make_their_gpu_the_current_device(fake_cuda: FakeCuda) -> None:
@@ -87,14 +78,6 @@ def test_patch_embedding_is_a_matrix_product() -> None:
     expected = convolution(patches).flatten(1)
     torch.testing.assert_close(PatchProjection(convolution).linear(patches), expected, atol=1e-14, rtol=0)
     assert torch.equal(PatchProjection(convolution)(patches).flatten(1), expected)  # on the CPU
-
-
-def test_no_convolution_runs_beside_the_cpu() -> None:
-    operators = Operators()
-    projection = make_qwen().model.model.visual.patch_embed.proj.to("meta")
-    with operators:
-        assert projection(torch.empty(7, 3, 2, 4, 4, device="meta")).shape == (7, 16)
-    assert operators.calls and not any("conv" in name for name, _ in operators.calls)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -237,11 +220,6 @@ class TestLoading:
     def test_weights_go_straight_to_the_gpu(self, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = self.options(target, monkeypatch, device="cuda:1")
         assert seen["device_map"] == {"": torch.device("cuda:1")} and "moved to" not in seen
-
-    def test_under_zero3_the_parts_are_moved(self, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
-        seen = self.options(target, monkeypatch, device="cuda:1")
-        assert "device_map" not in seen and seen["moved to"] == "cuda:1"
 
     def test_a_strategy_that_offloads_is_refused(self, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def load(*args: Any, **options: Any) -> Any:

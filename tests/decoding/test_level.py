@@ -110,11 +110,6 @@ def test_any_ancestor_closed_selection_is_kept_and_no_other(
             builder.tree([node for node in order if node != dropped])
 
 
-def test_a_tree_without_levels_is_the_root() -> None:
-    tree = TreeBuilder(7, CPU).tree()
-    assert tree.columns == ([7], [-1], [0]) and list(tree.draft_topk) == [None] and tree.ancestors.tolist() == [[True]]
-
-
 def test_ends_are_the_candidates_that_end_the_answer() -> None:
     builder = TreeBuilder(7, CPU, eos=(4, 9))
     assert builder.open_level(torch.tensor([[0.5, 0.3, 0.1]]), torch.tensor([[4, 2, 9]])).ends() == [0, 2]

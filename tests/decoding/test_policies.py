@@ -19,9 +19,6 @@ from sage.planning.options import OptionError, defaults
 from sage.planning.ranking import best, best_children
 from sage.planning.tree import Frontier, Tree
 from sage.trees import policy_class
-from sage.trees.sage import Threshold
-
-NAMES = ("eagle2", "spec_llava", "talon", "ddd")
 
 Ranks = tuple[int, ...]
 Draft = Callable[[Ranks], list[float]]  # the draft's K largest probabilities below a path of ranks
@@ -309,15 +306,6 @@ def test_best_children_are_in_tree_order() -> None:
     assert paths == pytest.approx([0.30, 0.20, 0.27])
 
 
-def test_rounds_are_independent() -> None:
-    draft = dyadic_draft(5, 2.0)
-    for name in NAMES:
-        options = {"budget": WIDTH, "branch": 2} if name == "spec_llava" else {"top_k": 3}
-        policy = sage.policy(name, **options)
-        first, again = (paths_of(draft_tree(policy, draft, levels=4)[0]) for _ in range(2))
-        assert first == again
-
-
 # -- options -------------------------------------------------------------------------------------------------------------
 
 
@@ -371,22 +359,3 @@ def test_every_option_of_every_policy_is_checked(name: str) -> None:
             assert caught.value.under("decode.options").startswith(
                 f"decode.options.{name}.{option}: {value!r} is not allowed; "
             )
-
-
-def test_the_message_names_the_type_and_the_bounds() -> None:
-    expected = {
-        ("chain", "depth"): "an integer of at least 1",
-        ("talon", "ratio"): "a number above 0 and below 1",
-        ("talon", "max_depth"): "an integer of at least 1 or null",
-        ("static", "paths"): "a list of lists of integers of at least 0",
-        ("cost_aware", "memory"): "a number of at least 0 and at most 1",
-        ("sage", "history"): "true or false",
-        ("sage", "threshold"): "cumulative, node",
-    }
-    for (name, option), allowed in expected.items():
-        with refused(f"policy.{name}.{option}: {{}}", allowed):
-            sage.policy(name, **{option: {}})
-
-
-def test_text_becomes_the_member_of_an_enum() -> None:
-    assert sage.policy("sage", threshold="node").threshold is Threshold.NODE

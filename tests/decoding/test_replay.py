@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.messages import refused
 from support.models import OracleSession, make_inputs
 from support.toy_helpers import drafted_tree
 
@@ -133,14 +132,3 @@ def test_learning_policy_gets_labels_along_the_answer_and_a_copy_of_the_tables(r
     depths = learner.learner.before.error()
     assert depths and all(0 <= error <= 1 for error in depths.values())
     assert learner.learner.calibrator.weights.tolist() != learner.learner.calibrator.start.tolist()
-
-
-def test_cost_aware_policy_without_costs_is_refused() -> None:
-    with refused("replay", "cost_aware"):
-        replay([toy_recording()], sage.policy("cost_aware"))
-
-
-def test_an_answer_of_one_token_has_no_rounds(ready: Any) -> None:
-    recording = record(*ready, max_new_tokens=1)
-    found = replay([recording], policy("chain"), COSTS)
-    assert recording.rounds == [] and found.summary()["tokens_per_s"] == 0.0

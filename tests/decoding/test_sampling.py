@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,18 +175,6 @@ def test_options_out_of_range(options: dict[str, Any], message: tuple[str, ...])
         Sampling(**options)
 
 
-def test_from_attributes_takes_fields_and_ignores_other_names() -> None:
-    source = SimpleNamespace(temperature=0.5, max_new_tokens=7, prompt="Hi")
-    assert Sampling.from_attributes(source) == Sampling(temperature=0.5, max_new_tokens=7)
-
-
-def test_options_override_fields_of_sampling(tiny_qwen: sage.Target) -> None:
-    options = {"sampling": Sampling(max_new_tokens=9, temperature=1.0), "temperature": 0.0}
-    out = sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", **options)
-    plain = sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=9)
-    assert torch.equal(out.tokens, plain.tokens)
-
-
 def test_unknown_option_is_named(tiny_qwen: sage.Target) -> None:
     with refused("temprature", "policy", "max_new_tokens"):
         sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", temprature=1.0)
@@ -235,32 +222,3 @@ def test_stop_criterion_equals_checking_token_by_token(
         assert (answer.tokens, answer.is_over) == one_by_one(given_tokens, most, eos, stop)
         if answer.is_over:
             return
-
-
-@pytest.mark.slow
-def test_single_string_or_processor_equals_a_list_of_one() -> None:
-    target = make_qwen()
-    target = sage.Target(target.model, make_processor(target))
-    inputs = make_inputs(target)
-
-    class Flipped(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return -scores
-
-    def generated(**options: Any) -> list[int]:
-        return sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=60, **options).tokens.tolist()
-
-    free = generated()
-    text = target.processor.tokenizer.decode
-    word = next(
-        text(free[i : i + 2]) for i in range(3, len(free)) if text(free[i : i + 2]).isprintable() and text(free[i : i + 2])
-    )
-    for name, value in {"stop": word, "bad_words": word, "logits_processor": Flipped()}.items():
-        assert generated(**{name: value}) == generated(**{name: [value]})
-        assert generated(**{name: None}) == free
-    assert generated(stop=word) != free and generated(logits_processor=Flipped()) != free
-
-
-def test_nan_logits_are_refused() -> None:
-    with refused("prefill of 2 tokens", "NaN"):
-        Verifier(sampler()).verify(torch.tensor([[0.0, float("nan")]]), tree_of([]))

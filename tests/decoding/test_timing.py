@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -100,17 +98,6 @@ def test_events_of_many_rounds_are_resolved_with_one_synchronization(monkeypatch
     assert (seconds["draft_steps"], seconds["verify"]) == (20.0, 20.0)
 
 
-def test_events_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = FakeEvents(monkeypatch)
-    clock = timing.Clock(torch.device("cuda", 1))
-    for _ in range(1000):
-        clock.start_round()
-        clock.lap("verify", 8)
-        clock.lap("accept")
-    assert events.num_made <= timing.MAX_MARKS + 10 and events.num_waits <= 3000 / (timing.MAX_MARKS - timing.RECENT_MARKS) + 1
-    assert clock.seconds()["verify"] == 1000.0
-
-
 @pytest.mark.parametrize("values", [[], [7], [3, -1, 2**40]])
 def test_host_tensors_equal_torch_tensor(values: list[int]) -> None:
     assert torch.equal(long_tensor(values, CPU), torch.tensor(values, dtype=torch.long))
@@ -137,16 +124,6 @@ def test_tokens_are_joined_as_numbers_or_tensors() -> None:
     assert torch.equal(join_tokens([one, two]), torch.tensor([1, 2, 3])) and join_tokens([one]) is one
 
 
-def test_skipped_time_counts_for_no_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 1.0, 51.0, 53.0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
-    clock = timing.Clock(CPU)
-    clock.lap("vision")
-    clock.skip()
-    clock.lap("vision")
-    assert clock.seconds()["vision"] == sum(clock.seconds().values()) == 3.0
-
-
 def test_only_the_run_of_a_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
@@ -167,20 +144,6 @@ def test_disturbed_runs_count_only_if_there_is_no_other(
     monkeypatch.setattr(timing, "_timed", lambda _: ((seconds := next(left)) < 0, float(abs(seconds))))
     found = timing.fastest_s([[lambda: None]], len(runs) - 1)
     assert (found.seconds[0][0], found.is_undisturbed) == expected
-
-
-def test_waiting_for_a_processor_is_measured() -> None:
-    """Two threads cannot both run on one processor."""
-    processors = os.sched_getaffinity(0)
-    x = torch.randn(400, 400)
-    try:
-        os.sched_setaffinity(0, {min(processors)})
-        waited = timing.waiting_s()
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda _: [x @ x for _ in range(20)], range(2)))
-            assert timing.waiting_s() - waited > 1e-3
-    finally:
-        os.sched_setaffinity(0, processors)
 
 
 def test_preparations_of_several_threads_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:

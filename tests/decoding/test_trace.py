@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.html_page import Page
 from support.models import OracleSession, followed_by, make_inputs
-from support.traces import HOSTILE, made_trace
+from support.traces import made_trace
 
 import sage
 from sage.decoding import generation
@@ -95,19 +95,8 @@ def test_policy_that_never_drafts_and_answer_of_one_token(ready: Any, policy: st
     assert not any(one["bonus"] is None for one in page.data["rounds"])
 
 
-def test_a_notebook_shows_the_page_in_a_frame() -> None:
-    framed = made_trace(4, 3, HOSTILE)._repr_html_()
-    assert framed.startswith("<iframe srcdoc=") and framed.count('"') == 2 * framed.count('="')
-
-
 def test_large_page_is_small() -> None:
     assert len(made_trace(512, 65).html().encode()) < 2 * MIB
-
-
-def test_only_the_most_probable_nodes_that_were_not_verified_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sage.replay.trace_page.MAX_SKIPPED", 2)
-    for one in check_page(made_trace(12, 8)).data["rounds"]:
-        assert len(one["nodes"]) == one["verified"] + 2 and one["omitted"] == 4
 
 
 def fill_disk(*_: Any, **__: Any) -> None:

@@ -147,9 +147,6 @@ class TestOtherPolicies:
         tree = grow_fully(sage.policy("eagle2", total=total, depth=3, top_k=total - 1), probs)
         assert set(paths_of(tree)[1:]) == set(best)
 
-    def test_chain_is_one_path(self) -> None:
-        assert paths_of(grow_fully(sage.policy("chain", depth=3), GEOMETRIC))[1:] == [(0,), (0, 0), (0, 0, 0)]
-
     def test_static_tree_is_that_of_the_paper(self) -> None:
         tree = grow_fully(sage.policy("static"), GEOMETRIC)
         assert sorted(paths_of(tree)[1:]) == sorted(STATIC_TREE)
@@ -158,10 +155,6 @@ class TestOtherPolicies:
     def test_static_rejects_a_path_without_its_prefix(self) -> None:
         with refused("policy.static.paths", "(1, 0)"):
             sage.policy("static", paths=[(0,), (1, 0)])
-
-    def test_autoregressive_never_drafts(self) -> None:
-        policy = sage.policy("autoregressive")
-        assert policy.next_level(Frontier(1, [[1.0]])) is None
 
     def test_unknown_names_and_options_are_named(self) -> None:
         with refused("policy", "'sgae'", "autoregressive"):

@@ -10,7 +10,7 @@ from support.accelerator import IS_SUPPORTED, on_device, pretend_accelerator
 from support.compressor_helpers import COMPRESSORS, CONVERSATIONS, draft_with, example, prompt_of, starts_of_answers
 from support.messages import refused
 from support.models import MAKERS, make_inputs, make_llava, make_qwen, near_draft, random_draft
-from support.processors import make_processor, random_image
+from support.processors import make_processor
 from support.synchronizations import new_policy
 from transformers import LogitsProcessor
 
@@ -116,25 +116,6 @@ def test_pruning(method: str, family: str) -> None:
     assert_equal_on_device(target, make_draft("eagle", target), make_inputs(target), "chain", pruning=pruning)
 
 
-@every_family
-def test_second_turn(family: str) -> None:
-    target = MAKERS[family]()
-    target = sage.Target(target.model, make_processor(target))
-    draft = make_draft("eagle", target)
-
-    def answers() -> list[list[int]]:
-        chat = sage.Chat(target, draft, policy="sage", max_new_tokens=LENGTH)
-        first = chat.ask("one", images=[random_image(16, 8)])
-        second = chat.ask("two", images=[random_image(9, 9, 3)])
-        return [first.tokens.tolist(), second.tokens.tolist()]
-
-    expected = answers()
-    with pretend_accelerator():
-        on_device(target)
-        on_device(draft)
-        assert answers() == expected
-
-
 @pytest.mark.parametrize("policy", ["chain", "eagle2"])
 def test_nan_in_the_draft_is_refused(policy: str) -> None:
     target = make_qwen()
@@ -142,10 +123,3 @@ def test_nan_in_the_draft_is_refused(policy: str) -> None:
     draft.fc.weight.data[0] = float("nan")
     with pretend_accelerator(), refused("draft", "level", "NaN"):
         sage.generate(on_device(target), on_device(draft), make_inputs(target), policy, max_new_tokens=LENGTH)
-
-
-def test_nan_in_the_target_is_refused() -> None:
-    target = make_qwen()
-    target.model.lm_head.weight.data[3] = float("nan")
-    with pretend_accelerator(), refused("prefill of 16 tokens", "NaN"):
-        sage.generate(on_device(target), None, make_inputs(target), "autoregressive", max_new_tokens=LENGTH)

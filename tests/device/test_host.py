@@ -11,12 +11,12 @@ import pytest
 import torch
 from support.accelerator import DEVICE, Kind, Traffic, on_device, on_host
 from support.fake_cuda import FakeCuda
-from support.messages import check_message, exit_code
+from support.messages import exit_code
 from support.pass_helpers import capture_with
 
 import sage
 from sage.commands import device_check
-from sage.commands.device_check import attention_used, copy_bandwidth, synchronizations_per_round
+from sage.commands.device_check import attention_used, synchronizations_per_round
 from sage.commands.generate import main
 from sage.runtime import captured
 from sage.runtime.captured import call_again
@@ -106,11 +106,6 @@ def test_operators_of_a_captured_pass_are_counted_once(tiny_qwen: sage.Target, m
     assert attention_used(call, CPU) == f"flash_attention_for_cpu x {tiny_qwen.num_layers}"
 
 
-def test_without_the_option_a_prompt_is_required(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(main, "--target", target, "--policy", "autoregressive") == 2
-    check_message(capsys.readouterr().err.strip(), "--prompt: missing")
-
-
 def test_attention_is_named_by_the_operators_that_run() -> None:
     states = torch.zeros(1, 2, 4, 8)
 
@@ -120,11 +115,6 @@ def test_attention_is_named_by_the_operators_that_run() -> None:
 
     assert attention_used(TimedCall(lambda: attend(False)), CPU) == "flash_attention_for_cpu x 1"
     assert attention_used(TimedCall(lambda: attend(True)), CPU) == "no fused operator"
-
-
-def test_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_check, "_median_s", lambda call, device: 0.5)
-    assert copy_bandwidth(CPU) == 4 * device_check.COPY_BYTES
 
 
 def test_synchronizations_of_rounds_without_the_prefill(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,11 +133,6 @@ def test_the_cache_moves_rows_on_every_device(traffic: Traffic) -> None:
         assert on_host(layer.keys[0, 0, :3, 0]).tolist() == [10 * number, 10 * number + 1, 10 * number + 3]
 
 
-@pytest.mark.parametrize("device_map", [{"": 0}, {"a": 0, "b": 1}, {"": "cpu"}, "auto"])
-def test_a_device_map_may_name_devices_or_a_strategy(device_map: Any) -> None:
-    check_device_map(device_map)
-
-
 @pytest.mark.parametrize(
     ("device_map", "words"),
     [

@@ -78,21 +78,6 @@ def drawn_graph(title: str, text: str) -> Graph:
     return {name.strip(): {used.strip() for used in arrows.split(",") if used.strip()} for name, _, arrows in lines}
 
 
-def test_rooms_of_data_prep_point_down() -> None:
-    """`build`, which connects the rooms, and `config`, which reads the registry of sources, are the modules above them."""
-    order = ("tools", "server", "batching", "dataset", "sources", "pocket", "real")  # highest first
-    sources = read_sources()
-    graph = room_graph(sources, "data_prep")
-    assert {room for room in graph if not room.endswith(".py")} == {*order, "api"}
-    for position, room in enumerate(order):
-        assert graph[room] & set(order) <= set(order[position:]), room
-    shared = {name: used & set(order) for name, used in graph.items() if name.endswith(".py") and used & set(order)}
-    assert shared.keys() == {"build.py", "config.py"} and shared["config.py"] == {"sources"}
-    assert not [
-        path for path, modules in sources.items() if path.startswith("data_prep/sources/") and "data_prep.config" in modules
-    ]
-
-
 @pytest.mark.parametrize("package", ["benchmarks", "checkpoints", "data_prep", "sage", "train"])
 def test_modules_form_no_circle(package: str) -> None:
     """Not even with the imports under TYPE_CHECKING and inside functions; CycleError names the modules."""

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from support.doc_pages import ROOT, commands, pages, read, spans, tracked_files
 
-import sage
 import train
-from sage.planning.options import defaults
 
 PAGES = pages()
 TOPS = {name.split("/")[0] for name in tracked_files() if "/" in name}
@@ -46,12 +44,6 @@ def test_what_the_pages_name_exists(missing: Callable[[str], list[str]]) -> None
     assert {page: names for page in PAGES if page != "CHANGELOG.md" and (names := missing(page))} == {}
 
 
-def test_missing_links_and_files_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A `b`, c\n[x](gone.md) [y](#a-b-c) [z](#a-b)\n`tests/docs/test_pages.py` `docs/gone.md`")
-    assert missing_links(str(page)) == ["gone.md", "#a-b"] and missing_files(str(page)) == ["docs/gone.md"]
-
-
 @pytest.mark.slow
 def test_documented_runs_compose() -> None:
     calls = [words for page in PAGES for words in commands(page, "sage-train")]
@@ -59,15 +51,3 @@ def test_documented_runs_compose() -> None:
     assert len(runs) >= 10, "the commands of the pages are not recognized"
     for words in runs:
         train.compose(*words)
-
-
-def test_every_target_of_make_is_documented() -> None:
-    names = re.search(r"^\.PHONY: (.*)$", read("Makefile"), re.MULTILINE)[1].split()
-    text = "\n".join(read(page) for page in PAGES if page != "CHANGELOG.md")
-    assert [name for name in names if not re.search(rf"\bmake {name}\b", text)] == []
-
-
-def test_the_table_of_policies_has_every_policy_and_its_options() -> None:
-    rows = {row.split("`")[1]: row for row in read("docs/decoder.md").splitlines() if row.startswith("| `")}
-    for name in sage.POLICIES:
-        assert [option for option in defaults(sage.trees.policy_class(name)) if f"`{option}`" not in rows[name]] == []

@@ -12,15 +12,14 @@ import numpy
 import pytest
 import torch
 import yaml
-from support.messages import check_message, refused
+from support.messages import refused
 from support.train_helpers import make_target
 
 import sage
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import runs
 from benchmarks.papers.figures import FigureStore, digest
-from benchmarks.papers.measure import Lab, correlation, on_path, using_threads
-from benchmarks.papers.plots import draw_headline
+from benchmarks.papers.measure import Lab, correlation, on_path
 from benchmarks.papers.runs import Settings, load_settings, select_studies
 from benchmarks.papers.tables import TABLES, claims
 from checkpoints.run_folder import METRICS
@@ -67,13 +66,6 @@ def test_a_claim_depends_on_its_figures() -> None:
     assert f"{claim} **no** | 2.49x" in claims(studies)
 
 
-def test_the_headline_is_sorted_by_speed() -> None:
-    figures = committed()["headline"]
-    names = [label.get_text() for label in draw_headline(figures).axes[0].get_yticklabels()]
-    speeds = [figures["qwen"]["decoders"][name]["speedup"] for name in names]
-    assert speeds == sorted(speeds, reverse=True) and len(names) == 9
-
-
 # -- runs and settings -----------------------------------------------------------------------------------------------------
 
 
@@ -105,14 +97,6 @@ def test_a_run_is_trained_again_when_its_arguments_change(tmp_path: Path, monkey
         settings.runs["eagle_qwen"] += more
         folder = runs.ensure_trained(settings, "eagle_qwen")
         assert len(trained) == expected and f"run.dir={folder}" in trained[-1]
-
-
-def test_training_times_leave_interruptions_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten steps of two seconds each, one of them interrupted for a minute."""
-    monkeypatch.setattr(runs, "ensure_trained", lambda settings, run: tmp_path)
-    lines = [{"step": step, "tokens": 9, "time_s": 2.0 * step + 60 * (step > 6)} for step in range(2, 11, 2)]
-    (tmp_path / METRICS).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    assert runs.training_of(load_settings(), "eagle_qwen")["training_s"] == pytest.approx(20.0)
 
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:
@@ -196,21 +180,6 @@ def test_each_kind_is_measured_once(tiny_world: Path, monkeypatch: pytest.Monkey
         Lab(settings, store).measure("epochs")
 
 
-def test_a_failed_run_skips_only_its_study(tiny_world: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    done: list[str] = []
-
-    def measure(lab: Lab, study: str) -> None:
-        if study == "headline":
-            raise runs.TrainingFailed("sage-train ended with exit code 2")
-        done.append(study)
-
-    monkeypatch.setattr(Lab, "measure", measure)
-    monkeypatch.setattr(command, "write_pages", lambda *_: None)
-    assert command.main(["--settings", str(tiny_world / "tiny.yaml")]) == 1
-    assert done == ["confidence", "epochs"]
-    check_message(capsys.readouterr().err, "training run failed", "headline")
-
-
 def test_the_path_of_an_answer_ends_where_its_token_is_no_candidate() -> None:
     """Round 1 goes 8 (rank 0), 9 (rank 1), then 10 is no candidate; round 2 takes 11 (rank 1)."""
     tokens = {(): [8, 3], (8,): [4, 9], (8, 9): [1, 2]}
@@ -228,10 +197,3 @@ def test_correlation_against_numpy() -> None:
     second = [value for one in series for value in one[2:]]
     assert correlation(series, series, 2) == pytest.approx(numpy.corrcoef(first, second)[0, 1], abs=1e-12)
     assert correlation([[1.0, 1.0]], [[1.0, 1.0]], 1) is None
-
-
-def test_threads_are_restored() -> None:
-    before = torch.get_num_threads()
-    with using_threads(before + 1):
-        assert torch.get_num_threads() == before + 1
-    assert torch.get_num_threads() == before

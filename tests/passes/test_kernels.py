@@ -157,15 +157,6 @@ def test_the_faster_attention_is_chosen(seconds: tuple[float, float], num_calls:
         torch.testing.assert_close(program.module()(*x), module(*x))
 
 
-def test_timing_of_attention() -> None:
-    query, keys = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 5, 16)
-    graph = torch.fx.Graph()
-    node = graph.placeholder("query")
-    node.meta["val"] = query
-    for mask in (None, keys):
-        assert min(attention_layers.timings(attention_layers.Call(node, node, node, node, mask, 0.5), 3)[:2]) > 0
-
-
 def test_only_large_weights_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MIN_BYTES", 4 * 64)
     assert kernels.kernel_facts(nn.Linear(8, 8)) and not kernels.kernel_facts(nn.Linear(8, 7))
@@ -215,16 +206,6 @@ class TestPrompts:
                 used.clear()
                 monkeypatch.setattr(prompt_linear, "_CHOICES", {})  # the next block reads the choice from disk if it is certain
         assert len(measurements) == 2
-
-    def test_torch_with_gradients_in_other_dtypes_and_in_other_modes(self, measurements: list[Any]) -> None:
-        block = Block()
-        with prompt_linear.fast_prompts(block, True):
-            assert "forward" not in vars(block.key)
-        with torch.no_grad(), prompt_linear.fast_prompts(block, False):
-            assert "forward" not in vars(block.key)
-        with torch.no_grad(), prompt_linear.fast_prompts(block.double(), True):
-            assert "forward" not in vars(block.key)
-        assert not measurements
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.messages import refused
-from support.models import in_float64, make_inputs, near_draft, random_draft
+from support.models import in_float64, make_inputs, random_draft
 from support.pass_helpers import without_compiler
 
 import sage
@@ -19,9 +15,7 @@ from sage.bench.measurement import BenchPrompt
 from sage.costs.measure import empty_cache, verify_pass
 from sage.decoding.noise import gumbel
 from sage.decoding.sampling import Sampling
-from sage.io.files import read_json
 from sage.runtime.pass_modes import PassMode
-from sage.runtime.timing import TimedCall
 from sage.targets.tree_passes import TreePasses
 
 
@@ -43,26 +37,6 @@ def test_times_calls_and_memory_of_both_modes(tiny_qwen: sage.Target, monkeypatc
     assert "reads, MB" in text and "peak, MB  kept, MB" in text and "1.5 MB" in text
 
 
-def test_rows_are_kept_as_they_are_measured(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A pass that fails or hangs on a GPU leaves the rows before it."""
-    rows_of = passes.rows_of
-
-    def failing(name: str, *arguments: Any) -> list[list[str]]:
-        if "3 nodes" in name:
-            raise RuntimeError
-        return rows_of(name, *arguments)
-
-    monkeypatch.setattr(passes, "rows_of", failing)
-    with pytest.raises(RuntimeError):
-        passes.measure(tiny_qwen, None, [1, 3], [], 20, 1, str(tmp_path / "table.json"))
-    assert [row[1] for row in read_json(tmp_path / "table.json")["rows"]] == ["eager", "compiled"]
-
-
-def test_levels_of_a_smaller_target(tiny_qwen: sage.Target) -> None:
-    text = passes.measure(tiny_qwen, near_draft(tiny_qwen), nodes=[1], widths=[2], context=20, repeats=3).text()
-    assert text.count("draft level, 2 nodes") == 2
-
-
 def test_bytes_that_a_pass_reads(tiny_qwen: sage.Target) -> None:
     """All weights of the text layers and lm_head once, and the keys and values of context and node; no other embedding row."""
     tiny_qwen.passes = PassMode.eager
@@ -74,23 +48,6 @@ def test_bytes_that_a_pass_reads(tiny_qwen: sage.Target) -> None:
     head = {weight.data_ptr(): weight.nbytes for weight in (tiny_qwen.lm_head.weight, tiny_qwen.text_model.norm.weight)}
     row = 2 * tiny_qwen.num_layers * tiny_qwen.num_kv_heads * tiny_qwen.head_dim * 4
     assert found == sum((layers | head).values()) + 11 * row
-
-
-def test_memory_of_the_first_call(tiny_qwen: sage.Target) -> None:
-    """Pages of the system: the allocator of C may keep what is freed for later."""
-    kept: list[mmap.mmap] = []
-
-    def touched(size: int) -> mmap.mmap:
-        memory = mmap.mmap(-1, size)
-        np.frombuffer(memory, np.uint8)[:] = 1  # type: ignore[call-overload]
-        return memory
-
-    def allocate() -> None:
-        kept.append(touched(40_000_000))
-        touched(80_000_000).close()
-
-    found = passes.timed(tiny_qwen, PassMode.eager, lambda: TimedCall(allocate))
-    assert 36e6 < found.kept < 60e6 and 110e6 < found.peak < 150e6
 
 
 def test_equal_texts(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,17 +86,3 @@ def test_a_different_text_is_listed_with_its_gap(
     first, second = scores.topk(2).values.tolist()
     assert found.gap == pytest.approx(first - second, abs=1e-5)
     assert "chain, T = " in str(found) and "token 2" in str(found)
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--per-family", "0"], ["--per-family"]),
-        (["--policies", "chian"], ["chian"]),
-        (["--target", "nowhere"], ["--target: nowhere: no such folder"]),
-    ],
-)
-def test_mistakes(words: list[str], parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["benchmarks.texts", *words])
-    with refused(*parts):
-        texts.main()

@@ -18,7 +18,6 @@ from benchmarks.chain_attention import errors, inputs
 from benchmarks.figures import Figures
 from benchmarks.training import __main__ as bench
 from benchmarks.training import parts
-from benchmarks.training.measuring import describe_machine, peak, reset_peak
 from sage.io.files import read_json
 from sage.targets.families import family_of
 from train.distill.teacher import Staging
@@ -34,21 +33,6 @@ def printed(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr("sys.argv", ["benchmarks.training", *arguments])
     assert bench.main() == 0
     return capsys.readouterr().out
-
-
-def test_the_peak_is_the_memory_allocated_since_the_reset() -> None:
-    before = reset_peak(CPU)
-    block = torch.ones(25_000_000)
-    del block
-    assert 95e6 < peak(CPU) - before < 130e6
-    assert peak(CPU) - reset_peak(CPU) >= 0
-
-
-def test_the_machine_of_a_gpu_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("get_device_name", "H100"), ("max_memory_reserved", 2**30), ("mem_get_info", (2**31, 2**32))):
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    text = describe_machine(torch.device("cuda"))
-    assert text.startswith("H100, 1.0 GiB reserved at most, 2.0 of 4.0 GiB free, load") and f"torch {torch.__version__}" in text
 
 
 @pytest.mark.slow
@@ -101,14 +85,6 @@ def test_counted_operations_are_those_of_the_plan() -> None:
     assert shares["vision"] == pytest.approx(1, abs=0.21)
     assert shares["text"] == pytest.approx(1, abs=0.06) and shares["draft"] == pytest.approx(1, abs=0.04)
     assert shares["objective"] == pytest.approx(1, abs=0.02)
-
-
-def test_operations_grow_with_the_anchors() -> None:
-    """An eighth of the supervised positions: at most a quarter of the operations."""
-    words = ["draft=eagle3", "draft.feature_levels=[4,8,12]"]
-    (every, _), (few, plan) = counted(1, 512, *words), counted(1, 512, *words, "objective.anchors=60")
-    assert all(few[name] <= 0.25 * every[name] for name in ("draft", "objective"))
-    assert few["draft"] / plan["draft"] == pytest.approx(1, abs=0.25)
 
 
 def test_the_chain_attention_of_a_step_is_exact_to_the_precision_of_its_inputs() -> None:

@@ -176,11 +176,6 @@ def test_a_check_is_compared_only_when_it_is_named(runs: list[Path], tmp_path: P
     assert text.endswith(f"comparison: {tmp_path / 'compare.md'}")
 
 
-def test_without_a_validation_there_is_a_table_and_no_plot(runs: list[Path], tmp_path: Path) -> None:
-    compare([read_run(runs[2])], tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["compare.html", "compare.json", "compare.md"]
-
-
 def test_runs_are_found_by_name_pattern_and_folder(runs: list[Path], tmp_path: Path) -> None:
     assert find_runs([str(runs[1]), str(runs[0])]) == [runs[1], runs[0]]
     assert find_runs([f"{tmp_path}/*"]) == runs == find_runs([str(tmp_path)])
@@ -318,11 +313,3 @@ def test_curves_are_written_where_out_says(
     with refused(str(tmp_path / "p" / "curves.png"), error=ValueError):
         draw(runs[0], "--out", tmp_path / "p" / "curves.png")
     assert not (tmp_path / "q").exists()
-
-
-def test_folders_without_a_run_or_a_step_are_refused(tmp_path: Path, runs: list[Path]) -> None:
-    with refused(str(tmp_path), "config.yaml", error=ConfigError):
-        write_run_report(tmp_path)
-    (runs[0] / "metrics.jsonl").write_text("")
-    with refused("metrics.jsonl", "train.log_every", error=ConfigError):
-        write_run_report(runs[0])

@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 
 from data_prep.config import validate as validate_data
 from data_prep.real.target import target_folder
-from sage.bench.runners import AUTOREGRESSIVE, BASELINES
 from sage.drafts.registry import KINDS as DRAFT_KINDS
 from sage.io.files import config_dir
 from sage.planning.options import defaults
@@ -21,13 +20,10 @@ from train.config.checks import check, check_batch, check_ranges
 from train.config.hydra_app import compose
 from train.config.resolvers import run_name
 from train.config.schema import (
-    Baseline,
     Config,
-    PolicyName,
     Precision,
     Schedule,
     TargetConfig,
-    ValidateConfig,
 )
 from train.engine.engine import deepspeed_config, make_optimizer
 from train.job.schedule import learning_rate
@@ -126,11 +122,6 @@ def test_prompt_set_composes(path: Path) -> None:
     validate_data(config.data)
 
 
-def test_validate_config_composes() -> None:
-    config = compose("validate", ["checkpoint=runs/x", "decode.policies=[sage]"], ValidateConfig)
-    assert config.checkpoint == "runs/x" and config.decode.policies == ["sage"]
-
-
 def test_policies_compose_with_their_defaults_and_every_option() -> None:
     chosen = f"decode/policy=[{','.join(POLICIES)}]"
     assert compose("config", [chosen], Config).decode.options == {name: {} for name in POLICIES}
@@ -143,11 +134,6 @@ def test_policies_compose_with_their_defaults_and_every_option() -> None:
     decode = compose("config", [chosen, *given], Config).decode
     assert decode.options == options and decode.policies == list(POLICIES)
     build_policies(decode)
-
-
-def test_the_schema_knows_every_policy_and_baseline() -> None:
-    assert set(PolicyName) == set(POLICIES)
-    assert set(Baseline) == set(BASELINES) - {AUTOREGRESSIVE}  # which is always measured
 
 
 def test_measured_policies_are_the_composed_ones_unless_overridden() -> None:
@@ -195,16 +181,6 @@ def test_the_eagle3_preset_is_its_recipe() -> None:
     config = compose("config", ["experiment=eagle3"], Config)
     assert (config.objective.ce_weight, config.objective.feature_weight) == (1.0, 0.0)
     assert (config.objective.steps, config.objective.step_decay, config.draft.draft_vocab_size) == (7, 0.8, 32000)
-
-
-def test_a_searched_sweep_maximises_the_score() -> None:
-    optuna = OmegaConf.load(config_dir() / "sweep" / "optuna.yaml").hydra
-    assert (optuna.mode, optuna.sweeper.direction, optuna.sweeper.max_failure_rate) == ("MULTIRUN", "maximize", 1.0)
-
-
-def test_run_name_is_made_of_the_choices() -> None:
-    assert compose("config", [], Config).run.dir == "runs/pocket_qwen2_5_vl-eagle3-pocket"
-    assert compose("config", ["experiment=demo"], Config).run.dir == "runs/demo"
 
 
 @pytest.mark.parametrize(
@@ -256,8 +232,3 @@ def test_training_defaults_suit_the_target(overrides: list[str], lr: float, batc
 def test_learning_rate_of_an_own_target_follows_its_width(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 1792}}')
     assert compose("config", [f"target.path={tmp_path}"], Config).optim.lr == 1.6e-4
-
-
-def test_kinds_of_draft_by_default() -> None:
-    kinds = [compose("config", words, Config).draft.kind for words in ([], ["experiment=demo"], ["experiment=specvlm"])]
-    assert kinds == ["eagle3", "eagle", "eagle"]

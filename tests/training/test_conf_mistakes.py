@@ -11,7 +11,6 @@ import pytest
 from omegaconf import OmegaConf
 from support.messages import check_message, exit_code, refused
 
-from sage.commands.cli import report
 from sage.io.files import config_dir
 from train.cli.train import main
 from train.config.checks import check
@@ -187,21 +186,6 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
-def test_the_command_refuses_such_a_run_folder_with_exit_code_2(
-    in_empty_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (in_empty_folder / "file").write_text("")
-    assert exit_code(main, f"target.path={in_empty_folder}", "run.dir=file/run") == 2
-    check_message(capsys.readouterr().err, "run.dir=file/run", "Not a directory")
-
-
-def test_a_corrupt_run_configuration_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("seed: [")
-    with refused("config.yaml", error=ConfigError):
-        check(config_in(tmp_path, "run.resume=true"))
-
-
 def test_a_crash_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken(config: Config) -> int:
         raise RuntimeError("a bug")
@@ -242,12 +226,6 @@ def test_a_failed_job_does_not_end_a_sweep(
         (records / "job_00003.json").write_text(content)
         with refused("job_00003.json"):
             read_jobs(records)
-
-
-def test_rank_0_alone_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert not is_main_rank() and report(ConfigError("seed=-1"), is_main_rank()) == 2
-    assert capsys.readouterr().err == ""
 
 
 def test_sage_train_without_arguments_says_what_to_choose(capsys: pytest.CaptureFixture[str], in_empty_folder: Path) -> None:

@@ -22,11 +22,10 @@ from torch import Tensor
 
 import sage
 from benchmarks.engines import __main__ as bench
-from benchmarks.engines import measure
 from benchmarks.engines.comparison import Answer, figures, report, take_turns
 from benchmarks.engines.prompts import FAMILIES, pocket_prompts
 from train.serve_check import vllm_worker
-from train.serve_check.prompts import collapsed, write_prompts
+from train.serve_check.prompts import write_prompts
 from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 PYTHON = Path(sys.executable)
@@ -67,10 +66,6 @@ def test_prompts_carry_one_placeholder_per_image_and_the_images(target: Path, tm
             assert image.mode == "RGB"
 
 
-def test_only_runs_of_placeholders_collapse() -> None:
-    assert collapsed([5, 5, 9, 9, 9, 6, 9, 8, 8, 9], [9, 8]) == [5, 5, 9, 6, 9, 8, 9]
-
-
 @pytest.mark.slow
 def test_comparison_runs_both_sides_on_the_same_prompts(
     fake_engine: Path,
@@ -100,16 +95,6 @@ def test_comparison_runs_both_sides_on_the_same_prompts(
     assert [row["llm"]["enforce_eager"] for row in started] == [False, True, False, False]
     assert [(row["threads"], row["cores"]) for row in started] == [("1", sorted(os.sched_getaffinity(0))[:1])] * 4
     assert "same draft: two, head / vllm" in capsys.readouterr().out
-
-
-def test_our_passes_are_compiled_as_those_of_vllm_unless_eager_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = SimpleNamespace(is_whole=True)
-    monkeypatch.setattr(sage, "load_target", lambda path, **options: loaded, raising=False)
-    modes = []
-    for passes in ("auto", "eager"):
-        target = measure.load_target(SimpleNamespace(target="t", passes=passes, device="cpu"))  # type: ignore[arg-type]
-        modes.append(str(target.passes))
-    assert modes == ["compiled", "eager"]
 
 
 def test_drafted_tokens_are_stored_at_their_index_not_at_their_rope_position(monkeypatch: pytest.MonkeyPatch) -> None:

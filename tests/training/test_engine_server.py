@@ -117,11 +117,6 @@ def test_request_and_answer() -> None:
     assert body["messages"] == QUESTION
 
 
-def test_without_token_ids_the_text_is_tokenized_and_ended() -> None:
-    with serving(has_ids=False) as served:
-        assert decode(served).tokens == [97, 97, 97, 2] and served.keys == [None]
-
-
 def test_a_server_without_extensions() -> None:
     loaded: Any = SimpleNamespace(processor=SimpleNamespace(tokenizer=tokenizer), eos_token_ids=[2])
     compared: Any = SimpleNamespace(max_new_tokens=9, served_draft="head")
@@ -175,20 +170,6 @@ def test_neither_address_nor_key_are_in_a_message_or_log(caplog: pytest.LogCaptu
     assert "s3cret" not in caplog.text and "HTTP Request" not in caplog.text
     with refused("--server", "no connection"):
         decode(served)
-
-
-@pytest.mark.parametrize(
-    ("url", "parts"),
-    [
-        ("ftp://host/v1", ("--server", "scheme")),
-        ("http://me:s3cret@host/v1", ("--server", KEY_VARIABLE)),
-        ("http://host", (KEY_VARIABLE,)),
-    ],
-)
-def test_addresses_and_keys_that_cannot_be_used(url: str, parts: tuple[str, ...]) -> None:
-    with refused(*parts) as caught:
-        ServerClient(url, "s3\ncret" if url == "http://host" else "")
-    assert "cret" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from datetime import timedelta
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +13,10 @@ import torch
 import torch.distributed as dist
 from support.fake_cuda import FakeCuda
 from support.messages import refused
-from support.train_helpers import ROOT
 
-from train.cli import data as data_command
 from train.config.hydra_app import compose
 from train.config.run_length import RunLength
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
-from train.engine.engine import import_deepspeed
 from train.job import loop
 from train.job.build import set_threads
 from train.job.rank import run_rank
@@ -30,7 +26,6 @@ from train.launch.ranks import NCCL_TIMEOUT_S, Ranks, check_own_gpu, pick_device
 from train.state.resume import TrainState
 
 GPU = torch.device("cuda", 0)
-PRESETS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 
 
 @pytest.fixture
@@ -98,18 +93,6 @@ def test_gpus_of_a_machine_without_any_are_refused(monkeypatch: pytest.MonkeyPat
         check_devices(meant, 8)
 
 
-def test_regeneration_refuses_more_ranks_than_gpus(one_gpu: FakeCuda) -> None:
-    config = data_command.DataCommand(launch=LaunchConfig(gpus=2))
-    with refused("launch.gpus=2", "1 GPU(s)", error=ConfigError):
-        data_command._regenerate_on_ranks(config)
-
-
-def test_presets_run_on_a_machine_with_one_gpu(one_gpu: FakeCuda) -> None:
-    for preset in PRESETS:
-        launch = compose("config", [f"experiment={preset}"], Config).launch
-        check_devices(launch, launch.gpus or launch.ranks or 1)
-
-
 @pytest.mark.parametrize(
     ("given", "launcher", "device", "expected"),
     [
@@ -150,26 +133,6 @@ def test_a_run_sets_what_torch_reads_at_its_import(
     set_torch_defaults()
     assert (os.environ.get("PYTORCH_ALLOC_CONF"), os.environ["TORCHINDUCTOR_COMPILE_THREADS"]) == (alloc, compilers)
     assert "import torch" in inspect.getsource(run_rank).split("set_torch_defaults()")[1]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_operators_are_probed_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Reading the table of operators runs compilers on every rank."""
-
-    class Operators(ModuleType):
-        @property
-        def __compatible_ops__(self) -> dict[str, bool]:
-            probed.append(device)
-            return {}
-
-    probed: list[str] = []
-    fake: Any = ModuleType("deepspeed")
-    fake.ops = Operators("deepspeed.ops")
-    monkeypatch.setitem(sys.modules, "deepspeed", fake)
-    monkeypatch.setitem(sys.modules, "deepspeed.ops", fake.ops)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    import_deepspeed(device)
-    assert probed == (["cpu"] if device == "cpu" else [])
 
 
 def test_steps_of_a_deterministic_run_alone_are_restricted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from support.messages import refused
 
 from benchmarks import gpu_page, gpu_quarter_hour
 from benchmarks.figures import Figures
 from benchmarks.gpu_expected import expected
 from benchmarks.gpu_quarter_hour import run_steps
-from benchmarks.gpu_steps import LARGE, Step, steps
+from benchmarks.gpu_steps import Step
 from sage.io.files import read_json
 
 DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('hangs', flush=True); time.sleep(60)"
@@ -68,21 +67,6 @@ def test_sigterm_ends_the_running_step_and_leaves_complete_results(tmp_path: Pat
     assert process.wait(30) == 3
     assert [row["outcome"] for row in read_json(tmp_path / "results.json")["steps"]] == ["stopped by a signal", "not started"]
     assert read_json(tmp_path / "figures.json")["a"]["output"] == "hangs"
-
-
-def test_unknown_steps_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu_quarter_hour", "--only", "stepp"])
-    with refused("--only stepp", "check_device"):
-        gpu_quarter_hour.main()
-    monkeypatch.setattr("sys.argv", ["gpu_quarter_hour", "--list", "--only", "step"])
-    assert gpu_quarter_hour.main() == 0 and f"target={LARGE}" in capsys.readouterr().out
-
-
-def test_only_budgets_of_a_quarter_of_an_hour(tmp_path: Path) -> None:
-    """The steps up to the timed step, without which a session on a GPU was in vain, fit into ten minutes."""
-    planned = steps(tmp_path, is_gpu=True)
-    last = [one.name for one in planned].index("step")
-    assert sum(one.estimate_s for one in planned[: last + 1]) <= 480 and sum(one.estimate_s for one in planned) <= 900
 
 
 def test_figures_replace_the_text_of_their_block_only() -> None:

@@ -66,14 +66,6 @@ def measurement(names: list[str], failed: dict[str, str] | None = None) -> Measu
     )
 
 
-def test_measurements_of_ranks_are_merged_in_the_order_of_the_prompts() -> None:
-    names = ["p0", "p1", "p2", "p3", "p4"]
-    complete = measurement(names)
-    assert interleave([measurement(names[rank::2]) for rank in range(2)]) == complete
-    assert interleave([measurement(names[rank::4]) for rank in range(4)]) == complete
-    assert interleave([complete]) == complete
-
-
 def test_a_baseline_that_failed_on_one_rank_is_dropped() -> None:
     parts = [measurement(["p0"]), measurement(["p1"], failed={"ar": "no memory"})]
     merged = interleave(parts)
@@ -258,16 +250,6 @@ def test_first_turns_are_prepared_early_and_later_turns_after_the_answers(monkey
     assert target.prepared == [0, 0]
     assert [turn.name for turn in prompts.turns] == ["a", "a-turn-2", "a-turn-3", "b"]
     assert prompts.turns is prompts.turns and target.prepared == [0, 0, 2, 4]
-
-
-def test_a_rank_keeps_the_inputs_of_its_own_prompts_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Config = compose("config", ["train.validate_on=all", "decode.num_prompts=5"], Config)
-    target = CountingTarget()
-    prompts = PromptSet(target, config.decode, [conversation(name, 0) for name in "abcde"])
-    prompts.prepare_first_turns()
-    shard = shard_prompts(config, Ranks(0, 2, torch.device("cpu")), prompts)
-    assert [turn.name for turn in shard.prompts.turns] == ["a", "c", "e"] and len(target.prepared) == 5
-    assert len(shard.prompts._first_turns) == 3
 
 
 class Wires:

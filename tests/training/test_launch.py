@@ -18,7 +18,7 @@ import torch
 from support.data_helpers import make_noise
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
-from support.train_helpers import command, environment, metrics, sage_train, srun_variables
+from support.train_helpers import command, environment, metrics, srun_variables
 from torch.distributed import TCPStore
 
 from checkpoints.store import SaveFailed
@@ -46,18 +46,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.mark.slow
-def test_the_error_of_the_failed_rank_is_reported(tmp_path: Path, commands: ForkServer) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_text('{"model_type": "gpt2"}')
-    ranks = ["launch.ranks=2", "train.micro_batch_size=1", "launch.device=cpu"]
-    done = sage_train(commands, *command(tmp_path / "empty", tmp_path / "run", *TINY_REPORT, *ranks), cwd=tmp_path)
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    check_message(line.removeprefix("error: "), "gpt2")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -284,20 +272,6 @@ def test_an_exit_without_a_report_is_an_error(tmp_path: Path) -> None:
     assert failed.exit_code == 1
     assert failed.details == "rank_1:\n" + "".join(f"line {number}\n" for number in range(11, 31))
     check_message(str(failed), "rank 1 ", "code 1", "launch.ranks=1")
-
-
-def test_what_a_command_waits_for_is_said_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("train.launch.launcher.is_locked", lambda folder: folder == tmp_path)
-    assert launch(compose("config", [f"run.dir={tmp_path}"], Config), lambda _: int("waiting" not in caplog.text)) == 0
-
-
-def test_an_interrupt_exits_with_3_only_if_a_state_is_saved(tmp_path: Path) -> None:
-    assert (interrupted(tmp_path).exit_code, str(interrupted(tmp_path))) == (130, NOTHING_SAVED)
-    (tmp_path / "state" / "step_00000003").mkdir(parents=True)
-    assert interrupted(tmp_path).exit_code == 3
-    check_message(str(interrupted(tmp_path)), "run.resume=true")
 
 
 def test_a_stopped_rank_that_has_saved_answers_says_so(tmp_path: Path) -> None:

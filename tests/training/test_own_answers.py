@@ -16,13 +16,12 @@ from support.train_helpers import configured, single_process, train_quickly
 
 from checkpoints.run_folder import read_metrics
 from data_prep.chat import encode_example
-from data_prep.config import DataConfig
 from data_prep.conversation import Message
 from data_prep.dialog import TargetAnswer
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.pocket import world
 from data_prep.tools import own_decoder
-from data_prep.tools.answers import TargetAnswers, weights_digest
+from data_prep.tools.answers import TargetAnswers
 from sage.io import files
 from train.config.overrides import own_answers_command
 from train.distill.own_answers import MAX_STEPS, OwnAnswers
@@ -176,21 +175,3 @@ def test_answers_that_all_fail_are_an_error(target: Path, tmp_path: Path, monkey
     monkeypatch.setattr(own_decoder, "answerer", lambda *_: lambda messages, seed: TargetAnswer(" "))
     with refused("data.answers: target", "pocket", "regenerate.max_new_tokens"):
         train_quickly(configured(target, tmp_path / "run", *ANSWERED))
-
-
-def test_weights_identify_a_target_wherever_it_lies(tmp_path: Path) -> None:
-    for name, content in (("a", b"x" * 9), ("b", b"x" * 9), ("c", b"y" * 9)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(content)
-    a, b, c = (weights_digest(str(tmp_path / name), None) for name in "abc")
-    assert a == b != c
-    assert weights_digest("owner/name", "123") == "owner/name@123"
-
-
-def test_streams_cannot_be_answered() -> None:
-    from data_prep.config import Answers, validate
-    from data_prep.sources import SourceConfig
-
-    source = SourceConfig(kind="hub", path="a/b", streaming=True)
-    with refused("data.answers: target", "action=convert"):
-        validate(DataConfig(sources={"s": source}, answers=Answers.target))

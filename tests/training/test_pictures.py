@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from sage.bench.report_table import format_table
 from sage.runtime.timing import PHASES
 from train.report.plots import MIN_ROUNDS, PLOTS
-from train.report.run_plots import draw_comparison, draw_curves
+from train.report.run_plots import draw_comparison
 
 PHASE_S = dict.fromkeys(PHASES, 0.0) | {"vision": 5.0, "verify": 2.0, "draft_steps": 1.0, "policy": 0.5}
 LEVELS = [{"depth": 1, "tried": 100, "kept": 80}, {"depth": 2, "tried": MIN_ROUNDS - 1, "kept": 3}]
@@ -31,22 +31,12 @@ REPORT = {
     "baselines": {},
     "failed_baselines": {},
 }
-LINES = [
-    {"step": step, "tokens": 9, "loss": 2.0, "loss_ce": 1.5, "loss_feature": 0.5, "agreement": 0.5, "acceptance": 0.5}
-    | {"estimated_tokens_per_pass": 1.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 9.0}
-    for step in (1, 2)
-]
-MEASURED = [{"step": 2, "policies": {"chain": policy(1.9), "static": policy(1.9)}}]
 
 
 def drawn(file: str) -> Figure:
     made = next(plot for plot in PLOTS if plot.file == file).draw(REPORT)
     assert made is not None
     return made
-
-
-def legend(axes: Any) -> list[str]:
-    return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 def test_the_time_per_token_is_that_of_the_table() -> None:
@@ -58,29 +48,10 @@ def test_the_time_per_token_is_that_of_the_table() -> None:
     assert " 4.000 " in format_table(REPORT)
 
 
-@pytest.mark.parametrize("file", ["speed.png", "time.png"])
-def test_labels_keep_a_margin_on_the_left(file: str) -> None:
-    made = drawn(file)
-    made.draw_without_rendering()
-    assert min(label.get_window_extent().x0 for label in made.axes[0].get_yticklabels()) > 0.05 * made.dpi
-
-
 def test_acceptance_leaves_out_positions_of_few_rounds_and_draws_equal_points_side_by_side() -> None:
     (axes,) = drawn("acceptance.png").axes
     assert [line.get_ydata().tolist() for line in axes.lines] == [[0.8]] * 2
     assert len({float(line.get_xdata()[0]) for line in axes.lines}) == 2
-
-
-def test_curves_name_what_they_show() -> None:
-    """The loss by its parts, the speedups by policy, the learning rate at its axis; equal dots do not hide each other."""
-    panels = {axes.get_title(loc="left"): axes for axes in draw_curves("x", LINES, MEASURED).axes}
-    assert legend(panels["loss"]) == ["total", "cross-entropy", "features"]
-    assert legend(panels["speedup, decoding only"]) == ["chain", "static"]
-    assert panels[""].get_ylabel() == "learning rate"
-    for title in ("speedup, decoding only", "tokens per target pass"):
-        dots = [line for line in panels[title].lines if line.get_marker() == "o"]
-        assert [line.get_ydata()[0] for line in dots] in ([1.9] * 2, [2.0] * 2)
-        assert len({line.get_xdata()[0] for line in dots}) == 2
 
 
 def test_a_comparison_shows_every_policy_with_its_interval() -> None:

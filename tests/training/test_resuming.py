@@ -17,7 +17,7 @@ from checkpoints.inspect import inspect_folder
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.overrides import expand
-from train.config.resuming import Change, changes
+from train.config.resuming import changes
 from train.config.schema import Config, ConfigError
 from train.state.resume import TrainState, read_progress
 
@@ -46,11 +46,6 @@ def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:
     assert (config.draft.kind, config.draft.compressor.kind, config.tracking.kind) == ("eagle3", "pool", "tensorboard")
     assert changes(config) == []
     check(config)
-
-
-def test_keys_of_the_own_choices_need_no_choice(tmp_path: Path) -> None:
-    config = resumed(started(tmp_path, "tracking=wandb"), "tracking.project=mine")
-    assert [change.key for change in changes(config)] == ["tracking.project"]
 
 
 def test_the_complete_command_line_of_the_start_is_accepted_too(tmp_path: Path) -> None:
@@ -97,14 +92,6 @@ def test_changes_of_the_recipe_are_told_apart(tmp_path: Path) -> None:
 def test_settings_that_make_another_run_are_refused_by_key(tmp_path: Path, override: str, key: str) -> None:
     with refused(key, "run.dir", error=ConfigError):
         check(resumed(started(tmp_path), override))
-
-
-def test_keys_that_identify_a_run() -> None:
-    fixed = ("draft.image_inputs", "data.name", "data.cache", "train.global_batch_size", "score.metric", "optim.kind")
-    assert all(Change(key, 0, 1).is_fixed for key in fixed)
-    assert not any(
-        Change(key, 0, 1).is_fixed for key in ("data.cache_keep", "train.micro_batch_size", "optim.lr", "decode.dtype")
-    )
 
 
 def test_a_mistyped_run_is_refused(tmp_path: Path) -> None:

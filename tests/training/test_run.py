@@ -244,15 +244,6 @@ def test_nothing_is_written_before_everything_fits(
     assert not other.exists()
 
 
-def test_a_prompt_that_cannot_be_prepared_is_refused_before_training(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("train.job.build.held_out_prompts", lambda *_: [[{"role": "user", "content": " "}]])
-    with refused("validation prompt prompt-0"):
-        train_quickly(configure(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_corrupt_state_is_skipped_and_that_of_another_draft_refused(
     configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -119,11 +119,3 @@ def test_the_learning_rate_of_a_run_with_a_time_limit_follows_the_time() -> None
         limited.is_over(TrainState(step=step, time_s=time_s), False) for step, time_s in ((39, 99.0), (40, 9.0), (2, 100.0))
     ]
     assert ends == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("change", "is_same"), [({}, True), ({"step": 7}, False), ({"best_step": 6}, False), ({"stale": 1}, False)]
-)
-def test_a_state_is_saved_again_only_with_other_progress(change: dict[str, int], is_same: bool) -> None:
-    saved = TrainState(step=6, best_step=3)
-    assert TrainState(**{"step": 6, "best_step": 3, "tokens": 5} | change).has_progress_of(saved) is is_same  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import logging
 import math
@@ -12,7 +11,6 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -32,11 +30,10 @@ from train.config.schema import (
     WandbConfig,
     WandbMode,
 )
-from train.job.build import open_run_folder
 from train.job.schedule import learning_rate
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics, peak_memory
-from train.monitor.progress import Display, LiveDisplay, LogDisplay, describe, open_display
+from train.monitor.progress import LiveDisplay, LogDisplay
 from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker, wandb_mode
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState
@@ -87,13 +84,6 @@ def test_a_full_disk_is_reported_with_file_and_remedy(tmp_path: Path) -> None:
     with refused("file/metrics.jsonl", "File exists", error=SaveFailed):
         Jsonl(tmp_path / "file" / "metrics.jsonl", 0)
     assert SaveFailed.exit_code == 1
-
-
-def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    ranks, target = Ranks(0, 1, torch.device("cpu")), cast(Any, None)
-    with refused("file/run", "Not a directory", error=SaveFailed):
-        open_run_folder(config_in(tmp_path / "file" / "run"), ranks, target, "abc", TrainState())
 
 
 def test_an_error_on_closing_a_sink_is_logged_and_the_others_are_closed(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,26 +326,6 @@ def test_a_validation_has_a_live_line_of_its_own(first: int | None) -> None:
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     assert "prompt 2/3" in shown and ", ".join(figures[:2]) in shown and ", ".join(figures) not in shown and "left" in shown
     assert ("0/10" in shown) == (first == 0) and "0/0" not in shown
-
-
-@pytest.mark.parametrize(("width", "last"), [(60, "loss 0.4120"), (110, "21.3 GiB")])
-def test_the_live_line_keeps_the_remaining_time_in_a_narrow_terminal(width: int, last: str) -> None:
-    screen, clock = io.StringIO(), itertools.count(0, 40)
-    console = Console(file=screen, force_terminal=True, width=width)
-    live = LiveDisplay(first=0, console=console)
-    live.bar.get_time = lambda: float(next(clock))
-    metrics = {"loss": 0.412, "agreement": 0.87, "estimated_tokens_per_pass": 3.41, "tokens_per_s": 12345.0, "memory_gib": 21.3}
-    for step in range(10000, 120000, 10000):
-        live.update(step, 123456, metrics)
-    live.close()
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
-    line = [line for line in re.split(r"[\r\n]", shown) if "110000/123456" in line][-1].rstrip()
-    assert len(line) <= width and re.search(rf"{last}.* +\d+:\d\d(:\d\d)? left$", line), line
-
-
-def test_other_ranks_display_nothing() -> None:
-    assert type(open_display(0, 1.0, is_main=False)) is Display
-    assert describe({}) == ""
 
 
 def test_reports_are_flattened_for_trackers() -> None:

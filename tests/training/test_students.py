@@ -18,7 +18,6 @@ import sage
 from data_prep.build import build_dataset
 from data_prep.config import Cache
 from data_prep.dataset.dataset import count_tokens, most_frequent
-from sage.drafts import registry
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.model import ModelDraft, shallow_model
 from sage.targets.loading import load_processor
@@ -217,21 +216,6 @@ def test_a_sample_and_the_store_count_the_same(target: Path, tmp_path: Path, mon
         monkeypatch.setattr("data_prep.chat.open_media", None)
         counts.append(count_tokens(dataset, 2000))
     assert counts[0].sum() > 100 and counts[0].equal(counts[1])
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "num_tokens", "expected"),
-    [
-        ("eagle3", None, 152_064, 32_000),
-        ("peagle", None, 152_064, 32_000),
-        ("eagle3", None, 49_280, 49_280),
-        ("eagle3", 0, 152_064, 152_064),
-        ("eagle3", 500, 152_064, 500),
-        ("block", None, 152_064, 152_064),
-    ],
-)
-def test_an_lm_head_over_a_large_vocabulary_is_reduced(kind: str, given: int | None, num_tokens: int, expected: int) -> None:
-    assert registry.KINDS[kind].options(draft_vocab_size=given).vocabulary_size(num_tokens) == expected
 
 
 class TestMistakes:

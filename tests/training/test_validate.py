@@ -7,19 +7,17 @@ import pytest
 import torch
 from support.messages import refused
 from support.models import make_inputs, make_qwen
-from support.train_helpers import ROOT
 from support.validate_helpers import save_target
 
 import sage
 from checkpoints.run_folder import validation_folder
-from checkpoints.store import SaveFailed
 from data_prep.conversation import Conversation
 from sage.bench.measurement import Interrupted
 from sage.drafts.model import ModelDraft
 from train.config.schema import Baseline, DecodeConfig, Precision
 from train.report.prompt_list import ranked_prompts
 from train.validation.prompts import PromptSet, prepare_prompt
-from train.validation.validate import ReportInfo, this_command, validate, write
+from train.validation.validate import ReportInfo, validate
 
 # The documented keys of report.json; further keys are allowed.
 REPORT_KEYS = {"schema", "target", "draft", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed"}
@@ -130,15 +128,6 @@ def test_weights_are_restored_after_a_failure(models, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_options_reach_the_policy_and_the_report(models, tmp_path):
-    target, draft = models
-    config = decode(policies=["chain"], options={"chain": {"depth": 1}, "sage": {}}, baselines=[])
-    report = measure_draft(config, target, draft, 1, tmp_path, [make_inputs(target)])
-    assert max(entry["depth"] for entry in report["policies"]["chain"]["example"]["rounds_log"]) == 1
-    assert report["options"] == {"chain": {"depth": 1}}
-
-
-@pytest.mark.slow
 def test_replay_reports_every_policy(models, tmp_path):
     target, draft = models
     config = decode(policies=["chain"], baselines=[], replay=True, options={"chain": {"depth": 1}})
@@ -190,22 +179,3 @@ def test_prompts_of_conversations_leave_out_the_answer(tmp_path):
     assert (complete.name, complete.family, question.name, question.family) == ("c7", "chat", "prompt-1", "")
     with refused("validation prompt c8"):
         prepare_prompt(target, Conversation(id="c8", messages=[{"role": "user", "content": []}]), 0)
-
-
-@pytest.mark.parametrize(
-    ("argv", "shown"),
-    [
-        (["/opt/bin/sage-validate", "checkpoint=a b"], "sage-validate 'checkpoint=a b'"),
-        ([f"{ROOT}/train/cli/__main__.py", "seed=1"], "python -m train.cli seed=1"),
-        (["/other/place/own.py", "seed=1"], "python /other/place/own.py seed=1"),
-    ],
-)
-def test_the_command_can_be_pasted(monkeypatch, argv, shown):
-    monkeypatch.setattr("sys.argv", argv)
-    assert this_command() == shown
-
-
-def test_a_report_that_cannot_be_written_names_the_folder(tmp_path):
-    (tmp_path / "file").write_text("")
-    with refused("file/step", "File exists", error=SaveFailed):
-        write({}, tmp_path / "file" / "step")

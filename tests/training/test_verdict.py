@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sage.runtime.timing import PHASES
-from train.report.verdict import Facts, Result, judge, verdict_lines, verdict_markdown
+from train.report.verdict import Facts, Result, judge
 
 COMMAND = ["/x/bin/sage-train", "target=pocket_qwen2_5_vl", "data.path=my chats.jsonl", "run.dir=runs/a"]
 
@@ -207,14 +207,3 @@ def test_answers_of_the_target_are_not_called_foreign() -> None:
     """Sampled answers contain tokens that are not the most likely ones."""
     verdict = judge(facts(SLOW, own=0.5, **{"data.answers": "target"}))
     assert verdict is not None and verdict.cause == "low_acceptance"
-
-
-def test_no_verdict_without_a_draft() -> None:
-    assert judge(Facts(report={"policies": {"autoregressive": SLOW}, "prompts": 4}, draft="")) is None
-    assert verdict_lines({"policies": {}}) == [] and verdict_markdown({}) == ""
-
-
-def test_verdict_is_shown_as_lines() -> None:
-    report = {"verdict": {"sentence": "slower", "explanation": "few steps: 3", "next": "sage-train --resume a"}}
-    assert verdict_lines(report) == ["verdict: slower", "likeliest cause: few steps: 3", "next: sage-train --resume a"]
-    assert verdict_markdown(report).splitlines()[2] == "* **next:** `sage-train --resume a`"
