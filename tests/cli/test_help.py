@@ -93,6 +93,7 @@ def test_the_help_fits_a_screen(command: str, monkeypatch: pytest.MonkeyPatch) -
     assert max(map(len, keys.splitlines())) < 110
 
 
+@pytest.mark.slow
 def test_topics_are_described() -> None:
     text = helped("sage-train", "optim")
     assert "optim=\n  * adamw " in text and "  optim.grad_clip=1.0 " in text and "train." not in text
@@ -114,6 +115,7 @@ def test_every_choice_has_a_meaning(group: str) -> None:
     assert [choice for choice in group_choices(group) if not choice_meaning(group, choice)] == []
 
 
+@pytest.mark.slow
 def test_the_composed_configuration_is_shown() -> None:
     words = ("experiment=demo", "draft=model", "target=qwen2_5_vl_7b", "optim.lr=0.5", "all")
     text = helped("sage-train", *words)

@@ -317,7 +317,7 @@ PROCESSOR = make_processor("qwen2_5_vl")
 
 
 @settings(
-    max_examples=int(os.environ.get("ROW_EXAMPLES", "300")),
+    max_examples=int(os.environ.get("ROW_EXAMPLES", "100")),
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -38,6 +38,7 @@ def texts(folder: Path, draft: Path) -> list[list[int]]:
     return [sampled.tokens.tolist(), sage.generate(target, None, inputs, "autoregressive", **options).tokens.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_and_drafts_stay_valid(family: str, tmp_path: Path) -> None:
     folder, draft = make_target(tmp_path, family), tmp_path / "draft"

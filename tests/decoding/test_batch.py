@@ -41,7 +41,10 @@ def text_alone(target: sage.Target, draft: Any, inputs: Any, policy: str, **opti
     return sage.generate(target, draft, inputs, policy=make_policy(policy, {}), **options).tokens.tolist()
 
 
-@pytest.mark.parametrize(("family", "kind"), [("qwen", "eagle"), ("llava", "eagle3"), ("window", "eagle")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("qwen", "eagle"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llava", "eagle3"), ("window", "eagle")))],
+)
 def test_requests_that_join_and_leave_at_random_have_their_own_texts(family: str, kind: str) -> None:
     """Policies, seeds, temperatures and lengths differ; rows are taken again, and two requests leave before their end."""
     target = MAKERS[family]()
@@ -71,9 +74,9 @@ def test_requests_that_join_and_leave_at_random_have_their_own_texts(family: str
         assert requests[number].output().tokens.tolist() == tokens[requests[number]] == alone, number
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
+@pytest.mark.parametrize("batch_size", [3, 16])
 def test_every_batch_size_gives_the_same_texts(batch_size: int, tiny_qwen: sage.Target) -> None:
-    draft, inputs = random_draft(tiny_qwen), some_inputs(tiny_qwen, 16)
+    draft, inputs = random_draft(tiny_qwen), some_inputs(tiny_qwen, 8)
     options: dict[str, Any] = {"max_new_tokens": 6, "seed": 1, "temperature": 0.7}
     out = sage.generate_batch(tiny_qwen, draft, inputs, "static", batch_size=batch_size, **options)
     assert [one.tokens.tolist() for one in out] == [text_alone(tiny_qwen, draft, one, "static", **options) for one in inputs]
@@ -155,6 +158,7 @@ def test_a_request_that_fails_leaves_the_others_alone(tiny_qwen: sage.Target) ->
         bad.output()
 
 
+@pytest.mark.slow
 def test_a_request_without_room_in_the_caches_fails_alone_and_frees_its_rows(
     tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ class TestCurve:
         with refused("costs", "[1, 2]"):
             Curve([1, 2], seconds)
 
+    @pytest.mark.slow
     def test_contexts_are_far_enough_apart_for_a_slope_above_noise(
         self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
     ) -> None:

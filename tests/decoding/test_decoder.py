@@ -154,7 +154,7 @@ def test_reused_staging_memory_does_not_change_draft_logits(
 
 
 @pytest.mark.parametrize("policy", SHAPES)
-@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize("length", [1, 7])
 def test_length_limit_is_exact(policy: str, length: int, tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:
     inputs = make_inputs(tiny_qwen)
     expected = greedy_text(tiny_qwen, inputs, LENGTH)
@@ -165,7 +165,7 @@ def test_length_limit_is_exact(policy: str, length: int, tiny_qwen: sage.Target,
 
 
 @pytest.mark.parametrize("policy", SHAPES)
-@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("at", [0, 5])
 def test_eos_cuts_inside_an_accepted_path(
     policy: str, at: int, tiny_llava: sage.Target, with_oracle: Callable[..., None]
 ) -> None:
@@ -317,10 +317,6 @@ class TestRefusals:
         inputs = {"input_ids": torch.randint(2, 60, (2, 5))}
         with refused("inputs", "2"):
             sage.generate(tiny_qwen, None, inputs, policy="autoregressive")
-
-    def test_draft_of_another_target(self, tiny_qwen: sage.Target, tiny_llava: sage.Target) -> None:
-        with refused("llava_onevision", "qwen2_5_vl"):
-            sage.generate(tiny_qwen, sage.new_draft(tiny_llava), make_inputs(tiny_qwen))
 
     def test_streaming_without_a_processor(self, tiny_qwen: sage.Target) -> None:
         with refused("stream", "processor"):

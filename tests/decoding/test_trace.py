@@ -116,6 +116,7 @@ def test_save_writes_a_page_or_names_the_path(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.html"]
 
 
+@pytest.mark.slow
 def test_frames_of_a_video_are_thumbnails() -> None:
     from PIL import Image
 

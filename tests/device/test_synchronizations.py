@@ -8,7 +8,7 @@ import pytest
 from support.accelerator import DEVICE, Traffic, on_device
 from support.gpu_attention import use_gpu_kernels
 from support.models import make_inputs, make_llava, make_qwen, near_draft
-from support.pass_helpers import capture_with, head, slow_except
+from support.pass_helpers import capture_with, head
 from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy
 
 import sage
@@ -32,8 +32,10 @@ def rounds_of(traffic: Traffic, name: str, kind: str = "near", **options: Any) -
     return counts.rounds
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("near", 0.0), ("eagle", 1.0)])
-@pytest.mark.parametrize("name", sage.POLICIES)
+@pytest.mark.parametrize(
+    ("name", "kind", "temperature"),
+    [*((name, "near", 0.0) for name in sage.POLICIES), ("sage", "eagle", 1.0), ("eagle2", "eagle", 1.0)],
+)
 def test_bounds_per_round(traffic: Traffic, name: str, kind: str, temperature: float) -> None:
     for counts in rounds_of(traffic, name, kind, max_new_tokens=7, temperature=temperature):
         assert counts.synchronizations <= counts.levels + 1, counts
@@ -46,9 +48,12 @@ def test_processors_that_depend_on_the_prefix_upload_the_emitted_tokens(traffic:
         assert counts.uploads <= MAX_UPLOADS + 1 and counts.blocking_uploads == 0, counts
 
 
-@pytest.mark.parametrize(("make", "kind"), [(make_qwen, "eagle3"), (make_llava, "near")])
 @pytest.mark.parametrize(
-    "case", slow_except(("chain 0", "sage 1"), [f"{name} 0" for name in sage.POLICIES] + ["chain 1", "sage 1"])
+    ("make", "kind", "case"),
+    [
+        *(pytest.param(make_qwen, "eagle3", f"{name} 0", marks=pytest.mark.slow) for name in sage.POLICIES),
+        *((make, kind, "sage 1") for make, kind in ((make_qwen, "eagle3"), (make_llava, "near"))),
+    ],
 )
 def test_equal_tokens_and_bounds_of_captured_passes(
     traffic: Traffic, make: Any, kind: str, case: str, monkeypatch: pytest.MonkeyPatch

@@ -70,12 +70,6 @@ def test_image_inputs_token_hides_the_image(tiny_qwen: sage.Target) -> None:
     assert not torch.equal(*outs)
 
 
-def test_seed_fixes_the_weights(tiny_qwen: sage.Target) -> None:
-    first, second, third = (sage.new_draft(tiny_qwen, seed=s).fc.weight for s in (1, 1, 2))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, third)
-
-
 class TestEagle3:
     @pytest.fixture
     def vocabulary(self) -> torch.Tensor:
@@ -248,10 +242,3 @@ class TestJoinedMaps:
         out.square().sum().backward()
         silent = [name for name, value in layer.named_parameters() if value.grad is None or not value.grad.any()]
         assert not silent
-
-    def test_drafts_in_training_are_not_fused(self, tiny_target: sage.Target) -> None:
-        draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).train()
-        new_session(draft, tiny_target, 8)
-        assert not draft.layer.self_attn.qkv.is_fused
-        new_session(draft.eval(), tiny_target, 8)
-        assert draft.layer.self_attn.qkv.is_fused

@@ -128,6 +128,7 @@ def test_extreme_sizes_are_refused(size: tuple[int, int], parts: tuple[str, ...]
         open_image(as_bytes(Image.new("L", size), "PNG"))
 
 
+@pytest.mark.slow
 def test_decompression_bomb_is_refused_before_decoding() -> None:
     side = int(MAX_PIXELS**0.5) + 100
     with refused("image ", f"at most {MAX_PIXELS}"):

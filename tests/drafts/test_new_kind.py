@@ -9,10 +9,8 @@ Shapes: D hidden; K steps, S supervised positions.
 
 from __future__ import annotations
 
-import copy
 import gc
 import pickle
-import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,9 +24,9 @@ from safetensors.torch import load_file
 from support.accelerator import IS_SUPPORTED, Traffic, on_device
 from support.messages import refused
 from support.models import make_inputs, make_qwen
-from support.pass_helpers import capture_with, head, quick_wrappers, without_compiler
+from support.pass_helpers import capture_with, without_compiler
 from support.synchronizations import count_rounds, new_policy
-from support.train_helpers import configured, make_target, metrics, python, single_process, train_quickly
+from support.train_helpers import configured, make_target, metrics, single_process, train_quickly
 from torch import Tensor, nn
 
 import sage
@@ -39,7 +37,6 @@ from sage.drafts.head import DraftHead
 from sage.drafts.registry import KINDS, DraftKind
 from sage.drafts.session import DraftSession
 from sage.runtime.captured import call_again
-from sage.runtime.compiled import Compiled
 from sage.runtime.executor_choice import executor_of
 from sage.runtime.executors import EAGER
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
@@ -197,19 +194,6 @@ def test_it_decodes(
     assert (out.stats.draft_steps > 0) == (policy != "autoregressive") or policy == "cost_aware"
 
 
-@pytest.mark.slow
-def test_its_function_is_compiled(tiny_qwen: sage.Target, draft: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    quick_wrappers(monkeypatch)
-    function, _ = draft.pass_functions(tiny_qwen)
-    run = Compiled().bind(function)
-    for tokens in (torch.tensor([5]), torch.tensor([5, 6, 7])):
-        with torch.no_grad():
-            torch.testing.assert_close(run(BigramInputs(tokens=tokens))[0], function(tokens)[0])
-    (compiled,) = function.kept.values()
-    assert len(compiled.packages) == 2 and None not in compiled.packages.values()
-
-
 @pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
 def test_it_is_captured_on_a_device(
     traffic: Traffic, tiny_qwen: sage.Target, draft: Any, monkeypatch: pytest.MonkeyPatch
@@ -282,13 +266,6 @@ def test_a_draft_does_not_outlive_its_use(
     assert [one() for one in alive] == [None] * 3
 
 
-def test_heads_keep_no_functions_of_a_copy(tiny_qwen: sage.Target) -> None:
-    draft = head(tiny_qwen)
-    functions = draft.pass_functions(tiny_qwen)
-    copied = copy.deepcopy(draft)
-    assert copied.pass_functions(tiny_qwen)[0].draft is copied and draft.pass_functions(tiny_qwen) == functions
-
-
 # -- configuration ----------------------------------------------------------------------------------------------------------
 
 
@@ -308,36 +285,9 @@ def test_a_configuration_can_be_sent_to_another_process(arguments: list[str]) ->
     assert again == config and type(again.draft) is type(config.draft)
 
 
-@pytest.mark.slow
-def test_a_row_is_listed_in_help(tmp_path: Path) -> None:
-    code = (
-        "import sys; from dataclasses import replace; from sage.drafts.registry import KINDS\n"
-        "KINDS['scaled'] = replace(KINDS['eagle'], name='scaled')\n"
-        "from train.cli.train import main; main()"
-    )
-    done = python("-c", code, "--help", "draft", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    choices = f"\n{done.stdout}".split("\n  draft=\n")[1].split("\n\n")[0]
-    assert re.findall(r"^[ *]{4}(\w+)", choices, re.MULTILINE) == ["block", "eagle", "eagle3", "model", "peagle", "scaled"]
-    assert "scaled" in done.stdout
-
-
 def test_without_the_row_the_kind_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(KINDS, ROW.name)
     with refused("'bigram'", ", model"):
         sage.new_draft(make_qwen(), "bigram")
     with refused("draft=bigram", ", model"):
         compose("config", BIGRAM, Config)
-
-
-def test_the_kind_cannot_be_changed_without_its_schema() -> None:
-    with refused("draft.kind", "model"):
-        check(compose("config", ["launch.plan=true", "draft.kind=model"], Config))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_agree_with_their_classes(kind: str) -> None:
-    row = KINDS[kind]
-    draft = row.draft_class()
-    assert row.name == kind and callable(row.session_class()) and issubclass(row.student_class(), Student)
-    assert row.is_target or draft.config_class.model_type == row.model_type

@@ -208,6 +208,7 @@ class TestPrompts:
         assert len(measurements) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_measurement_of_prompts(dtype: torch.dtype) -> None:
     layers = [nn.Linear(8, 4, dtype=dtype), nn.Linear(16, 4, dtype=dtype)]

@@ -24,6 +24,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     without_compiler(monkeypatch)
 
 
+@pytest.mark.slow
 def test_times_calls_and_memory_of_both_modes(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without a compiler, the compiled pass is the eager function: it allocates what the first call keeps in memory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -50,6 +51,7 @@ def test_bytes_that_a_pass_reads(tiny_qwen: sage.Target) -> None:
     assert found == sum((layers | head).values()) + 11 * row
 
 
+@pytest.mark.slow
 def test_equal_texts(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
     in_float64(tiny_qwen, {})
     draft = random_draft(tiny_qwen).eval().double()

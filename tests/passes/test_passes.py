@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from support.kernel_layouts import use_cuda_layouts
 from support.messages import refused
-from support.models import in_float64, make_qwen, near_draft
+from support.models import in_float64, make_llava, make_qwen, near_draft
 from support.pass_helpers import answer, capture_with, head, run_chain, slow_except, without_compiler
 from support.processors import make_processor
 
@@ -29,10 +30,6 @@ from sage.targets.tree_passes import TreePasses
 
 FORMS = ("functions", "captured")
 POLICIES = ("autoregressive", "chain", "sage", "spec_llava")  # one node, levels of one, changing widths, more than a bucket
-DRAFTS: dict[str, dict[str, Any]] = {
-    "eagle": {},
-    "eagle3": {"feature_levels": [1, 2, 3], "draft_vocab_size": 40, "vocabulary": torch.arange(0, 60, 1)[:40]},
-}
 
 
 @pytest.fixture(params=FORMS)
@@ -45,30 +42,32 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pas
 
 
 class TestFormsAgree:
-    @pytest.mark.parametrize("kind", DRAFTS)
+    @pytest.mark.parametrize(("make", "kind"), [(make_qwen, "eagle"), (make_llava, "eagle3")])
     @pytest.mark.parametrize("policy", slow_except(POLICIES[:3], POLICIES))
-    def test_trees_and_texts(self, tiny_target: sage.Target, form: PassMode, kind: str, policy: str) -> None:
-        in_float64(tiny_target, {})
-        options = {key: value for key, value in DRAFTS[kind].items() if key != "draft_vocab_size"}
-        draft = head(tiny_target, kind, **options).double()
-        assert answer(tiny_target, draft, form, policy) == answer(tiny_target, draft, PassMode.eager, policy)
+    def test_trees_and_texts(self, form: PassMode, make: Callable[[], sage.Target], kind: str, policy: str) -> None:
+        target = make()
+        in_float64(target, {})
+        options = {"vocabulary": torch.arange(40)} if kind == "eagle3" else {}
+        draft = head(target, kind, **options).double()
+        assert answer(target, draft, form, policy) == answer(target, draft, PassMode.eager, policy)
 
     @pytest.mark.parametrize("options", [{"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.3}, {"min_new_tokens": 20}])
-    def test_sampling_and_processors(self, tiny_target: sage.Target, form: PassMode, options: dict[str, Any]) -> None:
-        in_float64(tiny_target, {})
-        draft = head(tiny_target).double()
-        expected = answer(tiny_target, draft, PassMode.eager, "static", **options)
-        assert answer(tiny_target, draft, form, "static", **options) == expected
+    def test_sampling_and_processors(self, tiny_qwen: sage.Target, form: PassMode, options: dict[str, Any]) -> None:
+        in_float64(tiny_qwen, {})
+        draft = head(tiny_qwen).double()
+        expected = answer(tiny_qwen, draft, PassMode.eager, "static", **options)
+        assert answer(tiny_qwen, draft, form, "static", **options) == expected
 
-    def test_cost_aware(self, tiny_target: sage.Target, form: PassMode) -> None:
-        draft = head(tiny_target)
-        tokens, _ = answer(tiny_target, draft, form, "cost_aware")
-        assert tokens == answer(tiny_target, draft, PassMode.eager, "autoregressive")[0]
+    @pytest.mark.slow
+    def test_cost_aware(self, tiny_qwen: sage.Target, form: PassMode) -> None:
+        draft = head(tiny_qwen)
+        tokens, _ = answer(tiny_qwen, draft, form, "cost_aware")
+        assert tokens == answer(tiny_qwen, draft, PassMode.eager, "autoregressive")[0]
 
-    def test_compressor(self, tiny_target: sage.Target, form: PassMode) -> None:
-        in_float64(tiny_target, {})
-        draft = head(tiny_target, compressor={"kind": "pool", "ratio": 2}).double()
-        assert answer(tiny_target, draft, form, "static") == answer(tiny_target, draft, PassMode.eager, "static")
+    def test_compressor(self, tiny_qwen: sage.Target, form: PassMode) -> None:
+        in_float64(tiny_qwen, {})
+        draft = head(tiny_qwen, compressor={"kind": "pool", "ratio": 2}).double()
+        assert answer(tiny_qwen, draft, form, "static") == answer(tiny_qwen, draft, PassMode.eager, "static")
 
     def test_weights_that_moved(self, tiny_qwen: sage.Target, form: PassMode) -> None:
         draft = head(tiny_qwen)
@@ -80,12 +79,12 @@ class TestFormsAgree:
         assert answer(tiny_qwen, draft, form, "static") == answer(tiny_qwen, draft, PassMode.eager, "static") != first
 
     @pytest.mark.parametrize("policy", ["chain", "sage"])
-    def test_the_model_draft(self, tiny_target: sage.Target, form: PassMode, policy: str) -> None:
+    def test_the_model_draft(self, tiny_llava: sage.Target, form: PassMode, policy: str) -> None:
         """A smaller target as the draft, many of whose tokens are accepted."""
-        in_float64(tiny_target, {})
-        draft = near_draft(tiny_target)
-        expected = answer(tiny_target, draft, PassMode.eager, policy)
-        assert answer(tiny_target, draft, form, policy) == expected
+        in_float64(tiny_llava, {})
+        draft = near_draft(tiny_llava)
+        expected = answer(tiny_llava, draft, PassMode.eager, policy)
+        assert answer(tiny_llava, draft, form, policy) == expected
         assert draft.model.functions and max(accepted for *_, accepted in expected[1]) >= 2
 
 
@@ -156,6 +155,7 @@ class TestCaches:
             texts.append([chat.ask("a b c").tokens.tolist(), chat.ask("d e").tokens.tolist()])
         assert texts[0] == texts[1]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("form", ["captured"], indirect=True)
     def test_a_chat_that_grows_keeps_one_cache(self, form: PassMode) -> None:
         """Graphs of caches that a chat has outgrown are dropped with them."""
@@ -183,6 +183,7 @@ class TestCaches:
         del caches
         assert len(pool.addresses()) == MAX_FREE
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("form", ["captured"], indirect=True)
     def test_memory_is_freed_at_the_end_of_a_measurement(
         self, tiny_qwen: sage.Target, form: PassMode, monkeypatch: pytest.MonkeyPatch
@@ -241,6 +242,7 @@ class TestFailures:
             found = answer(tiny_qwen, None, PassMode.captured, "autoregressive")
         assert found == answer(tiny_qwen, None, PassMode.eager, "autoregressive") and len(tries) == MAX_FAILURES
 
+    @pytest.mark.slow
     def test_a_wrong_padding_row_is_noticed(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
         """`auto` compares the first pass of each shape with the eager one, before anything is lost; `captured` does not."""
         pad = StaticCall._pad
@@ -287,6 +289,7 @@ class TestFailures:
         assert found == answer(tiny_qwen, draft, PassMode.eager, "static")
         assert not list((tmp_path / "sage-draft" / "passes").iterdir())
 
+    @pytest.mark.slow
     def test_interrupted_compilation_leaves_nothing(
         self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:

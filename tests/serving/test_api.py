@@ -25,6 +25,7 @@ def opened_parts(content: Any) -> Any:
     return [{"type": "image", "image": part["image_url"]["url"]} if "image_url" in part else part for part in content]
 
 
+@pytest.mark.slow
 def test_the_openai_client_gets_the_texts_of_generate_over_several_turns_with_images(server: Running) -> None:
     import openai  # takes a second
 
@@ -110,6 +111,7 @@ def test_health_models_metrics_and_other_paths(server: Running) -> None:
         assert response.status_code == status and "\n" not in response.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_requests_without_a_seed_differ(server: Running) -> None:
     texts = {server.chat(temperature=1.5, max_tokens=16).json()["choices"][0]["message"]["content"] for _ in range(4)}
     assert len(texts) > 1

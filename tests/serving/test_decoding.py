@@ -62,7 +62,7 @@ def no_plan() -> Plan:
     raise ValueError("target: none,\ngive one")
 
 
-@pytest.fixture(params=[True, False], ids=["process", "thread"])
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.slow, id="process"), pytest.param(False, id="thread")])
 def decoding(request: pytest.FixtureRequest) -> Iterator[Decoding]:
     found = Decoding(plan, in_process=request.param)
     assert found.wait() == (64, (7,))
@@ -138,6 +138,7 @@ def test_places_are_reserved_before_requests_are_prepared(decoding: Decoding) ->
     run(test())
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_its_requests_and_the_server() -> None:
     async def test() -> None:
         scheduler, stopped = started(decoding), asyncio.Event()
@@ -159,6 +160,7 @@ def test_a_process_that_is_killed_ends_its_requests_and_the_server() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_a_mistake_that_the_process_finds_is_raised() -> None:
     with pytest.raises(ValueError, match="^target: none, give one$"):
         Decoding(no_plan).wait()

@@ -53,6 +53,7 @@ def lines(server: Running, **fields: Any) -> Iterator[str]:
         yield from (line for line in reply.iter_lines() if line)
 
 
+@pytest.mark.slow
 def test_malformed_requests_are_refused_in_one_line_and_harm_no_other(server: Running) -> None:
     expected = server.chat(**LONG).json()["choices"]
     with ThreadPoolExecutor(1) as pool:
@@ -82,6 +83,7 @@ def test_refusals_name_field_and_remedy(server: Running, messages: Any, fields: 
     assert reply.status_code == status and words in reply.json()["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow")
 def test_a_client_that_leaves_frees_its_place_and_others_keep_their_text(server: Running) -> None:
     expected = server.chat(**LONG).json()["choices"]
@@ -97,6 +99,7 @@ def test_a_client_that_leaves_frees_its_place_and_others_keep_their_text(server:
     assert 'sage_answers_total{end="cancelled"}' in server.client.get("/metrics").text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow")
 def test_a_full_queue_and_two_signals_to_stop(
     new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -121,6 +124,7 @@ def test_a_full_queue_and_two_signals_to_stop(
         wait_until(lambda: server.server.should_exit)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow")
 def test_a_fault_ends_its_own_requests_only(new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with new() as server:

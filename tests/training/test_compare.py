@@ -267,6 +267,7 @@ def test_a_job_is_named_by_what_the_sweep_changes() -> None:
 # -- the page of one run ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rendered_plots")
 def test_the_page_of_a_run_compares_estimate_and_measurement(runs: list[Path]) -> None:
     path = write_run_report(runs[0])

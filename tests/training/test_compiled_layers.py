@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.messages import refused
-from support.models import MAKERS, make_qwen, padded_batch
+from support.models import make_qwen, padded_batch
 from support.plans import configure
 from support.train_helpers import configured, draft_weights, metrics, train_quickly
 
@@ -81,15 +81,11 @@ def gradients(teacher: Teacher, student: Student, batch: dict[str, Any]) -> tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-def test_one_function_for_all_layers_and_lengths(
-    family: str, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_function_for_all_layers_and_lengths(counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vision blocks, text layers, and two methods of an EAGLE-3 layer, each compiled once; losses and gradients are equal."""
     monkeypatch.setattr(attention, "varlen_attn", packed)
-    target = MAKERS[family]()
-    if target.family.is_packed:
-        set_attention(target.model, VisionAttention.varlen)
+    target = make_qwen()
+    set_attention(target.model, VisionAttention.varlen)
     eager, student = (make_student(target, "eagle3") for _ in range(2))
     teacher = Teacher(target, "embed", student.levels, student.token_map, CompiledLayers(target_methods(target)))
     plain = Teacher(target, "embed", student.levels, student.token_map)
@@ -121,6 +117,7 @@ def test_a_model_draft_is_compiled_with_the_function_of_its_layers(counter: Comp
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["no compiler", "no torch.compile"])
 def test_eager_after_one_warning(failure: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
@@ -142,6 +139,7 @@ def test_eager_after_one_warning(failure: str, monkeypatch: pytest.MonkeyPatch, 
     assert "working compiler" in record.getMessage()
 
 
+@pytest.mark.slow
 def test_what_is_compiled_where() -> None:
     """On GPUs by default; no layer that ZeRO-3 shards; no vision block with a call for each window."""
     cuda, target, one = torch.device("cuda:0"), make_qwen(), [(torch.nn.Linear(1, 1), "forward")]

@@ -176,6 +176,7 @@ def test_a_run_page_that_cannot_be_written_ends_the_run_in_one_line(
         run_rank(configure("train.max_steps=1"), Scores(1.0))
 
 
+@pytest.mark.slow
 def test_a_run_ends_after_its_minutes_with_a_validated_draft(configure: Configure, tmp_path: Path) -> None:
     """Those before a restart count."""
     run, length = tmp_path / "run", ["train.max_steps=null", "train.max_minutes=1e-6"]

@@ -89,6 +89,7 @@ def test_command_that_regenerates(arguments: list[str], command: str) -> None:
     assert own_answers_command(arguments, "runs/x/") == command
 
 
+@pytest.mark.slow
 def test_foreign_answers_are_named_in_log_and_metrics(target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         train_quickly(configured(target, tmp_path / "run", *SHORT))
@@ -115,6 +116,7 @@ class Model:
         return answer
 
 
+@pytest.mark.slow
 def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +148,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
         train_quickly(other)
 
 
+@pytest.mark.slow
 def test_a_run_says_once_that_it_waits_for_answers_of_another_process(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,7 @@ def test_the_loss_equals_one_pass_per_anchor() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_dropped_levels_and_few_anchors_keep_the_expectation() -> None:
     """The mean of 400 draws of two anchors, of which each level keeps half, within four standard errors."""
     student, teacher, pairs = student_of(2, (1, 0.5, 0.25))
