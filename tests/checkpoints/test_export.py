@@ -298,12 +298,6 @@ class TestRefusals:
         assert about["parameters"] == sum(weight.numel() for weight in own.values())
         assert all(any(torch.equal(weight.bfloat16(), tensor) for tensor in tensors.values()) for weight in own.values())
 
-    def test_norm_before_residual_is_a_warning_where_vllm_alone_loads_it(self, target: sage.Target, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", target)
-        edit_json(draft / "config.json", lambda config: config.update(norm_before_residual=True))
-        done = export_draft(draft, tmp_path / "out", "speculators")
-        assert [finding.where for finding in done.check.warnings] == ["norm_before_residual"]
-
     def test_folders_that_cannot_be_exported(self, targets: Any, target: sage.Target, tmp_path: Path) -> None:
         draft = save_draft(tmp_path / "draft", target)
         with refused("--target", "llava_onevision", "qwen2_5_vl"):

@@ -253,11 +253,6 @@ class TestRefusals:
             convert(folder, str(target.name), tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
-    def test_a_draft_of_another_target_is_refused_when_loaded(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
-        out = convert(theirs(), targets["qwen2_5_vl"].name, tmp_path / "out")
-        with refused("qwen2_5_vl", "llava_onevision"):
-            sage.load_draft(out, targets["llava_onevision"])
-
 
 class TestOptions:
     def test_options_resolve_what_a_folder_leaves_open(self, exports: Path, target: sage.Target, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import yaml
 from support.export_helpers import edit_json, save_draft, save_target
 from support.fake_vllm import install_fake_vllm
 from support.messages import check_message, refused
-from support.serve_pages import NAMED, NUM_TOKENS, made_check
-from support.traces import HOSTILE, Words
+from support.serve_pages import NUM_TOKENS, made_check
+from support.traces import HOSTILE
 from support.train_helpers import make_target
 
 import sage
@@ -24,7 +24,6 @@ from checkpoints.export.result import ExportOptions
 from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
 from train.serve_check import check as serve_check
-from train.serve_check import page as check_page
 from train.serve_check.acceptance import MIN_FIRST, Answers, Measured, verdict
 from train.serve_check.page import differing_rounds
 from train.serve_check.prompts import prompt_data, validation_prompts
@@ -48,9 +47,6 @@ class TestAcceptance:
         assert GOOD.num_rounds == 8 and GOOD.tokens_per_round == pytest.approx(17 / 8)
         assert GOOD.accepted == [4 / 6, 2 / 6]  # of the rounds 3, 1, 2, 3 and 2, 1
 
-    def test_answers_of_one_token_have_no_rounds(self) -> None:
-        assert answers([], [2]).accepted == [0.0, 0.0] and answers([]).tokens_per_round == 0.0
-
 
 class TestPage:
     OURS = Answers([[1, 2, 3, 4, 5, 6], [1, 2]], [[3, 1, 1], [1]], 2, [[2, 0, 1], [0]])
@@ -61,30 +57,10 @@ class TestPage:
         assert differing_rounds(self.OURS, self.OURS, 0) == [False] * 3
         assert differing_rounds(self.ENGINE, self.OURS, 1) == [False]  # the texts differ from its token on
 
-    def test_without_a_count_for_every_round_the_tokens_count(self) -> None:
-        assert self.OURS.accepted_in(0) == [2, 0, 1] and answers([3, 1]).accepted_in(0) == [2, 0]
-        assert Answers([[1, 2, 3]], [[2]], 2, [[]]).accepted_in(0) == [1]
-
-    def test_an_answer_of_one_token_has_no_rounds(self) -> None:
-        one = Answers([[7]], [[]], 2, [[]])
-        asked = [check_page.AskedPrompt("a", "", [], [])]
-        page = check_page.render_check(Measured(one, one, one).rows("vLLM"), [], asked, Words("a"), dict.fromkeys(NAMED, "x"))
-        assert 'aria-label="export, vLLM"' in page and page.count('title="from the prefill"') == 2
-
     def test_every_prompt_marks_the_tokens_of_rounds_that_differ(self) -> None:
         page = made_check(HOSTILE)
         assert page.count("<article ") == page.count("<img ") == len(HOSTILE)
         assert page.count(' differs"') == NUM_TOKENS * len(HOSTILE)
-
-    def test_only_prompts_with_the_most_differences_are_drawn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(check_page, "MAX_SHOWN", 1)
-        asked = [check_page.AskedPrompt(name, "", [], []) for name in ("same", "other")]
-        ours, engine = (Answers([[1, 2, 3]] * 2, rounds, 2) for rounds in ([[2], [2]], [[2], [1, 1]]))
-        page = check_page.render_check(
-            Measured(ours, ours, engine).rows("vLLM"), [], asked, Words("a"), dict.fromkeys(NAMED, "x")
-        )
-        assert 'id="prompt-2"' in page and 'id="prompt-1"' not in page and "1 prompt with fewer differences" in page
-        assert "All good" in page and "equal up to" not in page
 
 
 class TestVerdict:

@@ -100,12 +100,6 @@ def test_two_threads_replace_the_same_folder(tmp_path: Path) -> None:
     assert (path / "x").read_text() in ("first", "second") and [found.name for found in tmp_path.iterdir()] == ["folder"]
 
 
-def test_nan_is_not_json(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        write_json(tmp_path / "x.json", float("nan"))
-    assert not list(tmp_path.iterdir())
-
-
 def test_unreadable_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     with refused(str(path), "missing"):
@@ -130,13 +124,6 @@ def test_full_disk_names_the_output_and_leaves_no_file(tmp_path: Path) -> None:
         raise FULL
 
 
-def test_errors_of_other_files_pass_unchanged(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="gone"), writing(tmp_path / "rows.jsonl"):
-        Path("/gone/image.png").read_bytes()
-    with pytest.raises(ValueError, match="bad row"), writing(tmp_path / "rows.jsonl"):
-        raise ValueError("bad row")
-
-
 def test_unwritable_output_is_refused_before_the_work(tmp_path: Path) -> None:
     check_writable(tmp_path / "a" / "b" / "page.html")
     assert not list(tmp_path.iterdir())
@@ -146,16 +133,6 @@ def test_unwritable_output_is_refused_before_the_work(tmp_path: Path) -> None:
             check_writable(Path(place))
         with refused(place, error=CannotWrite), locked(Path(place)):
             raise AssertionError("locked")
-
-
-def test_lock_is_released_after_an_error(tmp_path: Path) -> None:
-    def use() -> Any:
-        with locked(tmp_path / "x"):
-            raise KeyboardInterrupt
-
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            use()
 
 
 ROOT = Path(__file__).parents[2]
@@ -316,16 +293,3 @@ def test_a_fault_at_any_write_leaves_a_complete_state(memory_folder: Path) -> No
     assert done.returncode == 0, done.stderr
     counts = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
     assert len(counts) == 7 and all(int(count) > 40 for count in counts.values()), counts
-
-
-def test_a_failed_save_is_reported_in_one_line(tmp_path: Path) -> None:
-    store = StateStore(tmp_path)
-    store.begin(1)
-    failed = store.abandon(1, "No space left on device")
-    check_message(str(failed), "step 1", "No space left on device")
-    save(store, 1)
-    store.begin(2)
-    failed = store.abandon(2, "No space left on device")
-    check_message(str(failed), "step 2", "step 1 is saved", "run.resume=true")
-    assert failed.exit_code == 1
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from support.models import make_inputs, make_qwen, random_draft
 from support.processors import make_processor
 
 import sage
-from data_prep.sources import KINDS
 from sage.bench.options import compare_parser
 from sage.commands import cli, generate
 from sage.commands.explain import tree_lines
@@ -26,11 +24,9 @@ from sage.io.target_paths import path_of_target
 from sage.targets.loading import load_processor
 from sage.training import scripts
 from train.cli import export
-from train.config.checks import check_path, check_run_folder
+from train.config.checks import check_path
 from train.config.hydra_app import compose
 from train.config.schema import Config
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -116,35 +112,6 @@ def test_the_tree_of_a_round_is_drawn() -> None:
         "  │  └─ * t4",
         "  └─ t2",
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "folder"), [("train_from_python", "runs/from_python"), ("custom_source", "runs/custom_source")]
-)
-def test_an_example_that_trains_can_be_repeated(
-    name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its default folder is replaced, as `make demo` does; a folder that the user gives is not."""
-    report = {"prompts": 1, "policies": {"chain": {"match": 1, "total": 1, "tokens_per_target_pass": 1.0}}}
-    ran: list[str] = []
-
-    def run(config: Config, callbacks: Any = ()) -> Any:
-        check_run_folder(config.run)
-        Path(config.run.dir).mkdir(parents=True)
-        (Path(config.run.dir) / "config.yaml").touch()
-        ran.append(config.run.dir)
-        return report
-
-    monkeypatch.setattr("train.run", run)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("data_prep.sources.KINDS", {**KINDS})
-    example = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]
-    example()
-    example()
-    assert ran == [folder, folder]
-    example("mine")
-    with refused("run.dir=mine", "already holds a run"):
-        example("mine")
 
 
 @pytest.mark.parametrize("forced", ["", "1"])

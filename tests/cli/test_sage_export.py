@@ -15,7 +15,6 @@ from support.export_helpers import REDUCED, edit_json, export_draft, save_draft,
 from support.messages import check_message, refused
 
 from checkpoints.export.configs import TargetFacts
-from checkpoints.export.exporter import find_source
 from checkpoints.export.folder import push_to_hub
 from checkpoints.export.formats.registry import variants
 from checkpoints.export.model_card import serve_commands
@@ -35,13 +34,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestCommand:
-    def test_truncated_weights_without_a_manifest(self, home: Path, tmp_path: Path, sage_export: Any) -> None:
-        shutil.copytree(home / "lone", tmp_path / "draft")
-        weights = tmp_path / "draft" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:2000])
-        code, _, error = sage_export(tmp_path / "draft", "--format", "eagle3", "--out", tmp_path / "out")
-        assert code == 2 and str(tmp_path / "draft") in error and "weights" in error
-
     def test_export_of_a_run(self, home: Path, tmp_path: Path, sage_export: Any) -> None:
         code, out, _ = sage_export(home / "run", "--format", "eagle3", "--out", tmp_path / "out")
         assert code == 0
@@ -201,17 +193,6 @@ class TestCard:
         assert (matter["license"], matter["license_link"], matter["base_model"]) == ("apache-2.0", "https://x.org/l", ID)
         assert "license_name" not in matter
         assert "Apache-2.0 (https://x.org/l)" in body
-
-
-class TestSource:
-    def test_a_run_without_that_draft(self, home: Path, tmp_path: Path) -> None:
-        (tmp_path / "config.yaml").write_text("{}")
-        with refused(str(tmp_path), "draft_best or draft"):
-            find_source(tmp_path)
-        (tmp_path / "config.yaml").write_text("a: [")
-        save_draft(tmp_path / "draft", save_target(tmp_path / "target"))
-        with refused("config.yaml"):
-            find_source(tmp_path)
 
 
 class TestHub:

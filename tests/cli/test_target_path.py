@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from support.messages import exit_code, refused
+from support.messages import exit_code
 
 from train.cli.train import main
 from train.config.hydra_app import compose
-from train.config.overrides import expand, refuse_unknown_options
+from train.config.overrides import expand
 from train.config.resolvers import target_dtype, target_name
-from train.config.schema import Config, ConfigError, Precision, ValidateConfig
+from train.config.schema import Config, Precision, ValidateConfig
 from train.validation.selection import Checkpoint, settle
 
 
@@ -50,25 +50,6 @@ def test_the_path_replaces_the_target_of_an_experiment(tmp_path: Path) -> None:
     assert (config.target.name, config.target.dtype, config.run.name) == ("Own-7B", "fp32", "eagle3-Own-7B")
 
 
-@pytest.mark.slow
-def test_overrides_come_first(tmp_path: Path) -> None:
-    path = f"target.path={folder_of(tmp_path, dtype='float32')}"
-    given: Config = compose("config", [path, "target.name=mine", "target.dtype=bf16"], Config)
-    assert (given.target.name, given.target.dtype) == ("mine", "bf16")
-    chosen: Config = compose("config", ["target=qwen2_5_vl_7b", path], Config)
-    assert (chosen.target.name, chosen.target.dtype) == ("qwen2_5_vl_7b", "bf16")
-    plain: Config = compose("config", [], Config)
-    assert (plain.target.name, plain.target.dtype) == ("pocket_qwen2_5_vl", "fp32")
-
-
-def test_the_choice_is_inserted_before_its_path() -> None:
-    """Not at the end, where it could follow an option of Hydra."""
-    words = ["seed=1", "+target.path=x", "--cfg", "job"]
-    assert expand(words) == [words[0], "target=by_path", *words[1:]]
-    for words in (["target.path=x", "target=y"], ["target.dtype=bf16"], []):
-        assert expand(words) == words
-
-
 @pytest.mark.parametrize("name", ["my file.jsonl", "a[1].jsonl", "it's.jsonl", "k=v.jsonl", "über.jsonl", "c,d.jsonl"])
 def test_any_path_is_read_as_the_shell_delivers_it(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
@@ -82,16 +63,6 @@ def test_a_run_alone_is_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     assert expand([str(tmp_path)], ValidateConfig) == [f"checkpoint={tmp_path}"]
     assert expand([str(tmp_path)], Config) == [str(tmp_path)]
-
-
-def test_options_for_keys_name_the_key() -> None:
-    with refused("--data", "data=VALUE, without dashes", error=ConfigError):
-        refuse_unknown_options(["--data", "x.jsonl"], ["--debug"])
-
-
-@pytest.mark.parametrize(("command", "schema"), [("validate", ValidateConfig), ("config", Config)])
-def test_commands_agree(tmp_path: Path, command: str, schema: type) -> None:
-    assert compose(command, [f"target.path={folder_of(tmp_path)}"], schema).target.name == "Own-7B"
 
 
 def test_a_draft_without_run_is_measured_in_its_targets_dtype(tmp_path: Path) -> None:

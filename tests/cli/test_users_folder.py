@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tomllib
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from support.messages import refused
 from support.train_helpers import ROOT, command, environment, make_target
 
-from sage.drafts import registry
 from sage.io.installed import import_installed
 from sage.training import PACKAGES, call
 from train.cli import data as data_cli
@@ -109,27 +107,6 @@ def test_ranks_are_started_so_that_they_import_the_installed_packages(monkeypatc
     assert spawn(config, print, 2) == 0  # type: ignore[arg-type]
     assert data_cli._start_ranks(config, 1) == 0
     assert [part[:3] for part in started] == [(call, _run_spawned_rank, config), (call, data_cli._rank, config)]
-
-
-def test_the_reader_of_exports_is_the_installed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For `sage.load_draft` of an export in a script that imports `sage` alone."""
-    (tmp_path / "checkpoints.py").write_text("raise SystemExit('the file of the user')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "checkpoints")
-    monkeypatch.setattr(registry, "import_module", lambda name: sys.modules[name.partition(".")[0]].__file__)
-    assert registry.importer() == str(ROOT / "checkpoints" / "__init__.py")
-
-
-def test_import_train_finds_the_packages_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the user has no `train.py`, but one of the other files."""
-    for name in PACKAGES[:2]:
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("sage.training", sys.modules["sage.training"])  # restored after it is imported again
-    for name in ("sage.training", *PACKAGES):
-        monkeypatch.delitem(sys.modules, name)
-    import_module("train")
-    assert [sys.modules[name].__file__ for name in PACKAGES] == [str(ROOT / name / "__init__.py") for name in PACKAGES]
 
 
 def test_a_module_that_is_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

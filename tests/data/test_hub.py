@@ -30,7 +30,7 @@ from data_prep.build import build_dataset
 from data_prep.config import DataConfig
 from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.stream import StreamDataset
-from data_prep.sources import SourceConfig, hub
+from data_prep.sources import SourceConfig
 from data_prep.sources.base import Stream
 from data_prep.sources.hub import TableRows, load_table
 from sage.io import hub as model_hub
@@ -44,12 +44,6 @@ configs:
   data_files: geo/train-*
 ---
 """
-
-
-def test_without_the_package_datasets_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with refused("data set a.parquet", "pip install 'sage-draft[data]'"):
-        load_table("a.parquet", "", "train", "", streaming=False)
 
 
 @pytest.fixture(params=["README.md", "folders alone"])
@@ -102,25 +96,6 @@ def test_stream_and_table_give_the_same_examples(repository: Path, tmp_path: Pat
         (batch,) = next(loader)
         assert 0 < train_step(target, batch) < 20
     loader.close()  # type: ignore[attr-defined]
-
-
-def test_folder_of_save_to_disk_with_splits(tmp_path: Path) -> None:
-    parts = {split: datasets.Dataset.from_dict({"id": [split]}) for split in ("train", "test")}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "disk")
-    for split in parts:
-        assert [row["id"] for row in load_table(str(tmp_path / "disk"), "", split, "", streaming=False)] == [split]
-    with refused(str(tmp_path / "disk"), "split 'dev'"):
-        load_table(str(tmp_path / "disk"), "", "dev", "", streaming=False)
-
-
-def test_unreachable_hub_is_one_line_with_name_and_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("Couldn't reach\nthe Hub")
-
-    monkeypatch.setattr(hub, "require_hub", lambda *_: None)
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with refused("owner/name", "Couldn't reach the Hub;", "subset ''"):
-        load_table("owner/name", "", "train", "", streaming=True)
 
 
 class Unreachable:

@@ -28,7 +28,6 @@ from data_prep.build import build_dataset
 from data_prep.config import DataConfig
 from data_prep.conversation import BadItem
 from data_prep.dataset.mixing import MixedOrder, next_source, permutation
-from data_prep.workers import loader_workers
 
 
 @settings(max_examples=25, deadline=None)
@@ -100,18 +99,6 @@ def lengths_like_conversations(number: int) -> np.ndarray:
     """Image tokens of uniform and text of log-normal length."""
     generator = np.random.default_rng(0)
     return (generator.integers(30, 130, number) + np.exp(generator.normal(3.2, 0.9, number))).astype(int)
-
-
-@pytest.mark.parametrize(("is_known", "window", "most"), [(True, 16, 0.02), (True, 1, 0.06), (False, 16, 0.10)])
-def test_share_of_padding_is_small(is_known: bool, window: int, most: float) -> None:
-    """With 2 ranks, 64 examples per step, 4 per micro-batch."""
-    lengths = lengths_like_conversations(64 * 16)
-    loaders = [StepLoader(Long(lengths, is_known), collate, 64, 4, rank, 2, length_window=window) for rank in range(2)]
-    steps = [take(loader, 16) for loader in loaders]
-    share = 1 - sum(loader.num_tokens for loader in loaders) / sum(loader.num_padded_tokens for loader in loaders)
-    assert 0 < share < most
-    names = [name for rank in steps for step in rank for micro in step for name in micro]
-    assert sorted(names) == sorted(f"n{i}" for i in range(len(lengths)))  # every example once
 
 
 @pytest.mark.parametrize("budget", [None, 400])
@@ -218,16 +205,6 @@ def test_batches_ahead_are_divided_among_the_workers_that_start(
     loader = StepLoader(Numbers(8), collate, 4, 4, num_workers=16)
     loader._from_workers(_Builder(loader.dataset, collate))
     assert (chosen["num_workers"], chosen["prefetch_factor"]) == (num_workers, prefetch_factor)
-
-
-@pytest.mark.parametrize(
-    ("given", "cores", "ranks", "expected"), [(3, 1, 1, 3), (None, 16, 4, 3), (None, 96, 8, 8), (None, 1, 2, 1)]
-)
-def test_by_default_a_rank_has_workers_for_its_cores(
-    given: int | None, cores: int, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("data_prep.workers.num_cores", lambda: cores)
-    assert loader_workers(given, ranks) == expected
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ from support.data_helpers import make_processor, save_images
 from support.messages import refused
 
 from data_prep.build import build_dataset
-from data_prep.config import DataConfig, Images, check_paths
+from data_prep.config import DataConfig, check_paths
 from data_prep.conversation import BadItem
-from data_prep.server.chat_request import MediaPolicy
 from data_prep.sources import SourceConfig, check_path
 from data_prep.sources.base import open_source
 from data_prep.splits import Split
@@ -83,12 +82,6 @@ def test_source_without_valid_rows_is_refused(tmp_path: Path) -> None:
     assert "on_bad" not in str(caught.value)  # skipping all of them does not help
 
 
-def test_number_of_invalid_rows_is_named(tmp_path: Path) -> None:
-    source = SourceConfig(kind="messages", path=put(tmp_path / "r.json", [CHAT, {"messages": []}, CHAT, {"messages": []}]))
-    with refused("item 1", "2 of the 3 items from here on", "data.on_bad=skip", error=BadItem):
-        build_dataset(DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache")), make_processor("qwen2_5_vl"))
-
-
 def test_folders_of_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without texts, with texts of other names, and with the images one folder further down."""
     save_images(tmp_path / "d", "images/a.png", "images/b.png")
@@ -123,19 +116,3 @@ def test_images_are_found(tmp_path: Path, kind: str, place: str, has_root: bool)
     config.media_root = str(tmp_path / "images") if has_root else ""
     found = open_source("it", config, Split.train, str(tmp_path / "cache")).example(0)
     assert Path(found.messages[0]["content"][0]["image"]).is_file()
-
-
-def test_missing_image_names_what_was_tried(tmp_path: Path) -> None:
-    config = write_row(tmp_path / "rows.jsonl", "messages", "gone.png")
-    config.media_root = str(tmp_path / "images")
-    with refused("gone.png", "images/gone.png", "data.media_root", error=BadItem):
-        open_source("it", config, Split.train, str(tmp_path / "cache")).example(0)
-
-
-def test_roots_are_the_media_roots_of_the_sources(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path)
-    rows = tmp_path / "link" / "rows.jsonl"
-    sources = {"a": SourceConfig(kind="messages", path=str(rows)), "b": SourceConfig(kind="pocket")}
-    assert MediaPolicy.of(DataConfig(sources=sources), Split.train, Images.inline).roots == (tmp_path,)
-    sources["c"] = SourceConfig(kind="messages", path=str(rows), media_root="/photos")
-    assert MediaPolicy.of(DataConfig(sources=sources), Split.train, Images.inline).roots == (tmp_path, Path("/photos"))

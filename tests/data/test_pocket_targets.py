@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from support.messages import refused
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -72,11 +70,6 @@ def test_inserted_layers_do_not_change_the_output(tokenizers, family):
     torch.testing.assert_close(before, after)
 
 
-def test_layers_with_deepstack_features_stay_in_front():
-    assert architecture._places(4, 12, 0) == {1: 0, 4: 1, 7: 2, 10: 3}
-    assert architecture._places(4, 12, 2) == {0: 0, 1: 1, 4: 2, 9: 3}
-
-
 @families
 def test_supervision_covers_the_answers_and_their_end(tokenizers, family):
     conversation = world.sample("train", 4, ["question"])
@@ -84,32 +77,6 @@ def test_supervision_covers_the_answers_and_their_end(tokenizers, family):
     kept = example["input_ids"][example["loss_mask"]]
     answers = [message["content"][0]["text"] for message in conversation.messages if message["role"] == "assistant"]
     assert tokenizers[family].decode(kept) == "".join(f"{answer}<|im_end|>" for answer in answers)
-
-
-def test_probe_labels_are_within_range():
-    rng = random.Random(0)
-    for _ in range(30):
-        _, labels = probe.draw_labelled(rng)
-        assert {name: len(row) for name, row in labels.items()} == {name: n for name, (n, _) in probe.QUESTIONS.items()}
-        assert all(0 <= label < probe.QUESTIONS[name][1] for name, row in labels.items() for label in row)
-        assert any(label for row in labels.values() for label in row)
-
-
-def test_unknown_family_is_refused(tokenizers):
-    with refused("family", "'phi'", "qwen2_5_vl"):
-        architecture.new_model("phi", tokenizers["qwen2_5_vl"], 2, 0)
-
-
-@families
-def test_batches_are_padded_to_a_multiple_of_eight(tokenizers, family):
-    processor = architecture.new_processor(family, tokenizers[family])
-    batch = processor.collate([build_example(world.sample("train", k, ["question"]), processor) for k in range(3)])
-    padded = training.padded(batch)
-    length, count = padded["input_ids"].shape[1], batch["input_ids"].shape[1]
-    assert length % 8 == 0 and count <= length < count + 8
-    assert padded["input_ids"][:, count:].eq(processor.tokenizer.pad_token_id).all()
-    assert padded["attention_mask"].sum() == batch["attention_mask"].sum()
-    assert padded["loss_mask"].sum() == batch["loss_mask"].sum()
 
 
 def test_clips_of_qwen3_vl_have_timestamps(tokenizers):

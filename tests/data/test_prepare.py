@@ -21,7 +21,6 @@ from data_prep.chat import build_example, encode_example
 from data_prep.config import Cache, DataConfig, OnBad, OnLong
 from data_prep.dataset import prepare
 from data_prep.dataset.example_store import LEVEL, STILL, PixelTable
-from data_prep.dataset.skip_log import read_skipped
 from data_prep.pocket import world
 from data_prep.sources import KINDS, SourceConfig
 from sage.io.files import json_digest
@@ -190,16 +189,6 @@ def test_no_valid_item_is_an_error(tmp_path: Path) -> None:
     config = replace(pocket(tmp_path), max_length=20, on_long=OnLong.drop)
     with refused("data.max_length: 20", "6", "data.max_length"):
         build_dataset(config, make_processor("qwen2_5_vl"))
-
-
-def test_too_long_items_are_listed_even_if_invalid_ones_are_errors(tmp_path: Path) -> None:
-    processor = make_processor("qwen2_5_vl")
-    lengths = build_dataset(pocket(tmp_path), processor).store.lengths
-    limit = int(np.sort(lengths)[3])
-    config = replace(pocket(tmp_path), max_length=limit, on_long=OnLong.drop, bad_list=str(tmp_path / "bad.jsonl"))
-    dataset = build_dataset(config, processor)
-    assert len(dataset) == (lengths <= limit).sum()
-    assert len(read_skipped(tmp_path / "bad.jsonl")) == (lengths > limit).sum()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])

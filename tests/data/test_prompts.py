@@ -232,13 +232,6 @@ def test_small_data_hold_out_enough_prompts(tmp_path: Path, number: int, expecte
     assert {item.id for item in prompts(config, "validation", 100)} == held_out
 
 
-def test_data_about_one_image_has_no_training_share(tmp_path: Path) -> None:
-    source = SourceConfig(kind="messages", path=str(text_rows(tmp_path / "rows.jsonl", 1)))
-    config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache"))
-    with refused("data.holdout: 0.01", "rows.jsonl", "data/validation=NAME"):
-        build_dataset(config, make_processor("qwen2_5_vl"))
-
-
 def test_stream_without_prompts_is_refused(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"question": ["q"] * 8, "answer": ["a"] * 8}).to_parquet(tmp_path / "t.parquet")
     source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True)

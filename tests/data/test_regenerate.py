@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import TwoTurnConversations, assistant, content, make_image, make_processor, make_target, rows
+from support.data_helpers import TwoTurnConversations, content, make_processor, make_target, rows
 from support.messages import check_message, refused
 
 import sage
@@ -25,9 +25,8 @@ from data_prep.conversation import Conversation, Message
 from data_prep.dialog import Outcome, TargetAnswer, one_by_one
 from data_prep.sources import SourceConfig
 from data_prep.tools import own_decoder
-from data_prep.tools import regenerate as regeneration
 from data_prep.tools.cli import regenerate_data
-from data_prep.tools.own_decoder import own_answers, with_open_media
+from data_prep.tools.own_decoder import own_answers
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
 from sage.inputs.messages import text_of
 from sage.runtime.pass_modes import PassMode
@@ -91,27 +90,6 @@ def test_an_answer_that_is_cut_short_is_the_last_one_and_trained_on_without_an_e
     assert whole == [*example["input_ids"].tolist(), processor.tokenizer.eos_token_id]
     with refused("message 1: unfinished, and others follow"):
         build_example(Conversation("c", [*kept["c4"][:1], kept["c4"][1] | {"unfinished": True}, *kept["c2"][:2]]), processor)
-
-
-def test_summary_counts_every_conversation_once(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    assert run(out, rank=0, world_size=2).as_text(out) == f"6 conversations (3 now): 2 answered, 1 cut short: {out}"
-    summary = f"6 conversations (3 now): 3 answered, 2 cut short, 1 invalid: {out}; 2 without a row, see {skipped_path(out)}"
-    assert run(out).as_text(out) == summary
-
-
-def test_progress_is_logged_where_stderr_is_no_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(regeneration, "LOG_INTERVAL_S", 0.0)
-    with caplog.at_level("INFO"):
-        run(tmp_path / "out.jsonl")
-    assert "4 of 6 conversations, " in caplog.messages[3] and "/s, 0 min left" in caplog.messages[3]
-    caplog.clear()
-    with caplog.at_level("INFO"):
-        for rank in (0, 1):
-            run(tmp_path / "ranks.jsonl", rank=rank, world_size=2)
-    assert ["3 of 3 conversations of rank 0 of 2, " in message for message in caplog.messages] == [False, False, True]
 
 
 @pytest.mark.parametrize(("num_answers", "mode"), [(299, PassMode.eager), (300, PassMode.compiled)])
@@ -208,18 +186,6 @@ def test_finished_file_is_not_regenerated(complete: dict[str, bytes], tmp_path: 
     run(tmp_path / "complete" / "out.jsonl", never, provenance=PROVENANCE | {"draft": "a better one"})
     with refused("out.jsonl", "(target: t there, u here)"):
         run(tmp_path / "complete" / "out.jsonl", never, provenance=PROVENANCE | {"target": "u"})
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-def test_regeneration_and_training_use_the_same_frames(family: str) -> None:
-    frames = [make_image(16, colour) for colour in ("red", "green", "blue", "yellow", "black", "white", "gray", "pink")]
-    video = {"type": "video", "video": frames, "start": 1.0, "end": 3.0}
-    messages: list[Message] = [{"role": "user", "content": [video, {"type": "text", "text": "What?"}]}]
-    processor = make_processor(family)
-    prompt = processor.prepare(with_open_media(messages, 2))
-    example = build_example(Conversation("c", [*messages, assistant("a")]), processor, num_frames=2)
-    for key in set(processor.family.pixel_keys) & prompt.keys():
-        assert torch.equal(example[key], prompt[key]), key
 
 
 def test_too_many_conversations_for_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,15 +101,6 @@ def test_request_states_every_option_that_determines_the_answer(server: ChatServ
     assert set(server.keys) == {f"Bearer {KEY}"}
 
 
-def test_hybrid_models_are_asked_with_their_template_arguments(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PROCESSOR.family, "template_arguments", {"enable_thinking": False}, raising=False)
-    for extensions in (True, False):
-        server.extensions = extensions
-        with opened(server.url) as answers:
-            answers.check()
-            assert answers._check.options["chat_template_kwargs"] == {"enable_thinking": False}
-
-
 def test_text_comes_from_the_token_ids(tmp_path: Path) -> None:
     """As our decoder's: a server may strip blanks, and call an end with the last allowed token a cut."""
 
@@ -160,16 +151,6 @@ def test_passing_faults_are_retried(name: str, server: ChatServer, expected: dic
     run(tmp_path / "out.jsonl", server.url, timeout_s=0.5 if name == "hang" else 5.0, retries=4)
     assert content(tmp_path / "out.jsonl") == expected
     assert len(server.prompts) > 2 * (NUM - 1)
-
-
-def test_busy_server_is_retried_as_long_as_it_answers_others(
-    server: ChatServer, expected: dict[str, bytes], tmp_path: Path
-) -> None:
-    """A limit of one request at a time, with eight sent: far more refusals than retries."""
-    server.delay_s = 0.01
-    server.fault = lambda number, body: SLOW_DOWN if server.num_active > 1 and "seed" in body else None
-    run(tmp_path / "out.jsonl", server.url, concurrency=8, retries=1)
-    assert content(tmp_path / "out.jsonl") == expected
 
 
 def test_storm_of_refusals_ends_the_run_and_keeps_the_work(

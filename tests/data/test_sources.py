@@ -133,11 +133,6 @@ def test_train_step_on_every_source(kind: str, tmp_path: Path) -> None:
     assert all(0 < loss < 20 for loss in losses)
 
 
-def test_every_kind_is_covered() -> None:
-    others = {"auto"} | {kind for kind, found in KINDS.items() if found.module.endswith("prompt_sets")}
-    assert set(KINDS) == set(TRAINABLE) | others
-
-
 def test_llava_rows(tmp_path: Path) -> None:
     found = opened(llava_json(tmp_path), tmp_path / "cache")
     root = f"{tmp_path}/images"

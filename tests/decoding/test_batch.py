@@ -201,6 +201,12 @@ def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores
 
 
+@pytest.mark.parametrize("name", ["max_requests", "prefill_tokens"])
+def test_sizes_below_one_are_refused(name: str, tiny_qwen: sage.Target) -> None:
+    with pytest.raises(ValueError, match=f"{name}: 0; allowed: at least 1"):
+        BatchDecoder(tiny_qwen, None, **{name: 0})
+
+
 def test_a_row_is_zeroed_for_every_request(tiny_qwen: sage.Target) -> None:
     """A pass attends to places that it must not see with a weight of 0, and 0 times the NaN of an earlier request is NaN."""
     shared = SharedCache(tiny_qwen.new_cache(8), 2)

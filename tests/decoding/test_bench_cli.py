@@ -4,8 +4,7 @@ import json
 
 import pytest
 from PIL import Image
-from support.data_helpers import assistant, user
-from support.data_helpers import save_target as save_other
+from support.data_helpers import user
 from support.messages import check_message, refused
 from support.validate_helpers import save_draft, save_target
 
@@ -13,7 +12,6 @@ import sage
 from sage.bench.__main__ import main
 from sage.bench.measurement import load_prompts, read_jsonl
 from sage.bench.options import Variant, variant, variants
-from sage.bench.report_table import format_table, interval
 from sage.commands.cli import run
 
 
@@ -44,19 +42,6 @@ def test_it_prints_a_table_and_writes_the_report(folders, tmp_path, capsys):
     assert report["command"].startswith("python -m sage.bench --target")
     shown = capsys.readouterr().out
     assert "hf_prompt_lookup" in shown and f"written: {out}" in shown
-
-
-def test_the_table_marks_the_baseline_and_is_aligned(folders, tmp_path):
-    out = tmp_path / "b.json"
-    bench(folders, "--policies", "sage", "--num-prompts", "1", "--out", str(out))
-    report = json.loads(out.read_text())
-    report["machine"]["load_average"] = 0.0  # a busy machine is noted below
-    lines = format_table(report).split("\n\n")[0].splitlines()
-    assert sum(" *" in line for line in lines[:-1]) == 1
-    assert lines[-1].startswith("* fastest autoregressive baseline. 1 prompt, 1 run each, float32 on cpu")
-    column = lines[0].index("tokens/s") + len("tokens/s")
-    assert all(line[column - 1].isdigit() for line in lines[2:-1] if not line.startswith("-"))
-    assert interval(None) == interval([1.0, 1.0]) == "-" and interval([1.234, 5.0]) == "1.23-5.00"
 
 
 @pytest.mark.slow
@@ -156,29 +141,11 @@ def test_policies_that_draft_need_a_draft(folders):
         main(["--target", str(folders[0]), "--policies", "autoregressive", "--replay"])
 
 
-def test_an_assistant_of_another_family_is_refused(folders, tmp_path):
-    other = save_other("llava_onevision", tmp_path / "llava")
-    with refused("llava_onevision", "qwen2_5_vl"):
-        bench(folders, "--policies", "sage", "--assistant", str(other))
-
-
 def test_a_smaller_model_as_the_draft_is_the_assistant(folders, capsys):
     words = ["--target", str(folders[0]), "--draft", str(folders[0]), "--policies", "chain", "--num-prompts", "1"]
     main([*words, "--baselines", "hf_assisted", "--repeats", "1", "--max-new-tokens", "4"])
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("hf_assisted"))
     assert line.endswith("1/1")
-
-
-def test_a_file_of_chats_drops_answers_and_keeps_names(tmp_path, target):
-    file = tmp_path / "chats.jsonl"
-    lines = [[user("How are you?"), assistant("Fine.")], {"id": "q7", "family": "small talk", "messages": [user("Well?")]}]
-    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    assert [(name, family, len(messages)) for name, family, messages in read_jsonl(file)] == [
-        ("chats-1", "", 1),
-        ("q7", "small talk", 1),
-    ]
-    prompts = load_prompts(target, str(file), [], None, 1)
-    assert [prompt.name for prompt in prompts] == ["chats-1"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Order of runs, times, counts, losslessness and intervals of the bench, with fake runners and tiny random targets."""
 
-import gc
 import itertools
 import math
 from types import SimpleNamespace
@@ -196,19 +195,6 @@ def test_a_fast_decoder_that_is_not_autoregressive_is_no_baseline_for_speedups()
     assert found["fastest_baseline"] == HF_GENERATE and found["baselines"][PROMPT_LOOKUP]["speedup"] == pytest.approx(20.0)
 
 
-def test_a_single_slow_repeat_does_not_move_the_median():
-    runners = [*fakes()[0][:2], FakeRunner("sage", [1.0, 50.0, 1.0])]
-    part = summary(runners, PROMPTS[:1], repeats=3, warmup=0)["policies"]["sage"]
-    assert part["speedup"] == pytest.approx(2.0) and part["time_s"]["verify"] == pytest.approx(1.0)
-
-
-def test_families_are_reported_separately():
-    found = summary(fakes()[0])
-    assert list(found["by_family"]) == ["even", "odd"]
-    assert found["by_family"]["odd"]["sage"]["prompts"] == 2
-    assert summary(fakes()[0], [BenchPrompt(name="p", inputs={})])["by_family"] == {}
-
-
 def runs_with(*logs):
     """A run per log."""
     stats = [stats_of(log) for log in logs]
@@ -311,12 +297,3 @@ def test_prompts_decoded_together_have_their_own_texts_and_shares_of_the_time(ba
     assert "batch_size" not in build_report(apart, tiny_target, "draft", ["chain"])
     with refused("batch_size: 0 is not allowed", "at least 1"):
         measure(runners, prompts, sampling, batch_size=0)
-
-
-def test_objects_that_exist_are_left_out_of_garbage_collection_while_runs_are_timed(monkeypatch):
-    counts = [gc.get_freeze_count()]
-    monkeypatch.setattr(gc, "unfreeze", lambda: counts.append(0))
-    runner = PolicyRunner(target := make_qwen(), None, AUTOREGRESSIVE, sage.policy("autoregressive"))
-    prompts = [BenchPrompt(name="p", inputs=make_inputs(target))]
-    measure([runner], prompts, SAMPLING, repeats=1, warmup=0, observe=lambda runs: counts.append(gc.get_freeze_count()))
-    assert 0 < counts[0] < counts[1] and counts[2] == 0

@@ -287,21 +287,6 @@ class TestTree:
             chosen = policy.next_level(Frontier(1, [[0.6, 0.4]], ends=lambda: [0]))
             assert chosen == ([0, 1], expected)
 
-    def test_a_second_node_that_does_not_pay_is_not_expanded(self) -> None:
-        """Both are verified; a level of two nodes costs a hundred times as much as a level of one."""
-        costs = Costs(flat_costs(node=0.01).verify, Curve([1, 2], [0.01, 1.0]), context=0)
-        policy = self.policy(costs)
-        policy.begin()
-        assert policy.next_level(Frontier(1, [[0.6, 0.4]])) == ([0, 1], [0])
-
-    def test_paths_of_probability_zero_do_not_divide_by_zero(self) -> None:
-        """With free nodes and stop=false, candidates of probability 0 are expanded."""
-        policy = self.policy(flat_costs(node=0.0), stop=False)
-        policy.begin()
-        for level in (1, 2):
-            chosen = policy.next_level(Frontier(level, [[1.0, 0.0]] * level))
-            assert len(chosen.expand) == 2 * level
-
     def test_the_number_of_verified_nodes_follows_the_cost_curve(self) -> None:
         """A pass of five nodes costs much more than one of four: the fifth node is not verified."""
         steep = Costs(verify=Curve([1, 2, 3, 4, 5], [1, 1.01, 1.02, 1.03, 9.0]), draft=Curve([1, 2], [0.01, 0.01]), context=0)
@@ -466,13 +451,6 @@ class TestLearning:
             times = RoundTimes(seconds, [(1, policy.costs.draft(1))], seconds)
             learning.correct_costs(policy.costs, RoundOutcome(1, tree, [0, 1], context, times=lambda times=times: times))
         assert (policy.costs.verify.scale, policy.costs.draft.scale) == pytest.approx((1.0, 1.0))
-
-    def test_the_state_holds_every_round(self) -> None:
-        policy = self.after(5)
-        assert policy.learner.pending, "the fifth round is pending"
-        state = policy.state()
-        assert not policy.learner.pending and state["tokens"] > 0
-        assert self.after(4).state()["tokens"] != state["tokens"]
 
     def test_labelled_candidates_equal_those_of_a_walk_over_the_trees(self) -> None:
         """Against a slow reference that visits every node and candidate."""

@@ -57,14 +57,6 @@ def test_a_request_reads_them(measured: list[Any], tiny_qwen: sage.Target) -> No
     assert len(measured) == 2 and len(files()) == 1
 
 
-def test_live_corrections_are_not_kept(measured: list[Any], tiny_qwen: sage.Target) -> None:
-    draft = random_draft(tiny_qwen).eval()
-    costs = known_costs(tiny_qwen, draft, 20, 60)
-    costs.verify.scale = costs.overhead = 9.0
-    again = known_costs(tiny_qwen, draft, 20, 60)
-    assert (again.verify.scale, again.overhead) == (1.0, 0.0)
-
-
 @pytest.mark.parametrize("what", ["threads", "passes", "dtype", "draft", "kind", "target", "context", "processor", "source"])
 def test_measured_again_where_something_differs(
     what: str, measured: list[Any], tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
@@ -93,7 +85,7 @@ def test_measured_again_where_something_differs(
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "{}", '{"costs": {}}', '{"costs": {"verify": 1, "draft": 2}}', "seconds", "unknown"],
+    ["{", "[]", '{"costs": {"verify": 1, "draft": 2}}', "seconds", "unknown"],
 )
 def test_a_damaged_file_is_replaced(content: str, measured: list[Any], tiny_qwen: sage.Target) -> None:
     draft = random_draft(tiny_qwen).eval()
@@ -126,8 +118,3 @@ def test_contexts_fill_buckets(context: int, longer: int) -> None:
     assert first >= context and second >= longer and second - first >= measure.MIN_CONTEXT_SPAN
     for found in (first, second):
         assert key_bucket(found + ROOM + 1) == found + ROOM + 1 < key_bucket(found + ROOM + 2)
-
-
-def test_contexts_stay_within_the_target() -> None:
-    assert rounded_contexts(3900, 3990, 4000) == (4000, 4000)
-    assert rounded_contexts(20, 60, 500) == (191, 500)

@@ -264,22 +264,6 @@ def test_counts_are_consistent(tiny_qwen: sage.Target, with_oracle: Callable[...
     assert stats.decode_s < stats.total_s
 
 
-def test_text_only_and_two_images(tiny_qwen: sage.Target) -> None:
-    one = make_inputs(tiny_qwen)
-    text = {"input_ids": torch.randint(2, 60, (1, 9))}
-    two_ids = torch.cat((one["input_ids"], one["input_ids"]), 1)
-    two = {
-        "input_ids": two_ids,
-        **tiny_qwen.family.token_inputs(two_ids),
-        "pixel_values": torch.cat((one["pixel_values"],) * 2),
-        "image_grid_thw": one["image_grid_thw"].repeat(2, 1),
-    }
-    draft = sage.new_draft(tiny_qwen)
-    for inputs in (text, two):
-        out = sage.generate(tiny_qwen, draft, inputs, policy="sage", max_new_tokens=12)
-        assert out.tokens.tolist() == greedy_text(tiny_qwen, inputs, 12)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(side: str, tiny_target: sage.Target) -> None:
     inputs = in_float64(tiny_target, make_inputs(tiny_target))

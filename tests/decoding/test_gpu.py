@@ -15,30 +15,14 @@ from support.processors import image_part, make_processor, user
 from torch.nn.attention.bias import causal_lower_right
 
 import sage
-from sage.commands.cli import resolve_device
 from sage.decoding.generation import start
 from sage.drafts.model import ModelDraft, shallow_model
 from sage.io.model_files import load_weights
 from sage.runtime import attention, vision_attention
-from sage.runtime.attention import tile_mask
 from sage.runtime.vision_attention import VisionAttention, resolve_attention
 from sage.targets import loading
 from sage.targets.families.qwen2_5_vl import PatchProjection
 from sage.targets.loading import set_attention
-from train.launch.ranks import pick_device
-
-
-def test_commands_make_their_gpu_the_current_device(fake_cuda: FakeCuda) -> None:
-    assert resolve_device("cuda:2") == torch.device("cuda:2")
-    assert resolve_device("auto") == torch.device("cuda:0")
-    assert pick_device("auto", 3) == torch.device("cuda:3")
-    assert fake_cuda.calls == [
-        ("set_device", torch.device("cuda:2")),
-        ("set_device", torch.device("cuda:0")),
-        ("set_device", 3),
-    ]
-    assert resolve_device("cpu") == pick_device("cpu", 3) == torch.device("cpu")
-    assert len(fake_cuda.calls) == 3
 
 
 def test_cudnn_attention_is_off_for_a_target_on_a_gpu(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,16 +110,6 @@ def test_a_second_prefill_has_no_mask(tiny_target: sage.Target) -> None:
     second = tiny_target.prefill(prompt.after(5), cache).last
     torch.testing.assert_close(torch.cat((first, second), 1), complete, atol=1e-5, rtol=0)
     assert masks == [None] * 2
-
-
-@pytest.mark.parametrize("keys", [1, 7, 8, 9])
-@pytest.mark.parametrize("group", [1, 3])
-def test_rows_of_masks_are_aligned(keys: int, group: int) -> None:
-    visible = torch.rand(5, keys) < 0.5
-    additive = torch.zeros(5, keys).masked_fill(~visible, torch.finfo(torch.float32).min)
-    mask = tile_mask(visible, group, torch.float32)
-    assert torch.equal(mask, additive.repeat(group, 1)[None, None])
-    assert all(stride % 8 == 0 for stride in mask.stride()[:-1]) and mask.stride(-1) == 1
 
 
 def test_masks_of_tree_and_draft_passes_are_aligned(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
 from sage.runtime import timing
-from sage.runtime.host_tensors import CPU, TokenStagingBuffer, double_tensor, join_tokens, long_tensor, take_runs
+from sage.runtime.host_tensors import CPU, TokenStagingBuffer, double_tensor, long_tensor, take_runs
 
 
 def test_round_times_can_be_resolved_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,20 +43,6 @@ def test_intervals_left_out_count_for_no_phase(monkeypatch: pytest.MonkeyPatch) 
         clock.lap(phase)
     seconds = clock.seconds()
     assert [seconds[phase] for phase in ("policy", "verify", "accept")] == [1.0, 3.0, 1.0] and sum(seconds.values()) == 5.0
-
-
-def test_on_a_gpu_a_capture_counts_for_no_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Intervals are those of the host; nothing runs on the device in them, so that its events include them."""
-    FakeEvents(monkeypatch)  # a second per lap
-    now = iter([10.0, 11.0, 12.0, 13.0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
-    left_out: list[tuple[float, float]] = []
-    clock = timing.Clock(torch.device("cuda", 1), left_out)
-    for phase in ("policy", "verify", "accept"):
-        clock.lap(phase)
-    left_out.append((11.1, 11.9))
-    seconds = clock.seconds()
-    assert [seconds[phase] for phase in ("policy", "verify", "accept")] == pytest.approx([1.0, 0.2, 1.0])
 
 
 class FakeEvents:
@@ -118,12 +106,6 @@ def test_runs_are_taken_like_indices(index: list[int]) -> None:
     assert torch.equal(take_runs(values, index), values[index])
 
 
-def test_tokens_are_joined_as_numbers_or_tensors() -> None:
-    assert join_tokens([[1, 2], [3]]) == [1, 2, 3] and join_tokens([(1,)]) == [1]
-    one, two = torch.tensor([1, 2]), torch.tensor([3])
-    assert torch.equal(join_tokens([one, two]), torch.tensor([1, 2, 3])) and join_tokens([one]) is one
-
-
 def test_only_the_run_of_a_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
@@ -144,6 +126,20 @@ def test_disturbed_runs_count_only_if_there_is_no_other(
     monkeypatch.setattr(timing, "_timed", lambda _: ((seconds := next(left)) < 0, float(abs(seconds))))
     found = timing.fastest_s([[lambda: None]], len(runs) - 1)
     assert (found.seconds[0][0], found.is_undisturbed) == expected
+
+
+def test_waiting_for_a_processor_is_measured() -> None:
+    """Two threads cannot both run on one processor."""
+    processors = os.sched_getaffinity(0)
+    x = torch.randn(400, 400)
+    try:
+        os.sched_setaffinity(0, {min(processors)})
+        waited = timing.waiting_s()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda _: [x @ x for _ in range(20)], range(2)))
+            assert timing.waiting_s() - waited > 1e-3
+    finally:
+        os.sched_setaffinity(0, processors)
 
 
 def test_preparations_of_several_threads_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:

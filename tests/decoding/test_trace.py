@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.html_page import Page
 from support.models import OracleSession, followed_by, make_inputs
-from support.traces import made_trace
+from support.traces import HOSTILE, made_trace
 
 import sage
 from sage.decoding import generation
@@ -95,25 +93,13 @@ def test_policy_that_never_drafts_and_answer_of_one_token(ready: Any, policy: st
     assert not any(one["bonus"] is None for one in page.data["rounds"])
 
 
+def test_a_notebook_shows_the_page_in_a_frame() -> None:
+    framed = made_trace(4, 3, HOSTILE)._repr_html_()
+    assert framed.startswith("<iframe srcdoc=") and framed.count('"') == 2 * framed.count('="')
+
+
 def test_large_page_is_small() -> None:
     assert len(made_trace(512, 65).html().encode()) < 2 * MIB
-
-
-def fill_disk(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_save_writes_a_page_or_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = made_trace(4, 3)
-    made.save(tmp_path / "new" / "a.html")
-    assert (tmp_path / "new" / "a.html").read_text(encoding="utf-8") == made.html()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="could not be written"):
-        made.save(tmp_path / "file" / "a.html")
-    monkeypatch.setattr(Path, "write_text", fill_disk)
-    with pytest.raises(OSError, match=r"b.html: could not be written \(No space left on device\); free disk space"):
-        made.save(tmp_path / "new" / "b.html")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.html"]
 
 
 @pytest.mark.slow

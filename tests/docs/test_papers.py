@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -80,23 +79,6 @@ def test_every_run_composes_and_is_used() -> None:
     used = {run for spec in specs for run in (spec.get("run"), *spec.get("drafts", {}).values())}
     used |= {how["run"] for spec in specs for how in spec.get("decoders", {}).values() if "run" in how}
     assert used - {None} == set(settings.runs)
-
-
-def test_a_run_is_trained_again_when_its_arguments_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = load_settings()
-    settings.runs_dir = str(tmp_path)
-    trained: list[list[str]] = []
-
-    def train(words: list[str], **_: Any) -> SimpleNamespace:
-        trained.append(words)
-        Path(words[-1].removeprefix("run.dir=")).mkdir()
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(runs.subprocess, "run", train)
-    for expected, more in ((1, ""), (1, ""), (2, " optim.lr=1e-3")):
-        settings.runs["eagle_qwen"] += more
-        folder = runs.ensure_trained(settings, "eagle_qwen")
-        assert len(trained) == expected and f"run.dir={folder}" in trained[-1]
 
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 import sage
 from sage.drafts.compressor.compressor import Compressor, Single, check_compressor, gumbel
-from sage.drafts.compressor.operators import Prune
 from sage.drafts.compressor.spans import HeadInput
 from sage.drafts.draft import new_session
 from sage.targets import Features, Prompt
@@ -172,12 +171,6 @@ def test_decoding_is_lossless_and_the_context_shorter(world: World, kind: str, m
     assert out.stats.accepted == other.stats.accepted
 
 
-def test_cache_grows_if_a_tiny_image_gets_longer(world: World) -> None:
-    draft = draft_with(world.target, "eagle", {"kind": "concat", "ratio": 1, "conv_ratio": 1, "queries": 9}).double()
-    out = sage.generate(world.target, draft, world.inputs, policy="chain", max_new_tokens=10)
-    assert out.stats.draft_context > out.stats.prompt_tokens and torch.equal(out.tokens, world.answer)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_kind_none_changes_nothing(world: World, kind: str, tmp_path: Path) -> None:
@@ -251,12 +244,6 @@ class TestGate:
         other = self.scores_of(world, draft, question)
         assert (other - scores).abs().max() > 1e-3
 
-    @torch.no_grad()
-    def test_question_selects_the_operator(self, world: World) -> None:
-        draft = compressed(world, "eagle", "select")
-        questions = [[words(3, 1), "image", words(4, seed), [EOS], (*words(4, 4), EOS)] for seed in range(12)]
-        assert len({int(self.scores_of(world, draft, pieces)[0].argmax()) for pieces in questions}) > 1
-
     @pytest.mark.parametrize("best", range(4))
     @torch.no_grad()
     def test_decoding_selects_the_highest_score(self, world: World, best: int) -> None:
@@ -309,13 +296,6 @@ class TestGate:
         slope = share[chosen] * (torch.eye(4)[chosen] - share)
         expected = short.weight.grad[is_made].sum() * slope.double()
         torch.testing.assert_close(caught["scores"].grad[0], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_pruning_samples_in_training_and_is_fixed_in_decoding(world: World) -> None:
-    draft = compressed(world, "eagle", "prune")
-    assert len({sources(world, draft.train()) for _ in range(6)}) > 1
-    assert len({sources(world, draft.eval()) for _ in range(3)}) == 1
-    assert isinstance(draft.compressor.mode.operator, Prune)
 
 
 class TestMistakes:

@@ -22,7 +22,6 @@ from sage.commands.generate import _generate, main, parse_args
 from sage.targets.tree_passes import TreePass
 
 LENGTH = 10
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -142,23 +141,6 @@ class TestCommand:
         assert self.run(folders, *words) == 2
         check_message(capsys.readouterr().err.strip().splitlines()[-1], "error: ", *parts)
 
-    @pytest.mark.parametrize("device", ["foo", "meta", "cuda:9", "cuda:x", "", pytest.param("cuda", marks=NO_GPU)])
-    def test_a_device_that_is_none_here(
-        self, folders: tuple[str, str], device: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert self.run(folders, "--device", device) == 2
-        error = capsys.readouterr().err.strip()
-        assert error.startswith(f"error: --device {device}: ") and "auto, cpu" in error
-        assert len(error.splitlines()) == 1
-
-    def test_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert cli.resolve_device("cpu") == torch.device("cpu")
-        assert cli.resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        with refused("--device foo", "2 GPU", "auto, cpu, cuda, cuda:0, cuda:1"):
-            cli.resolve_device("foo")
-
     def test_default_dtype_is_fp32_on_a_cpu_and_that_of_the_checkpoint_elsewhere(
         self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -185,13 +167,6 @@ class TestCommand:
         given = (None, torch.float16, torch.float32)
         assert [sage.load_target(folder, dtype).dtype for dtype in given] == [torch.bfloat16, torch.float16, torch.float32]
 
-    def test_a_policy_that_drafts_needs_a_draft(self, folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-        assert parse_args(["--prompt", "Hi"]).policy == "chain"
-        assert generate("--target", folders[0]) == 2
-        check_message(capsys.readouterr().err.strip(), "error: --draft", "chain", "autoregressive")
-        words = ["--target", folders[0], "--policy", "autoregressive", "--max-new-tokens", "2"]
-        assert generate(*words) == 0
-
     def test_a_policy_has_options(self, folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         words = ["--draft", folders[1], "--max-new-tokens", "6", "--explain", "--policy"]
         assert generate(*words, "chain:depth=1") == 0
@@ -200,38 +175,6 @@ class TestCommand:
         for options, message in {"depth=0": "depth", "depht=2": "depht", "depth": "'depth' has no value"}.items():
             assert generate(*words, f"chain:{options}") == 2
             check_message(capsys.readouterr().err, "error: ", message)
-
-    def test_debug_shows_the_traceback(
-        self, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        words = ["--target", folders[0], "--policy", "sgae"]
-        assert generate(*words) == 2 and "Traceback" not in capsys.readouterr().err
-        monkeypatch.setattr("sys.argv", ["sage-generate", "--prompt", "Hi", *words, "--debug"])
-        with pytest.raises(SystemExit, match="2"):
-            main()
-        assert "Traceback" in capsys.readouterr().err
-
-    def test_the_draft_tells_the_target_or_what_is_wrong_with_it(
-        self, folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert generate("--draft", folders[1], "--max-new-tokens", "2") == 0
-        for content, message in {None: "config.json", "{": "config.json", "{}": "model_type"}.items():
-            if content is not None:
-                (tmp_path / "config.json").write_text(content)
-            capsys.readouterr()
-            assert generate("--draft", str(tmp_path)) == 2
-            check_message(capsys.readouterr().err, f"draft: {tmp_path}: ", message)
-
-    def test_weights_that_give_nan_name_the_pass(
-        self, folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        target = sage.load_target(folders[0])
-        target.model.lm_head.weight.data[3] = float("nan")
-        target.model.save_pretrained(tmp_path)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"):
-            (tmp_path / name).write_bytes((Path(folders[0]) / name).read_bytes())
-        assert self.run((str(tmp_path), folders[1])) == 2
-        assert "the target's prefill of" in capsys.readouterr().err
 
     @pytest.mark.parametrize("policy", ["sage", "cost_aware"])
     def test_explain_says_why_for_every_round(
@@ -246,7 +189,3 @@ class TestCommand:
         nodes = [int(line.split()[2]) for line in lines]
         assert sum("─ " in line for line in shown) == sum(nodes)
         assert sum("─ * " in line for line in shown) == sum(int(line.split()[6]) for line in lines)
-
-    def test_one_token_is_the_prefills(self, folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-        assert self.run(folders, "--max-new-tokens", "1") == 0
-        assert "1 token: 1 from the prefill\n" in capsys.readouterr().err

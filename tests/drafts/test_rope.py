@@ -49,11 +49,6 @@ def test_multimodal_rope_is_plain_rope_on_equal_axes() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_three_axes_without_sections_are_refused() -> None:
-    with refused("mrope_section"):
-        rope(None)(torch.zeros(3, 1, 2, dtype=torch.long), torch.float32)
-
-
 @pytest.mark.parametrize("rope_type", ["default", *SCALED])
 @pytest.mark.parametrize("make", [make_qwen, make_llava])
 def test_rope_is_the_targets(make: Any, rope_type: str) -> None:
@@ -92,11 +87,6 @@ def test_a_draft_of_a_scaled_target_reloads_and_decodes(make: Any, tmp_path: Pat
     inputs = in_float64(target, make_inputs(target))
     plain = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=8)
     assert torch.equal(sage.generate(target, loaded.double(), inputs, "static", max_new_tokens=8).tokens, plain.tokens)
-
-
-def test_an_unscaled_draft_is_saved_as_before(tiny_qwen: sage.Target, tmp_path: Path) -> None:
-    sage.new_draft(tiny_qwen, seed=0).save_pretrained(tmp_path)
-    assert not {"scaled_rope", "compressor"} & set(json.loads((tmp_path / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("rope_type", REFUSED)

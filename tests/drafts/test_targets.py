@@ -10,29 +10,17 @@ from safetensors.torch import load_file, save_file
 from support.data_helpers import save_target
 from support.messages import refused
 from support.models import make_inputs, make_llava, make_qwen
-from support.processors import image_part, make_processor, random_image, user
+from support.processors import make_processor, random_image, user
 from transformers.video_utils import VideoMetadata
 
 import sage
 import sage.inputs
-from sage.inputs.format import InputFormat
-from sage.targets.families.llava_onevision import LlavaOnevision
 from sage.targets.loading import load_processor
 
 
 @pytest.fixture
 def ready(tiny_target: sage.Target) -> sage.Target:
     return sage.Target(tiny_target.model, make_processor(tiny_target))
-
-
-@pytest.mark.parametrize(("width", "height"), [(8, 8), (16, 8), (9, 31), (40, 12), (100, 100), (3, 90)])
-def test_placeholders_match_the_vision_tower_at_any_resolution(ready: sage.Target, width: int, height: int) -> None:
-    inputs = ready.prepare(user(image_part(width, height), "what?"))
-    prompt = ready.embed(inputs)  # raises where the numbers differ
-    assert int(prompt.visual_mask.sum()) > 0
-    with torch.no_grad():
-        expected = ready.model(**inputs).logits
-    torch.testing.assert_close(ready.lm_head(ready.features(prompt).last), expected, atol=1e-5, rtol=0)
 
 
 def test_video_frames_land_in_the_temporal_axis() -> None:
@@ -103,13 +91,6 @@ def test_videos_of_different_lengths_in_one_batch(ready: sage.Target) -> None:
     assert len(together) == sum(int(video["input_ids"].shape[0]) for video in videos)
 
 
-def test_segments_are_tokenized_separately(ready: sage.Target) -> None:
-    example = ready.processor.encode([("ab", False), ("cd", True), ("ef", False)])
-    ids, mask = example["input_ids"], example["loss_mask"]
-    assert ready.processor.tokenizer.decode(ids[mask]) == "cd"
-    assert mask.tolist() == [False, False, True, True, False, False]
-
-
 class TestMistakes:
     def test_empty_prompt(self, ready: sage.Target) -> None:
         with refused("prompt: empty"):
@@ -126,17 +107,6 @@ class TestMistakes:
             ready.processor.encode([(f"see {token}", False)])
         with refused("prompt: 1", repr(token)):
             ready.processor.encode([("see", False)], images=[random_image(8, 8)])
-
-    def test_a_family_without_videos_refuses_them(self) -> None:
-        class ImagesOnly(LlavaOnevision):
-            placeholders = {"image": "<image>"}
-            encode_videos = InputFormat.encode_videos
-
-        processor = make_processor(make_llava())
-        processor.family = ImagesOnly(processor.family.config)
-        assert processor.family.slots.keys() == {"image"}
-        with refused("video: ", "llava_onevision"):
-            processor.encode([("see", False)], videos=[[random_image(8, 8)] * 2])
 
     def test_missing_folder_and_unknown_family(self, tmp_path: Path) -> None:
         with refused("target: ", "nowhere: no such folder"):
@@ -179,10 +149,6 @@ class TestMistakes:
         save_file(state | {"spare.weight": torch.zeros(2)}, folder / "model.safetensors", metadata={"format": "pt"})
         sage.load_target(folder)
         assert "target: 1 of its tensors are not used: spare.weight" in caplog.text
-
-    def test_prepare_needs_a_processor(self, tiny_qwen: sage.Target) -> None:
-        with refused("target: ", "processor"):
-            tiny_qwen.prepare(user("hello"))
 
     def test_text_and_pixels_differ(self, tiny_qwen: sage.Target) -> None:
         inputs = make_inputs(tiny_qwen)

@@ -60,10 +60,6 @@ class TestLlava(FamilySuite):
         plain: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}]
         assert target.processor.render(plain, True) == "Be brief. USER: What? ASSISTANT:"
 
-    def test_other_templates_are_kept(self) -> None:
-        for stock in (None, "{{ messages }}", VICUNA.replace("+ ' '}}{% endgen", "+ '</s>'}}{% endgen")):
-            assert family_of(self.config()).chat_template(stock) == stock
-
     def test_a_template_in_a_file_of_the_processor(self, target: sage.Target, tmp_path: Path) -> None:
         target.processor.save_pretrained(tmp_path)
         (tmp_path / "chat_template.jinja").unlink()

@@ -19,16 +19,13 @@ from train.cli import validate as validate_cli
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, ScoreConfig, ScoreMetric
 from train.config.sweep import Job, failures, folder_name, job_line, job_name, stopped_line, swept
-from train.report import __main__ as report_command
 from train.report.compare import (
     SweepComparison,
     changed_keys,
     compare,
     find_runs,
-    output_folder,
     read_run,
     run_command,
-    short_names,
 )
 from train.report.run_page import measured_against_estimate, write_run_report
 
@@ -142,27 +139,6 @@ def test_runs_are_listed_where_the_table_is_too_wide(tmp_path: Path) -> None:
     assert "part-2" in "".join(line.strip() for line in lines)
 
 
-def test_the_most_decisive_settings_are_in_the_table_and_the_others_on_the_page(runs: list[Path], tmp_path: Path) -> None:
-    pair = [read_run(run) for run in runs[:2]]
-    for number, run in enumerate(pair):
-        run.config |= {f"data.sources.pocket.families.option_{place}": number for place in range(40)}
-        run.config |= {"draft.kind": f"kind {number}", "decode.num_prompts": number}
-        run.prompts = [f"prompt {place}" for place in range(16 + number)]
-    shown = compare(pair, tmp_path, 999)
-    assert shown.splitlines()[0].split()[-8:-5] == ["draft.kind", "optim.lr", "decode.num_prompts"]
-    assert "35 more setting(s) differ" in shown
-    assert "warning: the runs were measured on different prompts (17, 16)" in shown
-    page = (tmp_path / "compare.md").read_text()
-    assert page.count("families.option_") == 40 and "## Other differences" in page and "different prompts" in page
-
-
-def test_options_count_among_the_runs_that_measure_the_policy(runs: list[Path]) -> None:
-    first, second = read_run(runs[0]), read_run(runs[1])
-    first.config |= {"decode.policies": ["chain", "sage"], "decode.options.sage.top_k": 4, "decode.options.chain.depth": 5}
-    second.config |= {"decode.policies": ["chain"], "decode.options.chain.depth": 7}
-    assert changed_keys([first, second]) == ["decode.options.chain.depth", "optim.lr", "decode.policies"]
-
-
 def test_a_check_is_compared_only_when_it_is_named(runs: list[Path], tmp_path: Path) -> None:
     check = next_check(runs[0], "draft", 4)
     check.mkdir(parents=True)
@@ -182,14 +158,6 @@ def test_runs_are_found_by_name_pattern_and_folder(runs: list[Path], tmp_path: P
     assert find_runs([str(runs[0]), f"{tmp_path}/[ab]"]) == runs[:2]  # each once
     with refused("nowhere", "config.yaml", error=ConfigError):
         find_runs([str(runs[0]), "nowhere"])
-
-
-def test_a_comparison_is_written_beside_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert output_folder([tmp_path / "a", tmp_path / "b"]) == tmp_path
-    assert output_folder([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == tmp_path / "comparison"
-    assert short_names([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == ["x/a", "y/a"]
-    monkeypatch.chdir(tmp_path)
-    assert output_folder([Path("runs/a"), Path("runs/b")]) == Path("runs")
 
 
 def test_the_command_prints_the_table_and_its_path(
@@ -289,28 +257,3 @@ def test_a_validation_is_compared_with_the_estimate_before_it() -> None:
     reports = [(step, {"policies": {"chain": {"tokens_per_target_pass": 6.0}}}) for step in (5, 15, 20)]
     rows = measured_against_estimate(lines, reports)
     assert [(row["estimate"], row["ratio"]) for row in rows] == [(None, None), (10.0, 0.6), (20.0, 0.3)]
-
-
-@pytest.mark.slow
-def test_curves_are_written_where_out_says(
-    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def draw(*words: Path | str) -> None:
-        monkeypatch.setattr("sys.argv", ["report", *map(str, words)])
-        report_command.main()
-
-    before = {path: path.stat().st_mtime_ns for path in runs[0].rglob("*")}
-    for out, page in ((tmp_path / "o", tmp_path / "o" / "report.md"), (tmp_path / "p" / "a.md", tmp_path / "p" / "a.md")):
-        draw(runs[0], "--out", out)
-        assert capsys.readouterr().out == f"written: {page}\n"
-        assert {path.name for path in page.parent.iterdir()} == {page.name, page.with_suffix(".html").name, "curves.png"}
-        [link] = re.findall(r"\[validation at step 4\]\((.*)/report.md\)", page.read_text())
-        assert (page.parent / link / "report.json").is_file()
-    assert before == {path: path.stat().st_mtime_ns for path in runs[0].rglob("*")}
-    with refused("--out", str(tmp_path / "q"), error=ConfigError):
-        draw(runs[0], runs[1], "--out", tmp_path / "q")
-    with refused(str(tmp_path), "report.json"):
-        draw(tmp_path, "--out", tmp_path / "q")
-    with refused(str(tmp_path / "p" / "curves.png"), error=ValueError):
-        draw(runs[0], "--out", tmp_path / "p" / "curves.png")
-    assert not (tmp_path / "q").exists()

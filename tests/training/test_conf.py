@@ -20,7 +20,6 @@ from train.config.hydra_app import compose
 from train.config.resolvers import run_name
 from train.config.schema import (
     Config,
-    Precision,
     Schedule,
     TargetConfig,
 )
@@ -136,17 +135,6 @@ def test_policies_compose_with_their_defaults_and_every_option() -> None:
     build_policies(decode)
 
 
-def test_measured_policies_are_the_composed_ones_unless_overridden() -> None:
-    assert compose("config", ["decode/policy=[sage,chain]"], Config).decode.policies == ["sage", "chain"]
-    config = compose("config", ["decode.policies=[static]", "decode.options.sage.max_depth=12"], Config)
-    assert config.decode.policies == ["static"] and config.decode.options["sage"]["max_depth"] == 12
-
-
-def test_precision_follows_the_target() -> None:
-    assert compose("config", ["target=qwen2_5_vl_7b"], Config).train.precision is Precision.bf16
-    assert compose("config", [], Config).train.precision is Precision.fp32
-
-
 @pytest.mark.parametrize(
     ("words", "max_length", "micro_batch_size"),
     [
@@ -200,12 +188,6 @@ def test_the_name_tells_runs_apart_by_data_and_objective(
     assert run_name("T", draft, path, data, objective) == name
 
 
-def test_the_run_folder_has_the_name() -> None:
-    config = compose("config", ["draft=model", "objective=distill", "data=messages", "data.path=a.jsonl"], Config)
-    assert (config.run.name, config.run.dir) == ("pocket_qwen2_5_vl-model-a-distill", f"runs/{config.run.name}")
-    assert compose("config", ["run.dir=elsewhere"], Config).run.dir == "elsewhere"
-
-
 @pytest.mark.parametrize(
     ("overrides", "lr", "batch"),
     [
@@ -220,8 +202,3 @@ def test_the_run_folder_has_the_name() -> None:
 def test_training_defaults_suit_the_target(overrides: list[str], lr: float, batch: int) -> None:
     config = compose("config", overrides, Config)
     assert (config.optim.lr, config.train.global_batch_size) == (lr, batch)
-
-
-def test_learning_rate_of_an_own_target_follows_its_width(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 1792}}')
-    assert compose("config", [f"target.path={tmp_path}"], Config).optim.lr == 1.6e-4

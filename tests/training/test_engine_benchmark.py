@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from support.fake_vllm import install_fake_vllm
 from support.messages import refused
 from support.train_helpers import make_target
@@ -23,9 +22,7 @@ from torch import Tensor
 import sage
 from benchmarks.engines import __main__ as bench
 from benchmarks.engines.comparison import Answer, figures, report, take_turns
-from benchmarks.engines.prompts import FAMILIES, pocket_prompts
 from train.serve_check import vllm_worker
-from train.serve_check.prompts import write_prompts
 from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 PYTHON = Path(sys.executable)
@@ -48,22 +45,6 @@ def draft(target: Path) -> Path:
     loaded = sage.load_target(target, dtype=torch.float32)
     sage.new_draft(loaded, "eagle3", seed=0, image_inputs="token").save_pretrained(folder)
     return folder
-
-
-@pytest.mark.slow
-def test_prompts_carry_one_placeholder_per_image_and_the_images(target: Path, tmp_path: Path) -> None:
-    loaded = sage.load_target(target, dtype=torch.float32)
-    prompts, file = write_prompts(loaded, pocket_prompts(6), tmp_path)
-    rows, placeholders = json.loads(file.read_text()), set(loaded.family.slots.values())
-    assert [prompt.family for prompt in prompts] == [*FAMILIES, *FAMILIES[:2]]
-    assert len({prompt.name for prompt in prompts}) == 6
-    for prompt, row in zip(prompts, rows, strict=True):
-        ids = prompt.inputs["input_ids"][0].tolist()
-        assert sum(token in placeholders for token in ids) > len(row["images"]) == 1
-        assert sum(token in placeholders for token in row["ids"]) == 1
-        assert [token for token in ids if token not in placeholders] == [t for t in row["ids"] if t not in placeholders]
-        with Image.open(row["images"][0]) as image:
-            assert image.mode == "RGB"
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from support.train_helpers import make_target
 import sage
 from benchmarks.engines import __main__ as bench
 from benchmarks.engines.measure import server_decoder
-from benchmarks.engines.server import Counters, ServerClient, ServerDecoder, served_model
+from benchmarks.engines.server import ServerClient, ServerDecoder, served_model
 from data_prep.config import KEY_VARIABLE
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -107,16 +107,6 @@ def decode(served: Served, key: str = "") -> Any:
         return ServerDecoder(client, "m", [QUESTION], tokenizer, 2, 9).turn()[0]
 
 
-def test_request_and_answer() -> None:
-    with serving() as served:
-        answer = decode(served, key="secret")
-    assert answer.tokens == [5, 6, 7] and answer.passes is None
-    assert 0 <= answer.decode_s < answer.wall_s
-    (body,) = served.bodies
-    assert (body["temperature"], body["max_tokens"], body["stream"], served.keys) == (0.0, 9, True, ["Bearer secret"])
-    assert body["messages"] == QUESTION
-
-
 def test_a_server_without_extensions() -> None:
     loaded: Any = SimpleNamespace(processor=SimpleNamespace(tokenizer=tokenizer), eos_token_ids=[2])
     compared: Any = SimpleNamespace(max_new_tokens=9, served_draft="head")
@@ -124,13 +114,6 @@ def test_a_server_without_extensions() -> None:
         decoder = server_decoder(compared, client, "m", loaded, [QUESTION])
         assert (decoder.turn()[0].tokens, decoder.draft) == ([97, 97, 97, 2], "")
     assert ["return_token_ids" in body for body in served.bodies] == [True, False, False]
-
-
-def test_counters_are_differences_over_all_engines() -> None:
-    start, end = (Counters.parse(METRICS.format(rounds=rounds, half=rounds / 4)) for rounds in (8.0, 24.0))
-    assert (start.rounds, start.accepted) == (8.0, {0: 8.0, 1: 2.0})
-    assert end.since(start).rounds == 16.0 and end.since(start).shares == [1.0, 0.25]
-    assert Counters.parse("vllm:num_requests_running 1.0").shares == []
 
 
 def test_the_model_is_the_only_one_or_chosen() -> None:

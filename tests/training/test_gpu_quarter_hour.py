@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks import gpu_page, gpu_quarter_hour
 from benchmarks.figures import Figures
-from benchmarks.gpu_expected import expected
 from benchmarks.gpu_quarter_hour import run_steps
 from benchmarks.gpu_steps import Step
 from sage.io.files import read_json
@@ -85,24 +84,3 @@ def test_figures_replace_the_text_of_their_block_only() -> None:
     assert "`python -m b`:\n\n```text\nshown\n```" in found and found.count("Never.") == 1
     assert "| b | killed at 60 s | 60.0 |" in found and gpu_page.filled(found, results, figures) == found
     assert Figures.of(table).title == "A title"
-
-
-@pytest.mark.slow
-def test_measured_figures_stand_beside_floors_and_estimates() -> None:
-    report = {"baselines": {"autoregressive": {"tokens_per_s": 150.0}}, "policies": {"chain": {"match": 2, "total": 2}}}
-    lines = [{"tokens_per_s": speed, "memory_gib": 40.0, "data_wait": 0.01} for speed in (1, 2, 900, 1000, 1100)]
-    figures = {
-        "check_device": {"output": "device  cuda:0\ncopy bandwidth      3000.0 GB/s\n"},
-        "passes_4096": {
-            "files": {
-                "table.json": {"rows": [["target pass, 8 nodes", m, t] for m, t in (("eager", "11.0"), ("captured", "6.0"))]}
-            }
-        },
-        "train_7b": {"files": {"metrics.jsonl": lines, "validation/step_00000008/report.json": report}},
-    }
-    rows = {row[0]: row[1:] for row in expected(figures)}
-    assert rows["copy bandwidth, GB/s"] == ("3,350", "2,700", "3000.0")
-    floor, likely, measured = rows["pass, 8 node(s), 4,096 tokens cached, ms: eager, captured"]
-    assert float(floor) < float(likely.split(", ")[1]) and measured == "11.0, 6.0"
-    assert rows["training, tokens/s"][2] == "1,000" and rows["autoregressive decoding, tokens/s"][2] == "150.0"
-    assert rows["texts equal to autoregressive ones"][2] == "2/2" and rows["objective, ms"][2] == "-"

@@ -18,12 +18,11 @@ from support.messages import refused
 from support.train_helpers import configured, draft_weights, quick_report
 
 from checkpoints.run_folder import read_reports
-from checkpoints.store import SaveFailed
 from data_prep.conversation import FOLLOW_UPS, Conversation
 from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, Planned
 from sage.decoding.sampling import Sampling
 from train.config.hydra_app import compose
-from train.config.schema import Config, DecodeConfig, ValidateOn
+from train.config.schema import Config, ValidateOn
 from train.job.loop import TrainingError
 from train.job.rank import run_rank
 from train.launch.ranks import Ranks
@@ -165,18 +164,6 @@ def test_no_rank_waits_for_one_whose_validation_failed(rank: int, target: Path, 
 
 
 @pytest.mark.slow
-def test_a_run_page_that_cannot_be_written_ends_the_run_in_one_line(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("train.validation.in_loop.write_run_report", fail)
-    with refused("/run: ", "No space left", "run.resume=true", error=SaveFailed):
-        run_rank(configure("train.max_steps=1"), Scores(1.0))
-
-
-@pytest.mark.slow
 def test_a_run_ends_after_its_minutes_with_a_validated_draft(configure: Configure, tmp_path: Path) -> None:
     """Those before a restart count."""
     run, length = tmp_path / "run", ["train.max_steps=null", "train.max_minutes=1e-6"]
@@ -239,18 +226,6 @@ class CountingTarget:
     def prepare(self, messages: list[Any]) -> dict[str, Any]:
         self.prepared.append(len(messages))
         return {"input_ids": len(messages)}
-
-
-def test_first_turns_are_prepared_early_and_later_turns_after_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = DecodeConfig(num_prompts=4, max_new_tokens=2)
-    target = CountingTarget()
-    monkeypatch.setattr(PromptSet, "_answer", lambda _, messages: f"answer {len(messages)}")
-    prompts = PromptSet(target, decode, [conversation("a", 2), conversation("b", 5), conversation("c", 0)])
-    assert prompts.num_turns == 4 and [prompt.id for prompt in prompts.prompts] == ["a", "b"]
-    prompts.prepare_first_turns()
-    assert target.prepared == [0, 0]
-    assert [turn.name for turn in prompts.turns] == ["a", "a-turn-2", "a-turn-3", "b"]
-    assert prompts.turns is prompts.turns and target.prepared == [0, 0, 2, 4]
 
 
 class Wires:

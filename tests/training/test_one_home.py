@@ -10,15 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.messages import refused
 
 import sage
 from data_prep.config import RegenerateConfig
 from sage.commands.generate import parse_args
 from sage.decoding.batch import BatchDecoder
 from sage.decoding.generation import start
-from sage.decoding.settings import AnswerSettings
-from sage.io.ranges import check_fields, field_types, plain_type
+from sage.io.ranges import field_types, plain_type
 from sage.serving.command import parse_args as serving_args
 from sage.trees import DEFAULT_POLICY, FIRST_ANSWER_POLICY
 from train.config.checks import check_ranges
@@ -48,12 +46,6 @@ def test_every_number_of_a_composed_configuration_is_checked() -> None:
             check_ranges(config)
         setattr(owner, name, before)
     check_ranges(config)
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, True, "1", [1], None])
-def test_what_is_no_number_is_refused(value: object) -> None:
-    with refused("temperature: ", "number", "greedy"):
-        check_fields(dataclasses.replace(AnswerSettings(), temperature=value))  # type: ignore[arg-type]
 
 
 # -- default policies ----------------------------------------------------------------------------------------------------

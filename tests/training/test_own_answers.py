@@ -23,7 +23,6 @@ from data_prep.pocket import world
 from data_prep.tools import own_decoder
 from data_prep.tools.answers import TargetAnswers
 from sage.io import files
-from train.config.overrides import own_answers_command
 from train.distill.own_answers import MAX_STEPS, OwnAnswers
 from train.distill.teacher import Teacher
 from train.job.answers import AnswersStopped
@@ -71,22 +70,6 @@ def test_line_warning_and_metrics() -> None:
     assert share.is_foreign and not OwnShare({"docs": (100, 100)}).is_foreign
     assert OwnShare({"docs": (3, 4)}).metrics() == {"own_answers": 0.75}
     check_message(share.warning("sage-train x data.answers=target"), "55%", "70%", "sage-train x data.answers=target")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "command"),
-    [
-        (
-            ["/bin/sage-train", "data.path=a b", "run.dir=runs/x"],
-            "sage-train 'data.path=a b' data.answers=target run.dir=runs/x-own",
-        ),
-        (["/src/train/cli/train.py", "--debug"], "sage-train --debug data.answers=target run.dir=runs/x-own"),
-        (["/bin/sage-train", "-m", "seed=1,2"], "sage-train ... data.answers=target run.dir=runs/x-own"),
-        (["mine.py"], "sage-train ... data.answers=target run.dir=runs/x-own"),
-    ],
-)
-def test_command_that_regenerates(arguments: list[str], command: str) -> None:
-    assert own_answers_command(arguments, "runs/x/") == command
 
 
 @pytest.mark.slow

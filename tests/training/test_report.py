@@ -61,12 +61,6 @@ def test_every_plot_is_written_at_readme_width_and_embedded_by_name(tmp_path: Pa
     assert markdown_html(page, tmp_path).count('src="data:image/png;base64,') == 3
 
 
-def test_plots_without_data_are_left_out(tmp_path: Path):
-    report = example_report()
-    report["policies"] = {"autoregressive": report["policies"]["autoregressive"]}
-    assert [plot.file for plot in write_plots(report, tmp_path)] == ["speed.png", "time.png"]
-
-
 def test_markdown_becomes_sortable_tables_and_relative_links(tmp_path: Path):
     (tmp_path / "a.html").touch()
     text = "| `a<b` | n |\n| :-- | --: |\n| x_1 | 2 |\n\n[a](a.md) [b](b.md) [c](javascript:d)\n\nwarning: <b>"

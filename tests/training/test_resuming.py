@@ -48,12 +48,6 @@ def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:
     check(config)
 
 
-def test_the_complete_command_line_of_the_start_is_accepted_too(tmp_path: Path) -> None:
-    run = started(tmp_path, "experiment=debug", "draft=eagle3", "data.num_examples=8")
-    words = [f"target.path={tmp_path}", *START, "experiment=debug", "draft=eagle3", "data=pocket", "data.num_examples=8"]
-    assert changes(resumed(run, *words)) == []
-
-
 def test_only_resuming_compares_with_the_run(tmp_path: Path) -> None:
     run = started(tmp_path)
     planned = compose("config", [f"target.path={tmp_path}", f"run.dir={run}", "launch.plan=true", "optim.lr=1e-3"], Config)

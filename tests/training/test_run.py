@@ -232,18 +232,6 @@ def test_a_batch_without_answers_is_refused(configure: Configure, tmp_path: Path
             fit(run)
 
 
-def test_nothing_is_written_before_everything_fits(
-    configure: Configure, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = tmp_path / "other"
-    with refused("llava_onevision", "qwen2_5_vl"):
-        train_quickly(configure(other, f"draft.path={trained / 'draft'}", family="llava_onevision"))
-    monkeypatch.setattr("train.job.build.build_target", lambda *_: pytest.fail("loaded before the options were checked"))
-    with refused("decode.options.sage", "max_depth", "1"):
-        train_quickly(configure(other, "decode.options.sage.max_depth=1"))
-    assert not other.exists()
-
-
 def test_a_corrupt_state_is_skipped_and_that_of_another_draft_refused(
     configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import os
-import re
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 from support.messages import exit_code, refused
 
 from checkpoints.run_folder import read_metrics
@@ -33,11 +30,10 @@ from train.config.schema import (
 from train.job.schedule import learning_rate
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics, peak_memory
-from train.monitor.progress import LiveDisplay, LogDisplay
+from train.monitor.progress import LogDisplay
 from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker, wandb_mode
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState
-from train.validation.in_loop import flatten
 
 LINES = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
 
@@ -84,20 +80,6 @@ def test_a_full_disk_is_reported_with_file_and_remedy(tmp_path: Path) -> None:
     with refused("file/metrics.jsonl", "File exists", error=SaveFailed):
         Jsonl(tmp_path / "file" / "metrics.jsonl", 0)
     assert SaveFailed.exit_code == 1
-
-
-def test_an_error_on_closing_a_sink_is_logged_and_the_others_are_closed(caplog: pytest.LogCaptureFixture) -> None:
-    closed = []
-
-    class Broken:
-        def log(self, metrics: object, step: int) -> None: ...
-
-        def close(self) -> None:
-            raise OSError("network is gone")
-
-    with caplog.at_level(logging.ERROR):
-        Tracker([Broken(), SimpleNamespace(log=None, close=lambda: closed.append(True))]).close()
-    assert closed == [True] and "network is gone" in caplog.text
 
 
 @pytest.mark.slow
@@ -170,17 +152,6 @@ def test_wandb_needs_a_login_on_rank_0_and_online_only(tmp_path: Path, monkeypat
     check_tracking(config_in(tmp_path, "tracking=wandb", "tracking.mode=offline"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_mode(WandbConfig()) == "disabled" and wandb_mode(WandbConfig(mode=WandbMode.offline)) == "offline"
-
-
-def test_errors_of_wandb_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-
-    def refuse(**_: object) -> None:
-        raise wandb.errors.CommError("server\nsays no")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    with refused("tracking=wandb: server says no", "wandb login", error=ConfigError):
-        open_tracker(config_in(tmp_path, "tracking=wandb"), {}, 0)
 
 
 # -- provenance -----------------------------------------------------------------------------------------------------------
@@ -308,29 +279,3 @@ def test_log_lines_at_intervals_with_the_remaining_time(
             now[0] = 100.0 + 8 * done
             lines.show_validation(done, 4, "sage 2.31 tokens/pass 1.85x")
     assert [record.getMessage() for record in caplog.records] == ["prompt 2/4  sage 2.31 tokens/pass 1.85x  00:16 left"]
-
-
-@pytest.mark.parametrize("first", [0, None])
-def test_a_validation_has_a_live_line_of_its_own(first: int | None) -> None:
-    """Beside that of a run, and alone in sage-validate; a narrow terminal shows the figures of the first policies."""
-    screen, figures = io.StringIO(), [f"{name} 2.31 tokens/pass 1.85x" for name in ("chain", "sage", "cost_aware")]
-    live = LiveDisplay(first, console=Console(file=screen, force_terminal=True, width=110))
-    live.update(0, 10, {})
-    for done in range(3):
-        live.show_validation(done, 3, ", ".join(figures))
-        live.bar.refresh()
-    assert len(live.bar.tasks) == 2
-    live.show_validation(3, 3, "")
-    live.close()
-    assert len(live.bar.tasks) == 1
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
-    assert "prompt 2/3" in shown and ", ".join(figures[:2]) in shown and ", ".join(figures) not in shown and "left" in shown
-    assert ("0/10" in shown) == (first == 0) and "0/0" not in shown
-
-
-def test_reports_are_flattened_for_trackers() -> None:
-    def report(*names: str) -> dict[str, object]:
-        return {"policies": {name: {"tokens_per_target_pass": float(i), "first_gaps": []} for i, name in enumerate(names)}}
-
-    assert flatten(report("sage")) == {"validation/sage/tokens_per_target_pass": 0.0}
-    assert math.isclose(flatten(report("static", "sage"))["validation/sage/tokens_per_target_pass"], 1.0)

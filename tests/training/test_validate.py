@@ -10,7 +10,6 @@ from support.models import make_inputs, make_qwen
 from support.validate_helpers import save_target
 
 import sage
-from checkpoints.run_folder import validation_folder
 from data_prep.conversation import Conversation
 from sage.bench.measurement import Interrupted
 from sage.drafts.model import ModelDraft
@@ -127,16 +126,6 @@ def test_weights_are_restored_after_a_failure(models, tmp_path, monkeypatch):
     assert not (tmp_path / "validation").exists()
 
 
-@pytest.mark.slow
-def test_replay_reports_every_policy(models, tmp_path):
-    target, draft = models
-    config = decode(policies=["chain"], baselines=[], replay=True, options={"chain": {"depth": 1}})
-    report = measure_draft(config, target, draft, 1, tmp_path, [make_inputs(target)])
-    assert set(report["replay"]["policies"]) == set(sage.POLICIES) - {"autoregressive"}
-    assert report["replay"]["policies"]["chain"]["depth"] <= 1
-    assert "the same drafts under every policy" in (validation_folder(tmp_path, 1) / "report.md").read_text()
-
-
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -150,13 +139,6 @@ def test_mistakes_are_named_before_anything_is_written(models, tmp_path, changes
     with refused(*parts):
         measure_draft(decode(**changes), *models, 1, tmp_path, [make_inputs(models[0])])
     assert not any(tmp_path.iterdir())
-
-
-def test_a_drafting_policy_needs_a_draft(models, tmp_path):
-    with refused("decode.policies: sage"):
-        measure_draft(decode(), models[0], None, 1, tmp_path, [make_inputs(models[0])])
-    report = measure_draft(decode(policies=["autoregressive"]), models[0], None, 1, tmp_path, [make_inputs(models[0])])
-    assert report["policies"]["autoregressive"]["speedup"] > 0
 
 
 @pytest.mark.slow

@@ -62,13 +62,6 @@ CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
         ("18%", "70%"),
         f"{REPEATED} data.answers=target run.dir=runs/a-own",
     ),
-    "foreign answers, faster all the same": (
-        facts(policy(1.9, 1.2, (1.1, 1.3)), own=0.5),
-        Result.faster,
-        "foreign_answers",
-        ("50%",),
-        f"{REPEATED} data.answers=target run.dir=runs/a-own",
-    ),
     "without its own outputs": (
         facts(policy(1.6, 0.9, (0.8, 0.95), kept=(80, 24)), **{"objective.steps": 1}),
         Result.slower,
@@ -111,26 +104,12 @@ CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
         ("1.40", "50 steps"),
         "sage-train --resume runs/a train.epochs=6",
     ),
-    "low acceptance with two limits": (
-        facts(SLOW, folder="runs/my a", **{"train.epochs": 3, "train.max_steps": 50}),
-        Result.slower,
-        "low_acceptance",
-        (),
-        "sage-train --resume 'runs/my a' train.epochs=6 train.max_steps=100",
-    ),
     "a good draft": (
         facts(policy(3.6, 1.84, (1.7, 2.03))),
         Result.faster,
         "",
         ("1.84x", "chain", "1.70 to 2.03", "16 prompts", "3.60"),
         "sage-export runs/a --format eagle3 --out exports/a",
-    ),
-    "a good draft that no engine serves": (
-        facts(policy(3.6, 1.84, (1.7, 2.03)), export="", folder="runs/my a"),
-        Result.faster,
-        "",
-        (),
-        f"sage-generate --draft 'runs/my a' --policy chain {QUESTION}",
     ),
     "a good draft without its run": (
         facts(policy(3.6, 1.84, (1.7, 2.03)), run=False),
