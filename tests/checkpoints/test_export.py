@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.export_helpers import (
     BLOCK,
-    EXPORTS,
     LEVELS,
     MASK,
     REDUCED,
@@ -187,37 +186,12 @@ class TestWritten:
         verifier = {"name_or_path": "llava-hf/tiny", "architectures": ["LlavaOnevisionForConditionalGeneration"]}
         assert written(tmp_path / "named")[0]["speculators_config"]["verifier"] == verifier
 
-    def test_embedding_of_a_target_in_the_hubs_cache(
-        self, target: sage.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        calls: list[tuple[str, bool]] = []
-
-        def snapshot(name: str, local_files_only: bool) -> str:
-            calls.append((name, local_files_only))
-            return str(target.name)
-
-        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-        draft = save_draft(tmp_path / "draft", target)
-        edit_json(draft / "config.json", lambda config: config.update(target_path="Qwen/Tiny"))
-        export_draft(draft, tmp_path / "out", "speculators")
-        assert calls == [("Qwen/Tiny", True)]
-        assert "embed_tokens.weight" in written(tmp_path / "out")[1]
-
     def test_unavailable_embedding(self, target: sage.Target, tmp_path: Path) -> None:
         draft = save_draft(tmp_path / "draft", target)
         edit_json(draft / "config.json", lambda config: config.update(target_path="/gone/target"))
         with refused("embedding", "/gone/target", "--target DIR", "--no-embedding"):
             export_draft(draft, tmp_path / "out", embedding=True)
         export_draft(draft, tmp_path / "out")  # all other facts are in the draft's config
-
-    def test_cards_name_commands_and_limits(self, exports: Path) -> None:
-        cards = {name: (exports / name / "README.md").read_text() for name in EXPORTS}
-        for name in ("plain", "speculators", "peagle"):
-            assert f"\nvllm serve {exports / name}\n" in cards[name]
-        assert '{"method": "dflash", "model": ' in cards["native"] and '"num_speculative_tokens": 3}' in cards["native"]
-        assert "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve" in cards["dspark"] and "does not run on a CPU" in cards["dspark"]
-        assert "first layer" in cards["reduced"] and "first layer" not in cards["plain"]
-        assert "text prompts as trained" in cards["peagle"] and "M-RoPE" in cards["plain"]
 
 
 # kind of draft, its options, changes of its config.json, format, flavour; parts of the refusal

@@ -5,19 +5,16 @@ The faults of `new_folder`, by which an export is written, are those of test_sto
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from support.export_helpers import export_draft
-from support.messages import refused
 
 from checkpoints.export.checks import check_folder
-from checkpoints.export.folder import new_export, verify_export
+from checkpoints.export.folder import verify_export
 from checkpoints.files import restore_interrupted
-from sage.io.manifest import CorruptFolder
 
 NAMES = ("config.json", "model.safetensors", "sage_export.json", "README.md")
 
@@ -73,12 +70,6 @@ class TestRestore:
         assert (out / "x").read_text() == "out"
         assert not (tmp_path / ".out.old").exists()
 
-    def test_a_failed_block_leaves_no_files(self, tmp_path: Path) -> None:
-        with pytest.raises(RuntimeError), new_export(tmp_path / "out", 0) as part:
-            (part / "x").write_text("half")
-            raise RuntimeError
-        assert list(tmp_path.iterdir()) == []
-
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_corrupt_file_is_named(exports: Path, tmp_path: Path, name: str) -> None:
@@ -89,12 +80,3 @@ def test_a_corrupt_file_is_named(exports: Path, tmp_path: Path, name: str) -> No
     assert f"{name}: corrupt" in str(check_folder(out).errors[0])
     (out / name).unlink()
     assert f"{name}: missing" in str(check_folder(out).errors[0])
-
-
-def test_the_step_of_a_manifest_is_that_of_the_export(exports: Path, tmp_path: Path) -> None:
-    """No file's hash depends on it."""
-    out = Path(shutil.copytree(exports / "eagle3", tmp_path / "out"))
-    manifest = json.loads((out / "manifest.json").read_text())
-    (out / "manifest.json").write_text(json.dumps(manifest | {"step": 7}, indent=1) + "\n")
-    with refused("manifest.json: corrupt: step 7, 0 in", error=CorruptFolder):
-        verify_export(out)

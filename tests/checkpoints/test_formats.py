@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,10 @@ from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, Te
 from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
 from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions, Obstacle
 from checkpoints.export.formats.registry import FORMATS, load_format
-from checkpoints.export.serving import serving_line
 from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.registry import KINDS
 from train.serve_check.check import check_served
-
-ROOT = Path(__file__).parents[2]
 
 
 def block_size(given: CheckInput) -> Iterator[Finding]:
@@ -158,34 +154,3 @@ def test_a_row_is_offered_and_its_obstacles_are_named(
     make_draft(target, image_inputs="embed").save_pretrained(tmp_path / "draft")
     code, _, error = sage_export(tmp_path / "draft", "--format", "block", "--out", tmp_path / "out")
     assert code == 2 and error == "error: draft.image_inputs: blocks have no images; train with token\n"
-
-
-@pytest.mark.usefixtures("row")
-def test_an_engine_that_loads_no_format_of_a_kind(target: sage.Target, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KINDS, "eagle3", replace(KINDS["eagle3"], export_formats=("block",)))
-    line = serving_line(sage.load_draft(draft, target), target.model.config)
-    check_message(line, "vLLM (sage-export --format block)", "not by SGLang: draft=eagle3")
-
-
-def names_in(path: Path) -> set[str]:
-    """Strings of a file, apart from docstrings, and the last parts of the modules that it imports."""
-    tree = ast.parse(path.read_text())
-    found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return found | {
-        (node.module or "").rsplit(".", 1)[-1] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
-    }
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_format_is_named_by_its_module_and_its_row_alone(name: str) -> None:
-    """The row holds the name, the object the rest; a format may extend another one. The classes of drafts are imported under
-    the same names, so that a branch on a class is found too."""
-    files = [*(ROOT / "checkpoints").rglob("*.py"), *(ROOT / "train/serve_check").glob("*.py"), ROOT / "train/cli/export.py"]
-    formats = ROOT / "checkpoints/export/formats"
-    modules = {(ROOT / row.home.partition(":")[0].replace(".", "/")).with_suffix(".py") for row in FORMATS.values()}
-    assert (formats / f"{name}.py") in modules and name in names_in(formats / "registry.py")
-    assert not [path for path in files if name in names_in(path) and path not in {*modules, formats / "registry.py"}]
-
-
-def test_kinds_of_draft_name_formats_of_the_registry() -> None:
-    assert {name for kind in KINDS.values() for name in kind.export_formats} == set(FORMATS)

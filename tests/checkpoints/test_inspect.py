@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.export_helpers import REDUCED, export_draft, save_draft, save_run, save_target
+from support.export_helpers import REDUCED, export_draft, save_run, save_target
 from support.messages import check_message, refused
 
 from checkpoints.export.importer import convert
@@ -35,16 +35,6 @@ def test_run(home: Path) -> None:
         "sage 2.25 1.25 1.75 4/4",
     ):
         assert line in [" ".join(line.split()) for line in text.splitlines()]
-
-
-def test_draft(home: Path) -> None:
-    found = inspect_folder(home / "run" / "draft_best")
-    assert found.is_intact
-    assert found.kind == "draft"
-    assert found.facts["steps trained"] == 100
-    assert found.facts["draft vocabulary"] == "109"
-    assert found.facts["feature levels"] == [0, 1, 2]
-    assert found.table["sage"]["tokens_per_target_pass"] == 2.5
 
 
 def test_export_and_import(home: Path) -> None:
@@ -103,27 +93,3 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
     problems = "\n".join(inspect_folder(run).problems)
     for part in ("trainer.json: corrupt: 3 bytes", "provenance.json: missing", "no weights"):
         assert part in problems
-
-
-def test_unreadable_files_of_a_run_are_named(tmp_path: Path) -> None:
-    """Files outside a manifest that are not JSON, YAML or UTF-8: each is named, and the rest is described."""
-    run = save_run(tmp_path / "run", save_target(tmp_path / "target"), {100: 2.0})
-    names = ("provenance.json", "config.yaml", "draft/config.json", "validation/step_00000100/report.json")
-    for name in names:
-        original = (run / name).read_bytes()
-        (run / name).write_bytes(b"{\xff")
-        found = inspect_folder(run)
-        assert found.kind == "run"
-        assert any(name in problem for problem in found.problems), name
-        (run / name).write_bytes(original)
-    assert inspect_folder(run).is_intact
-
-
-def test_a_draft_without_a_run(tmp_path: Path) -> None:
-    found = inspect_folder(save_draft(tmp_path / "lone", save_target(tmp_path / "target"), "eagle"))
-    assert found.is_intact
-    assert found.facts["architecture"] == "sage_eagle"
-    assert "steps trained" not in found.facts
-    assert "compressor" not in found.facts
-    short = save_draft(tmp_path / "short", save_target(tmp_path / "target"), compressor={"kind": "pool", "ratio": 20})
-    assert inspect_folder(short).facts["compressor"] == "pool ratio=20"

@@ -32,12 +32,6 @@ def test_score_is_that_of_sage_or_of_the_first_drafting_policy() -> None:
     assert score(report("static", "sage", metric="speedup"), "speedup", "sage") == 1.0
 
 
-def test_score_settings_have_defaults() -> None:
-    assert run_folder.score_settings({}) == ("tokens_per_target_pass", None)
-    assert run_folder.score_settings({"score": {"metric": "speedup", "policy": "chain"}}) == ("speedup", "chain")
-    assert run_folder.score_settings({"score": {"metric": None, "policy": None}}) == ("tokens_per_target_pass", None)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run whose best draft, by the speedup of `chain`, is of step 200; `sage` has the most tokens per pass at step 100."""
@@ -65,12 +59,6 @@ def test_step_and_report_of_the_best_draft_are_those_of_its_manifest(run: Path) 
     assert found.facts["steps trained"] == 200 and found.table["sage"]["tokens_per_target_pass"] == 2.25
     assert find_source(run / "draft").step == 300
     assert inspect_folder(run).facts["steps trained"] == 300
-
-
-def test_a_draft_without_manifest_has_no_step(run: Path) -> None:
-    (run / "draft_best" / "manifest.json").unlink()
-    assert run_folder.draft_step(run / "draft_best") is None
-    assert run_folder.draft_report(run / "draft_best") is None
 
 
 def test_a_draft_saved_after_the_last_validation_has_no_report(run: Path) -> None:
@@ -109,13 +97,6 @@ def test_unreadable_files_are_named(run: Path) -> None:
     (run / "config.yaml").write_text("a: [")
     with refused(str(run / "config.yaml")):
         run_folder.read_run_config(run)
-
-
-def test_names(run: Path) -> None:
-    assert run_folder.is_run(run) and not run_folder.is_run(run / "draft")
-    assert run_folder.run_of(run / "draft") == run and run_folder.run_of(run) is None
-    assert run_folder.list_steps(run_folder.state_folder(run)) == [300]
-    assert run_folder.list_steps(run / "none") == []
 
 
 # -- the lock ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import sys
 from pathlib import Path
@@ -219,25 +218,6 @@ class TestCommand:
         assert [one.corrects_slots for one in fake_process.started] == [False, True]
         page = path.read_text(encoding="utf-8")
         assert "engine bad: " in page and page.partition("<article ")[2].count(' differs"') == 2 * 12
-
-    def test_a_page_that_cannot_be_written(
-        self, home: Path, sage_export: Any, fake_process: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (home / "file").touch()
-        code, _, err = self.check(home, sage_export, "--page", home / "file" / "page.html")
-        assert code == 2 and not fake_process.started and err.count("\n") == 1
-        check_message(err, "page.html", "another path")
-        write = Path.write_text
-
-        def fill_disk(path: Path, text: str, **options: Any) -> int:
-            if "full" in path.name:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return write(path, text, **options)
-
-        monkeypatch.setattr(Path, "write_text", fill_disk)
-        code, out, err = self.check(home, sage_export, "--page", home / "full.html")
-        assert code == 2 and "all good" in out and not (home / "full.html").exists()
-        check_message(err.splitlines()[-1], "full.html", "free disk space")
 
     def test_export_of_other_weights(
         self, home: Path, sage_export: Any, fake_process: type[FakeEngine], tmp_path: Path

@@ -26,13 +26,6 @@ def line_of(target: sage.Target, kind: str = "eagle3", **options: Any) -> str:
     return serving_line(make_draft(target, kind, **options), target.model.config)
 
 
-def test_an_eagle3_draft_is_served_by_both_engines(targets: dict[str, sage.Target]) -> None:
-    line = line_of(targets["qwen2_5_vl"])
-    served = line.split(", this decoder")[0]
-    assert "vLLM (sage-export --format eagle3" in served and "SGLang (sage-export --format eagle3" in served
-    assert "not by" not in line and "\n" not in line
-
-
 @pytest.mark.parametrize(("inputs", "fed"), [("embed", "token"), ("token", "embed")])
 def test_the_engine_with_other_image_inputs_is_named(targets: dict[str, sage.Target], inputs: str, fed: str) -> None:
     line = line_of(targets["qwen2_5_vl"], image_inputs=inputs)
@@ -58,17 +51,6 @@ def test_settings_in_the_way_are_named(
         assert setting in line
     target = targets["qwen2_5_vl"]
     assert export_choice(make_draft(target, kind, **options), target.model.config) == ""
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "choice"),
-    [("eagle3", {}, "eagle3"), ("eagle", {"input_norm": False}, "eagle --flavour vllm")],
-)
-def test_the_format_of_an_export_is_one_that_an_engine_serves(
-    targets: dict[str, sage.Target], kind: str, options: dict[str, Any], choice: str
-) -> None:
-    target = targets["qwen2_5_vl"]
-    assert export_choice(make_draft(target, kind, **options), target.model.config) == choice
 
 
 def test_a_target_family_that_no_engine_serves(targets: dict[str, sage.Target]) -> None:
@@ -98,12 +80,6 @@ def test_only_engines_that_serve_a_family_are_offered(name: str, engines: list[s
     assert list(commands) == engines
     assert list(serve_commands(find_format("eagle", "sglang"), facts, "draft")) == [one for one in engines if one == "SGLang"]
     assert not engines or facts.name in commands["vLLM"]
-
-
-def test_a_smaller_model_has_no_export(targets: dict[str, sage.Target]) -> None:
-    target = targets["qwen2_5_vl"]
-    assert "draft=model" in serving_line(target.model, target.model.config)
-    assert export_choice(target.model, target.model.config) == ""
 
 
 def test_an_export_names_all_obstacles_at_once(targets: dict[str, sage.Target], tmp_path: Path, sage_export: Any) -> None:

@@ -69,21 +69,6 @@ def test_a_folder_is_renamed_when_the_block_ends(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == ["folder"]
 
 
-def test_two_threads_write_the_same_file(tmp_path: Path) -> None:
-    """Each writes a temporary file of its own; the file is that of the later one."""
-    path, both_write = tmp_path / "x.txt", threading.Barrier(2, timeout=30)
-
-    def write(text: str) -> None:
-        with atomic_path(path) as temporary:
-            temporary.write_text(text)
-            both_write.wait()
-            assert temporary.read_text() == text
-
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(write, ("first", "second"))) == [None, None]
-    assert path.read_text() in ("first", "second") and [found.name for found in tmp_path.iterdir()] == ["x.txt"]
-
-
 def test_two_threads_replace_the_same_folder(tmp_path: Path) -> None:
     """Many times: either may find the folder of the other in place, or none."""
     path, both_write = tmp_path / "folder", threading.Barrier(2, timeout=30)

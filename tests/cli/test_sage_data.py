@@ -193,19 +193,6 @@ def test_check_from_the_command_line(target_folder: Path, tmp_path: Path, capsys
     assert len(rows.read_text().splitlines()) == 6
 
 
-@pytest.mark.slow
-def test_regenerate_from_the_command_line(regeneration: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "own.jsonl"
-    assert command(*regeneration) == 0
-    assert f"2 conversations (2 now): 2 cut short: {out}\n" in capsys.readouterr().out
-    assert command(*regeneration, "regenerate.on_cut=drop") == 2
-    assert "(on_cut: keep there, drop here)" in capsys.readouterr().err
-    assert command(*regeneration) == 0
-    assert "(0 now)" in capsys.readouterr().out
-    assert command(*regeneration, "regenerate.temperature=1.0") == 2
-    assert "(temperature: 0.0 there, 1.0 here)" in capsys.readouterr().err
-
-
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Enables Ctrl-C, which a process in the background of a shell ignores."""

@@ -10,9 +10,6 @@ from support.messages import refused
 from support.validate_helpers import save_draft, save_run, save_target
 
 import sage
-from checkpoints.export.exporter import find_source, with_report
-from checkpoints.inspect import inspect_folder
-from checkpoints.run_folder import list_checks
 from sage.bench.runners import PolicyRunner
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.manifest import write_manifest
@@ -89,25 +86,6 @@ def test_ctrl_c_keeps_the_prompts_that_were_measured(run, tmp_path, monkeypatch,
     assert report["prompts"] == report["policies"]["static"]["total"] == 1
     shown = capsys.readouterr().out
     assert "partial: interrupted after 1 of 2 prompts" in shown and "report.md" in shown
-
-
-@pytest.mark.slow
-def test_a_check_replaces_neither_the_measurement_of_the_run_nor_an_earlier_check(run, tmp_path):
-    run = Path(shutil.copytree(run, tmp_path / "run"))
-    shutil.rmtree(run / "checks", ignore_errors=True)
-    (run / "provenance.json").write_text("{}")
-    own = run / "validation" / "step_00000012" / "report.json"
-    own.parent.mkdir(parents=True)
-    own.write_text('{"step": 12, "prompts": 9, "policies": {}}')
-    few = ["decode.policies=[autoregressive]", "decode.num_prompts=1", "decode.max_new_tokens=2", "decode.baselines=[]"]
-    assert measured(f"checkpoint={run}", *few) == measured(f"checkpoint={run}/draft", *few) == 0
-    assert [path.name for path in list_checks(run)] == ["draft_step_00000012", "draft_step_00000012_2"]
-    assert [path.name for path in (run / "validation").iterdir()] == ["step_00000012"]
-    assert json.loads(own.read_text())["prompts"] == 9
-    assert find_source(run).report["prompts"] == 9
-    check = with_report(find_source(run), run / "checks" / "draft_step_00000012_2")
-    assert check.report["prompts"] == 1 and check.report["max_new_tokens"] == 2
-    assert inspect_folder(run).facts["later checks"] == ["checks/draft_step_00000012", "checks/draft_step_00000012_2"]
 
 
 def test_an_unwritable_report_is_refused_before_anything_is_loaded(run, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from support.messages import check_message, refused
 
 from data_prep.batching import loader as loader_module
 from data_prep.batching.grouping import divide_step, group_by_length
-from data_prep.batching.loader import NUM_BATCHES_AHEAD, StepLoader, _Builder
+from data_prep.batching.loader import StepLoader, _Builder
 from data_prep.build import build_dataset
 from data_prep.config import DataConfig
 from data_prep.conversation import BadItem
@@ -165,29 +164,6 @@ def test_errors_reach_the_trainer_and_the_thread_ends() -> None:
     assert [thread for thread in threading.enumerate() if thread.name.startswith("step-loader")]
     steps.close()  # type: ignore[attr-defined]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("step-loader")]
-
-
-def test_micro_batches_are_built_ahead_and_waiting_is_counted() -> None:
-    class Gated(Numbers):
-        made = 0
-        gate = threading.Event()
-
-        def __getitem__(self, number: int) -> dict[str, Any]:
-            self.gate.wait(20)
-            self.made += 1
-            return super().__getitem__(number)
-
-    data = Gated(64)
-    loader = StepLoader(data, collate, 4, 4)
-    steps = iter(loader)
-    threading.Timer(0.2, data.gate.set).start()
-    next(steps)
-    assert 0.15 < loader.wait_s < 15
-    deadline = time.monotonic() + 20
-    while data.made < 4 * NUM_BATCHES_AHEAD and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert 4 * NUM_BATCHES_AHEAD <= data.made <= 4 * (NUM_BATCHES_AHEAD + 2)  # ahead, but bounded
-    steps.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("cores", "num_workers", "prefetch_factor"), [(2, 2, 4), (None, 3, 2)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +22,10 @@ from sage.decoding.verify import Verdict
 from sage.drafts.draft import new_session
 from sage.drafts.model import ModelDraft
 from sage.planning.tree import Frontier, RoundOutcome, Tree
-from sage.runtime.timing import RoundTimes, TimedCall
+from sage.runtime.timing import RoundTimes
 from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware import learner as learning
-from sage.trees.cost_aware.learner import LEARN_ALL_ROUNDS, LEARN_EVERY, Learner, labelled_candidates
+from sage.trees.cost_aware.learner import LEARN_EVERY, Learner, labelled_candidates
 from sage.trees.cost_aware.pace import Pace
 from sage.trees.cost_aware.pricing import ChildMass, Prices
 
@@ -179,49 +178,6 @@ class TestCurve:
             seen.clear()
             probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), context, longer)
             assert seen == {context, expected}
-
-    @pytest.mark.parametrize("kind", ["eagle", "eagle3", "model"])
-    def test_a_timed_commit_reads_accepted_tokens(self, kind: str, tiny_qwen: sage.Target) -> None:
-        drafting = make_qwen(seed=1) if kind == "model" else tiny_qwen
-        levels = {"feature_levels": [0, 1, 2]} if kind == "eagle3" else {}
-        draft = ModelDraft(drafting, tiny_qwen) if kind == "model" else sage.new_draft(tiny_qwen, kind, **levels)
-        session = new_session(draft, tiny_qwen, 40)
-        call = probe.draft_commit(session, tiny_qwen, context=20)
-        results = []
-        for _ in range(2):
-            call.reset()
-            results.append(call.run())
-            assert session.context == 20 + probe.COMMITTED
-        assert torch.equal(*results) and len(results[0]) == 1
-
-    def test_target_passes_are_timed_after_the_passes_of_a_round(
-        self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A pass like itself, the draft's commit and its levels precede each; the clock runs during the last one only."""
-        order: list[str] = []
-
-        def record(name: str, make: Callable[..., TimedCall]) -> Callable[..., TimedCall]:
-            def recorded(*args: Any, **options: Any) -> TimedCall:
-                call = make(*args, **options)
-                return TimedCall(lambda: (order.append(name), call.run())[1], call.reset)
-
-            return recorded
-
-        for name in ("verify_pass", "draft_commit", "draft_level"):
-            monkeypatch.setattr(probe, name, record(name, getattr(probe, name)))
-
-        def time(calls: list[TimedCall], _: Any) -> list[float]:
-            for call in calls:
-                call.reset()
-                order.append("clock")
-                call.run()
-            return [1.0] * len(calls)
-
-        monkeypatch.setattr(probe, "_median_s", time)
-        probe.measure_costs(tiny_qwen, sage.new_draft(tiny_qwen), 10, 20)
-        one_round = ["verify_pass", "draft_commit", *["draft_level"] * probe.DRAFTED_LEVELS, "clock", "verify_pass"]
-        assert order[-len(one_round) :] == one_round
-        assert order[:3] == ["verify_pass", "clock", "draft_commit"]
 
     @pytest.mark.parametrize("kind", ["eagle", "model"])
     def test_a_timed_level_is_that_of_decoding(self, kind: str, tiny_qwen: sage.Target) -> None:
@@ -386,26 +342,6 @@ class TestLearning:
         monkeypatch.setattr(Learner, "learn", lambda self, costs: (learned.append(self.rounds), learn(self, costs))[1])
         self.after(3 * LEARN_EVERY)
         assert learned[:4] == [1, 2, 4, 8] and learned[-2:] == [2 * LEARN_EVERY, 3 * LEARN_EVERY]
-
-    def test_of_later_rounds_one_in_eight_is_learned_from(self) -> None:
-        policy = self.after(0)
-        tree, _ = toy_tree(policy, root=(1,))
-        policy.learner.rounds, learned = LEARN_ALL_ROUNDS, []
-        for _ in range(16):
-            policy.begin()
-            learned.append(policy.needs_feedback())
-            policy.observe(RoundOutcome(1, tree, [0, 1], times=lambda: RoundTimes(1.1, [], 1.2)))
-        assert learned == [True, *[False] * 7] * 2
-        assert policy.learner.rounds == LEARN_ALL_ROUNDS + 16 and len(policy.learner.pending) == 2
-
-    def test_while_drafting_does_not_pay_every_round_is_learned_from(self) -> None:
-        """These rounds decide whether drafting resumes; one in eight could miss every round in which it was retried."""
-        policy = self.after(0)
-        policy.learner.rounds = LEARN_ALL_ROUNDS + 1
-        for has_feedback in (False, True, True, True, True):
-            policy.begin()
-            assert policy.needs_feedback() == has_feedback
-            policy.observe(RoundOutcome(0, Tree.of_root(0), [0]))
 
     def test_a_batch_equals_its_rounds_one_by_one(self) -> None:
         """Prices, masses and costs: equal for single rounds and for a batch (Newton steps of the calibrator differ)."""

@@ -25,7 +25,6 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import sage
 from sage.decoding import generation
-from sage.drafts.head_session import HeadSession
 from sage.drafts.model import ModelDraft
 from sage.planning.base import Policy
 
@@ -231,24 +230,6 @@ def test_stream_yields_the_complete_text_in_complete_characters(length: int, wit
     pieces = list(sage.stream(target, draft, inputs, **options))
     assert "".join(pieces) == expected
     assert not any("\ufffd" in piece for piece in pieces[:-1])
-
-
-@pytest.mark.parametrize(("policy", "has_masks"), [("chain", False), ("static", True)])
-def test_a_chain_is_drafted_without_a_mask(
-    policy: str, has_masks: bool, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    masks: list[bool] = []
-    raw = HeadSession._visible_to
-
-    def spy(session: HeadSession, rows: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
-        visible, start = raw(session, rows, first)
-        masks.append(visible.shape[1] > 1)
-        return visible, start
-
-    monkeypatch.setattr(HeadSession, "_visible_to", spy)
-    sage.generate(tiny_qwen, random_draft(tiny_qwen, seed=0), make_inputs(tiny_qwen), policy=policy, max_new_tokens=8)
-    assert masks
-    assert any(masks) is has_masks
 
 
 def test_counts_are_consistent(tiny_qwen: sage.Target, with_oracle: Callable[..., None]) -> None:

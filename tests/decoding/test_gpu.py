@@ -83,21 +83,6 @@ def test_causal_attention_equals_a_masked_softmax(
     torch.testing.assert_close(found.double(), expected, atol=1e-12 if dtype == torch.float64 else 1e-5, rtol=0)
 
 
-def test_grouped_heads_in_float32_are_repeated_beside_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU kernels that take grouped heads take half precision only; the fallback stores all attention weights."""
-    heads: dict[torch.dtype, tuple[int, int, bool]] = {}
-
-    def recorded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool, **_: Any) -> torch.Tensor:
-        heads[query.dtype] = query.shape[1], key.shape[1], enable_gqa
-        return query
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-    for dtype in (torch.float32, torch.bfloat16):
-        query, key = (torch.empty(1, count, 4, 8, dtype=dtype, device="meta") for count in (4, 2))
-        attention.causal_attention(query, key, key)
-    assert heads == {torch.float32: (4, 4, False), torch.bfloat16: (4, 2, True)}
-
-
 def test_a_second_prefill_has_no_mask(tiny_target: sage.Target) -> None:
     """2000 new tokens after 8000 would take a mask of 280 MB at 7B."""
     prompt, cache = tiny_target.embed(make_inputs(tiny_target)), tiny_target.new_cache(64)
@@ -205,13 +190,6 @@ class TestLoading:
         monkeypatch.setattr(loading, "load_weights", load)
         with refused("device_map: ", "model.language_model.layers.2", "cpu and disk", "more or larger GPUs"):
             sage.load_target(target, device_map="auto")
-
-    def test_attention_of_the_vision_tower_alone(self, targets: dict[str, Path]) -> None:
-        for folder in targets.values():
-            for choice, expected in (("auto", "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
-                config = sage.load_target(folder, attention=choice).model.config
-                assert config.vision_config._attn_implementation == expected
-                assert config.get_text_config()._attn_implementation == "sdpa"
 
     @pytest.mark.parametrize(
         ("device", "is_half", "is_installed", "is_packed", "is_ampere", "expected"),

@@ -10,7 +10,6 @@ Shapes: D hidden; K steps, S supervised positions.
 from __future__ import annotations
 
 import gc
-import pickle
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -276,13 +275,6 @@ def test_a_row_is_a_choice_of_the_configuration() -> None:
     assert (draft.kind, draft.scale) == ("bigram", 0.5)
     assert config.run.name.startswith("pocket_qwen2_5_vl-bigram")
     assert unknown_key("draft.scale", Config).endswith("draft=bigram")
-
-
-@pytest.mark.parametrize("arguments", [BIGRAM, *([f"draft={kind}"] for kind in KINDS)], ids=lambda words: words[-1])
-def test_a_configuration_can_be_sent_to_another_process(arguments: list[str]) -> None:
-    config = compose("config", arguments, Config)
-    again = pickle.loads(pickle.dumps(config))
-    assert again == config and type(again.draft) is type(config.draft)
 
 
 def test_without_the_row_the_kind_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,7 @@ def test_requests_end_on_their_own(decoding: Decoding) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("decoding", [False], ids=["thread"], indirect=True)
 def test_places_are_reserved_before_requests_are_prepared(decoding: Decoding) -> None:
     async def test() -> None:
         scheduler = started(decoding)

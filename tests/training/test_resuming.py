@@ -48,19 +48,6 @@ def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:
     check(config)
 
 
-def test_only_resuming_compares_with_the_run(tmp_path: Path) -> None:
-    run = started(tmp_path)
-    planned = compose("config", [f"target.path={tmp_path}", f"run.dir={run}", "launch.plan=true", "optim.lr=1e-3"], Config)
-    assert changes(planned) == []
-    saved = OmegaConf.load(run / "config.yaml")
-    del saved.optim.grad_clip  # a key without a default, as if it were newer than the run
-    OmegaConf.save(saved, run / "config.yaml")
-    assert changes(resumed(run, "optim.grad_clip=2")) == []
-    assert [str(change) for change in changes(resumed(run, "optim.grad_clip=2", "optim.lr=1e-3"))] == [
-        "optim.lr: 0.008 -> 0.001 (training recipe)"
-    ]
-
-
 def test_length_launch_tracking_and_decoding_may_change(tmp_path: Path) -> None:
     words = ["train.max_steps=7", "launch.ranks=2", "deepspeed=zero0", "tracking=tensorboard", "decode.num_prompts=3"]
     config = resumed(started(tmp_path), *words, "decode/policy=[autoregressive,chain]", "data.num_workers=1")

@@ -18,7 +18,7 @@ from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed
 from train.cli.train import main
 from train.config.hydra_app import compose
-from train.config.run_length import MIN_STEPS, RunLength, repetition_line, run_length
+from train.config.run_length import MIN_STEPS, RunLength, run_length
 from train.config.schema import (
     Config,
     ConfigError,
@@ -90,14 +90,6 @@ def test_tensorboard_receives_every_metric(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
         (line["step"], pytest.approx(line["loss"])) for line in LINES
     ]
-
-
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_a_missing_package_of_a_tracker_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_tracking(config_in(tmp_path))
-    with refused(f"tracking={package}", f"pip install 'sage-draft[{package}]'", error=ConfigError):
-        check_tracking(config_in(tmp_path, f"tracking={package}"))
 
 
 @pytest.mark.slow
@@ -190,16 +182,6 @@ def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) ->
 def test_run_length(tmp_path: Path, overrides: list[str], per_epoch: float | None, steps: int | None) -> None:
     time_s = 30.0 if overrides[-1].startswith("train.max_minutes") else None
     assert run_length(config_in(tmp_path, *overrides), per_epoch) == RunLength(steps, time_s)
-
-
-@pytest.mark.slow
-def test_repeated_data_are_reported(tmp_path: Path) -> None:
-    config = config_in(tmp_path, "train.max_steps=null", "train.global_batch_size=16")
-    assert f"23 example(s) are repeated to {MIN_STEPS} steps (34.8 epochs)" in repetition_line(config, 23 / 16)
-    assert "train.global_batch_size below 16" in repetition_line(config, 3 / 16)
-    assert not repetition_line(config, MIN_STEPS)
-    for given in ("train.epochs=1", "train.max_steps=3"):
-        assert not repetition_line(config_in(tmp_path, given), 23 / 16)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,9 @@ from support.models import in_double, make_inputs, make_qwen, random_draft
 from support.train_helpers import command, configured, draft_weights, metrics, single_process, train_quickly
 
 import sage
-from data_prep.build import build_dataset
-from data_prep.config import Cache
-from data_prep.dataset.dataset import count_tokens, most_frequent
+from data_prep.dataset.dataset import most_frequent
 from sage.drafts.eagle3 import Eagle3Draft
 from sage.drafts.model import ModelDraft, shallow_model
-from sage.targets.loading import load_processor
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig
 from train.distill.build import end_tokens
@@ -192,17 +188,6 @@ def test_the_vocabulary_holds_the_most_frequent_tokens_and_eos() -> None:
     assert most_frequent(counts, 6, [6]).tolist() == [0, 1, 3, 4, 5, 6]
     with refused("draft.draft_vocab_size=1", "2 or more"):
         most_frequent(counts, 1, [0, 6])
-
-
-def test_a_sample_and_the_store_count_the_same(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sample opens no images."""
-    data = compose("config", ["data.num_examples=30", f"data.cache_dir={tmp_path}"], Config).data
-    processor, counts = load_processor(str(target)), []
-    for kind in (Cache.examples, Cache.rows):
-        dataset = build_dataset(replace(data, cache=kind), processor)
-        monkeypatch.setattr("data_prep.chat.open_media", None)
-        counts.append(count_tokens(dataset, 2000))
-    assert counts[0].sum() > 100 and counts[0].equal(counts[1])
 
 
 class TestMistakes:
