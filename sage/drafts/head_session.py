@@ -227,7 +227,8 @@ class SlotSession(PairSession):
 
     def __init__(self, draft: SlotHead, target: Target, capacity: int) -> None:
         super().__init__(draft, target, capacity + draft.num_slots)
-        self.max_depth = draft.num_levels
+        self._num_levels, self._num_slots = draft.num_levels, draft.num_slots  # a configuration finds its attributes slowly
+        self.max_depth = self._num_levels
         self._last = torch.zeros(2, dtype=torch.long, device=self.device)  # the token before the root, and the root
         self._num_candidates = 0  # that the policy asks for
         if draft.has_conditional:
@@ -245,7 +246,7 @@ class SlotSession(PairSession):
 
     def _read_pairs(self, pairs: HeadInput) -> Pass | Tensor:
         """Reads a prompt; causal attention needs no mask, whose size would be that of the prompt squared."""
-        slots, length, function = self.draft.num_slots, pairs.features.shape[1], self._commit.function
+        slots, length, function = self._num_slots, pairs.features.shape[1], self._commit.function
         parts = zip(self.draft.rope(pairs.position_ids, self.dtype), self._rope(0, slots), strict=True)
         cos, sin = (torch.cat(both, 2) for both in parts)
         steps = self._steps.narrow(0, 0, length + slots)
@@ -255,7 +256,7 @@ class SlotSession(PairSession):
         return self._start_tree(function.read_prompt(*given))
 
     def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
-        length, slots = embeds.shape[1], self.draft.num_slots
+        length, slots = embeds.shape[1], self._num_slots
         tensors = self._pairs(embeds, features, cos, sin, slots)
         self.committed = self.cache.length - slots
         tensors["slot_cos"], tensors["slot_sin"] = self._rope(self.offset, slots)
@@ -265,8 +266,8 @@ class SlotSession(PairSession):
 
     def _start_tree(self, results: Sequence[Tensor]) -> Tensor:
         """Starts a tree from the results of a `SlotPass` for one request; returns the logits [1, U] below the root."""
-        (self._hidden,), (self._logits,), *path = results
-        self._set_path(*(each[0] for each in path))
+        self._hidden, self._logits, *path = [each[0] for each in results]
+        self._set_path(*path)
         self._frontier, self.depth = self._last[1:], 0
         return self._on_path()
 
@@ -294,10 +295,13 @@ class SlotSession(PairSession):
         probs, tokens = super().propose(self._path_logits, num_candidates)
         tokens, path, probs = read_together(tokens, self._path, probs)
         self._path_tokens = [] if path is None else path.tolist()
-        self._best, self._num_candidates = list(map(Candidates, probs.split(1), tokens.split(1))), num_candidates
+        self._best, self._num_candidates = (
+            list(map(Candidates, probs[:, None].unbind(), tokens[:, None].unbind())),
+            num_candidates,
+        )
 
     def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor:
-        assert self.depth + 1 < self.draft.num_levels, "the decoder drafts at most `max_depth` levels"
+        assert self.depth + 1 < self._num_levels, "the decoder drafts at most `max_depth` levels"
         self.depth += 1
         if self._level is None:
             return self._on_path().expand(len(tokens), -1) if len(tokens) > 1 else self._on_path()

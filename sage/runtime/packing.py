@@ -104,6 +104,7 @@ def layout(
     return Layout(*upload_together(device, *of_tokens, grid, *of_calls))
 
 
+@lru_cache(maxsize=512)
 def layout_of_one(count: int, device: torch.device, slots: int = 0, has_token_queries: bool = True) -> Layout:
     """Returns the layout of one request, without a copy to the device. `places` are not read in a pass over one row."""
     offsets = torch.arange(count, device=device)
@@ -210,9 +211,12 @@ def run(needed: Sequence[Any]) -> list[Any]:
     Args:
         needed: `Pass` of each request, or its result if it needs none.
     """
+    if len(needed) == 1:  # without grouping, which takes as long as a small operator
+        alone = needed[0]
+        while isinstance(alone, Pass):
+            alone = alone.finish(alone.bound.run_one(alone))
+        return [alone]
     found = list(needed)
-    while len(found) == 1 and isinstance(found[0], Pass):  # without grouping, which takes as long as a small operator
-        found = [found[0].finish(found[0].bound.run_one(found[0]))]
     while waiting := [place for place, each in enumerate(found) if isinstance(each, Pass)]:
         for function in dict.fromkeys(found[place].bound.function for place in waiting):
             places = [place for place in waiting if found[place].bound.function is function]

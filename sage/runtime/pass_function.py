@@ -143,10 +143,10 @@ class PassInputs:
         """Returns the tensors of the arguments in order."""
         tensors: list[Tensor] = []
         for value in vars(self).values():
-            if isinstance(value, Tensor):
-                tensors.append(value)
-            else:
+            if isinstance(value, (list, tuple)):  # quicker than a check for a tensor, whose class overrides it
                 tensors += value
+            else:
+                tensors.append(value)
         return tensors
 
 
@@ -232,7 +232,8 @@ class PassFunction(nn.Module, ABC):
 
     def variant(self, inputs: PassInputs) -> tuple[bool, ...]:
         """Returns, for each dimension that is compiled separately for size 1, whether its size is 1."""
-        return tuple([_tensor(getattr(inputs, name)).shape[axis] == 1 for name, axis in self.variant_dims.values()])
+        values = vars(inputs)
+        return tuple([_tensor(values[name]).shape[axis] == 1 for name, axis in self.variant_dims.values()])
 
     def label(self, variant: tuple[bool, ...]) -> str:
         """Returns the name of a variant, for messages."""
@@ -258,4 +259,4 @@ class PassFunction(nn.Module, ABC):
 
 
 def _tensor(value: Value) -> Tensor:
-    return value if isinstance(value, Tensor) else value[0]
+    return value[0] if isinstance(value, (list, tuple)) else value

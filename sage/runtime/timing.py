@@ -54,6 +54,8 @@ def frozen_heap() -> Iterator[None]:
 
 def prepared_s(start: float, end: float) -> float:
     """Returns the seconds between two times of `time.perf_counter` that were spent in `preparation`."""
+    if not PREPARATIONS or PREPARATIONS[-1][1] <= start:  # the last one ended last
+        return 0.0
     return sum(last - first for first, last in PREPARATIONS if start <= first and last <= end)
 
 
@@ -71,10 +73,7 @@ def now_s(device: torch.device) -> float:
 
 @contextmanager
 def shared_time(clocks: Sequence[Clock]) -> Iterator[None]:
-    """Divides the time of the block among clocks that are shared; the only one of a request alone goes on counting."""
-    if not clocks or not clocks[0].is_shared:
-        yield
-        return
+    """Divides the time of the block among clocks that are shared."""
     start = now_s(clocks[0].device)
     yield
     end = now_s(clocks[0].device)
