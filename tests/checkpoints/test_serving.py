@@ -53,8 +53,14 @@ def test_settings_in_the_way_are_named(
     assert export_choice(make_draft(target, kind, **options), target.model.config) == ""
 
 
-def test_a_target_family_that_no_engine_serves(targets: dict[str, sage.Target]) -> None:
-    assert "only; not by vLLM and SGLang: target=llava_onevision" in line_of(targets["llava_onevision"])
+def test_a_target_family_that_no_engine_serves(unserved: sage.Target) -> None:
+    assert "only; not by vLLM and SGLang: target=llava_onevision" in line_of(unserved)
+
+
+def test_a_target_family_that_vllm_serves_with_our_plugin(targets: dict[str, sage.Target]) -> None:
+    line = line_of(targets["llava_onevision"])
+    assert line.startswith("can be served by vLLM with our plugin (sage-export --format eagle3")
+    assert "not by SGLang: target=llava_onevision" in line
 
 
 def facts_of(name: str) -> TargetFacts:
@@ -71,7 +77,8 @@ def facts_of(name: str) -> TargetFacts:
         ("mistral_7b", ["vLLM"]),
         ("qwen3_vl_8b", ["vLLM"]),
         ("qwen3_vl_30b_a3b", []),
-        ("llava_onevision_7b", []),
+        ("llava_onevision_7b", ["vLLM"]),
+        ("gemma3_4b", []),
     ],
 )
 def test_only_engines_that_serve_a_family_are_offered(name: str, engines: list[str]) -> None:
@@ -82,8 +89,8 @@ def test_only_engines_that_serve_a_family_are_offered(name: str, engines: list[s
     assert not engines or facts.name in commands["vLLM"]
 
 
-def test_an_export_names_all_obstacles_at_once(targets: dict[str, sage.Target], tmp_path: Path, sage_export: Any) -> None:
-    draft = save_draft(tmp_path / "draft", targets["llava_onevision"], "eagle", input_norm=True, compressor=POOL)
+def test_an_export_names_all_obstacles_at_once(unserved: sage.Target, tmp_path: Path, sage_export: Any) -> None:
+    draft = save_draft(tmp_path / "draft", unserved, "eagle", input_norm=True, compressor=POOL)
     out = tmp_path / "out"
     code, _, shown = sage_export(draft, "--format", "eagle", "--out", out)
     assert code == 2 and not out.exists()

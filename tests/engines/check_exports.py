@@ -11,8 +11,8 @@ of the same depth:
 4. negative controls: exports that vLLM loads without a word although they are wrong for it must yield the same texts, and at
    least `MIN_LOSS` fewer accepted tokens.
 
-vLLM 0.32 drafts wrongly after images (`train.serve_check.vllm_worker.correct_draft_slots`), which is corrected here. It is
-also run as released: once its rounds equal ours, the correction can go.
+vLLM 0.32 drafts wrongly after images, which our plugin corrects (`checkpoints.vllm_plugin.slots`). It is also run as released,
+without the plugin: once its rounds equal ours, the correction can go.
 
 Work is divided among the cores: every core trains drafts in one process, then serves exports in one process of vLLM.
 
@@ -86,7 +86,7 @@ class Case:
     Attributes:
         damage: changes the export's folder.
         is_control: vLLM must accept less than our decoder.
-        is_released: vLLM without our correction, whose rounds must differ.
+        is_released: vLLM without our plugin, whose rounds must differ.
     """
 
     run: str
@@ -241,7 +241,7 @@ class Lab:
     def _serve(self, case: Case) -> Answers | None:
         engine, begin = self._engines.get(), time.monotonic()
         try:
-            answers = engine.trace(self._setting(case), self.prompts_file)
+            answers = engine.trace(self._setting(case), self.prompts_file, case.is_released)
         finally:
             self._engines.put(engine)
         print(f"served {case.name}: {time.monotonic() - begin:.0f} s", flush=True)
@@ -261,7 +261,6 @@ class Lab:
             depth=DEPTH,
             speculative=format_.vllm_options,
             is_compiled=False,
-            corrects_slots=not case.is_released,
         )
 
 
@@ -272,6 +271,8 @@ class Engine:
         self.scratch, self.python, self.core, self.max_new_tokens = scratch, python, core, max_new_tokens
         self.scratch.mkdir(parents=True, exist_ok=True)
         self._process: VllmProcess | None = None
+        self._is_released = False
+        self.last_error = ""
 
     def __enter__(self) -> Engine:
         return self
@@ -279,20 +280,24 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         if self._process is not None:
             self._process.__exit__(None, None, None)
+            self._process = None
 
-    def trace(self, setting: EngineSetting, prompts: Path) -> Answers | None:
-        """Returns the answers of vLLM; None if it fails, which is printed."""
+    def trace(self, setting: EngineSetting, prompts: Path, is_released: bool = False) -> Answers | None:
+        """Returns the answers of vLLM, `is_released` without our plugin; None if it fails, which is printed."""
         file = self.scratch / f"served_{PROMPTS_FILE}"
         shutil.copy(prompts, file)
+        if is_released is not self._is_released:
+            self.__exit__()
         if self._process is None:
-            log = self.scratch / f"vllm-{time.monotonic_ns()}.log"
-            self._process = VllmProcess(self.python, file, log, max_new_tokens=self.max_new_tokens, cores=[self.core])
+            log, self._is_released = self.scratch / f"vllm-{time.monotonic_ns()}.log", is_released
+            options = {"max_new_tokens": self.max_new_tokens, "cores": [self.core], "is_released": is_released}
+            self._process = VllmProcess(self.python, file, log, **options)
         try:
             return trace(self._process, setting)
         except EngineFailed as error:
             print(error, flush=True)
+            self.last_error = str(error)
             self.__exit__()
-            self._process = None
             return None
 
 
@@ -313,6 +318,7 @@ class Row:
         theirs: None if vLLM failed.
         is_control: vLLM must accept less than our decoder.
         is_fault: a fault of vLLM, whose rounds must differ from ours.
+        is_refused: whether vLLM refused, where it must.
         by_number: rounds are compared by their number, not one by one.
     """
 
@@ -321,11 +327,14 @@ class Row:
     theirs: Answers | None
     is_control: bool = False
     is_fault: bool = False
+    is_refused: bool | None = None
     by_number: bool = False
 
     def problems(self) -> list[str]:
         """Returns what is wrong."""
         ours, theirs = self.ours, self.theirs
+        if self.is_refused is not None:
+            return [] if self.is_refused else ["vLLM does not refuse it"]
         if theirs is None:
             return ["vLLM failed, see above"]
         found = [] if theirs.tokens == ours.tokens else ["other texts"]

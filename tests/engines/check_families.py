@@ -3,8 +3,9 @@
 Each family has a small random target and an `eagle3` draft, trained on the target's own answers until some of its tokens are
 accepted. Its export is served by vLLM (float32, greedy, `DEPTH` drafted tokens per round) and compared with our policy `chain`
 of the same depth: the same token ids and rounds for every prompt, acceptance by position within the tolerance of
-check_exports.py. Prompts of a family with images have one each, and vLLM's drafting after images is corrected
-(`train.serve_check.vllm_worker`).
+check_exports.py. Prompts of a family with images have one each. LLaVA-OneVision is also the pocket target, and a small one in
+the published layout. Levels one too low are a negative control, which must be accepted less; without our plugin, vLLM must
+refuse what it cannot serve.
 
 Evidence for `Family.served_by`: it names vLLM only where this check passes.
 
@@ -13,20 +14,19 @@ Evidence for `Family.served_by`: it names vLLM only where this check passes.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from check_exports import Engine, Row, conclude, new_parser
+from check_exports import Engine, Row, conclude, new_parser, off_by_one_levels
+from layouts import LAYOUTS, PUBLISHED, save_target
 
 import sage
 from checkpoints.export.exporter import export
@@ -36,7 +36,6 @@ from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt
 from sage.io.machine import available_cores, pin
-from sage.targets.families import FAMILIES
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
 from train.distill.student import HeadStudent
@@ -45,75 +44,22 @@ from train.serve_check.acceptance import Answers, decode_chain
 from train.serve_check.prompts import PROMPTS_FILE, write_prompts
 from train.serve_check.vllm_process import EngineSetting
 
-POCKET = Path(__file__).resolve().parents[2] / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
-IMAGE_SIDE = 128  # pixels
 NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 8, 48, 3
 TRAIN_PROMPTS, STEPS, BATCH, LR = 32, 80, 8, 3e-3
-EMBEDDING_STD = 0.5
-SPECIAL_IDS = range(1024, 1030)  # of the pocket tokenizer
-
-TEXT = {
-    "vocab_size": 1030,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 0,
-    "eos_token_id": 1025,
-    "pad_token_id": 0,
-    "initializer_range": 0.05,
-    "tie_word_embeddings": False,
-}
-SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SCALED |= {"original_max_position_embeddings": 64}
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
-EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
-VISION = {"depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 16, "out_hidden_size": 128}
-VISION |= {"num_position_embeddings": 64, "deepstack_visual_indexes": (0, 1, 2)}
-IDS = {"vision_start_token_id": 1026, "vision_end_token_id": 1027, "image_token_id": 1028, "video_token_id": 1029}
-
-
-def llama() -> Any:
-    """Llama 3 with scaled rope."""
-    return transformers.LlamaConfig(**TEXT, head_dim=64, rope_parameters=SCALED)
-
-
-def qwen3() -> Any:
-    return transformers.Qwen3Config(**TEXT, head_dim=64)
-
-
-def qwen2() -> Any:
-    return transformers.Qwen2Config(**TEXT)
-
-
-def qwen3_vl() -> Any:
-    """Three deepstack layers, between which the draft's first feature level lies."""
-    text = {**TEXT, "head_dim": 64, "rope_parameters": MROPE}
-    return transformers.Qwen3VLConfig(text_config=text, vision_config=VISION, tie_word_embeddings=False, **IDS)
-
-
-def mistral() -> Any:
-    return transformers.MistralConfig(**TEXT, head_dim=64, sliding_window=None)
-
-
-def qwen3_moe() -> Any:
-    return transformers.Qwen3MoeConfig(**TEXT, head_dim=64, **EXPERTS)
-
-
-CONFIGS: dict[str, Callable[[], Any]] = {one.__name__: one for one in (llama, qwen3, qwen2, qwen3_vl, mistral, qwen3_moe)}
+ONEVISION = "pocket_llava_onevision"
+REFUSAL = "Model does not support EAGLE3 interface"  # by vLLM as released
+NAMES = [*(name for name in LAYOUTS if name != "llava"), ONEVISION, PUBLISHED]  # LLaVA-1.5: check_one_pass.py
 
 
 def main() -> int:
     """Builds, trains, exports, serves and compares; returns 0 if all checks pass."""
-    parser = new_parser(__doc__, list(CONFIGS))
+    parser = new_parser(__doc__, NAMES)
     parser.add_argument("--scratch", type=Path, help="folder of targets, exports and logs, kept; default: a temporary one")
     args = parser.parse_args()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = args.scratch or Path(temporary)
-        rows = check(args.only or list(CONFIGS), scratch, args.engine_python)
+        rows = check(args.only or NAMES, scratch, args.engine_python)
     return conclude("families", ["target"], rows, begin)
 
 
@@ -129,6 +75,8 @@ def check(names: Sequence[str], scratch: Path, python: Path) -> list[Row]:
             prepared = prepare(name, scratch / name)
             print(f"prepared {name}: {time.monotonic() - begin:.0f} s", flush=True)
             served.append(threads.submit(serve, engine, prepared))
+            if name in FURTHER:
+                served.append(threads.submit(FURTHER[name], engine, prepared))
         return [future.result() for future in served]
 
 
@@ -139,51 +87,28 @@ class Prepared:
     name: str
     folder: Path
     ours: Answers
-    has_images: bool
+
+    def setting(self, export: str = "export") -> EngineSetting:
+        """Returns the setting that serves an export."""
+        return EngineSetting(
+            target=str(self.folder / "target"),
+            draft=self.folder / export,
+            depth=DEPTH,
+            speculative=find_format("eagle3").vllm_options,
+            is_compiled=False,
+        )
 
 
 def prepare(name: str, folder: Path) -> Prepared:
     """Builds the target, trains its draft on its own answers, exports it, and decodes the prompts."""
-    target = build_target(name, folder / "target")
+    target = save_target(name, folder / "target")
     draft = train_draft(target, folder)
     draft.save_pretrained(folder / "draft")
     options = ExportOptions(target=str(folder / "target"), dtype=torch.float32, allow_unserved=True)
     export(folder / "draft", folder / "export", "eagle3", options)
-    prompts, _ = write_prompts(target, questions(_kind(target), "test", NUM_PROMPTS), folder)
-    ours = decode_chain(target, draft.eval(), prompts, DEPTH, MAX_NEW_TOKENS)
-    return Prepared(name, folder, ours, bool(target.family.placeholders))
-
-
-def build_target(
-    name: str, folder: Path, files: Path = POCKET, save_processors: Callable[[Path], None] | None = None
-) -> sage.Target:
-    """Saves a random target with the tokenizer of a pocket target and image processors, and loads it."""
-    config = CONFIGS[name]()
-    torch.manual_seed(0)
-    model = getattr(transformers, FAMILIES[config.model_type].model_types[config.model_type])(config)
-    model.get_input_embeddings().weight.data.normal_(std=EMBEDDING_STD)  # the next token depends mostly on the last one
-    model.lm_head.weight.data[list(SPECIAL_IDS)] = 0  # never generated, as in a trained model
-    model.save_pretrained(folder)
-    for file in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(files / file, folder)
-    if FAMILIES[config.model_type].placeholders:
-        (save_processors or save_processor)(folder)
-    return sage.load_target(folder, dtype=torch.float32)
-
-
-def save_processor(folder: Path) -> None:
-    """Saves processors of Qwen3-VL: every image has 128 x 128 pixels, which are 16 visual tokens."""
-    pixels = IMAGE_SIDE**2
-    sizes = {"patch_size": 16, "size": {"shortest_edge": pixels, "longest_edge": pixels}, "processor_class": "Qwen3VLProcessor"}
-    for file, more in (
-        ("preprocessor_config.json", {"min_pixels": pixels, "max_pixels": pixels}),
-        ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
-    ):
-        stored = json.loads((POCKET / file).read_text())
-        for key in ("min_pixels", "max_pixels"):
-            del stored[key]
-        (folder / file).write_text(json.dumps({**stored, **sizes, **more}))
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+    count = NUM_PROMPTS if name in LAYOUTS else 2 * NUM_PROMPTS
+    prompts, _ = write_prompts(target, questions(_kind(target), "test", count), folder)
+    return Prepared(name, folder, decode_chain(target, draft.eval(), prompts, DEPTH, MAX_NEW_TOKENS))
 
 
 def questions(kind: str, split: str, count: int) -> list[Conversation]:
@@ -197,8 +122,9 @@ def _kind(target: sage.Target) -> str:
 
 
 def train_draft(target: sage.Target, folder: Path) -> Any:
-    """Trains an EAGLE-3 draft on the target's answers to training prompts."""
-    draft: Any = sage.new_draft(target, "eagle3", seed=0, image_inputs="token")
+    """Trains an EAGLE-3 draft on the target's answers to training prompts, with levels that a config names."""
+    levels = [2, target.num_layers // 2, target.num_layers - 2]
+    draft: Any = sage.new_draft(target, "eagle3", seed=0, image_inputs="token", feature_levels=levels)
     objective = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=DEPTH)
     rows = answers_to(target, questions(_kind(target), "train", TRAIN_PROMPTS), folder / "training")
     train(target, HeadStudent(draft, Objective(objective)), rows, STEPS)
@@ -239,20 +165,29 @@ def answered(target: sage.Target, prompt: BenchPrompt) -> dict[str, Any]:
 
 def serve(engine: Engine, prepared: Prepared) -> Row:
     """Serves a family's export."""
-    begin, folder = time.monotonic(), prepared.folder
-    setting = EngineSetting(
-        target=str(folder / "target"),
-        draft=folder / "export",
-        depth=DEPTH,
-        speculative=find_format("eagle3").vllm_options,
-        max_model_len=1024,
-        is_compiled=False,
-        corrects_slots=prepared.has_images,
-    )
-    row = Row([prepared.name], prepared.ours, engine.trace(setting, folder / PROMPTS_FILE))
+    begin = time.monotonic()
+    row = Row([prepared.name], prepared.ours, engine.trace(prepared.setting(), prepared.folder / PROMPTS_FILE))
     print(f"served {prepared.name}: {time.monotonic() - begin:.0f} s; {' | '.join(row.cells()[1:])}", flush=True)
     return row
 
+
+def serve_control(engine: Engine, prepared: Prepared) -> Row:
+    """Serves the export with levels one too low."""
+    folder = prepared.folder / "control"
+    shutil.copytree(prepared.folder / "export", folder)
+    off_by_one_levels(folder)
+    theirs = engine.trace(prepared.setting(folder.name), prepared.folder / PROMPTS_FILE)
+    return Row([f"control: {prepared.name}, {off_by_one_levels.__name__}"], prepared.ours, theirs, is_control=True)
+
+
+def serve_released(engine: Engine, prepared: Prepared) -> Row:
+    """Serves the export without our plugin, which vLLM must refuse."""
+    theirs = engine.trace(prepared.setting(), prepared.folder / PROMPTS_FILE, is_released=True)
+    label = f"{prepared.name}, vLLM as released"
+    return Row([label], prepared.ours, theirs, is_refused=REFUSAL in engine.last_error)
+
+
+FURTHER = {ONEVISION: serve_control, PUBLISHED: serve_released}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,6 @@ sliding and full attention need the V2 model runner, which needs Triton; images 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -29,9 +28,9 @@ from typing import Any
 
 import check_families as families
 import torch
-import transformers
 from check_exports import Engine, Row, conclude, new_parser
-from check_families import MAX_NEW_TOKENS, POCKET, TEXT, answers_to, build_target, questions
+from check_families import MAX_NEW_TOKENS, answers_to, questions
+from layouts import POCKET, TEXT, save_target
 from safetensors.torch import load_file, save_file
 
 import sage
@@ -51,8 +50,6 @@ STEPS, ANCHORS = 120, 12
 TRAIN_PROMPTS = 32
 NUM_PROMPTS = {"qwen2_5_vl": 48, "llava": 8}  # answers to texts are short
 FAMILY = {"qwen2_5_vl": "text", "llava": "question"}  # of prompts
-LLAVA_FILES = POCKET.parent / "pocket_llava_onevision"  # a tokenizer with <image>
-IMAGE_SIDE, PATCH = 56, 14
 BLOCK_DRAFT = {"feed": False, "conditional": "none", "block_size": BLOCK}
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> kind, options
     "dflash": ("block", BLOCK_DRAFT),
@@ -63,44 +60,6 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> kind, options
     "peagle": ("peagle", {"block_size": BLOCK, "image_inputs": "token"}),
     "peagle2": ("peagle", {"block_size": BLOCK, "image_inputs": "token", "num_layers": 2}),
 }
-
-
-def llava() -> Any:
-    """LLaVA-1.5 with a Llama of eight layers; an image of 56 x 56 pixels has 16 visual tokens."""
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=IMAGE_SIDE,
-        patch_size=PATCH,
-    )
-    text = transformers.LlamaConfig(**TEXT, head_dim=64)
-    return transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=1026, tie_word_embeddings=False)
-
-
-def save_llava_processor(folder: Path) -> None:
-    """Saves the processors of LLaVA-1.5, and the vision tower under the names of published checkpoints, which vLLM reads."""
-    stored = json.loads((LLAVA_FILES / "preprocessor_config.json").read_text())
-    names = (
-        "image_mean",
-        "image_std",
-        "do_rescale",
-        "do_normalize",
-        "rescale_factor",
-        "do_resize",
-        "do_convert_rgb",
-        "resample",
-    )
-    image = {key: stored[key] for key in names} | {"size": {"height": IMAGE_SIDE, "width": IMAGE_SIDE}, "do_center_crop": False}
-    image |= {"image_processor_type": "CLIPImageProcessor", "processor_class": "LlavaProcessor"}
-    (folder / "preprocessor_config.json").write_text(json.dumps(image))
-    whole = {"processor_class": "LlavaProcessor", "image_token": "<image>", "patch_size": PATCH}
-    whole |= {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    (folder / "processor_config.json").write_text(json.dumps(whole))
-    file, tower = folder / "model.safetensors", "vision_tower."
-    weights = {name.replace(tower, f"{tower}vision_model."): tensor for name, tensor in load_file(file).items()}
-    save_file(weights, file, metadata={"format": "pt"})
 
 
 # -- damages ---------------------------------------------------------------------------------------------------------------
@@ -213,13 +172,7 @@ class Lab:
 
     def _world(self, name: str) -> World:
         folder = self.scratch / name
-        if name == "llava":
-            families.CONFIGS[name] = llava
-            target = build_target(name, folder / "target", LLAVA_FILES, save_llava_processor)
-        else:
-            folder.mkdir()
-            shutil.copytree(POCKET, folder / "target")
-            target = sage.load_target(folder / "target", dtype=torch.float32)
+        target = save_target({"qwen2_5_vl": POCKET.name}.get(name, name), folder / "target")
         made = World(target, folder)
         made.rows = answers_to(target, questions(FAMILY[name], "train", TRAIN_PROMPTS), folder / "training")
         made.prompts, _ = write_prompts(target, questions(FAMILY[name], "test", NUM_PROMPTS[name]), folder)

@@ -275,6 +275,8 @@ class FamilySuite:
         """Supervised are the answers and the tokens that end them; together the pieces are the rendered chat."""
         first: list[Any] = [image_part(8, 8), "What?"] if self.has_images else ["What?"]
         chat: list[Message] = [*user(*first), assistant("A dog."), *user("And then?"), assistant("It runs.")]
+        rendered = target.processor.tokens_of(target.processor.render(chat[:1], True))
+        assert target.processor.prompt_ids(chat[:1]) == rendered  # a single placeholder for the image
         found = segments(chat, target.processor)
         end = target.processor.tokenizer.convert_ids_to_tokens(END)
         answers = [f"{self.answer_prefix}{answer}{end}" for answer in ("A dog.", "It runs.")]

@@ -9,20 +9,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support.fake_vllm import install_fake_vllm
 from support.messages import refused
 from support.train_helpers import make_target
-from torch import Tensor
 
 import sage
 from benchmarks.engines import __main__ as bench
 from benchmarks.engines.comparison import Answer, figures, report, take_turns
-from train.serve_check import vllm_worker
 from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 PYTHON = Path(sys.executable)
@@ -76,24 +72,6 @@ def test_comparison_runs_both_sides_on_the_same_prompts(
     assert [row["llm"]["enforce_eager"] for row in started] == [False, True, False, False]
     assert [(row["threads"], row["cores"]) for row in started] == [("1", sorted(os.sched_getaffinity(0))[:1])] * 4
     assert "same draft: two, head / vllm" in capsys.readouterr().out
-
-
-def test_drafted_tokens_are_stored_at_their_index_not_at_their_rope_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    def update(*, positions_1d: Tensor, seq_lens: Tensor, out_clamped_positions: Tensor, out_slots: Tensor) -> None:
-        out_slots.copy_(positions_1d + 1)
-        out_clamped_positions.copy_(positions_1d + 1)
-        seq_lens += 1
-
-    spec_decode: Any = ModuleType("vllm.v1.spec_decode")
-    spec_decode.llm_base_proposer = SimpleNamespace(eagle_step_update_slot_mapping_and_metadata=update)
-    for name, module in (("vllm", ModuleType("vllm")), ("vllm.v1", ModuleType("vllm.v1")), (spec_decode.__name__, spec_decode)):
-        monkeypatch.setitem(sys.modules, name, module)
-    vllm_worker.correct_draft_slots()
-    positions, lengths, slots = torch.tensor([26]), torch.tensor([39], dtype=torch.int32), torch.tensor([0])
-    corrected = spec_decode.llm_base_proposer.eagle_step_update_slot_mapping_and_metadata
-    for step in (1, 2):  # the positions are updated in place, as in vLLM's buffer
-        corrected(positions_1d=positions, seq_lens=lengths, out_clamped_positions=positions, out_slots=slots)
-        assert (positions.item(), lengths.item(), slots.item()) == (26 + step, 39 + step, 38 + step)
 
 
 class Scripted:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import sage
+from checkpoints.vllm_plugin.facts import INSTALL_PLUGIN
 from sage.bench.measurement import BenchPrompt
 from sage.decoding.generation import start
 from sage.decoding.sampling import Sampling
@@ -83,18 +84,17 @@ class Measured:
     """The answers of one draft in three places: as trained and as exported in our decoder, and as exported in the engine.
 
     Attributes:
-        corrected: the engine with its drafting after images corrected; None if that was not needed.
+        has_fault: whether the engine drafts wrongly after images, because our plugin is missing.
     """
 
     trained: Answers
     exported: Answers
     engine: Answers
-    corrected: Answers | None = None
+    has_fault: bool = False
 
     def rows(self, engine: str) -> dict[str, Answers]:
         """Returns the answers by label."""
-        rows = {"trained, our decoder": self.trained, "export, our decoder": self.exported, f"export, {engine}": self.engine}
-        return rows if self.corrected is None else {**rows, f"export, {engine} corrected": self.corrected}
+        return {"trained, our decoder": self.trained, "export, our decoder": self.exported, f"export, {engine}": self.engine}
 
 
 def acceptance_table(rows: Mapping[str, Answers]) -> tuple[list[str], list[list[str]]]:
@@ -149,11 +149,9 @@ def verdict(found: Measured, fed: str | None, trained_with: str | None) -> list[
 
 
 def _cause(found: Measured, fed: str | None, trained_with: str | None) -> str:
-    if found.corrected is not None and not is_short_of(found.corrected, found.exported):
-        return (
-            "its known fault after images (vllm-project/vllm issue 54498); corrected, it accepts as our decoder, so draft and "
-            "export are right"
-        )
+    if found.has_fault:
+        fault = "it drafts wrongly after images of this target (vllm-project/vllm issue 54498), which our plugin corrects"
+        return f"{fault}: run `{INSTALL_PLUGIN}` in its environment and check again"
     if fed != trained_with:
         return (
             f"at image positions it feeds draft.image_inputs={fed}, the draft was trained with {trained_with}: train with {fed}"

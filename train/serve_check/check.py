@@ -25,15 +25,16 @@ from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.formats.registry import variants
 from checkpoints.export.serving import FED_INPUTS, image_inputs_of
+from checkpoints.vllm_plugin.facts import INSTALL_PLUGIN, RELEASES
 from sage.io.dtypes import dtype_name
 from sage.io.files import check_writable
 from sage.io.machine import available_cores
 from sage.io.page import write_page
 from sage.io.tables import text_table
-from train.serve_check.acceptance import Answers, Measured, acceptance_table, decode_chain, is_short_of, verdict
+from train.serve_check.acceptance import Answers, Measured, acceptance_table, decode_chain, verdict
 from train.serve_check.page import AskedPrompt, render_check
 from train.serve_check.prompts import PROMPTS_FILE, prompt_data, validation_prompts, write_prompts
-from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess, check_engine
+from train.serve_check.vllm_process import EngineFacts, EngineFailed, EngineSetting, VllmProcess, check_engine
 
 logger = logging.getLogger(__name__)
 ENGINE = "vLLM"
@@ -117,7 +118,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
     most = format_.most_tokens(trained.config)
     if most is not None and options.depth > most:
         raise ValueError(f"--depth {options.depth}: the draft proposes at most {most} tokens per round; give at most {most}")
-    version = check_engine(options.python)
+    engine, label = check_engine_of(facts, options.python), facts.label(ENGINE)
     conversations = validation_prompts(prompt_data(source.run, str(facts.name)), options.num_prompts)
     try:
         exported = format_.read(options.export, facts, ImportOptions(image_inputs=fed_in_training))
@@ -130,12 +131,12 @@ def serve_check(options: ServeCheck) -> ServeResult:
         )
         gc.collect()
         torch.cuda.empty_cache()  # the engine needs the target's memory
-        logger.info("decoding them with %s %s", ENGINE, version)
+        logger.info("decoding them with %s %s", label, engine.version)
         setting = replace(setting, speculative=format_.vllm_options)
-        theirs, corrected = _decode_theirs(options, setting, Path(scratch), ours[1] if facts.mrope_section else None)
-    found = Measured(*ours, theirs, corrected)
+        theirs = _decode_theirs(options, setting, Path(scratch))
+    found = Measured(*ours, theirs, has_fault=bool(facts.mrope_section) and facts.has_images and not engine.has_plugin)
     fed = FED_INPUTS[ENGINE] if facts.has_images and fed_in_training else fed_in_training
-    named = {"draft": source.draft, "export": options.export, "target": facts.name, "engine": f"{ENGINE} {version}"}
+    named = {"draft": source.draft, "export": options.export, "target": facts.name, "engine": f"{label} {engine.version}"}
     settings = {
         **{name: str(value) for name, value in named.items()},
         "format": format_.label,
@@ -143,7 +144,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
         "drafted tokens per round": str(options.depth),
         "maximum tokens": str(options.max_new_tokens),
     }
-    return ServeResult(found.rows(ENGINE), verdict(found, fed, fed_in_training), *asked, settings)
+    return ServeResult(found.rows(label), verdict(found, fed, fed_in_training), *asked, settings)
 
 
 def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
@@ -155,6 +156,17 @@ def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
         names, found = ", ".join(one.choice for one in variants() if ENGINE in one.engines), checked.format.label
         raise ValueError(f"--serve-check {checked.folder}: {found} is not served by {ENGINE}; export with --format {names}")
     return checked.format
+
+
+def check_engine_of(facts: TargetFacts, python: Path) -> EngineFacts:
+    """Returns the facts of `check_engine`; raises ValueError also if the target needs our plugin and it is missing there."""
+    engine = check_engine(python)
+    if facts.needs_plugin and not engine.has_plugin:
+        raise ValueError(
+            f"--engine-python {python}: vLLM {engine.version} alone serves no drafts for {facts.model_type}; with our plugin, "
+            f"vLLM {', '.join(RELEASES)} does: run `{INSTALL_PLUGIN}` in its environment"
+        )
+    return engine
 
 
 def _decode_ours(
@@ -184,25 +196,18 @@ def _decode_ours(
     return (answers[0], answers[1]), (asked, target.processor.tokenizer if target.processor else None), setting
 
 
-def _decode_theirs(
-    options: ServeCheck, setting: EngineSetting, scratch: Path, reference: Answers | None
-) -> tuple[Answers, Answers | None]:
-    """Returns the engine's answers; and, if they accept less than `reference`, those with its drafting corrected."""
-    log, corrected, cores = scratch / "vllm.log", None, available_cores()
-    process = VllmProcess(options.python, scratch / PROMPTS_FILE, log, max_new_tokens=options.max_new_tokens, cores=cores)
+def _decode_theirs(options: ServeCheck, setting: EngineSetting, scratch: Path) -> Answers:
+    """Returns the engine's answers."""
+    log = scratch / "vllm.log"
+    process = VllmProcess(
+        options.python, scratch / PROMPTS_FILE, log, max_new_tokens=options.max_new_tokens, cores=available_cores()
+    )
     try:
         with process:
-            answers = _decode_one(process, setting)
-            if reference is not None and is_short_of(answers, reference):
-                corrected = _decode_one(process, replace(setting, corrects_slots=True))
+            process.load(setting)
+            answers = process.trace()
     except EngineFailed as error:
         raise ValueError(_reason(options.python, error.code, log)) from error
-    return answers, corrected
-
-
-def _decode_one(process: VllmProcess, setting: EngineSetting) -> Answers:
-    process.load(setting)
-    answers = process.trace()
     tokens, rounds, counts = ([one.get(name, []) for one in answers] for name in ("tokens", "rounds", "accepted"))
     return Answers(tokens, rounds, setting.depth, counts)
 

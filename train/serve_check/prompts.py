@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +68,12 @@ def write_prompts(target: Target, conversations: Iterable[Any], folder: Path) ->
             inputs, images = target.prepare(messages), save_images(messages, folder, number)
         except ValueError as error:
             raise ValueError(f"prompt {conversation.id}: {error}") from error
-        ids = inputs["input_ids"][0].tolist()
-        rows.append({"ids": collapsed(ids, target.family.slots.values()), "images": images})
+        assert target.processor is not None, "it prepared the inputs"
+        rows.append({"ids": target.processor.prompt_ids(messages), "images": images})
         prompts.append(BenchPrompt(name=str(conversation.id), family=conversation.family, inputs=inputs, messages=messages))
     file = folder / PROMPTS_FILE
     write_text(file, json.dumps(rows))
     return prompts, file
-
-
-def collapsed(ids: Sequence[int], placeholders: Collection[int]) -> list[int]:
-    """Returns the ids with one placeholder per image, which the engine expands itself: 5 9 9 9 6 becomes 5 9 6."""
-    runs = ((token, list(run)) for token, run in groupby(ids))
-    return [token for one, run in runs for token in ([one] if one in placeholders else run)]
 
 
 def save_images(messages: Sequence[Any], folder: Path, number: int) -> list[str]:

