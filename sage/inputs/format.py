@@ -33,12 +33,14 @@ class InputFormat:
         pixel_keys: names of the pixel inputs.
         wants_text: whether the chat template takes the content of a message as a string, not as a list of parts.
         template_arguments: further arguments of the chat template.
+        published_pixels: the fewest and the most pixels of an image in published checkpoints; None: images have fixed sizes.
     """
 
     placeholders: ClassVar[dict[str, str]] = {}
     pixel_keys: ClassVar[tuple[str, ...]] = ()
     wants_text: ClassVar[bool] = False
     template_arguments: ClassVar[dict[str, Any]] = {}
+    published_pixels: ClassVar[Size | None] = None
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -63,6 +65,12 @@ class InputFormat:
         """BoolTensor like `input_ids`, True at slots."""
         ids = list(self.slots.values())
         return torch.isin(input_ids, torch.tensor(ids, device=input_ids.device, dtype=input_ids.dtype))
+
+    def pixel_limits(self, image_processor: Any = None) -> Size | None:
+        """Returns the fewest and the most pixels of an image that is not scaled: of a processor, or as published."""
+        if self.published_pixels is None or image_processor is None:
+            return self.published_pixels
+        return image_processor.size["shortest_edge"], image_processor.size["longest_edge"]
 
     def chat_template(self, stock: str | None) -> str | None:
         """Returns the chat template to use, given that of the target's files, which cannot be trained on in some families."""

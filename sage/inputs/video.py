@@ -78,10 +78,11 @@ def measure_video(path: Path, num_frames: int, segment: Segment = None) -> tuple
     try:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
-            rate, width, height = _rate_of(stream), stream.codec_context.width, stream.codec_context.height
-            if _rotation(str(path)) % 180:
-                width, height = height, width
+            rate = _rate_of(stream)
             total = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
+        with av.open(str(path)) as container:
+            first = next(container.decode(video=0), None)
+            width, height = (0, 0) if first is None else _upright(first).size
     except (ValueError, *DECODING_ERRORS, av.error.FFmpegError) as error:
         raise ValueError(f"video {path}: not a readable video ({error})") from error
     wanted, fps = sample_frames(total, rate, segment, num_frames)
@@ -173,12 +174,17 @@ def _rate_of(stream: Any) -> float:
     return float(stream.average_rate or UNKNOWN_FPS)
 
 
-def _rotation(path: str) -> int:
-    """Returns the degrees, counterclockwise, by which a phone's video is turned when it is shown."""
-    av: Any = importlib.import_module(READER)
-    with av.open(path) as container:
-        first = next(container.decode(video=0), None)
-        return 0 if first is None else int(first.rotation)
+def _upright(frame: Any) -> Image.Image:
+    """Returns a frame of `av` as it is shown: turned and mirrored by the display matrix of its file, which phones write."""
+    image: Image.Image = frame.to_image()
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return image
+    right, down, _, to_right, to_down = struct.unpack("=5i", bytes(matrix)[:20])  # where its x axis goes, and its y axis
+    if abs(down) > abs(right):
+        image, right, to_down = image.transpose(Image.Transpose.TRANSPOSE), to_right, down
+    image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if right < 0 else image
+    return image.transpose(Image.Transpose.FLIP_TOP_BOTTOM) if to_down < 0 else image
 
 
 def _read_av(path: Path, num_frames: int, segment: Segment) -> Video:
@@ -191,6 +197,6 @@ def _read_av(path: Path, num_frames: int, segment: Segment) -> Video:
         kept = set(wanted)
         with av.open(str(path)) as container:
             frames = (frame for i, frame in enumerate(container.decode(video=0)) if i in kept)
-            return Video([frame.to_image().rotate(frame.rotation, expand=True) for frame in frames], fps)
+            return Video([_upright(frame) for frame in frames], fps)
     except av.error.FFmpegError as error:  # not all of them are subclasses of OSError or ValueError
         raise ValueError(str(error)) from error

@@ -17,7 +17,7 @@ from PIL import Image
 from support.data_helpers import make_image, make_noise, save_images
 from support.messages import refused
 
-from sage.inputs.media import DEFAULT_FRAMES, MAX_PIXELS, check_media, open_image, open_video, open_video_part
+from sage.inputs.media import DEFAULT_FRAMES, MAX_PIXELS, check_media, open_image, open_video, open_video_part, video_size
 from sage.inputs.video import Video, evenly_spaced, frames_of_segment, sample_frames
 
 
@@ -177,6 +177,39 @@ def test_video_file(tmp_path: Path) -> None:
     assert opened.fps == 2.0
     part = open_video(path, 4, (1.0, 1.5))
     assert (len(part.frames), part.fps) == (2, 4.0)
+
+
+CORNERS = {  # display matrix: where the x axis and the y axis of a frame go -> size as shown, corner of its first pixel
+    (1, 0, 0, 1): ((96, 48), (0, 0)),
+    (0, 1, -1, 0): ((48, 96), (1, 0)),
+    (-1, 0, 0, -1): ((96, 48), (1, 1)),
+    (0, -1, 1, 0): ((48, 96), (0, 1)),
+    (-1, 0, 0, 1): ((96, 48), (1, 0)),
+    (1, 0, 0, -1): ((96, 48), (0, 1)),
+    (0, 1, 1, 0): ((48, 96), (0, 0)),
+    (0, -1, -1, 0): ((48, 96), (1, 1)),
+}
+
+
+def test_videos_of_phones_are_turned_and_mirrored_as_their_files_say(tmp_path: Path) -> None:
+    """As ffmpeg shows them; the measured size is that of the frames."""
+    av = pytest.importorskip("av")
+    path, frame = tmp_path / "phone.mp4", Image.new("RGB", (96, 48))
+    frame.paste((255, 0, 0), (0, 0, 48, 24))
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10, width=96, height=48, pix_fmt="yuv420p")
+        container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        container.mux(stream.encode())
+    data = bytearray(path.read_bytes())
+    at = data.find(b"tkhd") + 44
+    for (a, b, c, d), (size, (x, y)) in CORNERS.items():
+        data[at : at + 36] = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+        path.write_bytes(data)
+        shown = open_video(path).frames[0]
+        assert shown.size == video_size({"video": str(path)})[0][1:] == size
+        places = [(i, j) for i in (0, 1) for j in (0, 1)]
+        reds = [shown.getpixel((size[0] * (1 + 2 * i) // 4, size[1] * (1 + 2 * j) // 4))[0] for i, j in places]  # type: ignore[index]
+        assert [place for place, red in zip(places, reds, strict=True) if red > 128] == [(x, y)]
 
 
 def test_corrupt_video_files_are_named(tmp_path: Path) -> None:

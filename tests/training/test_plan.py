@@ -217,6 +217,18 @@ def test_the_longest_example_of_the_data_is_planned() -> None:
     assert found.total_bytes < unknown.total_bytes
 
 
+def test_the_limits_of_images_are_planned() -> None:
+    """Published: 3,136 to 12,845,056 pixels, 784 for a token of Qwen2.5-VL. Those of the target's files come first."""
+    found = big("qwen2_5_vl_7b", "data.max_length=4096", "data.min_pixels=100000")
+    assert "100,000 to 12,845,056 pixels, at most 16,384 visual tokens" in render(found)
+    assert "warning: more than data.max_length=4096; data.max_pixels=1605632 is half of it" in render(found)
+    assert "100,000 to 400,000 pixels, at most 510 visual" in render(found, DataPlan(1, [], pixels=(3136, 400_000)))
+    capped = render(big("qwen2_5_vl_7b", "data.max_length=4096", "data.max_pixels=802816"))
+    assert "3,136 to 802,816 pixels, at most 1,024 visual tokens" in capped and "data.max_length=" not in capped
+    assert "65,536 to 16,777,216 pixels, at most 16,384" in render(big("qwen3_vl_8b"))
+    assert "an image" not in render(big("llava_1_5_7b"))
+
+
 @pytest.mark.slow
 def test_plans_of_a_mixture_of_experts_and_of_a_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network; published: 31.07 B parameters, and 8.03 B without a vision tower."""

@@ -30,6 +30,7 @@ from data_prep.sources.files import is_hub_name
 from data_prep.splits import Split
 from data_prep.tools.cli import measure_own_answers
 from sage.commands.cli import resolve_device
+from sage.inputs.video import Size
 from sage.io.dtypes import torch_dtype
 from sage.targets.loading import load_processor
 from train.config.schema import Config, Device
@@ -70,6 +71,7 @@ class DataPlan:
         balance: padding and balance of the training examples; None if the data were not opened or have unknown lengths.
         extent: likewise.
         preparation: the time of images; None without images, or if the data were not opened.
+        pixels: the fewest and the most pixels of an image (`InputFormat.pixel_limits`), if the target's files are here.
         dropped_share: of the examples, because they are too long.
         refusal: why the run would not start.
     """
@@ -79,6 +81,7 @@ class DataPlan:
     balance: Balance | None = None
     extent: Extent | None = None
     preparation: Preparation | None = None
+    pixels: Size | None = None
     dropped_share: float = 0.0
     refusal: str = ""
 
@@ -110,6 +113,7 @@ def plan_data(config: Config, ranks: int) -> DataPlan:
         balance_of(lengths[:, 0], config, ranks),
         extent_of(lengths, config.data, preparation is not None),
         preparation,
+        dataset.processor.family.pixel_limits(dataset.processor.image_processor),
         long.dropped_share,
         long.refusal(MAX_DROPPED),
     )

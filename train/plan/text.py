@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -37,7 +38,7 @@ def render(plan: LaunchPlan, data: DataPlan | None = None) -> str:
     sections = {
         "parameters": [("target", target), ("draft", draft)],
         "memory per GPU": _memory(plan),
-        "one optimizer step": _step(plan),
+        "one optimizer step": _step(plan) + _image_size(plan, data),
         "run": _run(plan),
     } | ({"data": data.rows} if data else {})
     if data and data.preparation is not None:
@@ -134,6 +135,27 @@ def _validations(plan: LaunchPlan) -> list[tuple[str, str]]:
         words, each_s = smaller
         rows.append(("", f"warning: more than a tenth; {' '.join(words)} takes {_clock(each_s)} each"))
     return rows
+
+
+def _image_size(plan: LaunchPlan, data: DataPlan | None) -> list[tuple[str, str]]:
+    """Returns the limits of images, and a warning if one of the largest exceeds `data.max_length`."""
+    family, config = plan.models.target.family, plan.config.data
+    is_published = not Path(plan.config.target.path).expanduser().is_dir()
+    limits = data.pixels if data and data.pixels else family.pixel_limits() if is_published else None
+    if limits is None:
+        return []
+    low, high = (min(max(given or limit, limits[0]), limits[1])
+                 for given, limit in zip((config.min_pixels, config.max_pixels), limits, strict=True))  # fmt: skip
+    vision = family.config.vision_config
+    area = (vision.patch_size * vision.spatial_merge_size) ** 2  # pixels of a visual token
+    row = f"{low:,} to {high:,} pixels, at most {high // area:,} visual tokens (data.max_pixels)"
+    length = config.max_length or high
+    if high // area < length:
+        return [("an image", row)]
+    return [
+        ("an image", row),
+        ("", f"warning: more than data.max_length={length}; data.max_pixels={length // 2 * area} is half of it"),
+    ]
 
 
 def _images(plan: LaunchPlan, preparation: Preparation) -> str:

@@ -47,6 +47,7 @@ class Qwen2_5_VL(Family):
 
     model_types = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"}
     placeholders = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    published_pixels: ClassVar[Size | None] = (56 * 56, 28 * 28 * 16384)
     served_by: ClassVar[tuple[str, ...]] = ("vLLM", "SGLang")
     is_packed = True
     has_windows: ClassVar[bool] = True  # in most layers of the vision tower

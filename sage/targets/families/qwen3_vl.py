@@ -22,6 +22,7 @@ class Qwen3_VL(Qwen2_5_VL):
     pixel_keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
     served_by: ClassVar[tuple[str, ...]] = ("vLLM",)
     has_windows = False
+    published_pixels = (256 * 256, 32 * 32 * 16384)
 
     def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
         """Each temporal patch has its own delimiters, after the mean time of its first and last frame."""
