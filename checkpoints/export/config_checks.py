@@ -6,7 +6,7 @@ A format lists the checks that apply to it. An import runs the same checks and r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from checkpoints.export.configs import DEFAULT_EPS, DEFAULT_THETA, SIZES, EngineConfig
@@ -69,7 +69,6 @@ def check_fields(given: CheckInput, fields: Iterable[Field]) -> Iterator[Finding
 
 BUILDS = "the engine cannot build the layer"
 BIAS = "the engine adds biases without weights"
-NORM = "requires a norm that drafts of this project do not have; SGLang ignores it"
 RESIDUAL = "vLLM normalizes the residual, SGLang does not support it and computes something else"
 TIED = "SGLang uses the embedding as lm_head and drops the trained one: acceptance 1.00"
 NO_HEAD_DIM = "vLLM takes hidden_size / num_attention_heads, Qwen3's configuration class 128"
@@ -77,7 +76,6 @@ NO_HEAD_DIM = "vLLM takes hidden_size / num_attention_heads, Qwen3's configurati
 is_absent = one_of(None, False)
 SIZE_FIELDS = [Field(key, is_size, "a positive integer", BUILDS, refusal=INVALID) for key in SIZES]
 BIASES = [Field(key, is_absent, "false", BIAS, refusal=UNSUPPORTED) for key in ("attention_bias", "mlp_bias", "bias")]
-EXTRA_NORMS = {key: Field(key, is_absent, "false", NORM, refusal=UNSUPPORTED) for key in NORMS}
 
 
 def classes(given: CheckInput) -> Iterator[Finding]:
@@ -193,14 +191,8 @@ def rope(given: CheckInput) -> Iterator[Finding]:
 
 
 def switches(given: CheckInput) -> Iterator[Finding]:
-    """Yields the findings about tied tables, biases and norms that EAGLE's layer does not have, or engines alone."""
-    untied = Field("tie_word_embeddings", one_of(False), "false", TIED)
-    for key, norm in EXTRA_NORMS.items():
-        if (found := norm.check(given.config)) and key in given.format.served_norms:
-            yield replace(found, found="true", effect="engines serve it, this decoder cannot import it", is_warning=True)
-        elif found:
-            yield found
-    yield from check_fields(given, (untied, *BIASES))
+    """Yields the findings about tied tables and biases, which EAGLE's layer does not have."""
+    yield from check_fields(given, (Field("tie_word_embeddings", one_of(False), "false", TIED), *BIASES))
 
 
 def unsupported_residual(given: CheckInput) -> Iterator[Finding]:

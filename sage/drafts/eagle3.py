@@ -1,6 +1,7 @@
 """The EAGLE-3 draft head: three feature levels, a norm and lm_head of its own, an optional draft vocabulary.
 
 Ref: EAGLE-3, arXiv 2503.01840, section 3. The residual stream is without `norm_before_residual`, as in all serving engines.
+With `fc_norm` and `norm_output` it is EAGLE-3.1, as vLLM and SGLang compute it.
 
 Index shift and positions are those of EAGLE (see sage.drafts.eagle): pair t = (g_t, e_{t+1}), where g_t fuses the target's
 feature levels of token t; deeper in a tree the head's own output replaces g.
@@ -50,6 +51,9 @@ class Eagle3Config(EagleConfig):
         feature_levels: the A indices k of the target's hidden_states[k] that are fused.
         draft_vocab_size: U; `vocab_size` for the complete vocabulary.
         norm_before_residual: whether the normed feature is the residual stream; only imported drafts have it.
+        norm_before_fc: whether all levels are normalized together before fc; only imported drafts have it.
+        fc_norm: whether each level is normalized before fc.
+        norm_output: whether the next level reads the normed output, from which logits are computed, instead of the output.
     """
 
     model_type = "sage_eagle3"
@@ -57,6 +61,9 @@ class Eagle3Config(EagleConfig):
     feature_levels: list[int] = field(default_factory=lambda: [2, 6, 9])
     draft_vocab_size: int | None = None
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
@@ -99,10 +106,13 @@ class Eagle3Draft(DraftVocabulary, DraftHead):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(len(config.feature_levels) * config.hidden_size, config.hidden_size, bias=False)
+        size, count, eps = config.hidden_size, len(config.feature_levels), config.rms_norm_eps
+        self.input_norm = nn.RMSNorm(count * size, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(count)) if config.fc_norm else None
+        self.fc = nn.Linear(count * size, size, bias=False)
         self.midlayer = Eagle3Layer(config)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.norm = nn.RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config)
         self.register_vocabulary(config)
         self.compressor = None if config.compressor is None else Compressor(config)
@@ -133,16 +143,26 @@ class Eagle3Draft(DraftVocabulary, DraftHead):
 
     def fuse(self, features: Features) -> Tensor:
         """Returns g [B, T, D], fused from the target's feature levels."""
-        return self.fc(torch.cat(features.levels, -1).to(self.fc.weight.dtype))
+        return self.combine(torch.cat(features.levels, -1).to(self.fc.weight.dtype))
+
+    def combine(self, levels: Tensor) -> Tensor:
+        """Returns g [.., D] of feature levels side by side, [.., A * D]."""
+        if self.input_norm is not None:
+            levels = self.input_norm(levels)
+        if self.fc_norm is not None:
+            parts = levels.chunk(len(self.fc_norm), -1)
+            levels = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(levels)
 
     def read(
         self, embeds_next: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
     ) -> Tensor:
-        return self.midlayer(embeds_next, features, rope, mask, cache)
+        hidden = self.midlayer(embeds_next, features, rope, mask, cache)
+        return self.norm(hidden) if self.config.norm_output else hidden
 
     def to_lm_head(self, hidden: Tensor) -> Tensor:
         """Returns the normed hidden states [.., D]."""
-        return self.norm(hidden)
+        return hidden if self.config.norm_output else self.norm(hidden)
 
     def lm_head_weight(self, target_rows: Tensor) -> Tensor:
         return self.lm_head.weight

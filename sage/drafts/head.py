@@ -127,7 +127,7 @@ class DraftHead(PreTrainedModel):
         return int(self.config.vocab_size)
 
     def options(self) -> dict[str, Any]:
-        names = ("image_inputs", "input_norm", "compressor")
+        names = ("image_inputs", "input_norm", "fc_norm", "norm_output", "compressor")
         return {name: getattr(self.config, name) for name in names if hasattr(self.config, name)}
 
     def describe(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class DraftHead(PreTrainedModel):
 
     def is_of_context(self, name: str) -> bool:
         """Whether the parameter `name` is applied to every pair, also to those from which nothing is drafted."""
-        return any(part in f".{name}" for part in (".fc.", ".k_proj.", ".v_proj."))
+        return any(part in f".{name}" for part in (".fc.", ".fc_norm.", ".k_proj.", ".v_proj."))
 
     def fuse(self, features: Features) -> Tensor:
         """Returns the features [B, T, D] of the pairs."""

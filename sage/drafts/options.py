@@ -102,9 +102,13 @@ class Eagle3Options(VocabularyOptions, HeadOptions):
 
     Attributes:
         feature_levels: indices of the target's hidden_states; null: low, middle and high.
+        fc_norm: normalize each feature level before they are fused (EAGLE-3.1).
+        norm_output: a drafted token's successor reads the normed output (EAGLE-3.1).
     """
 
     feature_levels: list[Level] | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
 
 
 @dataclass(kw_only=True)

@@ -21,6 +21,7 @@ from support.export_helpers import (
     save_draft,
 )
 from support.messages import check_message, refused
+from support.models import EAGLE_3_1
 from transformers import Qwen3Config
 
 import sage
@@ -56,6 +57,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 1, 1]},
         "tie_word_embeddings": False,
         "target_hidden_size": ...,
+        "fc_norm": ...,
         AUX: LEVELS,
         f"eagle_config.{AUX}": [-1, 0, 1],
     },
@@ -63,6 +65,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "architectures": ["Eagle3DraftModel"],
         "model_type": ...,
         "norm_before_residual": False,
+        "norm_before_fc": False,
+        **EAGLE_3_1,
         AUX: LEVELS,
         TOKENS: proposal(3),
         f"{LAYER}.vocab_size": 330,

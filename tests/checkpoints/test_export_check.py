@@ -164,7 +164,8 @@ DAMAGES: list[tuple[Any, ...]] = [
     ("eagle3", change_config(rope_scaling=YARN), "rope_scaling", ("'yarn'", "unscaled")),
     ("eagle3", change_config(tie_word_embeddings=True), "tie_word_embeddings", ("True", "false", "SGLang"), IMPORTED),
     ("eagle3", change_config(attention_bias=True), "attention_bias", ("True", "false")),
-    ("speculators", change_config(fc_norm=True), "fc_norm", ("True", "SGLang")),
+    ("speculators", change_config(fc_norm=False), "fc_norm.0.weight", ("unexpected tensor",)),
+    ("eagle3", change_config(eagle_config={"norm_before_fc": True}), "input_norm.weight", ("missing",)),
     ("eagle3", change_config(norm_before_residual=True), "norm_before_residual", ("True", "SGLang"), IMPORTED),
     ("eagle3", change_config(target_hidden_size=None), "target_hidden_size", ("null", "SGLang"), IMPORTED),
     ("eagle3", change_config(target_hidden_size=64), "target_hidden_size", ("64", "32"), IMPORTED),
@@ -295,16 +296,6 @@ def test_intact_exports_have_no_errors(exports: Path, tmp_path: Path, target: sa
 def warnings(check: CheckResult) -> list[str]:
     assert not check.errors
     return [finding.where for finding in check.warnings]
-
-
-def test_eagle_3_1_is_served_and_not_imported(exports: Path, tmp_path: Path, target: sage.Target) -> None:
-    folder = copy_export(exports / "eagle3", tmp_path / "own")
-    change_config(fc_norm=True, norm_output=True)(folder)
-    for level in range(3):
-        add(f"fc_norm.{level}.weight", 32)(folder)
-    assert warnings(check_folder(folder)) == ["fc_norm", "norm_output"]
-    with pytest.raises(ValueError, match="fc_norm"):
-        read_draft(folder, TargetFacts.of_folder(str(target.name)))
 
 
 def test_what_can_be_served_is_a_warning(exports: Path, tmp_path: Path) -> None:

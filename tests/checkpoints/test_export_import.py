@@ -26,9 +26,11 @@ from support.export_helpers import (
     put,
 )
 from support.messages import refused
+from support.models import EAGLE_3_1
 
 import sage
 from checkpoints.export.checks import check_folder
+from checkpoints.export.config_checks import NORMS
 from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.importer import convert, read_draft
@@ -45,7 +47,7 @@ def theirs(targets: dict[str, sage.Target], tmp_path: Path) -> Folder:
         family: str = "qwen2_5_vl", rename: Callable[[str], str] = str, extra: dict[str, Any] | None = None, **config: Any
     ) -> Path:
         target = targets[family]
-        draft = make_draft(target, vocabulary=REDUCED)
+        draft = make_draft(target, vocabulary=REDUCED, **{key: True for key in EAGLE_3_1 if config.get(key)})
         folder = tmp_path / "theirs"
         folder.mkdir()
         tensors = {rename(name): tensor for name, tensor in draft.state_dict().items()}
@@ -99,6 +101,22 @@ class TestLayouts:
         assert draft.levels == tuple(LEVELS)
         assert torch.equal(draft.token_map, REDUCED)
         assert draft.config.max_position_embeddings == 512
+
+    @pytest.mark.parametrize("norms", [EAGLE_3_1, {"norm_before_fc": True}])
+    def test_norms_of_eagle_3_1(self, targets: Any, theirs: Folder, tmp_path: Path, norms: dict[str, bool]) -> None:
+        """As SpecForge and speculators train them; exported again for vLLM and SGLang as they were."""
+        target, size = targets["qwen2_5_vl"], len(LEVELS) * 32
+        joint = {"input_norm.weight": torch.linspace(1, 2, size)} if "norm_before_fc" in norms else {}
+        draft = imported(folder := theirs(extra=joint, **norms), target, tmp_path / "out")
+        trained: Any = make_draft(target, vocabulary=REDUCED, rms_norm_eps=1e-6, **({} if joint else norms))
+        if joint:
+            trained.input_norm = torch.nn.RMSNorm(size, 1e-6)
+            trained.input_norm.load_state_dict({"weight": joint["input_norm.weight"]})
+        assert torch.equal(outputs(draft), outputs(trained))
+        again = export_draft(tmp_path / "out", tmp_path / "again", dtype=torch.float32).folder
+        ours, own = (load_file(path / "model.safetensors") for path in (again, folder))
+        assert {*ours} == {*own} and all(torch.equal(ours[name], own[name]) for name in own)
+        assert {key for key in NORMS if json.loads((again / "config.json").read_text()).get(key)} == {*norms}
 
     def test_angelslim(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
         """The target's layer count, tied embeddings, `default` rope with sections, inverse frequencies saved along."""
@@ -212,7 +230,7 @@ def narrow_confidence(folder: Path) -> None:
 
 # Remedies, and what engines have and our head does not; other refusals are those of test_export_check.py.
 REFUSED: list[tuple[str, Damage, tuple[str, ...]]] = [
-    ("eagle3", change_config(norm_before_fc=True), ("norm_before_fc: True",)),
+    ("eagle3", change_config(norm_before_fc=True), ("input_norm.weight: missing",)),
     ("eagle3", change_config(num_hidden_layers=2), ("num_hidden_layers: 2", "one layer")),
     ("eagle3", change_config(vocab_size=331), ("vocab_size: 331", "is 330")),
     ("eagle3", change_config(hidden_size=64), ("hidden_size: 64", "is 32")),

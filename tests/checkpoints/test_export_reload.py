@@ -65,7 +65,7 @@ class TestReload:
         with refused("outputs differ", error=InvalidExport):
             check_reload(out, find_format("eagle3"), draft, facts)
 
-    @pytest.mark.parametrize("name", ["dspark", "peagle_two"])
+    @pytest.mark.parametrize("name", ["speculators", "dspark", "peagle_two"])
     def test_the_outputs_depend_on_every_tensor(self, exports: Path, target: sage.Target, name: str) -> None:
         """A reload check that a tensor does not reach would not see that tensor."""
         format_, draft = find_format(EXPORTS[name][3]), sage.load_draft(exports / f"{name}-draft", target)

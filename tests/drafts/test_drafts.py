@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.data_helpers import save_target
 from support.messages import refused
-from support.models import in_float64, make_inputs, random_draft
+from support.models import EAGLE_3_1, in_float64, make_inputs, random_draft
 
 import sage
 from sage.commands import cli
@@ -94,6 +94,20 @@ class TestEagle3:
         assert torch.equal(draft.d2t, vocabulary - torch.arange(len(vocabulary)))
         assert self.draft(tiny_qwen).token_map is None
 
+    def test_norms_of_eagle_3_1_equal_a_naive_reference(self, tiny_llava: sage.Target) -> None:
+        """In float64, pair after pair and head after head: logits of three levels, the later ones from the normed output. Our
+        rope is computed in float32."""
+        inputs = in_float64(tiny_llava, make_inputs(tiny_llava, length=9))
+        draft = random_draft(tiny_llava, "eagle3", seed=0, **EAGLE_3_1)
+        prompt, tokens = tiny_llava.embed(inputs), torch.tensor([5, 7, 9])
+        features = tiny_llava.features(prompt, draft.levels)
+        session = new_session(draft, tiny_llava, 64)
+        ours = [session.prefill(prompt, features, tokens[:1])]
+        ours += [session.expand(torch.tensor([0]), token[None]) for token in tokens[1:]]
+        embeds = torch.cat((prompt.embeds[0, 1:], tiny_llava.embed_tokens(tokens)))
+        expected = naive_logits(draft, torch.stack(features.levels)[:, 0], embeds)
+        torch.testing.assert_close(torch.cat(ours), expected, atol=1e-6, rtol=0)
+
     def test_default_levels(self) -> None:
         assert default_levels(28) == [2, 14, 25]
         with refused("draft.feature_levels", "3 layers"):
@@ -105,6 +119,45 @@ class TestEagle3:
                 sage.new_draft(tiny_qwen, "eagle3", vocabulary=ids, feature_levels=[1, 2, 3])
         with refused("draft: eagle", "vocabulary"):
             sage.new_draft(tiny_qwen, vocabulary=torch.tensor([1, 2]))
+
+
+@torch.no_grad()
+def naive_logits(draft: Eagle3Draft, levels: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+    """Returns logits of a chain of EAGLE-3.1, [levels of the chain, U], from feature levels [A, T, D] and embeddings of later
+    tokens.
+    """
+    w, config = draft.state_dict(), draft.config
+    keys, values, fed, logits = [], [], None, []
+    for position, embed in enumerate(embeds):
+        if position < levels.shape[1]:
+            fed = w["fc.weight"] @ torch.cat([rms(x, w[f"fc_norm.{i}.weight"]) for i, x in enumerate(levels[:, position])])
+        layer = {name.removeprefix("midlayer."): weight for name, weight in w.items()}
+        pair = torch.cat((rms(embed, layer["input_layernorm.weight"]), rms(fed, layer["hidden_norm.weight"])))
+        query, key, value = ((layer[f"self_attn.{x}_proj.weight"] @ pair).view(-1, config.head_dim) for x in "qkv")
+        keys.append(rotated(key, position, config.rope_theta))
+        values.append(value)
+        query, shared = rotated(query, position, config.rope_theta), len(query) // len(key)
+        heads = []
+        for head, row in enumerate(query):
+            scores = torch.stack([row @ key[head // shared] for key in keys]) * config.head_dim**-0.5
+            heads.append(scores.softmax(0) @ torch.stack([value[head // shared] for value in values]))
+        hidden = fed + layer["self_attn.o_proj.weight"] @ torch.cat(heads)
+        normed = rms(hidden, layer["post_attention_layernorm.weight"])
+        gated = torch.nn.functional.silu(layer["mlp.gate_proj.weight"] @ normed) * (layer["mlp.up_proj.weight"] @ normed)
+        fed = rms(hidden + layer["mlp.down_proj.weight"] @ gated, w["norm.weight"])
+        logits.append(w["lm_head.weight"] @ fed)
+    return torch.stack(logits[levels.shape[1] - 1 :])
+
+
+def rms(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return states / (states.square().mean() + 1e-6).sqrt() * weight
+
+
+def rotated(heads: torch.Tensor, position: int, theta: float) -> torch.Tensor:
+    half = heads.shape[1] // 2
+    angles = position * theta ** -(torch.arange(half, dtype=heads.dtype) / half)
+    first, second = heads[:, :half], heads[:, half:]
+    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), 1)
 
 
 def cut(folder: Path) -> None:

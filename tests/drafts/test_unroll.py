@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import cut, in_float64, make_inputs, random_draft
+from support.models import EAGLE_3_1, cut, in_float64, make_inputs, random_draft
 from torch import Tensor
 
 import sage
@@ -15,12 +15,12 @@ from sage.drafts.unroll import Chains
 STEPS = 4
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_unroll_equals_a_drafted_chain(tiny_target: sage.Target, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "norms"), [("eagle", {}), ("eagle3", {}), ("eagle3", EAGLE_3_1)])
+def test_unroll_equals_a_drafted_chain(tiny_target: sage.Target, kind: str, norms: dict[str, bool]) -> None:
     """Row s of step i equals a session that has read up to pair s and then drafted the next i tokens of the text, and its
     logits are those of the session."""
     inputs = in_float64(tiny_target, make_inputs(tiny_target, length=14))
-    draft = random_draft(tiny_target, kind, seed=3)
+    draft = random_draft(tiny_target, kind, seed=3, **norms)
     prompt = tiny_target.embed(inputs)
     features = tiny_target.features(prompt, draft.levels)
     tokens = inputs["input_ids"][0]

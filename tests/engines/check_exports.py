@@ -74,6 +74,7 @@ RUNS = {
     "token": (*EAGLE3, "draft.image_inputs=token"),
     "reduced": (*EAGLE3, "draft.image_inputs=token", "draft.draft_vocab_size=400"),
     "levels": (*EAGLE3, "draft.image_inputs=token", "draft.feature_levels=[3,7,11]"),
+    "eagle_3_1": (*EAGLE3, "draft.image_inputs=token", "draft.fc_norm=true", "draft.norm_output=true"),
     "embed": (*EAGLE3, "draft.image_inputs=embed"),
     "eagle": ("draft=eagle", "draft.input_norm=false", "draft.image_inputs=token", "optim.lr=8e-3"),
 }
@@ -117,6 +118,13 @@ def absolute_d2t(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def without_norm_output(folder: Path) -> None:
+    """Leaves out that later levels read the normed output, which no tensor shows."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["norm_output"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 CASES = (
     Case("token", "eagle3", "float32"),
     Case("token", "eagle3", "bfloat16"),
@@ -126,6 +134,9 @@ CASES = (
     Case("levels", "eagle3", "bfloat16"),
     Case("token", "speculators", "float32"),
     Case("reduced", "speculators", "bfloat16"),
+    Case("eagle_3_1", "eagle3", "float32"),
+    Case("eagle_3_1", "speculators", "bfloat16"),
+    Case("eagle_3_1", "eagle3", "float32", without_norm_output, is_control=True),
     Case("eagle", "eagle", "float32"),
     Case("eagle", "eagle", "bfloat16"),
     Case("embed", "eagle3", "float32", is_control=True),

@@ -75,6 +75,9 @@ def main() -> int:
             what = "full" if share is None else f"{len(ids)} of {target.vocab_size}"
             run_case(f"{folder.name}, vocabulary {what}", draft, folder)
         run_case(f"{folder.name}, norm_before_residual", with_normed_residual(draft), folder)
+        norms = {"fc_norm": True, "norm_output": True}
+        draft = noisy(sage.new_draft(target, "eagle3", seed=1, feature_levels=levels_of(target), **norms))
+        run_case(f"{folder.name}, EAGLE-3.1", draft, folder)
     if args.shape_7b:
         with shape_of_7b() as (draft, folder):
             run_case("shape of Qwen2.5-VL-7B, vocabulary 32000 of 152064", draft, folder)
@@ -163,8 +166,8 @@ def compare_logits(model: Eagle3DraftModel, draft: Any) -> float:
     model(levels, ids, torch.zeros(1, TOKENS, dtype=torch.long), position_ids=positions, ttt_steps=1)
     hook.remove()
     on_axes = positions.expand(3, 1, TOKENS) if draft.config.mrope_section else positions
-    hidden = draft(model.embed_tokens(ids), draft.fc(levels), on_axes)
-    ours = draft.lm_head(draft.norm(hidden))
+    hidden = draft(model.embed_tokens(ids), draft.combine(levels), on_axes)
+    ours = draft.lm_head(draft.to_lm_head(hidden))
     gap = float((seen[0] - ours).abs().max() / ours.abs().max())
     if not gap < TOLERANCE:
         raise AssertionError(f"logits differ by {gap:.2e} of the largest one, allowed are {TOLERANCE:.0e}")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.kernel_layouts import use_cuda_layouts
 from support.messages import refused
-from support.models import in_float64, make_llava, make_qwen, near_draft
+from support.models import EAGLE_3_1, in_float64, make_llava, make_qwen, near_draft
 from support.pass_helpers import answer, capture_with, head, run_chain, slow_except, without_compiler
 from support.processors import make_processor
 
@@ -47,7 +47,7 @@ class TestFormsAgree:
     def test_trees_and_texts(self, form: PassMode, make: Callable[[], sage.Target], kind: str, policy: str) -> None:
         target = make()
         in_float64(target, {})
-        options = {"vocabulary": torch.arange(40)} if kind == "eagle3" else {}
+        options = {**EAGLE_3_1, "vocabulary": torch.arange(40)} if kind == "eagle3" else {}
         draft = head(target, kind, **options).double()
         assert answer(target, draft, form, policy) == answer(target, draft, PassMode.eager, policy)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import MAKERS
+from support.models import EAGLE_3_1, MAKERS
 from support.train_helpers import policy_figures
 
 import sage
@@ -31,7 +31,7 @@ FP32 = {"dtype": torch.float32}
 EXPORTS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None, str, dict[str, Any]]] = {
     # name: kind of draft, its configuration, its vocabulary, format, options of the export
     "eagle3": ("eagle3", {}, REDUCED, "eagle3", {}),
-    "speculators": ("eagle3", {}, REDUCED, "speculators", {}),
+    "speculators": ("eagle3", EAGLE_3_1, REDUCED, "speculators", {}),
     "vllm": ("eagle", {}, None, "eagle", {"flavour": "vllm"}),
     "sglang": ("eagle", {}, None, "eagle", {"flavour": "sglang"}),
     "plain": ("block", BLOCK, None, "dflash", FP32),

@@ -165,6 +165,9 @@ def greedy_text(target: sage.Target, inputs: dict[str, torch.Tensor], length: in
     return ids[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+EAGLE_3_1 = {"fc_norm": True, "norm_output": True}
+
+
 def random_draft(target: sage.Target, kind: str = "eagle", seed: int = 0, **options: Any) -> Any:
     """A draft with random weights in all layers; the blocks of a new draft have zero output, which would hide their inputs.
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.compressor_helpers import COMPRESSORS
 from support.messages import refused
-from support.models import make_qwen
+from support.models import EAGLE_3_1, make_qwen
 from support.plans import big, configure
 
 import sage
@@ -134,14 +134,16 @@ def test_each_stage_shards_its_components() -> None:
         *(("eagle3", 7, None, roots, dtype) for roots in (64, 32) for dtype in (torch.float32, torch.bfloat16)),
         *(("eagle", 1, mode, 64, torch.float32) for mode in COMPRESSORS),
         ("eagle3", 2, "pool", 64, torch.float32),
+        ("eagle3.1", 1, None, 64, torch.float32),
     ],
 )
 def test_draft_activations_are_close_to_the_memory_saved_by_autograd(
     kind: str, steps: int, mode: str | None, num_roots: int, dtype: torch.dtype
 ) -> None:
     """The estimate is within a quarter of the bytes that autograd saves, excluding parameters."""
-    target = make_qwen()
-    options: dict[str, Any] = {"feature_levels": [0, 1, 2]} if kind == "eagle3" else {}
+    target, norms = make_qwen(), EAGLE_3_1 if kind == "eagle3.1" else {}
+    kind = kind.removesuffix(".1")
+    options: dict[str, Any] = {"feature_levels": [0, 1, 2], **norms} if kind == "eagle3" else {}
     compressor = None if mode is None else COMPRESSORS[mode]
     draft = sage.new_draft(target, kind, seed=0, compressor=compressor, **options).train().requires_grad_(True)
     draft = draft.to(dtype)

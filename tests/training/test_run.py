@@ -51,7 +51,8 @@ def configure(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 # Both kinds of head; the small targets have too few layers for the default feature levels.
-DRAFTS = {"eagle": ["draft=eagle"], "eagle3": ["draft=eagle3", "draft.feature_levels=[0,1,2]"]}
+EAGLE_3_1 = ("draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.fc_norm=true", "draft.norm_output=true")
+DRAFTS = {"eagle": ("draft=eagle",), "eagle3": EAGLE_3_1}
 
 
 @pytest.fixture(scope="module")

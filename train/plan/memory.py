@@ -237,7 +237,8 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
     size = BYTES[config.train.precision]
     sizes, layers, heads = draft_layers(draft)
     per_layer = 7 * sizes.hidden_size + 4 * sizes.intermediate_size + 3 * heads
-    levels, rows = len(getattr(draft, "levels", ())), draft_rows(draft, length, num_visual)
+    copies = 2 if getattr(draft.config, "fc_norm", False) else 1  # before and after the norms of the levels
+    levels, rows = copies * len(getattr(draft, "levels", ())), draft_rows(draft, length, num_visual)
     learned = sum(isinstance(part, (Conv, Resampler)) for part in draft.modules())
     inputs = (length * levels if levels else rows * 2) + num_visual * 2 * learned
     steps, roots = steps_per_anchor(config, draft), min(rows, num_roots, config.objective.anchors or rows)

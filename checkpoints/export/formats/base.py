@@ -93,7 +93,6 @@ class ExportFormat(ABC):
         own_layer, layer: prefixes of the layer's tensors in our draft and in the format.
         layer_types: the `model_type` of the layer that engines know.
         other_classes: class names besides `engine_class` that vLLM alone loads.
-        served_norms: norms of EAGLE-3.1 that the engines compute and our drafts do not have.
         method: the engines' name of the kind of draft.
         algorithm: `speculators_model_type`, in the layout of the package speculators.
         has_embedding: whether the target's token embedding is written by default.
@@ -117,7 +116,6 @@ class ExportFormat(ABC):
     layer: ClassVar[str]
     layer_types: ClassVar[tuple[str, ...]] = ("llama",)
     other_classes: ClassVar[tuple[str, ...]] = ()
-    served_norms: ClassVar[tuple[str, ...]] = ()
     method: ClassVar[str]
     algorithm: ClassVar[str] = ""
     has_embedding: ClassVar[bool] = False

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
+from checkpoints.export.config_checks import LAYER_CHECKS, NORMS, single_layer, unsupported_residual
 from checkpoints.export.configs import (
     FEATURE_LEVELS,
     FUSED_NORMS,
@@ -25,6 +25,7 @@ from checkpoints.export.configs import (
     TargetFacts,
     TensorSpec,
     TensorSpecs,
+    as_mapping,
     default_levels,
     head_specs,
     layer_specs,
@@ -90,6 +91,12 @@ def _null_target_size(given: CheckInput) -> Iterator[Finding]:
         yield Finding(key, "null", "SGLang multiplies it by three and stops; omit the field")
 
 
+def norms_of(config: EngineConfig) -> dict[str, bool]:
+    """Returns which of the norms around fc and of the output a draft has; engines read the first from `eagle_config` too."""
+    nested, first = as_mapping(config.raw.get("eagle_config")), NORMS[0]
+    return {key: bool(config.raw.get(key)) for key in NORMS} | ({first: bool(nested[first])} if first in nested else {})
+
+
 class Eagle3Format(ExportFormat):
     """EAGLE-3 drafts for vLLM and SGLang.
 
@@ -98,12 +105,11 @@ class Eagle3Format(ExportFormat):
     """
 
     draft = Eagle3Draft
-    expressed: ClassVar[tuple[str, ...]] = ("feature_levels", "draft_vocab_size", "norm_before_residual")
+    expressed: ClassVar[tuple[str, ...]] = ("feature_levels", "draft_vocab_size", "norm_before_residual", *NORMS)
     own_layer = layer = "midlayer."
     engine_class = "LlamaForCausalLMEagle3"
     other_classes: ClassVar[tuple[str, ...]] = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
     method = "eagle3"
-    served_norms: ClassVar[tuple[str, ...]] = ("fc_norm", "norm_output")
     needs_t2d: ClassVar[bool] = False
     checks: ClassVar[Checks] = (
         *(*LAYER_CHECKS, single_layer, draft_vocabulary, _null_target_size),
@@ -112,6 +118,7 @@ class Eagle3Format(ExportFormat):
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         config = super().config(draft, facts, dtype) | {"draft_vocab_size": draft.draft_vocab_size}
+        config |= {key: True for key in NORMS if getattr(draft, key)}
         if list(draft.feature_levels) != default_levels(facts.num_layers):
             config[LEVELS_KEY] = list(draft.feature_levels)
             config["eagle_config"] = {LEVELS_KEY: [k - 1 for k in draft.feature_levels], "use_aux_hidden_state": True}
@@ -136,9 +143,10 @@ class Eagle3Format(ExportFormat):
             return None
         levels = FEATURE_LEVELS if self.num_levels else len(config.vllm_levels or range(FEATURE_LEVELS))
         layer = layer_specs(config, sizes, self.layer, FUSED_NORMS, self.layer_has(config))
-        norms = range(levels) if config.raw.get("fc_norm") and "fc_norm" in self.served_norms else ()
-        fused = {f"fc_norm.{i}.weight": TensorSpec((sizes.hidden,)) for i in norms}
-        return layer | fused | head_specs(config, sizes, levels, self.needs_t2d)
+        has = norms_of(config)
+        norms = {"input_norm.weight": TensorSpec((levels * sizes.hidden,))} if has["norm_before_fc"] else {}
+        norms |= {f"fc_norm.{i}.weight": TensorSpec((sizes.hidden,)) for i in range(levels) if has["fc_norm"]}
+        return layer | norms | head_specs(config, sizes, levels, self.needs_t2d)
 
     def layer_has(self, config: EngineConfig) -> tuple[str, ...]:
         """Returns what a layer has besides that of EAGLE-3, as in `layer_specs`."""
@@ -158,13 +166,15 @@ class Eagle3Format(ExportFormat):
             **self.head_fields(config, facts, options),
             "draft_vocab_size": config.size("draft_vocab_size") or facts.vocab_size,
             "norm_before_residual": bool(config.raw.get("norm_before_residual", False)),
+            **norms_of(config),
             "feature_levels": list(levels),
             "image_inputs": options.image_inputs or export_info(given.folder).get("image_inputs") or "embed",
         }
 
     @torch.no_grad()
     def outputs(self, draft: DraftHead) -> Tensor:
-        """Returns logits [B, T, U]."""
+        """Returns logits [B, 2 * T, U]: those of pairs, and of pairs with the first ones' outputs as features."""
         assert isinstance(draft, Eagle3Draft)
         embeds, levels, positions = fixed_batch(draft)
-        return draft.lm_head(draft.norm(draft(embeds, draft.fc(levels), positions)))
+        first = draft(embeds, draft.combine(levels), positions)
+        return draft.lm_head(draft.to_lm_head(torch.cat((first, draft(embeds, first, positions)), 1)))

@@ -113,8 +113,6 @@ class PEagleFormat(SpeculatorsFormat):
         for index in range(1, layers):
             specs |= layer_specs(config, sizes, f"layers.{index}.", has=self.layer_has(config))
         _, width = specs["fc.weight"].shape
-        if config.get(NORMS[0]):
-            specs["input_norm.weight"] = TensorSpec((width,))
         specs["mask_hidden"] = TensorSpec((1, 1, width), effect_if_missing=NO_MASK)
         return specs
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from checkpoints.export.config_checks import LAYER_CHECKS, single_layer
+from checkpoints.export.config_checks import LAYER_CHECKS, NORMS, single_layer
 from checkpoints.export.configs import LEVELS_KEY, EngineConfig, TargetFacts, layer_config
 from checkpoints.export.formats.base import TYPE, CheckInput, Checks
 from checkpoints.export.formats.eagle3 import Eagle3Format, draft_vocabulary, feature_levels
@@ -36,7 +36,6 @@ class SpeculatorsFormat(Eagle3Format):
     layer_types = ("llama", "qwen3")
     has_embedding = True
     needs_t2d = True
-    served_norms = ()
     names_target = True
     algorithm = "eagle3"
     checks: ClassVar[Checks] = (
@@ -51,9 +50,7 @@ class SpeculatorsFormat(Eagle3Format):
             **speculator_config(self.algorithm, self.engine_class, facts, self.speculative_tokens(draft), dtype),
             "draft_vocab_size": draft.draft_vocab_size,
             "norm_before_residual": draft.norm_before_residual,
-            "norm_before_fc": False,
-            "fc_norm": False,
-            "norm_output": False,
+            **{key: getattr(draft, key) for key in NORMS},
             LEVELS_KEY: list(draft.feature_levels),
             "transformer_layer_config": layer,
         }
