@@ -1,8 +1,7 @@
 """`python -m benchmarks.engines`: decoding speed of our decoder and of vLLM, in turns on the same prompts.
 
-Without --server, vLLM runs on the CPU in an environment of its own (`make engines-env`), with prompts of the pocket world. With
---server, a running OpenAI-compatible server is measured on held-out prompts of the first draft's run; its key is read from
-OPENAI_API_KEY.
+Prompts are the held-out ones of the first draft's run. Without --server, vLLM runs on the CPU in an environment of its own
+(`make engines-env`). With --server, a running OpenAI-compatible server is measured; its key is read from OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server-model", metavar="NAME", help="its name of the target; default: the only one it serves")
     add_device_option(parser, "cpu")
     add_passes_option(parser)
-    parser.add_argument("--prompts", type=int, default=32, help="prompts with one image (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=32, help="number of prompts (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns of every decoder (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--threads", type=int, metavar="N", help="cores that both sides are pinned to; default: all")

@@ -23,7 +23,8 @@ from checkpoints.export.exporter import export
 from checkpoints.export.formats.registry import find_format
 from checkpoints.export.result import ExportOptions
 from checkpoints.run_folder import run_of
-from data_prep.config import Images
+from data_prep.config import DataConfig, Images
+from data_prep.conversation import Conversation
 from data_prep.server.chat_request import MediaPolicy, request_messages
 from data_prep.splits import Split
 from sage.bench.measurement import BenchPrompt
@@ -100,12 +101,21 @@ def measure(comparison: Comparison) -> dict[str, Any]:
                 client = processes.enter_context(ServerClient(comparison.server, comparison.server_key))
                 return _measure_server(comparison, client, Path(scratch))
             target = load_target(comparison)
-            prompts, prompts_file = write_prompts(target, pocket_prompts(comparison.num_prompts), Path(scratch))
+            prompts, prompts_file = write_prompts(target, questions(comparison), Path(scratch))
             theirs, versions = vllm_decoders(comparison, prompts_file, Path(scratch), processes)
             return {"engine": versions, **_take_turns(comparison, target, prompts, theirs)}
     finally:
         pin(0, affinity)
         torch.set_num_threads(threads)
+
+
+def questions(comparison: Comparison) -> list[Conversation]:
+    """Returns the held-out prompts of the first draft's run; of the pocket world, or without a run, those with one image."""
+    run = run_of(comparison.drafts[comparison.served_draft])
+    data = DataConfig() if run is None else prompt_data(run, comparison.target)
+    if {source.kind for source in data.sources.values()} == {"pocket"}:
+        return pocket_prompts(comparison.num_prompts)
+    return validation_prompts(data, comparison.num_prompts)
 
 
 def _measure_server(comparison: Comparison, client: ServerClient, scratch: Path) -> dict[str, Any]:
