@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from sage.inputs.media import LIMIT_KEYS
-from sage.inputs.messages import parts_of, text_of
+from sage.inputs.messages import check_media_roles, parts_of, text_of
 from sage.inputs.video import TIME_KEYS, video_times
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -136,6 +136,7 @@ def check_conversation(conversation: Conversation, needs_answer: bool = True) ->
             raise ValueError("no messages; give a list of {role, content}")
         messages = [_message(message, i) for i, message in enumerate(conversation.messages)]
         _check_order([message["role"] for message in messages], needs_answer)
+        check_media_roles(messages)
         for i, message in enumerate(messages):
             _check_content(message, i)
             if needs_answer and message["role"] == "assistant" and not (text_of(message).strip() or "tool_calls" in message):
@@ -261,7 +262,5 @@ def _check_order(roles: list[str], needs_answer: bool) -> None:
 
 def _check_content(message: Message, index: int) -> None:
     role, parts = message["role"], message["content"]
-    if role != "user" and any(part["type"] in MEDIA for part in parts):
-        raise ValueError(f"message {index}: an image or video in a message of role {role!r}; allowed: role 'user'")
     if role == "user" and not any(part["type"] in MEDIA or part["text"].strip() for part in parts):
         raise ValueError(f"message {index}: an empty user message")

@@ -21,6 +21,14 @@ def parts_of(message: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
     return [] if isinstance(content, str) else [part for part in content if part.get("type") in kinds]
 
 
+def check_media_roles(messages: Messages) -> None:
+    """Raises ValueError for an image or video in a message that is not the user's, for which few templates have a place."""
+    for i, message in enumerate(messages):
+        role = message.get("role", "user")
+        if role != "user" and parts_of(message, "image", "video"):
+            raise ValueError(f"message {i}: an image or video in a message of role {role!r}; allowed: role 'user'")
+
+
 def as_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the content as a list of parts."""
     content = message.get("content", "")

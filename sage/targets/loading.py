@@ -118,6 +118,7 @@ def load_processor(path: str) -> Processor:
                 f"target: {path}: its tokenizer does not know {token!r} as {wanted}, the {kind} token in config.json; {remedy}"
             )
     _check_vocabulary(path, processor, config.get_text_config().vocab_size)
+    _check_bos(path, processor)
     return processor
 
 
@@ -134,6 +135,20 @@ def _check_vocabulary(path: str, processor: Processor, vocab_size: int) -> None:
         raise ValueError(
             f"target: {path}: no token ends its answers: eos_token_id is null in generation_config.json and the tokenizer has "
             "no eos_token; set one of them"
+        )
+
+
+def _check_bos(path: str, processor: Processor) -> None:
+    """Raises ValueError for a chat template that begins a prompt with several BOS tokens. Without one, `Processor` adds it."""
+    bos = processor.tokenizer.bos_token
+    try:
+        prompt = processor.render([{"role": "user", "content": "Hello"}], True) if bos else ""
+    except ValueError:  # without a template, or with one that refuses this prompt
+        return
+    if bos and prompt.startswith(bos * 2):
+        raise ValueError(
+            f"target: {path}: its chat template begins a prompt with {bos!r} twice, which the model was not trained on; remove "
+            "one of them from chat_template.jinja (or tokenizer_config.json)"
         )
 
 

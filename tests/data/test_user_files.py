@@ -27,6 +27,7 @@ from data_prep.sources import SourceConfig, open_source
 from data_prep.sources.hub import Rows
 from data_prep.sources.layouts import table_messages
 from data_prep.splits import Split
+from data_prep.tools.cli import described
 from sage.inputs.processing import Processor
 
 ASKED, TOLD = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}
@@ -95,7 +96,8 @@ def test_public_layouts_are_recognized_and_train(name: str, tmp_path: Path) -> N
         (["text", "image"] if name == "ShareGPT4V" else ["image", "text"]) if has_image else ["text"]
     )
     assert messages[-1]["content"] == [{"type": "text", "text": "Red."}]
-    assert "4 rows" in dataset.index.sources[0].description()
+    recognized, *shown = described(dataset)
+    assert "4 rows" in recognized and len(shown) == 3 and all("assistant: Red." in line for line in shown)
     loader = iter(StepLoader(dataset, target.processor.collate, 2, 2))
     assert 0 < train_step(target, next(loader)[0]) < 20
     loader.close()  # type: ignore[attr-defined]

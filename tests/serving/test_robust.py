@@ -74,6 +74,12 @@ def test_malformed_requests_are_refused_in_one_line_and_harm_no_other(server: Ru
         (HELLO, {"model": "gone"}, 404, "'gone' is not served; give 'toy'"),
         (HELLO, {"temprature": 1}, 400, "did you mean temperature?"),
         (HELLO, {"logprobs": True}, 400, "logprobs: not supported; remove it or give false"),
+        (
+            [with_images("?", image_url((8, 8)))[0] | {"role": "system"}, *HELLO],
+            {},
+            400,
+            "message 0: an image or video in a message of role 'system'",
+        ),
         ([{"role": "user", "content": "<|image_pad|>"}], {}, 400, "the placeholder of an image"),
         ([{"role": "user", "content": "x" * 3_000_000}], {}, 413, "more than 2000000 bytes"),
     ],

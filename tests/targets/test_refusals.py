@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_suite import text
+from support.family_suite import END, text
 from support.messages import check_message, refused
-from transformers import Gemma3TextConfig, LlamaConfig, LlavaOnevisionConfig, MistralConfig, Qwen2Config, Qwen3_5Config
+from support.processors import byte_tokenizer_of
+from transformers import (
+    AutoTokenizer,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaOnevisionConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3_5Config,
+)
 
 import sage
 from sage.runtime.attention import tree_attention
@@ -40,6 +50,40 @@ def test_soft_caps_and_sinks(tmp_path: Path) -> None:
         sage.load_target(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_hidden_layers": 2}))
     with refused("target: ", "gpt_oss has attention sinks"):
+        sage.load_target(tmp_path)
+
+
+FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {  # change of a saved target's folder -> its message
+    "token beyond the embedding": (lambda at: add_token(at), ("token '<|medicine|>'", "id 320", "320 embeddings (vocab_size)")),
+    "two BOS": (lambda at: change(at, "tokenizer_config.json", bos_token="<s>"), ("begins a prompt with '<s>' twice",)),
+    "no end token": (lambda at: change(at, "tokenizer_config.json", eos_token=None), ("no token ends", "eos_token_id is null")),
+    "AWQ": (lambda at: change(at, "config.json", quantization_config=AWQ), ("AWQ quantized model", "that is not quantized")),
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+def change(folder: Path, name: str, **values: Any) -> None:
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+
+
+def add_token(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens("<|medicine|>")
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_targets_whose_files_do_not_fit_together(name: str, tmp_path: Path) -> None:
+    """Without the fault, the target loads."""
+    tokenizer = byte_tokenizer_of({"<e>": END, "<s>": 2}, eos="<e>")
+    tokenizer.chat_template = "{{ bos_token }}" * 2 + "{% for m in messages %}{{ m.content }}<e>{% endfor %}"
+    model = LlamaForCausalLM(LlamaConfig(**text() | {"vocab_size": 320, "eos_token_id": None}))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    sage.load_target(tmp_path)
+    make, parts = FAULTS[name]
+    make(tmp_path)
+    with refused("target: ", *parts):
         sage.load_target(tmp_path)
 
 
