@@ -59,15 +59,15 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
     state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not _is_omitted(name)}
     tables = format_.target_tensors(trained, facts, options.embedding)
     tensors = format_.tensors(state, options.dtype) | {name: table.to(options.dtype) for name, table in tables.items()}
-    if options.target_name:
-        facts = replace(facts, name=options.target_name)
+    named = replace(facts, name=options.target_name) if options.target_name else facts
     with new_export(out, source.step or 0, options.overwrite) as part:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, part / WEIGHTS, metadata={"format": "pt"})
-        write_json(part / CONFIG, format_.config(trained.config, facts, options.dtype))
-        check, rounding = _verify(part, out, format_, trained, facts)
+        write_json(part / CONFIG, format_.config(trained.config, named, options.dtype))
+        check, rounding = _verify(part, out, format_, trained, named)
+        format_.complete(part, facts, options.dtype, options.converter)
         num_tokens = format_.speculative_tokens(trained.config)
-        result = ExportResult(out, format_, options, source, facts, check, rounding, warnings, num_tokens)
+        result = ExportResult(out, format_, options, source, named, check, rounding, warnings, num_tokens)
         write_json(part / EXPORT_INFO, _export_info(result, trained))
         write_text(part / CARD, render_card(result))
     return result

@@ -28,6 +28,7 @@ class ExportOptions:
         name: the export's name in the card's commands; None = its folder.
         report: the report.json with the card's measurements, or its folder; None = the run's own.
         license, license_link: for the model card; None = not stated.
+        converter: source folder of llama.cpp, whose converter the format `gguf` calls.
         allow_unserved: export although no engine serves the target's family.
         allow_uncompressed: export without the draft's visual compressor.
     """
@@ -42,6 +43,7 @@ class ExportOptions:
     report: str | None = None
     license: str | None = None
     license_link: str | None = None
+    converter: str | None = None
     allow_unserved: bool = False
     allow_uncompressed: bool = False
 

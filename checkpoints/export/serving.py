@@ -187,7 +187,7 @@ def _image_warnings(config: Any, facts: TargetFacts, format_: ExportFormat) -> l
 
 def _other_input(engine: str, config: Any, facts: TargetFacts) -> str:
     """Returns the `draft.image_inputs` that an engine feeds; empty if the draft was trained with it, or has no such inputs."""
-    fed = FED_INPUTS[engine]
+    fed = FED_INPUTS.get(engine, "")
     return fed if facts.has_images and image_inputs_of(config) not in (None, fed) else ""
 
 

@@ -96,7 +96,7 @@ KINDS: dict[str, DraftKind] = {
             draft="sage.drafts.eagle3:Eagle3Draft",
             session="sage.drafts.head_session:HeadSession",
             student="train.distill.student:HeadStudent",
-            export_formats=("eagle3", "speculators"),
+            export_formats=("eagle3", "speculators", "gguf"),
         ),
         DraftKind(
             name="peagle",

@@ -32,7 +32,6 @@ from checkpoints.export.formats.registry import find_format, variants
 from checkpoints.export.result import ExportOptions
 from checkpoints.export.serving import serving_line
 from sage.drafts.eagle3 import Eagle3Config
-from sage.drafts.registry import KINDS
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 LAYER = "transformer_layer_config"
@@ -209,7 +208,7 @@ OBSTACLES: list[tuple[str, dict[str, Any], dict[str, Any], str, str | None, tupl
     ("eagle3", {}, {"second_head": 7}, "eagle3", None, ("draft.second_head: 7", "eagle3")),  # until an exporter writes it
     ("eagle3", {}, {"norm_before_residual": True}, "eagle3", None, ("draft.norm_before_residual", "--format speculators")),
     ("eagle3", {}, {}, "eagle3", "vllm", ("--flavour vllm", "eagle3")),
-    ("eagle3", {}, {}, "gguf", None, ("--format gguf", "eagle3, speculators, eagle, ")),
+    ("eagle3", {}, {}, "onnx", None, ("--format onnx", "eagle3, speculators, eagle, ")),
     ("block", {"feed": True}, {}, "dflash", None, ("draft.feed: true", "draft.feed=false")),
     ("block", {"conditional": "mlp"}, {}, "dflash", None, ("draft.conditional: mlp", "conditional=none or markov")),
     ("block", {"conditional": "markov"}, {}, "dflash", None, ("draft.conditional: markov", "--format dspark")),
@@ -263,7 +262,7 @@ class TestRefusals:
         assert not any("serves drafts" in warning for warning in done.warnings)
         check_message(card, "vLLM with our plugin (`python -m pip install --no-deps sage-draft`", "vllm serve")
 
-    @pytest.mark.parametrize("format_", [*KINDS["eagle"].export_formats, *KINDS["eagle3"].export_formats])
+    @pytest.mark.parametrize("format_", ["eagle", "eagle3", "speculators"])
     def test_compressor(self, target: sage.Target, tmp_path: Path, format_: str) -> None:
         """Refused by every format; with allow_uncompressed, exported without the compressor's tensors."""
         every = {"kind": "select", "ratio": 4, "conv_ratio": 2, "queries": 2, "temperature": 1.0}  # has all operators' weights

@@ -149,8 +149,8 @@ def test_a_row_is_offered_and_its_obstacles_are_named(
 ) -> None:
     code, text, _ = sage_export("--help")
     assert code == 0 and "or block (vLLM)" in " ".join(text.split())
-    code, _, error = sage_export(draft, "--format", "gguf", "--out", tmp_path / "out")
-    assert code == 2 and "choose one of eagle3, speculators, eagle, peagle, dflash, dspark, block" in error
+    code, _, error = sage_export(draft, "--format", "onnx", "--out", tmp_path / "out")
+    assert code == 2 and "choose one of eagle3, speculators, eagle, peagle, dflash, dspark, gguf, block" in error
     make_draft(target, image_inputs="embed").save_pretrained(tmp_path / "draft")
     code, _, error = sage_export(tmp_path / "draft", "--format", "block", "--out", tmp_path / "out")
     assert code == 2 and error == "error: draft.image_inputs: blocks have no images; train with token\n"

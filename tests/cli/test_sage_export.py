@@ -95,6 +95,8 @@ class TestCommand:
             (("lone",), ("--out: missing",)),
             (("lone", "--out", "o"), ("--format: missing", "eagle3, speculators, eagle")),
             (("gone", "--format", "eagle3", "--out", "o"), ("gone: no such folder",)),
+            (("lone", "--format", "gguf", "--out", "o"), ("--converter: missing", "llama.cpp")),
+            (("lone", "--format", "eagle3", "--out", "o", "--converter", "c"), ("--converter: has no effect",)),
             (("lone", "--check", "export"), ("lone", "--check")),
             (("--check", "gone"), ("gone: no such folder",)),
             (("--import", "lone", "--out", "o", "--target", "target"), ("lone: already a draft",)),
@@ -167,6 +169,7 @@ class TestCard:
             "dflash": {"vLLM"},
             "dflash --flavour native": {"vLLM"},  # SGLang 0.5.23 has no hook for Qwen2.5-VL
             "dspark": {"vLLM"},
+            "gguf": {"llama.cpp"},
         }
         assert {one.choice: set(serve_commands(one, facts, "d")) for one in variants()} == engines
 

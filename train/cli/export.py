@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 EXPORT_ONLY = (
     *("format", "flavour", "report", "target_name", "license", "license_link", "push_to_hub"),
-    *("allow_unserved", "allow_uncompressed"),
+    *("allow_unserved", "allow_uncompressed", "converter"),
 )
 JSON_FIELDS = ("where", "found", "effect", "is_warning")  # of a finding
 SERVE_NUMBERS = ("num_prompts", "max_new_tokens", "depth")
@@ -93,6 +93,7 @@ def _add_export(group: argparse._ArgumentGroup) -> None:
         "--allow-unserved", action="store_true", help="export although no engine serves drafts for the target's family"
     )
     group.add_argument("--allow-uncompressed", action="store_true", help="export a draft without its visual compressor")
+    group.add_argument("--converter", metavar="DIR", help="source folder of llama.cpp, whose converter is called")
     group.add_argument("--license", help="SPDX identifier for the model card; default: not stated")
     group.add_argument("--license-link", metavar="URL", help="URL of the license text")
     group.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload the finished export")
@@ -162,6 +163,12 @@ def _check_names(args: argparse.Namespace) -> None:
         if not args.format:
             raise ValueError(f"--format: missing; choose one of {', '.join(FORMATS)}")
         check_format(args.format)
+        if FORMATS[args.format].needs_converter and not args.converter:
+            raise ValueError(
+                f"--converter: missing; --format {args.format} calls llama.cpp's converter: give its source folder"
+            )
+        if args.converter and not FORMATS[args.format].needs_converter:
+            raise ValueError(f"--converter: has no effect with --format {args.format}")
 
 
 def _check_serve_args(args: argparse.Namespace) -> None:
@@ -223,6 +230,7 @@ def _result_as_text(result: CheckResult) -> str:
 def _export(args: argparse.Namespace) -> int:
     from checkpoints.export.exporter import export
     from checkpoints.export.folder import push_to_hub
+    from checkpoints.export.model_card import serve_commands
     from checkpoints.export.result import ExportOptions
     from checkpoints.export.serving import IncompatibleDraft
 
@@ -238,6 +246,8 @@ def _export(args: argparse.Namespace) -> int:
         print(f"warning: {warning}")
     change = f"rounding to {result.dtype} changes outputs by up to {result.rounding.max_abs_difference:.3g}"
     print(f"{result.folder}: valid, bit-identical after reloading; {change}")
+    if args.converter:
+        print("\n".join(serve_commands(result.format, result.facts, str(result.folder)).values()))
     if args.push_to_hub:
         print(push_to_hub(result.folder, args.push_to_hub, args.private))
     return cli.EXIT_DONE

@@ -214,6 +214,15 @@ class ExportFormat(ABC):
         """Returns what an engine that serves the target computes differently from training, as complete sentences."""
         return []
 
+    def complete(  # noqa: B027 most formats have no further files
+        self, folder: Path, facts: TargetFacts, dtype: torch.dtype, converter: str | None
+    ) -> None:
+        """Adds files to a checked export in `folder`; the only format that has any converts it with `converter`.
+
+        Raises:
+            ValueError: the converter cannot be run, or does not write what the export contains.
+        """
+
     # -- folders -------------------------------------------------------------------------------------------------------
 
     def recognizes(self, config: EngineConfig) -> bool:

@@ -61,7 +61,7 @@ def feature_levels(given: CheckInput) -> Iterator[Finding]:
         if problem := _levels_error(chosen, num_layers, count):
             yield Finding("--levels", str(chosen), "", refusal=problem)
         return
-    written = {"vLLM": config.vllm_levels, "SGLang": config.sglang_levels}
+    written = {"vLLM": config.vllm_levels, "llama.cpp": config.vllm_levels, "SGLang": config.sglang_levels}
     levels_of = {engine: written[engine] or default for engine in given.format.engines}
     for engine, read in levels_of.items():
         if read is not None and (effect := _levels_error(read, num_layers, count)):

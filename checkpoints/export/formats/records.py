@@ -75,12 +75,14 @@ class FormatRow:
         name: the choice `--format NAME`, and an entry of `DraftKind.export_formats`.
         home: "module:Class" of its `ExportFormat`.
         engines: flavour -> engines that load it. None: without `--flavour`, of which some formats have no other.
+        needs_converter: whether `--converter DIR` has to name a tool that writes it.
         imports: drafts that `--import` reads in this format, as messages call them; empty: none.
     """
 
     name: str
     home: str
     engines: Mapping[str | None, tuple[str, ...]]
+    needs_converter: bool = False
     imports: str = ""
 
     @property

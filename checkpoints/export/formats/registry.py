@@ -56,6 +56,13 @@ FORMATS: dict[str, FormatRow] = {
             engines={None: ("vLLM",)},
             imports="DSpark",
         ),
+        FormatRow(
+            name="gguf",
+            home="checkpoints.export.formats.gguf:GgufFormat",
+            engines={None: ("llama.cpp",)},
+            needs_converter=True,
+            imports="EAGLE-3",
+        ),
     )
 }
 

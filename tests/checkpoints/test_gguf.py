@@ -1,0 +1,100 @@
+"""The `gguf` format with a stand-in for llama.cpp's converter; `make engines-llama` runs the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.export_helpers import REDUCED, export_draft, save_draft
+from support.messages import refused
+from support.models import EAGLE_3_1
+
+import sage
+from checkpoints.export.checks import check_folder
+from checkpoints.export.formats.gguf import FILE
+from train.cli import export as command
+
+CONVERTER = """
+import json, sys
+from pathlib import Path
+from safetensors.torch import load_file
+folder, out = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--outfile") + 1])
+assert (Path(sys.argv[sys.argv.index("--target-model-dir") + 1]) / "config.json").is_file()
+kind = sys.argv[sys.argv.index("--outtype") + 1].upper()
+names = {"midlayer": "blk.0", "self_attn.": "attn_", "mlp.": "ffn_", "attn_o_proj": "attn_output", "_proj": ""}
+names |= {"lm_head": "output", "input_layernorm": "attn_norm"}
+names |= {"hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"}
+written = {}
+for name, tensor in load_file(folder / "model.safetensors").items():
+    for old, new in names.items():
+        name = "output_norm.weight" if name == "norm.weight" else name.replace(old, new)
+    if name != "t2d":
+        written[name] = [list(tensor.shape)[::-1], "I64" if name == "d2t" else kind if tensor.dim() > 1 else "F32"]
+        if name == "d2t":
+            ids = [index + offset for index, offset in enumerate(tensor.tolist())]
+levels = json.loads((folder / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
+DAMAGE
+out.write_text(json.dumps([written, ids, levels]))
+"""
+READER = """
+import json
+from types import SimpleNamespace as Found
+def GGUFReader(file):
+    tensors, ids, levels = json.load(open(file))
+    shapes = {name: Found(name=name, shape=shape, tensor_type=Found(name=kind)) for name, (shape, kind) in tensors.items()}
+    shapes["d2t"].data = Found(tolist=lambda: ids)
+    return Found(tensors=list(shapes.values()), fields={"eagle3.target_layers": Found(contents=lambda: levels)})
+"""
+
+
+def llama_cpp(folder: Path, damage: str = "") -> str:
+    (folder / "gguf-py" / "gguf").mkdir(parents=True)
+    (folder / "convert_hf_to_gguf.py").write_text(CONVERTER.replace("DAMAGE", damage))
+    (folder / "gguf-py" / "gguf" / "__init__.py").write_text(READER)
+    return str(folder)
+
+
+@pytest.fixture
+def draft(targets: dict[str, sage.Target], tmp_path: Path) -> Path:
+    return save_draft(tmp_path / "draft", targets["qwen2_5_vl"], vocabulary=REDUCED)
+
+
+def test_the_converted_file_lies_beside_an_export_that_others_read(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, out = llama_cpp(tmp_path / "llama.cpp"), tmp_path / "out"
+    monkeypatch.setattr("sys.argv", ["sage-export", str(draft), "--format", "gguf", "--converter", home, "--out", str(out)])
+    with pytest.raises(SystemExit, match="0"):
+        command.main()
+    assert f"llama-server -m target.gguf -md {out}/{FILE}" in capsys.readouterr().out
+    written, *_ = json.loads((out / FILE).read_text())
+    assert written["blk.0.attn_output.weight"][1] == "BF16" and written["output.weight"][0] == [32, len(REDUCED)]
+    check = check_folder(out)
+    assert not check.errors and check.format is not None and check.format.name == "eagle3"
+    card = (out / "README.md").read_text()
+    assert "--spec-type draft-eagle3" in card and "text prompts only" in card
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        ("del written['fc.weight']", "fc.weight is None"),
+        ("written['output.weight'][1] = 'F16'", "output.weight is"),
+        ("levels[0] += 1", "layer ids [1, 1, 2], not [0, 1, 2]"),
+        ("ids[3] += 1", "d2t maps to other tokens"),
+        ("raise ImportError('no sentencepiece')", "no sentencepiece; install"),
+    ],
+)
+def test_a_converter_that_writes_another_draft_or_fails_is_named(draft: Path, tmp_path: Path, damage: str, part: str) -> None:
+    with refused("--converter", part):
+        export_draft(draft, tmp_path / "out", "gguf", converter=llama_cpp(tmp_path / "llama.cpp", damage))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_llama_cpp_cannot_serve_is_refused(targets: dict[str, sage.Target], draft: Path, tmp_path: Path) -> None:
+    with refused("--converter", "convert_hf_to_gguf.py", "source folder"):
+        export_draft(draft, tmp_path / "out", "gguf", converter=str(tmp_path))
+    newer = save_draft(tmp_path / "newer", targets["qwen2_5_vl"], **EAGLE_3_1)
+    with refused("draft.fc_norm: true", "draft.norm_output: true", "llama.cpp"):
+        export_draft(newer, tmp_path / "out", "gguf", converter=llama_cpp(tmp_path / "llama.cpp"))
