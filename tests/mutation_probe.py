@@ -23,7 +23,7 @@ from typing import NoReturn
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DECODER = "tests/decoding/test_trees.py tests/decoding/test_decoder.py tests/decoding/test_batch.py tests/decoding/test_losslessness.py"
+DECODER = "tests/decoding/test_trees.py tests/decoding/test_level.py tests/decoding/test_decoder.py tests/decoding/test_batch.py tests/decoding/test_losslessness.py"
 SAMPLING = "tests/decoding/test_noise.py tests/decoding/test_sampling.py tests/decoding/test_sampling_coupled.py"
 POLICIES = "tests/decoding/test_policies.py tests/decoding/test_cost_aware.py tests/decoding/test_tree_properties.py"
 PASSES = "tests/passes/test_passes.py tests/decoding/test_batch.py"

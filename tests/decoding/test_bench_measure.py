@@ -90,16 +90,6 @@ def test_runners_rotate_after_a_short_warm_up():
         assert len({names[3 + 3 * repeat + place] for repeat in range(3)}) == 3
 
 
-def test_every_repeat_iterates_over_all_prompts():
-    runners, _ = fakes()
-    seen, done = [], []
-    runners[2].run = lambda inputs, sampling, run=runners[2].run: (seen.append(inputs["id"]), run(inputs, sampling))[1]
-    prompts = [BenchPrompt(name=str(i), inputs={"id": i}) for i in range(3)]
-    measurement = measure(runners, prompts, SAMPLING, repeats=2, warmup=0, progress=lambda *now: done.append(now))
-    assert seen == [0, 1, 2, 0, 1, 2] and done[-1] == (6, 6) and len(done) == 6
-    assert {len(repeats) for runs in measurement.runs.values() for repeats in runs} == {2}
-
-
 @pytest.mark.parametrize(
     ("after", "prompts", "repeats", "counts"),
     [(2, 2, 1, [1, 1]), (4, 3, 2, [2, 1, 1]), (6, 3, 2, [2, 2, 2])],

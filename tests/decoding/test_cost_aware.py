@@ -253,6 +253,13 @@ class TestTree:
         keep = policy.select()
         assert len(chosen.picks) == len(keep) == 4 and keep[0] == 0
 
+    def test_a_second_node_that_does_not_pay_is_not_expanded(self) -> None:
+        """Both are verified; a level of two nodes costs a hundred times as much as a level of one."""
+        costs = Costs(flat_costs(node=0.01).verify, Curve([1, 2], [0.01, 1.0]), context=0)
+        policy = self.policy(costs)
+        policy.begin()
+        assert policy.next_level(Frontier(1, [[0.6, 0.4]])) == ([0, 1], [0])
+
     def test_a_tile_of_rows_beyond_the_usual_tree_makes_no_node_dearer(self) -> None:
         """Up to 8 nodes one more costs 0.01, the ninth 5: trees of 8 nodes are priced by what their nodes cost."""
         verify = Curve([1, 2, 8, 9, 64], [1.0, 1.0, 1.06, 6.0, 7.0])

@@ -25,7 +25,6 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import sage
 from sage.decoding import generation
-from sage.drafts.model import ModelDraft
 from sage.planning.base import Policy
 
 LENGTH = 32
@@ -46,18 +45,6 @@ def with_oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def small(name: str) -> Policy:
     """A policy at a size that suits a tiny model."""
     return sage.policy(name, **({"budget": 24, "branch": 6, "steps": 4} if name == "spec_llava" else {}))
-
-
-@pytest.mark.slow
-def test_random_draft_gives_the_text_of_hugging_face_under_every_policy(tiny_target: sage.Target) -> None:
-    """Here the draft is random; deep paths and seeds are in test_losslessness.py."""
-    inputs = in_float64(tiny_target, make_inputs(tiny_target))
-    draft = random_draft(tiny_target, seed=0)
-    expected = greedy_text(tiny_target, inputs, LENGTH)
-    for name in sage.POLICIES:
-        out = sage.generate(tiny_target, draft, inputs, policy=small(name), max_new_tokens=LENGTH)
-        assert out.tokens.tolist() == expected, name
-        assert sum(out.stats.accepted) == int(out.drafted.sum())
 
 
 # Grouped or plain heads (4 query heads), tied or not; complete trees, trees pruned after drafting, and pruned by cost.
@@ -118,38 +105,6 @@ def test_draft_after_commits_equals_one_prefill(tiny_target: sage.Target) -> Non
     known = session.committed
     assert known >= inputs["input_ids"].shape[1]
     torch.testing.assert_close(session.hidden[-1], full[0, known - 1], atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "model"])
-def test_reused_staging_memory_does_not_change_draft_logits(
-    kind: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = make_inputs(tiny_qwen)
-    draft = ModelDraft(tiny_qwen, tiny_qwen) if kind == "model" else random_draft(tiny_qwen, kind, seed=1)
-
-    def draft_logits(is_overwritten: bool) -> list[torch.Tensor]:
-        run = generation.start(tiny_qwen, draft, inputs, policy="static", max_new_tokens=LENGTH)
-        session, found = run.request.session, []
-        stage = session._staging.stage
-        staged: list[torch.Tensor] = []
-        monkeypatch.setattr(session._staging, "stage", lambda tokens: (staged.append(stage(tokens)), staged[-1])[1])
-
-        def seen(logits: torch.Tensor) -> torch.Tensor:
-            found.append(logits)
-            if is_overwritten:
-                staged[-1].fill_(0)
-            return logits
-
-        def watched(needed: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args: needed(*args).then(seen)
-
-        for name in ("expand_pass", "commit_pass"):
-            monkeypatch.setattr(session, name, watched(getattr(session, name)))
-        list(run.rounds())
-        return found
-
-    overwritten, left = draft_logits(True), draft_logits(False)
-    assert len(left) > 4 and all(torch.equal(one, other) for one, other in zip(overwritten, left, strict=True))
 
 
 @pytest.mark.parametrize("policy", SHAPES)

@@ -97,19 +97,6 @@ def test_a_second_prefill_has_no_mask(tiny_target: sage.Target) -> None:
     assert masks == [None] * 2
 
 
-def test_masks_of_tree_and_draft_passes_are_aligned(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    strides: list[int] = []
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def recorded(*args: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
-        strides.extend(() if attn_mask is None else attn_mask.stride()[:-1])
-        return attend(*args, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-    sage.generate(tiny_target, random_draft(tiny_target), make_inputs(tiny_target), policy="static", max_new_tokens=9)
-    assert strides and all(stride % 8 == 0 for stride in strides)
-
-
 def test_only_the_requested_hidden_states_are_kept(tiny_target: sage.Target) -> None:
     prompt, levels = tiny_target.embed(make_inputs(tiny_target)), (3, 1, 0)
     outputs: list[weakref.ref[torch.Tensor]] = []

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.accelerator import Traffic, on_device, on_host
 from support.models import in_float64, make_inputs
 from support.slow_trees import tree_of
 from support.toy_helpers import (
@@ -251,25 +250,3 @@ def test_one_seed_one_text_coupled_or_not(tiny_target: sage.Target, kind: str, o
         for couple in (True, False):
             out = sage.generate(tiny_target, draft, inputs, policy=policy, couple=couple, **sampled)
             assert out.tokens.tolist() == alone, (policy, couple)
-
-
-def test_draws_and_processors_on_a_device_neither_transfer_nor_wait(traffic: Traffic) -> None:
-    """Without and with processors; accepted tokens are uploaded once per round."""
-    prompt, logits = torch.arange(40) % 7, torch.randn(5, 50)
-    sampling = Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3, seed=2, max_new_tokens=9)
-    tree = tree_of([(1,), (2,), (1, 3), (1, 3, 4)])
-    expected, ours = TargetSampler(sampling, prompt), TargetSampler(sampling, on_device(prompt))
-    for sampler in (expected, ours):
-        sampler.extend([5, int(tree.tokens[0])])
-    there = Tree(*on_device((tree.tokens, tree.parents, tree.depths)))
-    there.columns, there.ancestors = tree.columns, on_device(tree.ancestors)
-    there_logits = on_device(logits)
-    traffic.reset()
-    draws = ours(there_logits, there)
-    scores = ours.coupled(there_logits, 2)
-    assert (traffic.synchronizations, traffic.uploads) == (0, 0), traffic.table()
-    assert torch.equal(on_host(draws), expected(logits, tree))
-    torch.testing.assert_close(on_host(scores), expected.coupled(logits, 2))
-    traffic.reset()
-    ours.extend([6])
-    assert (traffic.synchronizations, traffic.uploads) == (0, 1), traffic.table()

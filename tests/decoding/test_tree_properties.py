@@ -75,21 +75,6 @@ def test_trees_keep_their_invariants(tree: SlowTree) -> None:
 
 @few
 @given(random_trees(), st.data())
-def test_any_ancestor_closed_part_is_a_tree(tree: SlowTree, data: st.DataObject) -> None:
-    """`subtree` of any ancestor-closed set keeps paths, probabilities, candidates and all invariants."""
-    tree.note_candidates(torch.arange(len(tree)), torch.rand(len(tree), 2), torch.zeros(len(tree), 2, dtype=torch.long))
-    some = data.draw(st.sets(st.integers(0, len(tree) - 1)))
-    keep = sorted({0}.union(*(walk(tree, node) for node in some)))
-    part = tree.subtree(torch.tensor(keep))
-    check_invariants(part)
-    assert token_paths(part) == [token_paths(tree)[node] for node in keep]
-    for field in ("path_probs", "depths"):
-        assert torch.equal(getattr(part, field), getattr(tree, field)[keep])
-    assert part.draft_topk == [tree.draft_topk[node] for node in keep]
-
-
-@few
-@given(random_trees(), st.data())
 def test_acceptance_is_a_walk_and_ignores_other_nodes(tree: SlowTree, data: st.DataObject) -> None:
     """Against a walk over token paths; changing the draws off the path changes nothing."""
     draw = st.lists(st.integers(0, 5), min_size=len(tree), max_size=len(tree))

@@ -9,19 +9,15 @@ import torch
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
-from data_prep.config import validate as validate_data
 from data_prep.real.target import target_folder
 from sage.drafts.registry import KINDS as DRAFT_KINDS
 from sage.io.files import config_dir
-from sage.planning.options import defaults
-from sage.trees import POLICIES, policy_class
-from train.config.checks import check, check_batch, check_ranges
+from train.config.checks import check, check_batch
 from train.config.hydra_app import compose
 from train.config.resolvers import run_name
 from train.config.schema import (
     Config,
     Schedule,
-    TargetConfig,
 )
 from train.engine.engine import deepspeed_config, make_optimizer
 from train.job.schedule import learning_rate
@@ -88,16 +84,6 @@ def test_every_choice_composes_validates_and_builds(choice: str, monkeypatch: py
         build_without_weights(config)
 
 
-@pytest.mark.parametrize("choice", sorted(TARGETS.keys() - set(COMPOSED)))
-def test_every_target_fits_the_schema(choice: str) -> None:
-    """Another target of its architecture is composed and built."""
-    content = TARGETS[choice]
-    assert content.pop("defaults", None) is None
-    target = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TargetConfig), content))
-    check_ranges(target)
-    assert f"target={target.name}" == choice and target.architecture and target.parameters_b and target.recipe.lr
-
-
 def build_without_weights(config: Config) -> None:
     """Builds the objects of a run that need neither weights nor data."""
     pair = build_on_meta(config)
@@ -112,27 +98,6 @@ def test_every_yaml_is_a_known_choice() -> None:
     tested = {config_dir() / f"{choice.replace('=', '/')}.yaml" for choice in FILES} | set(SWEEP_FILES)
     roots = {config_dir() / name for name in ("config.yaml", "validate.yaml", "prepare.yaml")}
     assert set(config_dir().rglob("*.yaml")) == tested | roots | set(PROMPT_FILES)
-
-
-@pytest.mark.parametrize("path", PROMPT_FILES, ids=lambda path: path.stem)
-def test_prompt_set_composes(path: Path) -> None:
-    config = compose("config", [f"data/validation={path.stem}"], Config)
-    assert config.data.validation.keys() == {path.stem}
-    validate_data(config.data)
-
-
-def test_policies_compose_with_their_defaults_and_every_option() -> None:
-    chosen = f"decode/policy=[{','.join(POLICIES)}]"
-    assert compose("config", [chosen], Config).decode.options == {name: {} for name in POLICIES}
-    options = {name: {key: value for key, value in defaults(policy_class(name)).items() if key != "paths"} for name in POLICIES}
-    given = [
-        f"decode.options.{name}.{key}={'null' if value is None else value}"
-        for name, own in options.items()
-        for key, value in own.items()
-    ]
-    decode = compose("config", [chosen, *given], Config).decode
-    assert decode.options == options and decode.policies == list(POLICIES)
-    build_policies(decode)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_page, gpu_quarter_hour
-from benchmarks.figures import Figures
+from benchmarks import gpu_quarter_hour
 from benchmarks.gpu_quarter_hour import run_steps
 from benchmarks.gpu_steps import Step
 from sage.io.files import read_json
@@ -26,15 +25,6 @@ todo = [Step(name=name, estimate_s=0, limit_s=60, command=command, shows="") for
 gpu_quarter_hour.SIGNALS, gpu_quarter_hour.steps = ((signal.SIGKILL, 5),), lambda work, is_gpu: todo
 sys.exit(gpu_quarter_hour.main())
 """
-PAGE = """<!-- figures: a b -->
-Never.
-<!-- end -->
-<!-- figures: c -->
-Never.
-<!-- end -->
-<!-- figures: steps -->
--
-<!-- end -->"""
 
 
 def step(name: str, code: str, limit_s: float = 60.0, estimate_s: float = 0.0) -> Step:
@@ -66,21 +56,3 @@ def test_sigterm_ends_the_running_step_and_leaves_complete_results(tmp_path: Pat
     assert process.wait(30) == 3
     assert [row["outcome"] for row in read_json(tmp_path / "results.json")["steps"]] == ["stopped by a signal", "not started"]
     assert read_json(tmp_path / "figures.json")["a"]["output"] == "hangs"
-
-
-def test_figures_replace_the_text_of_their_block_only() -> None:
-    table = {
-        "command": "x",
-        "title": "A title",
-        "head": ["x", "y"],
-        "rows": [["1", "2|3"]],
-        "notes": ["note"],
-        "machine": "one GPU",
-    }
-    figures = {"a": {"files": {"table.json": table}}, "b": {"output": "warning: hidden\nshown", "files": {}}}
-    results = [{"name": "b", "outcome": "killed at 60 s", "seconds": 60.0, "command": ["/python", "-m", "b"]}]
-    found = gpu_page.filled(PAGE, results, figures)
-    assert "`x`, measured on one GPU:\n\nA title.\n\n| x | y |\n| :-- | --: |\n| 1 | 2\\|3 |\n\nnote." in found
-    assert "`python -m b`:\n\n```text\nshown\n```" in found and found.count("Never.") == 1
-    assert "| b | killed at 60 s | 60.0 |" in found and gpu_page.filled(found, results, figures) == found
-    assert Figures.of(table).title == "A title"

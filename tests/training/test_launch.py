@@ -79,26 +79,6 @@ def as_by_srun(sage_train: Sequence[str], arguments: list[str], rank: int, **opt
     return subprocess.Popen([*sage_train, *arguments], env=variables, stderr=subprocess.PIPE, text=True, **options)
 
 
-@pytest.mark.slow
-def test_ranks_terminated_by_srun_after_the_first_exit_with_3_as_well(
-    target: Path, tmp_path: Path, commands: ForkServer, started: list[subprocess.Popen[str]]
-) -> None:
-    """`srun --kill-on-bad-exit` terminates all ranks once one has exited with 3; its exit code is the largest of theirs."""
-    run = tmp_path / "run"
-    arguments = command(target, run, *TINY_REPORT, "train.micro_batch_size=1", "train.max_steps=100000", "launch.device=cpu")
-    started += [as_by_srun(commands.command("train.cli.train"), arguments, rank, start_new_session=True) for rank in range(2)]
-    wait_for_a_step(started[0], run)
-    for process in started:
-        process.send_signal(signal.SIGUSR1)
-    while all(process.poll() is None for process in started):
-        time.sleep(0.01)
-    for process in started:
-        process.terminate()
-    errors = [process.communicate(timeout=60)[1] for process in started]
-    assert [process.returncode for process in started] == [3, 3], errors
-    assert (run / "state" / "latest").is_file()
-
-
 def user(image_name: str) -> dict[str, Any]:
     image = {"type": "image", "image": f"{image_name}.png"}
     return {"role": "user", "content": [image, {"type": "text", "text": "what is this?"}]}

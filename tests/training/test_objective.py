@@ -166,24 +166,6 @@ def test_the_head_gradient_in_bf16_does_not_depend_on_the_chunks(chunk: int, ste
     assert float((found.double() - expected).norm() / expected.norm()) < 0.004
 
 
-@pytest.mark.parametrize("size", [1, 4, 100])
-def test_parts_hold_whole_positions_in_order(size: int) -> None:
-    is_valid = torch.rand(3, 12, generator=torch.Generator().manual_seed(0)) < 0.5
-    rows = Rows.of(is_valid)
-    pairs = [(position, step) for position in range(12) for step in range(3) if is_valid[step, position]]
-    assert list(zip(rows.position.tolist(), rows.step.tolist(), strict=True)) == pairs and sum(rows.counts) == len(pairs)
-    chunks = list(rows.parts(size))
-    for whole, parts in ((None, chunks), (chunks[-1], list(rows.parts(1, chunks[-1])))):
-        first, last = (slice(0, len(pairs)), slice(0, 12)) if whole is None else whole
-        found = [[*range(part.rows.start, part.rows.stop)] for part in parts]
-        assert sum(found, []) == [*range(first.start, first.stop)]
-        assert sum(([*range(p.positions.start, p.positions.stop)] for p in parts), []) == [*range(last.start, last.stop)]
-        for part, own in zip(parts, found, strict=True):
-            held = part.positions.stop - part.positions.start
-            assert {pairs[row][0] for row in own} <= {*range(part.positions.start, part.positions.stop)}
-            assert held == 1 or (held <= size and len(own) <= size)
-
-
 class Products(TorchDispatchMode):
     """Counts matrix products, and their multiplications."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from train.job.schedule import learning_rate
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics, peak_memory
 from train.monitor.progress import LogDisplay
-from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker, wandb_mode
+from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState
 
@@ -128,22 +127,6 @@ def test_wandb_without_a_login_is_refused_before_anything_is_written(
     shown = capsys.readouterr().err
     assert shown.startswith("error: tracking=wandb: ") and shown.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.usefixtures("logged_out")
-@pytest.mark.parametrize("change", ["WANDB_API_KEY=" + 40 * "a", "WANDB_MODE=offline", "WANDB_MODE=disabled", "RANK=1"])
-@pytest.mark.slow
-def test_wandb_needs_a_login_on_rank_0_and_online_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    monkeypatch.setattr("train.monitor.sinks._has_login", lambda: "WANDB_API_KEY" in os.environ)
-    config = config_in(tmp_path, "tracking=wandb")
-    with refused(*LOGIN, error=ConfigError):
-        check_tracking(config)
-    monkeypatch.setenv(*change.split("="))
-    check_tracking(config)
-    monkeypatch.delenv(change.split("=")[0])
-    check_tracking(config_in(tmp_path, "tracking=wandb", "tracking.mode=offline"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert wandb_mode(WandbConfig()) == "disabled" and wandb_mode(WandbConfig(mode=WandbMode.offline)) == "offline"
 
 
 # -- provenance -----------------------------------------------------------------------------------------------------------
