@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from support.messages import exit_code
+from support.messages import exit_code, refused
 
 from train.cli.train import main
 from train.config.hydra_app import compose
-from train.config.overrides import expand
+from train.config.overrides import expand, refuse_unknown_options
 from train.config.resolvers import target_dtype, target_name
-from train.config.schema import Config, Precision, ValidateConfig
+from train.config.schema import Config, ConfigError, Precision, ValidateConfig
 from train.validation.selection import Checkpoint, settle
 
 
@@ -63,6 +63,11 @@ def test_a_run_alone_is_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     assert expand([str(tmp_path)], ValidateConfig) == [f"checkpoint={tmp_path}"]
     assert expand([str(tmp_path)], Config) == [str(tmp_path)]
+
+
+def test_options_for_keys_name_the_key() -> None:
+    with refused("--data", "data=VALUE, without dashes", error=ConfigError):
+        refuse_unknown_options(["--data", "x.jsonl"], ["--debug"])
 
 
 def test_a_draft_without_run_is_measured_in_its_targets_dtype(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from support.data_helpers import make_processor, save_target
 from support.messages import exit_code, refused
 
 from data_prep.build import build_dataset
-from data_prep.config import Cache, DataConfig, OnBad, validate
+from data_prep.config import Answers, Cache, DataConfig, OnBad, validate
 from data_prep.sources import KINDS, Kind, SourceConfig
 from data_prep.splits import Split
 from train.cli import data as data_cli
@@ -38,6 +38,10 @@ from train.cli import data as data_cli
         (
             {"sources": {"a": SourceConfig(kind="hub", streaming=True), "b": SourceConfig(kind="hub")}},
             ["data.sources", "streaming"],
+        ),
+        (
+            {"sources": {"a": SourceConfig(kind="hub", path="a/b", streaming=True)}, "answers": Answers.target},
+            ["data.answers: target", "action=convert"],
         ),
         (
             {"sources": {"a": SourceConfig(kind="hub", streaming=True)}, "cache": Cache.examples},

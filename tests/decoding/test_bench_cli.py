@@ -4,6 +4,7 @@ import json
 
 import pytest
 from PIL import Image
+from support.data_helpers import save_target as save_other
 from support.data_helpers import user
 from support.messages import check_message, refused
 from support.validate_helpers import save_draft, save_target
@@ -139,6 +140,12 @@ def test_policies_that_draft_need_a_draft(folders):
         main(["--target", str(folders[0]), "--policies", "autoregressive,chain,sage"])
     with refused("--draft", "--replay"):
         main(["--target", str(folders[0]), "--policies", "autoregressive", "--replay"])
+
+
+def test_an_assistant_of_another_family_is_refused(folders, tmp_path):
+    other = save_other("llava_onevision", tmp_path / "llava")
+    with refused("llava_onevision", "qwen2_5_vl"):
+        bench(folders, "--policies", "sage", "--assistant", str(other))
 
 
 def test_a_smaller_model_as_the_draft_is_the_assistant(folders, capsys):

@@ -19,6 +19,7 @@ from sage.bench.runners import (
     AUTOREGRESSIVE,
     HF_GENERATE,
     PROMPT_LOOKUP,
+    HFRunner,
     PolicyRunner,
     TimedRun,
     baseline_runner,
@@ -158,6 +159,14 @@ def test_a_baseline_that_fails_is_excluded_with_the_reason():
     assert found["failed_baselines"] == measurement.failed
 
 
+def test_policies_and_hf_generate_may_not_fail():
+    failing = Failing("sage", 0.1)
+    failing.may_fail = False
+    with pytest.raises(IndexError):
+        measure([*fakes()[0][:2], failing], PROMPTS, SAMPLING, repeats=1)
+    assert not HFRunner(make_qwen()).may_fail and not PolicyRunner(make_qwen(), None, "autoregressive").may_fail
+
+
 def test_speedup_is_against_the_fastest_autoregressive_runner():
     """Two tokens after the prefill's: sage 2 / 1 s, Hugging Face 2 / 2 s, the autoregressive policy 2 / 4 s."""
     found = summary(fakes()[0])
@@ -183,6 +192,12 @@ def test_margins_are_paired_and_against_every_other_runner():
 def test_a_fast_decoder_that_is_not_autoregressive_is_no_baseline_for_speedups():
     found = summary([*fakes()[0], FakeRunner(PROMPT_LOOKUP, 0.1)])
     assert found["fastest_baseline"] == HF_GENERATE and found["baselines"][PROMPT_LOOKUP]["speedup"] == pytest.approx(20.0)
+
+
+def test_answers_of_one_token_have_no_decoding_speed():
+    runners = [FakeRunner(name, 0.1, tokens=[1], is_autoregressive=name != "sage") for name in (AUTOREGRESSIVE, "sage")]
+    part = summary(runners, repeats=1)["policies"]["sage"]
+    assert part["tokens_per_s"] == part["speedup"] == 0.0 and "speedup_ci" not in part
 
 
 def runs_with(*logs):
@@ -265,6 +280,13 @@ def test_report_of_a_tiny_target(temperature):
         assert set(part["time_s"]) == set(PHASES)
     assert all(math.isfinite(value) for value in tree_leaves(report) if isinstance(value, (int, float)))
     assert report["policies"][AUTOREGRESSIVE]["tokens_per_target_pass"] == 1.0
+
+
+def test_extra_keys_may_not_replace_measured_ones():
+    measurement = measure(fakes()[0], PROMPTS, SAMPLING, repeats=1)
+    target = SimpleNamespace(name="t", device=torch.device("cpu"), dtype=torch.float32, passes="eager", head_dim=8)
+    with refused("report", "machine"):
+        build_report(measurement, target, "d", ["sage"], machine={})
 
 
 @pytest.mark.parametrize("batch_size", [2, 8])

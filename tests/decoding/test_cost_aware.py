@@ -80,6 +80,11 @@ class TestCalibrator:
         ratio = after.error()[1] / before.error()[1]
         assert ratio > 2 if is_wrong else ratio < 0.5
 
+    def test_siblings_are_accepted_with_one_at_most(self) -> None:
+        """They exclude each other: after 0.9, a second candidate of 0.9 has a tenth left, and a third nothing."""
+        found = Calibrator().leading([0.9, 0.9, 0.9], 1, 0.0)
+        assert found[:2] == pytest.approx([0.9, 0.1]) and sum(found) == pytest.approx(1.0)
+
     def test_one_newton_step_is_that_of_a_naive_loop(self) -> None:
         calibrator = Calibrator(prior=3.0, memory=0.9)
         probs, depths, weights = random_probs(7, 3, 5), torch.arange(7) + 1, torch.rand(7)
@@ -315,6 +320,15 @@ class TestCoupledScores:
         assert other.state() == both
         toy_answer(other, PLAIN)
         assert other.learner.rounds > both["rounds"] and other.state()["coupled"] == both["coupled"]
+
+    def test_the_log_holds_levels_nodes_and_a_matching_reason(self) -> None:
+        policy = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 3, "top_k": 3})
+        log = toy_answer(policy, COUPLED).stats.rounds_log
+        assert log and any(entry["drafted"] > entry["nodes"] for entry in log)
+        for entry in log:
+            assert entry["expanded"] >= entry["levels"] >= entry["depth"] and entry["drafted"] >= entry["nodes"]
+            assert (entry["drafted"] == 0) == (entry["levels"] == 0)
+            assert ("no candidate was worth" in policy.explain(entry)) == (0 == entry["levels"] < entry["expanded"])
 
     def test_a_new_kind_starts_from_the_statistics_of_the_other(self) -> None:
         policy = make_policy("cost_aware", {"max_depth": 3, "top_k": 3})

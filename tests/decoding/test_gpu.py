@@ -15,6 +15,7 @@ from support.processors import image_part, make_processor, user
 from torch.nn.attention.bias import causal_lower_right
 
 import sage
+from sage.commands.cli import resolve_device
 from sage.decoding.generation import start
 from sage.drafts.model import ModelDraft, shallow_model
 from sage.io.model_files import load_weights
@@ -23,6 +24,20 @@ from sage.runtime.vision_attention import VisionAttention, resolve_attention
 from sage.targets import loading
 from sage.targets.families.qwen2_5_vl import PatchProjection
 from sage.targets.loading import set_attention
+from train.launch.ranks import pick_device
+
+
+def test_commands_make_their_gpu_the_current_device(fake_cuda: FakeCuda) -> None:
+    assert resolve_device("cuda:2") == torch.device("cuda:2")
+    assert resolve_device("auto") == torch.device("cuda:0")
+    assert pick_device("auto", 3) == torch.device("cuda:3")
+    assert fake_cuda.calls == [
+        ("set_device", torch.device("cuda:2")),
+        ("set_device", torch.device("cuda:0")),
+        ("set_device", 3),
+    ]
+    assert resolve_device("cpu") == pick_device("cpu", 3) == torch.device("cpu")
+    assert len(fake_cuda.calls) == 3
 
 
 def test_cudnn_attention_is_off_for_a_target_on_a_gpu(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refused
 from support.models import OracleSession, make_inputs
 from support.toy_helpers import drafted_tree
 
@@ -132,3 +133,8 @@ def test_learning_policy_gets_labels_along_the_answer_and_a_copy_of_the_tables(r
     depths = learner.learner.before.error()
     assert depths and all(0 <= error <= 1 for error in depths.values())
     assert learner.learner.calibrator.weights.tolist() != learner.learner.calibrator.start.tolist()
+
+
+def test_cost_aware_policy_without_costs_is_refused() -> None:
+    with refused("replay", "cost_aware"):
+        replay([toy_recording()], sage.policy("cost_aware"))

@@ -127,6 +127,18 @@ def test_a_comparison_is_written_best_run_first(runs: list[Path], tmp_path: Path
         assert image.width > 1000 and len(image.convert("L").getcolors(256) or []) > 10
 
 
+def test_runs_are_listed_where_the_table_is_too_wide(tmp_path: Path) -> None:
+    policies = {name: figures(2.0) for name in ("chain", "static", "eagle2", "spec_llava", "sage", "cost_aware")}
+    runs = [read_run(write_run(tmp_path / f"run-{n}", 1e-4 * (n + 1), {4: policies})) for n in range(3)]
+    for n, run in enumerate(runs):
+        run.config["data.sources.images.media_root"] = f"/mnt/{'folder/' * 70}part-{n}"
+    *lines, last = compare(runs, tmp_path / "out", 80).splitlines()
+    assert max(map(len, lines)) <= 80 and last.startswith("comparison: ")
+    assert [line for line in lines if line.startswith("run-")] == ["run-0 *", "run-1", "run-2"]
+    assert lines.count("  sage tok/pass: 2.00") == 3 and lines.count("  optim.lr: 0.0002") == 1
+    assert "part-2" in "".join(line.strip() for line in lines)
+
+
 def test_a_check_is_compared_only_when_it_is_named(runs: list[Path], tmp_path: Path) -> None:
     check = next_check(runs[0], "draft", 4)
     check.mkdir(parents=True)
@@ -138,6 +150,11 @@ def test_a_check_is_compared_only_when_it_is_named(runs: list[Path], tmp_path: P
     assert text.splitlines()[2].split()[:2] == ["a/checks/draft_step_00000004", "*"] and " 9.00 " in text
     assert "64 prompts, 3 runs each, float32 on cpu, temperature 0.5, at most 256 new tokens" in " ".join(text.split())
     assert text.endswith(f"comparison: {tmp_path / 'compare.md'}")
+
+
+def test_without_a_validation_there_is_a_table_and_no_plot(runs: list[Path], tmp_path: Path) -> None:
+    compare([read_run(runs[2])], tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["compare.html", "compare.json", "compare.md"]
 
 
 def test_runs_are_found_by_name_pattern_and_folder(runs: list[Path], tmp_path: Path) -> None:
@@ -245,3 +262,11 @@ def test_a_validation_is_compared_with_the_estimate_before_it() -> None:
     reports = [(step, {"policies": {"chain": {"tokens_per_target_pass": 6.0}}}) for step in (5, 15, 20)]
     rows = measured_against_estimate(lines, reports)
     assert [(row["estimate"], row["ratio"]) for row in rows] == [(None, None), (10.0, 0.6), (20.0, 0.3)]
+
+
+def test_folders_without_a_run_or_a_step_are_refused(tmp_path: Path, runs: list[Path]) -> None:
+    with refused(str(tmp_path), "config.yaml", error=ConfigError):
+        write_run_report(tmp_path)
+    (runs[0] / "metrics.jsonl").write_text("")
+    with refused("metrics.jsonl", "train.log_every", error=ConfigError):
+        write_run_report(runs[0])

@@ -206,3 +206,9 @@ def test_a_failed_job_does_not_end_a_sweep(
         (records / "job_00003.json").write_text(content)
         with refused("job_00003.json"):
             read_jobs(records)
+
+
+def test_sage_train_without_arguments_says_what_to_choose(capsys: pytest.CaptureFixture[str], in_empty_folder: Path) -> None:
+    assert exit_code(main) == 2 and not list(in_empty_folder.iterdir())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and all("sage-train" in line for line in lines[1:])

@@ -26,12 +26,13 @@ from sage.commands.cli import NOTHING_SAVED
 from sage.commands.cli import run as run_command
 from train.config.hydra_app import compose, run_app
 from train.config.schema import Config, ConfigError
+from train.job.answers import AnswersStopped
 from train.job.rank import run_rank
 from train.launch.cluster_env import detect_launcher, first_host
 from train.launch.launcher import launch
 from train.launch.ranks import Ranks, process_group
 from train.launch.signals import StopFlag
-from train.launch.supervisor import Failure, RankFailed, Supervisor, describe
+from train.launch.supervisor import Failure, RankFailed, Supervisor, describe, interrupted
 
 START_S = 200
 SAGE_TRAIN = [sys.executable, "-m", "train.cli.train"]  # as users start it: torch has yet to read its log level
@@ -251,6 +252,14 @@ def test_an_exit_without_a_report_is_an_error(tmp_path: Path) -> None:
     assert failed.exit_code == 1
     assert failed.details == "rank_1:\n" + "".join(f"line {number}\n" for number in range(11, 31))
     check_message(str(failed), "rank 1 ", "code 1", "launch.ranks=1")
+
+
+def test_a_stopped_rank_that_has_saved_answers_says_so(tmp_path: Path) -> None:
+    assert Supervisor(tmp_path).stopped(str(tmp_path)).exit_code == 130
+    failures = (describe(interrupted(tmp_path), 0), describe(AnswersStopped(tmp_path / "kept"), 1))
+    stopped = reported(tmp_path, *failures).stopped(str(tmp_path))
+    assert stopped.exit_code == 3
+    check_message(str(stopped), "same command continues", f"{tmp_path}/kept")
 
 
 @pytest.mark.slow

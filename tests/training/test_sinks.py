@@ -5,19 +5,21 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from support.messages import exit_code, refused
 
 from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed
 from train.cli.train import main
 from train.config.hydra_app import compose
-from train.config.run_length import MIN_STEPS, RunLength, run_length
+from train.config.run_length import MIN_STEPS, RunLength, repetition_line, run_length
 from train.config.schema import (
     Config,
     ConfigError,
@@ -29,7 +31,7 @@ from train.config.schema import (
 from train.job.schedule import learning_rate
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics, peak_memory
-from train.monitor.progress import LogDisplay
+from train.monitor.progress import LiveDisplay, LogDisplay
 from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState
@@ -81,6 +83,20 @@ def test_a_full_disk_is_reported_with_file_and_remedy(tmp_path: Path) -> None:
     assert SaveFailed.exit_code == 1
 
 
+def test_an_error_on_closing_a_sink_is_logged_and_the_others_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+    closed = []
+
+    class Broken:
+        def log(self, metrics: object, step: int) -> None: ...
+
+        def close(self) -> None:
+            raise OSError("network is gone")
+
+    with caplog.at_level(logging.ERROR):
+        Tracker([Broken(), SimpleNamespace(log=None, close=lambda: closed.append(True))]).close()
+    assert closed == [True] and "network is gone" in caplog.text
+
+
 @pytest.mark.slow
 def test_tensorboard_receives_every_metric(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -89,6 +105,14 @@ def test_tensorboard_receives_every_metric(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
         (line["step"], pytest.approx(line["loss"])) for line in LINES
     ]
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_missing_package_of_a_tracker_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_tracking(config_in(tmp_path))
+    with refused(f"tracking={package}", f"pip install 'sage-draft[{package}]'", error=ConfigError):
+        check_tracking(config_in(tmp_path, f"tracking={package}"))
 
 
 @pytest.mark.slow
@@ -129,6 +153,17 @@ def test_wandb_without_a_login_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_errors_of_wandb_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.CommError("server\nsays no")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with refused("tracking=wandb: server says no", "wandb login", error=ConfigError):
+        open_tracker(config_in(tmp_path, "tracking=wandb"), {}, 0)
+
+
 # -- provenance -----------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +200,16 @@ def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) ->
 def test_run_length(tmp_path: Path, overrides: list[str], per_epoch: float | None, steps: int | None) -> None:
     time_s = 30.0 if overrides[-1].startswith("train.max_minutes") else None
     assert run_length(config_in(tmp_path, *overrides), per_epoch) == RunLength(steps, time_s)
+
+
+@pytest.mark.slow
+def test_repeated_data_are_reported(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "train.max_steps=null", "train.global_batch_size=16")
+    assert f"23 example(s) are repeated to {MIN_STEPS} steps (34.8 epochs)" in repetition_line(config, 23 / 16)
+    assert "train.global_batch_size below 16" in repetition_line(config, 3 / 16)
+    assert not repetition_line(config, MIN_STEPS)
+    for given in ("train.epochs=1", "train.max_steps=3"):
+        assert not repetition_line(config_in(tmp_path, given), 23 / 16)
 
 
 @pytest.mark.slow
@@ -244,3 +289,21 @@ def test_log_lines_at_intervals_with_the_remaining_time(
             now[0] = 100.0 + 8 * done
             lines.show_validation(done, 4, "sage 2.31 tokens/pass 1.85x")
     assert [record.getMessage() for record in caplog.records] == ["prompt 2/4  sage 2.31 tokens/pass 1.85x  00:16 left"]
+
+
+@pytest.mark.parametrize("first", [0, None])
+def test_a_validation_has_a_live_line_of_its_own(first: int | None) -> None:
+    """Beside that of a run, and alone in sage-validate; a narrow terminal shows the figures of the first policies."""
+    screen, figures = io.StringIO(), [f"{name} 2.31 tokens/pass 1.85x" for name in ("chain", "sage", "cost_aware")]
+    live = LiveDisplay(first, console=Console(file=screen, force_terminal=True, width=110))
+    live.update(0, 10, {})
+    for done in range(3):
+        live.show_validation(done, 3, ", ".join(figures))
+        live.bar.refresh()
+    assert len(live.bar.tasks) == 2
+    live.show_validation(3, 3, "")
+    live.close()
+    assert len(live.bar.tasks) == 1
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert "prompt 2/3" in shown and ", ".join(figures[:2]) in shown and ", ".join(figures) not in shown and "left" in shown
+    assert ("0/10" in shown) == (first == 0) and "0/0" not in shown

@@ -141,6 +141,13 @@ def test_mistakes_are_named_before_anything_is_written(models, tmp_path, changes
     assert not any(tmp_path.iterdir())
 
 
+def test_a_drafting_policy_needs_a_draft(models, tmp_path):
+    with refused("decode.policies: sage"):
+        measure_draft(decode(), models[0], None, 1, tmp_path, [make_inputs(models[0])])
+    report = measure_draft(decode(policies=["autoregressive"]), models[0], None, 1, tmp_path, [make_inputs(models[0])])
+    assert report["policies"]["autoregressive"]["speedup"] > 0
+
+
 @pytest.mark.slow
 def test_a_smaller_target_serves_as_the_draft(tmp_path):
     target = make_qwen()
