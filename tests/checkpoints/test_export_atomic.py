@@ -5,16 +5,19 @@ The faults of `new_folder`, by which an export is written, are those of test_sto
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from support.export_helpers import export_draft
+from support.messages import refused
 
 from checkpoints.export.checks import check_folder
 from checkpoints.export.folder import verify_export
 from checkpoints.files import restore_interrupted
+from sage.io.manifest import CorruptFolder
 
 NAMES = ("config.json", "model.safetensors", "sage_export.json", "README.md")
 
@@ -80,3 +83,12 @@ def test_a_corrupt_file_is_named(exports: Path, tmp_path: Path, name: str) -> No
     assert f"{name}: corrupt" in str(check_folder(out).errors[0])
     (out / name).unlink()
     assert f"{name}: missing" in str(check_folder(out).errors[0])
+
+
+def test_the_step_of_a_manifest_is_that_of_the_export(exports: Path, tmp_path: Path) -> None:
+    """No file's hash depends on it."""
+    out = Path(shutil.copytree(exports / "eagle3", tmp_path / "out"))
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | {"step": 7}, indent=1) + "\n")
+    with refused("manifest.json: corrupt: step 7, 0 in", error=CorruptFolder):
+        verify_export(out)

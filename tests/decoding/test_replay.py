@@ -23,7 +23,7 @@ from sage.replay.replay import NO_TOKEN, replay
 from sage.runtime.host_tensors import CPU
 from sage.runtime.timing import Clock
 
-LENGTH = 32
+LENGTH = 48
 COSTS = Costs(Curve([1, 64], [1.0, 2.0]), Curve([1, 64], [0.05, 0.1]), context=10, overhead=0.01)
 SMALL: dict[str, dict[str, Any]] = {
     "chain": {},

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from support.data_helpers import make_image, make_noise, save_images
 from support.messages import refused
 
+from sage.inputs import video
 from sage.inputs.media import DEFAULT_FRAMES, MAX_PIXELS, check_media, open_image, open_video, open_video_part, video_size
 from sage.inputs.video import Video, evenly_spaced, frames_of_segment, sample_frames
 
@@ -107,6 +108,14 @@ def test_16_bit_gray_is_scaled_not_clipped() -> None:
     assert [found.getpixel((x, y))[0] for y in (0, 1) for x in (0, 1)] == [0, 128, 255, 1]  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("size", "parts"), [((1, 1), ("1x1 pixels", "at least 2")), ((20000, 20), ("20000x20 pixels", "factor of 200"))]
+)
+def test_extreme_sizes_are_refused(size: tuple[int, int], parts: tuple[str, ...]) -> None:
+    with refused("image ", *parts):
+        open_image(as_bytes(Image.new("L", size), "PNG"))
+
+
 @pytest.mark.slow
 def test_decompression_bomb_is_refused_before_decoding() -> None:
     side = int(MAX_PIXELS**0.5) + 100
@@ -144,6 +153,24 @@ def test_unreadable_images_are_named(tmp_path: Path) -> None:
         open_image("data:image/png;base64,@@")
 
 
+def test_failed_download_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ConnectError(Exception):
+        """An error of the HTTP client, which is not an OSError."""
+
+    def answer(error: Exception) -> Any:
+        def load(url: str) -> Any:
+            raise error
+
+        return load
+
+    monkeypatch.setattr("transformers.image_utils.load_image", answer(ConnectError("Name or service not known")))
+    with refused("image https://x.org/a.png", "(Name or service not known)"):
+        open_image("https://x.org/a.png", allow_urls=True)
+    monkeypatch.setattr("transformers.image_utils.load_image", answer(UnidentifiedImageError("page")))
+    with refused("image https://x.org/a.png"):
+        open_image("https://x.org/a.png", allow_urls=True)
+
+
 def test_frames_of_a_folder_in_natural_order(tmp_path: Path) -> None:
     for i in range(12):
         Image.new("RGB", (8, 8), (i * 20, 0, 0)).save(tmp_path / f"frame{i}.png")
@@ -166,6 +193,13 @@ def test_unreadable_videos_are_named(tmp_path: Path) -> None:
     (tmp_path / "b.png").write_text("not an image")
     with refused(f"video {tmp_path}: image {tmp_path}/b.png"):
         open_video(tmp_path, 4)
+
+
+def test_video_file_needs_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"no video")
+    monkeypatch.setattr(video, "READER", "no_such_reader")
+    with refused("a.mp4", "pip install"):
+        open_video(tmp_path / "a.mp4", 4)
 
 
 def test_video_file(tmp_path: Path) -> None:

@@ -104,6 +104,12 @@ def test_uniform_indices_are_even_and_distinct() -> None:
 
 
 class TestMistakes:
+    def test_vocabularies(self, tiny_qwen: sage.Target) -> None:
+        other = make_qwen(seed=1)
+        other.text_config.vocab_size = 400
+        with refused("draft: ", "400", "330"):
+            ModelDraft(other, tiny_qwen)
+
     def test_another_family(self, tiny_qwen: sage.Target, tiny_llava: sage.Target) -> None:
         with refused("draft: ", "llava_onevision", "qwen2_5_vl"):
             ModelDraft(tiny_llava, tiny_qwen)

@@ -49,6 +49,11 @@ def test_multimodal_rope_is_plain_rope_on_equal_axes() -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_three_axes_without_sections_are_refused() -> None:
+    with refused("mrope_section"):
+        rope(None)(torch.zeros(3, 1, 2, dtype=torch.long), torch.float32)
+
+
 @pytest.mark.parametrize("rope_type", ["default", *SCALED])
 @pytest.mark.parametrize("make", [make_qwen, make_llava])
 def test_rope_is_the_targets(make: Any, rope_type: str) -> None:

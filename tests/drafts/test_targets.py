@@ -150,6 +150,10 @@ class TestMistakes:
         sage.load_target(folder)
         assert "target: 1 of its tensors are not used: spare.weight" in caplog.text
 
+    def test_prepare_needs_a_processor(self, tiny_qwen: sage.Target) -> None:
+        with refused("target: ", "processor"):
+            tiny_qwen.prepare(user("hello"))
+
     def test_text_and_pixels_differ(self, tiny_qwen: sage.Target) -> None:
         inputs = make_inputs(tiny_qwen)
         inputs["input_ids"] = inputs["input_ids"][:, :8]
