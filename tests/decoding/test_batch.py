@@ -43,7 +43,7 @@ def text_alone(target: sage.Target, draft: Any, inputs: Any, policy: str, **opti
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("qwen", "eagle"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llava", "eagle3"), ("window", "eagle")))],
+    [("qwen", "eagle"), ("llava", "eagle3"), pytest.param("window", "eagle", marks=pytest.mark.slow)],
 )
 def test_requests_that_join_and_leave_at_random_have_their_own_texts(family: str, kind: str) -> None:
     """Policies, seeds, temperatures and lengths differ; rows are taken again, and two requests leave before their end."""
