@@ -22,7 +22,7 @@ MIN_OWN_SHARE = 0.7
 OWN_ANSWERS = "own_answers"  # key of metrics.jsonl; of one source: `own_answers/LABEL`
 CHUNK_TOKENS = 256  # positions whose logits exist at a time
 MAX_BYTES = 10**9  # of the weights of a target that is loaded for this measurement alone
-COMMAND = "sage-train ... data.answers=target"
+REMEDY = "data.answers=target"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class OwnShare:
         listed = listed_shares(self.by_source()) if len(self.counts) > 1 else ""
         return f"own answers: {self.share:.0%} of {self.num_tokens:,} supervised tokens are the target's own choice{listed}"
 
-    def warning(self, command: str = COMMAND) -> str:
+    def warning(self, command: str = REMEDY) -> str:
         """Returns the warning about foreign answers, which names `command` as the remedy."""
         return (
             f"the answers are not the target's own: {self.share:.0%} of the supervised tokens are its choice, below "

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
 import sage
 from data_prep.pocket import world
-from sage.io.ranges import PositiveInt
+from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel
 
@@ -28,7 +29,7 @@ class Confident(Policy):
     num_candidates = 1
 
     depth: PositiveInt = 8
-    threshold: float = 0.4
+    threshold: Annotated[float, Range(ge=0, le=1)] = 0.4
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,7 +34,6 @@ MEASURES = {
 QUANTILES = {"min": 0.0, "5%": 0.05, "median": 0.5, "95%": 0.95, "max": 1.0}
 HEAD = ("", *QUANTILES, "mean")
 NO_FAMILY = "-"
-REMEDY = "sage-train ... data.answers=target"
 NOT_MEASURED = "own answers: not measured; the first steps of a run do, and own=64 with the weights of the target here"
 JSON_KEYS = ("min", "p05", "median", "p95", "max", "mean")
 THUMBNAIL_SIDE = 224  # pixels
@@ -82,7 +81,7 @@ class Statistics:
     @property
     def own_warning(self) -> str:
         """The warning about foreign answers; empty without one."""
-        return self.own.warning(REMEDY) if self.own and self.own.is_foreign else ""
+        return self.own.warning() if self.own and self.own.is_foreign else ""
 
     def add(self, conversation: Conversation, example: Example, processor: Processor) -> None:
         """Measures one example."""

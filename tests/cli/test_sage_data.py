@@ -184,7 +184,7 @@ def test_check_from_the_command_line(target_folder: Path, tmp_path: Path, capsys
     assert command(*words, f"out={page_path}", "data.max_length=null") == 0
     printed, logged = capsys.readouterr()
     assert "6 examples, 6 measured" in printed
-    assert "the answers are not the target's own" in logged and "sage-train ... data.answers=target" in logged
+    assert "the answers are not the target's own" in logged and "regenerate them with: data.answers=target" in logged
     assert f"page: {page_path}" in printed
     assert "own answers: " in printed and "are the target's own choice" in html.unescape(page_path.read_text())
     assert page_path.read_text().startswith("<!doctype html>")

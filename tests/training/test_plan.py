@@ -290,7 +290,7 @@ def test_a_plan_reports_the_data(target: Path, tmp_path: Path, capsys: pytest.Ca
     text = planned(f"data.path={path}", "data.max_length=64", "data.on_long=cut")
     assert re.search(rf"examples +20 for training in {path}", text)
     assert re.search(r"answers +as given; own answers: \d+% of [\d,]+ supervised tokens are the target's own choice\n", text)
-    assert "the answers are not the target's own" in text and "sage-train ... data.answers=target" in text
+    assert "the answers are not the target's own" in text and "regenerate them with: data.answers=target" in text
     assert "the target's own, generated before the first step" in planned(f"data.path={path}", "data.answers=target")
     assert "20 of 20 examples are too long for data.max_length=64: 20 shortened" in text
     assert re.search(r"training +50 steps, (\d|less than a second)", text)

@@ -49,7 +49,7 @@ def facts(
 
 
 SLOW = policy(1.4, 0.7, (0.6, 0.8))
-QUESTION = '--image photo.jpg --prompt "What is this?"'
+QUESTION = '--prompt "What do you see?"'
 REPEATED = "sage-train target=pocket_qwen2_5_vl 'data.path=my chats.jsonl'"
 FEW = policy(1.4, 1.1, None)  # seems faster, on one prompt
 OTHER_PROMPTS = "sage-validate checkpoint=exports/d data=auto data.path=FILE data.holdout=0.2"
@@ -119,11 +119,11 @@ CASES: dict[str, tuple[Facts, Result, str, tuple[str, ...], str]] = {
         f"sage-generate --draft exports/d --policy chain {QUESTION}",
     ),
     "a draft that is faster with trees only": (
-        facts(policy(1.6, 0.86, (0.8, 0.9)), others={"cost_aware": policy(1.9, 1.16, (1.06, 1.24))}),
+        facts(policy(1.6, 0.86, (0.8, 0.9)), others={"cost_aware": policy(1.9, 1.16, (1.06, 1.24))}, **{"data.name": "pocket"}),
         Result.faster,
         "",
         ("1.16x", "cost_aware"),
-        f"sage-generate --draft runs/a --policy cost_aware {QUESTION}",
+        f"sage-generate --draft runs/a --policy cost_aware --image examples/drawing.png {QUESTION}",
     ),
     "one prompt": (
         facts(policy(1.4, 1.3, None), prompts=1, run=False),

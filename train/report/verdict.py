@@ -41,6 +41,7 @@ MIN_MEASURED_RATIO = 0.6  # measured over estimated tokens per target pass of a 
 RISE = 1.05  # of the estimate from the third to the last quarter of a run that is still improving
 MIN_ACCEPTED = 1.5  # tokens per pass, from which the cost of a round is the cause rather than acceptance
 UNROLLED_STEPS = 7  # of objective=eagle3
+POCKET, DRAWING = "pocket", Path("examples/drawing.png")  # a picture of the demo's data, in a clone of the repository
 SHALLOW = 2  # depth of the chain that is tried where a round costs too much
 MAX_HOLDOUT = 0.2  # share of the training data that is given up for prompts
 
@@ -329,7 +330,8 @@ def _next_command(facts: Facts, result: Result) -> str:
 
 def _generate(facts: Facts, policy: str | None) -> str:
     draft = shlex.quote(facts.run or facts.draft)
-    return f'sage-generate --draft {draft} --policy {policy} --image photo.jpg --prompt "What is this?"'
+    image = f" --image {DRAWING}" if facts.config.get("data.name") == POCKET and DRAWING.exists() else ""
+    return f'sage-generate --draft {draft} --policy {policy}{image} --prompt "What do you see?"'
 
 
 def _checkpoint(facts: Facts) -> str:
