@@ -56,7 +56,9 @@ def table_messages(row: Row, columns: dict[str, str], media_root: Roots) -> list
         if isinstance(message["content"], list):
             message["content"] = [_part(part, i, media, media_root) for part in message["content"]]
     _place_media(messages, media)
-    messages = [message | {"content": _as_parts(message["content"])} for message in messages]
+    for message in messages:
+        if isinstance(message["content"], str):
+            message["content"] = text_part(message["content"])
     system = _column(row, columns, "system")
     if system and any(message["role"] == "system" for message in messages):
         raise ValueError("system: beside a message of that role; keep one of them")
@@ -261,10 +263,6 @@ def _split_text(text: str, places: list[tuple[int, int, str]], media: dict[str, 
         parts.append({"type": kind, kind: media[kind].pop(0)})
         position = end + text[end:].startswith("\n")
     return parts + text_part(text[position:])
-
-
-def _as_parts(content: Any) -> Any:
-    return text_part(content) if isinstance(content, str) else content
 
 
 def text_part(text: str) -> list[Part]:

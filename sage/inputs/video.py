@@ -53,16 +53,23 @@ def read_video(path: Path, num_frames: int, segment: Segment = None) -> Video:
     is_gif = path.suffix.lower() == ".gif"
     if not is_gif and importlib.util.find_spec(READER) is None:
         raise ValueError(f"video {path}: no video reader is installed; pip install {READER}, or give a folder of frames")
-    try:
-        with no_size_warning():
-            video = (_read_gif if is_gif else _read_av)(path, num_frames, segment)
-    except Image.DecompressionBombError as error:
-        raise ValueError(f"video {path}: {TOO_MANY_PIXELS}") from error
-    except (ValueError, *DECODING_ERRORS) as error:
-        raise ValueError(f"video {path}: not a readable video ({error})") from error
+    with _naming(path):
+        video = (_read_gif if is_gif else _read_av)(path, num_frames, segment)
     if not video.frames:
         raise ValueError(f"video {path}: no frames could be read")
     return video
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turns an error of a decoder into a ValueError that names the video."""
+    try:
+        with no_size_warning():
+            yield
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"video {path}: {TOO_MANY_PIXELS}") from error
+    except Exception as error:  # whatever decoders raise on corrupt bytes
+        raise ValueError(f"video {path}: not a readable video ({error})") from error
 
 
 def measure_video(path: Path, num_frames: int, segment: Segment = None) -> tuple[VideoSize, float]:
@@ -75,7 +82,7 @@ def measure_video(path: Path, num_frames: int, segment: Segment = None) -> tuple
         video = read_video(path, num_frames, segment)
         return VideoSize(len(video.frames), *video.frames[0].size), video.fps
     av: Any = importlib.import_module(READER)
-    try:
+    with _naming(path):
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             rate = _rate_of(stream)
@@ -83,8 +90,6 @@ def measure_video(path: Path, num_frames: int, segment: Segment = None) -> tuple
         with av.open(str(path)) as container:
             first = next(container.decode(video=0), None)
             width, height = (0, 0) if first is None else _upright(first).size
-    except (ValueError, *DECODING_ERRORS, av.error.FFmpegError) as error:
-        raise ValueError(f"video {path}: not a readable video ({error})") from error
     wanted, fps = sample_frames(total, rate, segment, num_frames)
     if not wanted:
         raise ValueError(f"video {path}: no frames could be read")
@@ -189,14 +194,10 @@ def _upright(frame: Any) -> Image.Image:
 
 def _read_av(path: Path, num_frames: int, segment: Segment) -> Video:
     av: Any = importlib.import_module(READER)
-    try:
-        with av.open(str(path)) as container:
-            rate = _rate_of(container.streams.video[0])
-            total = sum(1 for _ in container.decode(video=0))
-        wanted, fps = sample_frames(total, rate, segment, num_frames)
-        kept = set(wanted)
-        with av.open(str(path)) as container:
-            frames = (frame for i, frame in enumerate(container.decode(video=0)) if i in kept)
-            return Video([_upright(frame) for frame in frames], fps)
-    except av.error.FFmpegError as error:  # not all of them are subclasses of OSError or ValueError
-        raise ValueError(str(error)) from error
+    with av.open(str(path)) as container:
+        rate = _rate_of(container.streams.video[0])
+        total = sum(1 for _ in container.decode(video=0))
+    wanted, fps = sample_frames(total, rate, segment, num_frames)
+    kept = set(wanted)
+    with av.open(str(path)) as container:
+        return Video([_upright(frame) for i, frame in enumerate(container.decode(video=0)) if i in kept], fps)
