@@ -155,7 +155,7 @@ def test_prompts(shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     """Short prompts are read by one pass, whatever their length; all others as in eager mode."""
     monkeypatch.setattr(prompt_pass, "MIN_BYTES", 0)
     monkeypatch.setattr(package.Compiled, "max_prompt", 12)
-    target, levels = make_qwen(**LAYERS), (0, 1, 2)
+    target, levels = make_qwen(**LAYERS), (0, 1)
     target.passes = PassMode.compiled
     complete = target.embed(make_inputs(target, length=16))
     with torch.inference_mode():
