@@ -74,10 +74,6 @@ class TargetFacts:
         """Whether vLLM serves drafts for the target's family with our plugin only."""
         return self.model_type in FAMILIES and VLLM_WITH_PLUGIN in FAMILIES[self.model_type].served_by
 
-    def label(self, engine: str) -> str:
-        """Returns the name of an engine in messages, with our plugin where the target's family needs it."""
-        return VLLM_WITH_PLUGIN if engine == VLLM and self.needs_plugin else engine
-
     @property
     def has_images(self) -> bool:
         """Whether the target's family reads images."""

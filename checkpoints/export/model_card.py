@@ -100,9 +100,10 @@ def _measurements(card: ExportResult) -> str:
 
 def _serving(card: ExportResult) -> str:
     commands = serve_commands(card.format, card.facts, card.name, card.speculative_tokens)
-    install = f" (`{INSTALL_PLUGIN}` in vLLM's environment)" if card.facts.needs_plugin else ""
+    install = f" (`{INSTALL_PLUGIN}` in vLLM's environment)" if card.format.needs_plugin(card.facts) else ""
     notes = {**NOT_RUN, "vLLM": install}
-    parts = [f"{card.facts.label(one)}{notes.get(one, '')}:\n\n```\n{command}\n```" for one, command in commands.items()]
+    labels = {one: card.format.engine_label(one, card.facts) + notes.get(one, "") for one in commands}
+    parts = [f"{labels[one]}:\n\n```\n{command}\n```" for one, command in commands.items()]
     if not commands:
         parts = [f"No engine serves drafts for {card.facts.model_type}."]
     if card.format.row.imports:

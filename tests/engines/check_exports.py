@@ -77,6 +77,7 @@ RUNS = {
     "eagle_3_1": (*EAGLE3, "draft.image_inputs=token", "draft.fc_norm=true", "draft.norm_output=true"),
     "embed": (*EAGLE3, "draft.image_inputs=embed"),
     "eagle": ("draft=eagle", "draft.input_norm=false", "draft.image_inputs=token", "optim.lr=8e-3"),
+    "norm": ("draft=eagle", "draft.image_inputs=token", "optim.lr=8e-3"),
 }
 
 
@@ -86,6 +87,7 @@ class Case:
 
     Attributes:
         damage: changes the export's folder.
+        flavour: of the export; None: the first one that vLLM serves.
         is_control: vLLM must accept less than our decoder.
         is_released: vLLM without our plugin, whose rounds must differ.
     """
@@ -96,6 +98,7 @@ class Case:
     damage: Callable[[Path], None] | None = None
     is_control: bool = False
     is_released: bool = False
+    flavour: str | None = None
 
     @property
     def name(self) -> str:
@@ -139,6 +142,7 @@ CASES = (
     Case("eagle_3_1", "eagle3", "float32", without_norm_output, is_control=True),
     Case("eagle", "eagle", "float32"),
     Case("eagle", "eagle", "bfloat16"),
+    Case("norm", "eagle", "float32", flavour="plugin"),
     Case("embed", "eagle3", "float32", is_control=True),
     Case("levels", "eagle3", "float32", off_by_one_levels, is_control=True),
     Case("reduced", "eagle3", "float32", absolute_d2t, is_control=True),
@@ -261,7 +265,7 @@ class Lab:
     def _setting(self, case: Case) -> EngineSetting:
         """Exports the draft of a case."""
         folder = self.scratch / case.name
-        format_ = next(one for one in variants([case.format]) if "vLLM" in one.engines)
+        format_ = next(one for one in variants([case.format]) if "vLLM" in one.engines and case.flavour in (None, one.flavour))
         options = ExportOptions(target=str(TARGET), dtype=DTYPES[case.dtype], flavour=format_.flavour)
         export(self.runs / case.run / DRAFT, folder, case.format, options)
         if case.damage:

@@ -1,6 +1,6 @@
 """Small random targets of every family in the layout of published folders, for the checks of vLLM.
 
-Their tokenizer is the pocket target's, with other names of its special tokens; images have `IMAGE_SIDE` pixels along a side.
+Their tokenizer is a pocket target's, with other names of its special tokens; images have 16 visual tokens.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Layout:
         tokens: names of the pocket tokenizer's special tokens -> other names.
         image, processor, video: content of preprocessor_config.json (besides what all have in common), processor_config.json
             and video_preprocessor_config.json; None: there is no such file.
+        files: folder of the pocket target.
         renames: prefixes of saved weights -> those of published folders.
     """
 
@@ -81,6 +82,7 @@ class Layout:
     image: Mapping[str, Any] | None = None
     processor: Mapping[str, Any] | None = None
     video: Mapping[str, Any] | None = None
+    files: Path = POCKET
     renames: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -123,12 +125,17 @@ LAYOUTS = {
     ),
     "llava": Layout(
         lambda: transformers.LlavaConfig(
-            text_config=LLAMA, vision_config=CLIP, image_token_index=IMAGE, tie_word_embeddings=False
+            text_config=LLAMA,
+            vision_config={**CLIP, "image_size": 4 * PATCH, "patch_size": PATCH},
+            image_token_index=1026,
+            tie_word_embeddings=False,
         ),
-        LLAVA_TOKENS,
-        {"image_processor_type": "CLIPImageProcessor", "size": SIZE, "do_center_crop": False},
-        {"processor_class": "LlavaProcessor", "image_token": "<image>", "patch_size": 2 * PATCH}
+        {},
+        {"image_processor_type": "CLIPImageProcessor", "size": {"height": 4 * PATCH, "width": 4 * PATCH}}
+        | {"do_center_crop": False},
+        {"processor_class": "LlavaProcessor", "image_token": "<image>", "patch_size": PATCH}
         | {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        files=TARGETS / "pocket_llava_onevision",
         renames={"vision_tower.": "vision_tower.vision_model."},  # vLLM reads the names of published folders only
     ),
     "llava_next": Layout(
@@ -200,10 +207,10 @@ def save_layout(layout: Layout, folder: Path) -> None:
     model.get_input_embeddings().weight.data.normal_(std=EMBEDDING_STD)  # the next token depends mostly on the last one
     model.lm_head.weight.data[list(SPECIAL_IDS)] = 0  # never generated, as in a trained model
     model.save_pretrained(folder)
-    template = (POCKET / "chat_template.jinja").read_text()
+    template = (layout.files / "chat_template.jinja").read_text()
     if layout.tokens:  # the family adds what is around its images
         template = template.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>\n")
-    texts = {"chat_template.jinja": template, **{file: (POCKET / file).read_text() for file in FILES}}
+    texts = {"chat_template.jinja": template, **{file: (layout.files / file).read_text() for file in FILES}}
     for file, text in texts.items():
         for old, new in layout.tokens.items():
             text = text.replace(old, new)
@@ -239,13 +246,13 @@ def rename_weights(file: Path, renames: Mapping[str, str]) -> None:
 
 
 def save_published(folder: Path) -> None:
-    """Saves LLaVA-OneVision as published, with few narrow layers that generate the first thousand tokens."""
+    """Saves LLaVA-OneVision as published, with few narrow layers, and an lm_head of its own for the first thousand tokens."""
     build_published("llava_onevision_0_5b", folder, torch.device("cpu"), is_small=True)
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    for name, tensor in weights.items():
-        if name.endswith("embed_tokens.weight"):
-            tensor.normal_(std=EMBEDDING_STD, generator=torch.Generator().manual_seed(0))
-        if name.endswith("lm_head.weight"):
-            tensor[SPECIAL_IDS.start :] = 0
-    save_file(weights, file, metadata={"format": "pt"})
+    config, file = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
+    config["text_config"]["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    weights, generator = load_file(file), torch.Generator().manual_seed(0)
+    embedding = weights["language_model.model.embed_tokens.weight"].normal_(std=EMBEDDING_STD, generator=generator)
+    lm_head = torch.zeros_like(embedding)
+    lm_head[: SPECIAL_IDS.start].normal_(std=0.05, generator=generator)
+    save_file({**weights, "language_model.lm_head.weight": lm_head}, file, metadata={"format": "pt"})

@@ -34,6 +34,7 @@ EXPORTS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None, str, dict[str
     "speculators": ("eagle3", EAGLE_3_1, REDUCED, "speculators", {}),
     "vllm": ("eagle", {}, None, "eagle", {"flavour": "vllm"}),
     "sglang": ("eagle", {}, None, "eagle", {"flavour": "sglang"}),
+    "plugin": ("eagle", {"input_norm": True}, None, "eagle", {"flavour": "plugin"}),
     "plain": ("block", BLOCK, None, "dflash", FP32),
     "reduced": ("block", BLOCK | {"num_layers": 2, "causal": True}, REDUCED, "dflash", FP32),
     "native": ("block", BLOCK, None, "dflash", FP32 | {"flavour": "native"}),

@@ -118,7 +118,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
     most = format_.most_tokens(trained.config)
     if most is not None and options.depth > most:
         raise ValueError(f"--depth {options.depth}: the draft proposes at most {most} tokens per round; give at most {most}")
-    engine, label = check_engine_of(facts, options.python), facts.label(ENGINE)
+    engine, label = check_engine_of(format_, facts, options.python), format_.engine_label(ENGINE, facts)
     conversations = validation_prompts(prompt_data(source.run, str(facts.name)), options.num_prompts)
     try:
         exported = format_.read(options.export, facts, ImportOptions(image_inputs=fed_in_training))
@@ -158,13 +158,13 @@ def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
     return checked.format
 
 
-def check_engine_of(facts: TargetFacts, python: Path) -> EngineFacts:
-    """Returns the facts of `check_engine`; raises ValueError also if the target needs our plugin and it is missing there."""
+def check_engine_of(format_: ExportFormat, facts: TargetFacts, python: Path) -> EngineFacts:
+    """Returns the facts of `check_engine`; raises ValueError also if our plugin is needed and missing there."""
     engine = check_engine(python)
-    if facts.needs_plugin and not engine.has_plugin:
+    if format_.needs_plugin(facts) and not engine.has_plugin:
         raise ValueError(
-            f"--engine-python {python}: vLLM {engine.version} alone serves no drafts for {facts.model_type}; with our plugin, "
-            f"vLLM {', '.join(RELEASES)} does: run `{INSTALL_PLUGIN}` in its environment"
+            f"--engine-python {python}: vLLM {engine.version} alone does not serve {format_.label} for {facts.model_type}; "
+            f"with our plugin, vLLM {', '.join(RELEASES)} does: run `{INSTALL_PLUGIN}` in its environment"
         )
     return engine
 

@@ -35,6 +35,7 @@ from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config
+from sage.targets.family import VLLM, VLLM_WITH_PLUGIN
 from sage.targets.rope import RopeConfig
 
 SPECULATIVE_TOKENS = 3
@@ -205,6 +206,14 @@ class ExportFormat(ABC):
     def served_by(self, facts: TargetFacts) -> tuple[str, ...]:
         """Returns the engines that serve such drafts for the target's family."""
         return facts.served_by
+
+    def needs_plugin(self, facts: TargetFacts) -> bool:
+        """Returns whether vLLM serves such drafts for the target's family with our plugin only."""
+        return facts.needs_plugin
+
+    def engine_label(self, engine: str, facts: TargetFacts) -> str:
+        """Returns the name of an engine in messages, with our plugin where it is needed."""
+        return VLLM_WITH_PLUGIN if engine == VLLM and self.needs_plugin(facts) else engine
 
     @abstractmethod
     def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:

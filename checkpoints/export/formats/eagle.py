@@ -1,4 +1,7 @@
-"""The `eagle` format (EAGLE-1/2) in one flavour per engine: vLLM's fc has no bias, SGLang's has one (written as zeros)."""
+"""The `eagle` format (EAGLE-1/2) in one flavour per engine: vLLM's fc has no bias, SGLang's has one (written as zeros).
+
+Neither has a norm at the input of its attention; vLLM with our plugin does.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ import torch
 from torch import Tensor
 
 from checkpoints.export.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
-from checkpoints.export.configs import EMBEDDING, EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_specs
+from checkpoints.export.configs import EMBEDDING, NORMS, EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_specs
 from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
 from checkpoints.export.formats.records import ImportOptions, Obstacle
 from checkpoints.export.tensor_checks import check_tensors
+from checkpoints.vllm_plugin.facts import EAGLE_WITH_NORM
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.head import DraftHead
 
-SGLANG = "sglang"
-CLASSES = {"vllm": "EagleLlamaForCausalLM", SGLANG: "LlamaForCausalLMEagle"}
+SGLANG, PLUGIN = "sglang", "plugin"
+CLASSES = {"vllm": "EagleLlamaForCausalLM", SGLANG: "LlamaForCausalLMEagle", PLUGIN: EAGLE_WITH_NORM}
 NO_BIAS = "SGLang's fc has a bias and keeps a random one: acceptance falls to 1.00"
 
 
@@ -36,16 +40,26 @@ class EagleFormat(ExportFormat):
     def engine_class(self) -> str:
         return CLASSES[self.flavour or SGLANG]
 
+    @property
+    def _has_norm(self) -> bool:
+        return self.flavour == PLUGIN
+
+    def needs_plugin(self, facts: TargetFacts) -> bool:
+        return self._has_norm or super().needs_plugin(facts)
+
     def tensors(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         bias = {"fc.bias": torch.zeros(len(state["fc.weight"]), dtype=dtype)} if self.flavour == SGLANG else {}
         return super().tensors(state, dtype) | bias
 
     def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:
-        if draft.input_norm:
+        if draft.input_norm and not self._has_norm:
             layer = "the engines' `eagle` layer has no input_layernorm"
             problem = f"true, but {layer}, so its attention's input would differ from training"
-            remedy = "train with draft.input_norm=false, or train draft=eagle3"
+            remedy = "train with draft.input_norm=false, or export with --flavour plugin for vLLM with our plugin"
             yield Obstacle(key="draft.input_norm", value="true", problem=problem, remedy=remedy)
+        if self._has_norm and not draft.input_norm:
+            problem = "the draft has no norm at the input of its attention, which this flavour adds"
+            yield Obstacle(key="--flavour plugin", problem=problem, remedy="give --flavour vllm")
 
     def warnings(self, draft: Any, facts: TargetFacts) -> list[str]:
         if self.flavour != SGLANG or not facts.mrope_section:
@@ -58,7 +72,7 @@ class EagleFormat(ExportFormat):
         hidden = sizes.hidden
         bias = TensorSpec((hidden,), is_zero=True, effect_if_missing=NO_BIAS)
         return {
-            **layer_specs(config, sizes, self.layer, norms=("post_attention_layernorm",)),
+            **layer_specs(config, sizes, self.layer, norms=NORMS if self._has_norm else NORMS[1:]),
             "fc.weight": TensorSpec((hidden, 2 * hidden)),
             EMBEDDING: TensorSpec((sizes.vocab, hidden), is_optional=True),
             **({"fc.bias": bias} if self.flavour == SGLANG else {}),
@@ -66,7 +80,7 @@ class EagleFormat(ExportFormat):
 
     def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> EagleConfig:
         fields = self.head_fields(given.config, facts, options)
-        return EagleConfig(**fields, input_norm=False, image_inputs=options.image_inputs or "embed")
+        return EagleConfig(**fields, input_norm=self._has_norm, image_inputs=options.image_inputs or "embed")
 
     @torch.no_grad()
     def outputs(self, draft: DraftHead) -> Tensor:

@@ -36,7 +36,7 @@ FORMATS: dict[str, FormatRow] = {
         FormatRow(
             name="eagle",
             home="checkpoints.export.formats.eagle:EagleFormat",
-            engines={"vllm": ("vLLM",), "sglang": ("SGLang",)},
+            engines={"vllm": ("vLLM",), "sglang": ("SGLang",), "plugin": ("vLLM",)},
         ),
         FormatRow(
             name="peagle",
