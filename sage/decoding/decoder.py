@@ -262,13 +262,18 @@ class Growth:
         has_next = self.chosen is not None and len(self.chosen.expand) > 0 and self.builder.depth < self.last_level
         return has_next and self.request.error is None
 
-    def expand_pass(self) -> Pass | Tensor:
-        """Returns the pass by which the draft expands the nodes that the policy chose."""
-        assert self.chosen is not None
-        rows, tokens = self.builder.advance(self.chosen)
-        self.request.clock.lap("policy")
-        self.request.stats.draft_steps += 1
-        return self.session.expand_pass(rows, tokens)
+    def next_pass(self) -> Pass | None:
+        """Adds levels as long as the draft knows their logits, and returns the pass by which it expands the next one."""
+        while self.goes_on:
+            assert self.chosen is not None
+            rows, tokens = self.builder.advance(self.chosen)
+            self.request.clock.lap("policy")
+            self.request.stats.draft_steps += 1
+            needed = self.session.expand_pass(rows, tokens)
+            if isinstance(needed, Pass):
+                return needed
+            self.add_level(needed)
+        return None
 
     def add_level(self, logits: Tensor) -> None:
         """Adds the policy's choice below the frontier, for which the draft gave `logits` [F, U]."""
@@ -284,14 +289,18 @@ class Growth:
 
 
 def grow(requests: Sequence[Request], drafts: Sequence[bool]) -> list[TreeBuilder | None]:
-    """Grows the trees of one round level by level; returns them, None where nothing is drafted."""
+    """Grows the trees of one round, with the passes of all requests together; returns them, None where nothing is drafted."""
     growths = _each(requests, _first_level, drafts)
-    while growing := [growth for growth in growths if growth is not None and growth.goes_on]:
-        if _is_alone(requests):
-            growing[0].add_level(*run([growing[0].expand_pass()]))
-            continue
+    growing = [growth for growth in growths if growth is not None]
+    if growing and _is_alone(requests):
+        while (needed := growing[0].next_pass()) is not None:
+            growing[0].add_level(*run([needed]))
+        return [growing[0].builder]
+    while growing:
+        passes = _each([growth.request for growth in growing], lambda _, growth: growth.next_pass(), growing)
+        growing = [growth for growth, needed in zip(growing, passes, strict=True) if needed is not None]
         own = [growth.request for growth in growing]
-        logits = _run(own, _each(own, lambda _, growth: growth.expand_pass(), growing))
+        logits = _run(own, [needed for needed in passes if needed is not None])
         _each(own, lambda _, growth, found: growth.add_level(found), growing, logits)
     return [growth and growth.builder for growth in growths]
 
