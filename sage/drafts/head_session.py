@@ -295,10 +295,8 @@ class SlotSession(PairSession):
         probs, tokens = super().propose(self._path_logits, num_candidates)
         tokens, path, probs = read_together(tokens, self._path, probs)
         self._path_tokens = [] if path is None else path.tolist()
-        self._best, self._num_candidates = (
-            list(map(Candidates, probs[:, None].unbind(), tokens[:, None].unbind())),
-            num_candidates,
-        )
+        self._best = list(map(Candidates, probs[:, None].unbind(), tokens[:, None].unbind()))
+        self._num_candidates = num_candidates
 
     def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor:
         assert self.depth + 1 < self._num_levels, "the decoder drafts at most `max_depth` levels"

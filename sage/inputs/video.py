@@ -68,8 +68,16 @@ def _naming(path: Path) -> Iterator[None]:
             yield
     except Image.DecompressionBombError as error:
         raise ValueError(f"video {path}: {TOO_MANY_PIXELS}") from error
-    except Exception as error:  # whatever decoders raise on corrupt bytes
+    except _decoding_errors() as error:
         raise ValueError(f"video {path}: not a readable video ({error})") from error
+
+
+def _decoding_errors() -> tuple[type[Exception], ...]:
+    """Returns what decoders raise on corrupt bytes; some errors of `av` are subclasses of no built-in one."""
+    if importlib.util.find_spec(READER) is None:
+        return ValueError, *DECODING_ERRORS
+    av: Any = importlib.import_module(READER)
+    return ValueError, *DECODING_ERRORS, av.error.FFmpegError
 
 
 def measure_video(path: Path, num_frames: int, segment: Segment = None) -> tuple[VideoSize, float]:
