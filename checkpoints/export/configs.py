@@ -19,7 +19,6 @@ from sage.drafts.registry import MODEL_TYPE_PREFIX
 from sage.io.hub import require_hub
 from sage.io.ranges import check_fields
 from sage.targets.families import FAMILIES, family_of
-from sage.targets.family import VLLM, VLLM_WITH_PLUGIN
 from sage.targets.rope import NOT_SCALING, RopeConfig
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -65,14 +64,13 @@ class TargetFacts:
 
     @property
     def served_by(self) -> tuple[str, ...]:
-        """Engines that serve drafts for the target's family, `vLLM` also where it needs our plugin."""
-        found = FAMILIES[self.model_type].served_by if self.model_type in FAMILIES else ()
-        return tuple(VLLM if engine == VLLM_WITH_PLUGIN else engine for engine in found)
+        """Engines that serve drafts for the target's family."""
+        return FAMILIES[self.model_type].served_by if self.model_type in FAMILIES else ()
 
     @property
     def needs_plugin(self) -> bool:
         """Whether vLLM serves drafts for the target's family with our plugin only."""
-        return self.model_type in FAMILIES and VLLM_WITH_PLUGIN in FAMILIES[self.model_type].served_by
+        return self.model_type in FAMILIES and FAMILIES[self.model_type].needs_plugin
 
     @property
     def has_images(self) -> bool:

@@ -98,9 +98,6 @@ class Prompt:
         return {name: values[rows] for name, values in self.extras.items()}
 
 
-VLLM, VLLM_WITH_PLUGIN = "vLLM", "vLLM with our plugin"  # of `Family.served_by`
-
-
 class Family(InputFormat):
     """One architecture, such as Qwen2.5-VL: its input format, and the step from inputs to the text layers.
 
@@ -110,8 +107,8 @@ class Family(InputFormat):
         model_types: `model_type` of the configuration -> class of the model, which exports name.
         auto_class: class of transformers that loads the model.
         vision_types: `model_type` of the vision towers that the family takes; empty: of one class, not checked.
-        served_by: engines that serve drafts for the family: vLLM, or vLLM with our plugin, if a check in tests/engines passes,
-            SGLang as it documents.
+        served_by: engines that serve drafts for the family: vLLM if a check in tests/engines passes, SGLang as it documents.
+        needs_plugin: whether vLLM needs our plugin to do so.
         is_packed: whether the vision tower takes all images as one sequence and attends within its parts.
     """
 
@@ -119,6 +116,7 @@ class Family(InputFormat):
     auto_class: ClassVar[Any] = AutoModelForImageTextToText
     vision_types: ClassVar[tuple[str, ...]] = ()
     served_by: ClassVar[tuple[str, ...]] = ()
+    needs_plugin: ClassVar[bool] = False
     is_packed: ClassVar[bool] = False
 
     # -- the model -------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from torch import Tensor
 from checkpoints import vllm_plugin
 from checkpoints.vllm_plugin.slots import correct_draft_slots
 from sage.targets.families import FAMILIES
-from sage.targets.family import VLLM_WITH_PLUGIN
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +31,7 @@ def test_the_entry_point_is_what_the_serve_check_looks_for() -> None:
 
 
 def test_targets_are_those_of_the_families_that_need_it() -> None:
-    needing = {family.model_types[name] for name, family in FAMILIES.items() if VLLM_WITH_PLUGIN in family.served_by}
+    needing = {family.model_types[name] for name, family in FAMILIES.items() if family.needs_plugin}
     assert needing == set(vllm_plugin.TARGETS)
 
 

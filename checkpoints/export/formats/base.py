@@ -35,7 +35,6 @@ from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config
-from sage.targets.family import VLLM, VLLM_WITH_PLUGIN
 from sage.targets.rope import RopeConfig
 
 SPECULATIVE_TOKENS = 3
@@ -213,7 +212,7 @@ class ExportFormat(ABC):
 
     def engine_label(self, engine: str, facts: TargetFacts) -> str:
         """Returns the name of an engine in messages, with our plugin where it is needed."""
-        return VLLM_WITH_PLUGIN if engine == VLLM and self.needs_plugin(facts) else engine
+        return "vLLM with our plugin" if engine == "vLLM" and self.needs_plugin(facts) else engine
 
     @abstractmethod
     def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:

@@ -9,7 +9,7 @@ import torch
 
 from sage.inputs.format import Inputs
 from sage.inputs.video import Size, VideoSize
-from sage.targets.family import VLLM_WITH_PLUGIN, Family
+from sage.targets.family import Family
 from sage.targets.rope import RopeConfig
 
 DYNAMIC, UNSCALED = "dynamic", "default"  # values of `rope_type`
@@ -23,7 +23,8 @@ class InternVL(Family):
 
     model_types = {"internvl": "InternVLForConditionalGeneration"}
     placeholders = {"image": "<IMG_CONTEXT>", "video": "<video>"}
-    served_by = (VLLM_WITH_PLUGIN,)
+    served_by = ("vLLM",)
+    needs_plugin = True
     pixel_keys = ("pixel_values",)
 
     def encode_media(

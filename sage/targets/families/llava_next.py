@@ -12,14 +12,14 @@ from transformers.image_processing_utils import select_best_resolution
 from sage.inputs.format import Inputs, pad_second
 from sage.inputs.video import Size
 from sage.targets.families.llava import Llava, tile_size
-from sage.targets.family import VLLM_WITH_PLUGIN
 
 
 class LlavaNext(Llava):
     """Ref: LLaVA-NeXT, llava-vl.github.io/blog/2024-01-30-llava-next, "Dynamic High Resolution"."""
 
     model_types = {"llava_next": "LlavaNextForConditionalGeneration"}
-    served_by = (VLLM_WITH_PLUGIN,)
+    served_by = ("vLLM",)
+    needs_plugin = True
     pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values", "image_sizes")
 
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:

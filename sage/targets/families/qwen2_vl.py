@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
-from sage.targets.family import VLLM_WITH_PLUGIN
 
 
 class Qwen2_VL(Qwen2_5_VL):
@@ -11,7 +10,8 @@ class Qwen2_VL(Qwen2_5_VL):
 
     model_types = {"qwen2_vl": "Qwen2VLForConditionalGeneration"}
     pixel_keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-    served_by = (VLLM_WITH_PLUGIN,)
+    served_by = ("vLLM",)
+    needs_plugin = True
     has_windows = False
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sage.inputs.format import Inputs, pad_second
 from sage.inputs.video import Size
-from sage.targets.family import VLLM_WITH_PLUGIN, Family
+from sage.targets.family import Family
 
 MAX_SIDE = 4096  # pixels, of a resized image
 AROUND, COMPLETE = "<fake_token_around_image>", "<global-img>"  # before every tile and at the end; the image in one tile
@@ -21,7 +21,8 @@ class Idefics3(Family):
 
     model_types = {"idefics3": "Idefics3ForConditionalGeneration"}
     placeholders = {"image": "<image>"}
-    served_by = (VLLM_WITH_PLUGIN,)
+    served_by = ("vLLM",)
+    needs_plugin = True
     pixel_keys = ("pixel_values", "pixel_attention_mask")
 
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
