@@ -94,7 +94,7 @@ def verify_pass(passes: TreePasses, target: Target, cache: TreeCache, num_nodes:
     def run() -> Tensor:
         return passes(tokens, positions, ancestors, cache).logits
 
-    return TimedCall(run, reset=partial(cache.crop_to, context))
+    return TimedCall(run, reset=partial(cache.assume, context))
 
 
 def draft_level(session: DraftSession, target: Target, width: int, context: int) -> TimedCall:

@@ -145,7 +145,7 @@ class BatchDecoder:
 
     def _row(self, owner: str, cache: TreeCache, request: BatchRequest) -> CacheRow:
         if owner not in self._caches:
-            self._caches[owner] = SharedCache(cache, self.max_requests)
+            self._caches[owner] = cache.share(self.max_requests)
         row = self._caches[owner].take(cache.capacity)
         request.rows.append(row)
         return row

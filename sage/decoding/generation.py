@@ -85,6 +85,7 @@ class CachedPrefix:
             visual = prompt.visual_mask[0].nonzero()[:, 0]
             shared = min(shared, int(visual[0])) if len(visual) else shared
         self.cache.crop_to(shared)
+        shared = self.cache.length
         self.cache.grow_to(capacity)
         kept = torch.arange(shared, device=self.ids.device)
         return self.cache, [self.features.at(kept)] if shared else []

@@ -304,7 +304,7 @@ def _sizes(target: Target) -> dict[str, Any]:
     text = target.text_config
     return {
         "hidden_size": target.hidden_size,
-        "intermediate_size": text.intermediate_size,
+        "intermediate_size": getattr(text, "intermediate_size", None) or target.family.mlp_width,
         "num_attention_heads": text.num_attention_heads,
         "num_key_value_heads": target.num_kv_heads,
         "head_dim": target.head_dim,

@@ -69,7 +69,8 @@ class TreeCache(Cache):
         self._make_layers()
 
     def _make_layers(self) -> None:
-        Cache.__init__(self, layers=[_Layer(rows[0], rows[1]) for rows in self._rows_of_layers()])
+        self.attention = [_Layer(rows[0], rows[1]) for rows in self._rows_of_layers()]
+        Cache.__init__(self, layers=self.attention)
 
     def _rows_of_layers(self) -> list[Tensor]:
         """Returns keys and values [2, 1, H, C, d] of every layer."""
@@ -78,12 +79,20 @@ class TreeCache(Cache):
     @property
     def keys(self) -> list[Tensor]:
         """Keys of every layer, [1, H, C, d]."""
-        return [layer.keys for layer in self.layers]
+        return [layer.keys for layer in self.attention]
 
     @property
     def values(self) -> list[Tensor]:
         """Values of every layer, [1, H, C, d]."""
-        return [layer.values for layer in self.layers]
+        return [layer.values for layer in self.attention]
+
+    def tensors(self) -> dict[str, Any]:
+        """Returns the buffers as arguments of a pass."""
+        return {"keys": self.keys, "values": self.values}
+
+    def share(self, num_rows: int) -> SharedCache:
+        """Returns an empty cache of several requests with the same layers."""
+        return SharedCache(self, num_rows)
 
     @property
     def capacity(self) -> int:
@@ -95,16 +104,28 @@ class TreeCache(Cache):
         """Number of cached tokens S."""
         return self.layers[0].length
 
-    def reserve(self, count: int) -> int:
-        """Counts `count` more tokens as cached, whose rows a pass writes itself; returns the first of them."""
+    def reserve(self, count: int, hidden: int = 0) -> int:
+        """Counts `count` more tokens as cached, whose rows a pass writes itself; returns the first of them.
+
+        Args:
+            hidden: number of the last cached tokens that are not visible to all of the new ones.
+        """
         first = self.length
-        self.crop_to(first + count)
+        self.set_length(first + count)
         return first
 
-    def crop_to(self, length: int) -> None:
-        """Drops all tokens from position `length` on."""
+    def set_length(self, length: int) -> None:
+        """Sets the number of cached tokens, whose rows a pass writes itself."""
         for layer in self.layers:
             layer.length = length
+
+    def crop_to(self, length: int) -> None:
+        """Drops all tokens from position `length` on; all of them if the cache cannot go back to there."""
+        self.set_length(length)
+
+    def assume(self, length: int) -> None:
+        """Counts `length` tokens as cached, whatever the buffers hold; for measurements."""
+        self.set_length(length)
 
     def adopt(self, buffers: list[Tensor]) -> None:
         """Replaces the buffers by those of another cache of the same layers; drops all cached tokens."""
@@ -120,14 +141,14 @@ class TreeCache(Cache):
         self._set_rows()
 
     def _set_rows(self) -> None:
-        for layer, rows in zip(self.layers, self._rows_of_layers(), strict=True):
+        for layer, rows in zip(self.attention, self._rows_of_layers(), strict=True):
             layer.keys, layer.values = rows[0], rows[1]
 
     def zero_to(self, length: int) -> None:
         """Replaces the contents by `length` tokens of zeros."""
         for buffer in self.buffers:
             buffer[..., :length, :] = 0
-        self.crop_to(length)
+        self.set_length(length)
 
     def keep_path(self, start: int, path: Sequence[int]) -> None:
         """Keeps the rows of `path` among the tree rows from `start` on, and drops the others.
@@ -194,10 +215,13 @@ class SharedCache:
         """Returns the first free row as an empty cache of at least `capacity` tokens."""
         self.grow_to(capacity)
         row = self._rows.index(None)
-        cache = self._rows[row] = CacheRow(self, row)
+        cache = self._rows[row] = self._new_row(row)
         cache.zero_to(cache.capacity)
         cache.crop_to(0)
         return cache
+
+    def _new_row(self, row: int) -> CacheRow:
+        return CacheRow(self, row)
 
     def release(self, cache: CacheRow) -> None:
         """Frees a row."""
@@ -209,6 +233,9 @@ class SharedCache:
             return
         self.buffers = grown(self.buffers, capacity)
         self._set_layers()
+        self._refresh_rows()
+
+    def _refresh_rows(self) -> None:
         for row in self._rows:
             if row is not None:
                 row.refresh()
@@ -216,6 +243,10 @@ class SharedCache:
     def _set_layers(self) -> None:
         self.steps = torch.arange(self.capacity, device=self.buffers[0].device)
         self._layers: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def tensors(self, num_rows: int) -> dict[str, Any]:
+        """Returns the buffers of the first rows as arguments of a pass."""
+        return dict(zip(("keys", "values"), self.layers(num_rows), strict=True))
 
     def layers(self, num_rows: int) -> tuple[list[Tensor], list[Tensor]]:
         """Returns keys and values of every layer, [num_rows, H, C, d], of the first rows."""

@@ -31,7 +31,9 @@ def _new_executor(mode: PassMode) -> Executor:
 
 def describe_passes(target: Any) -> str:
     """Returns how passes of a target run, for reports: the executor, and what keeps it from its fastest way."""
-    return executor_of(target.passes).describe(target.device, target.dtype, target.head_dim)
+    found = executor_of(target.passes).describe(target.device, target.dtype, target.head_dim)
+    is_partly = target.linear is not None and target.passes is not PassMode.eager
+    return f"eager, for it has linear layers; those of the draft {found}" if is_partly else found
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class BoundPass:
             self._layouts_of_one[count] = {name: getattr(own, name) for name in function.layout}
         values = needed.tensors | self._layouts_of_one[count]
         if needed.cache is not None:
-            values["keys"], values["values"] = needed.cache.keys, needed.cache.values
+            values |= needed.cache.tensors()
         return self._run_one(function.inputs(**values))
 
     def run_several(self, needed: Sequence[Pass]) -> list[Sequence[Tensor]]:
@@ -157,7 +157,7 @@ class BoundPass:
         if caches:
             shared, rows = caches[0].shared, tuple(cache.row for cache in caches)
             num_rows = max(rows) + 1
-            values["keys"], values["values"] = shared.layers(num_rows)
+            values |= shared.tensors(num_rows)
             values["steps"] = shared.steps.narrow(0, 0, max(cache.length for cache in caches))
         counts, kind = tuple(each.count for each in needed), (function.num_slots, function.has_token_queries)
         own = layout(rows, counts, num_rows, self._device, *kind)

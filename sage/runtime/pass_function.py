@@ -57,6 +57,7 @@ ROWS = Dim("rows", 4, MAX_NODES, int, has_variant=True)  # of the cache: one, or
 CALLS = Dim("calls", 3, MAX_NODES, node_bucket, has_variant=True)  # requests of a pass
 KEYS = Dim("keys", 24, MAX_KEYS, lambda count: key_bucket(count + 1))  # and one column that padding writes
 CAPACITY = Dim("capacity", 48, MAX_KEYS, int)
+SLOTS = Dim("slots", 16, MAX_NODES, int)  # of linear layers
 
 
 class Padding(Enum):

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from sage.inputs.format import InputFormat, Inputs
 from sage.targets.rope import RopeConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # `attention_mask` of a text model; a dict has one for each of its `layer_types`.
 Mask: TypeAlias = Tensor | dict[str, Tensor] | None
 Tile = Callable[[Tensor], Tensor]  # Bool [N, S] or [B, N, S], True = attend -> the additive mask of `sage.runtime.attention`
@@ -220,8 +220,8 @@ class Family(InputFormat):
     def mlp_width(self) -> int:
         """Hidden size of the MLP of a text layer, over the experts that a token is routed to."""
         text = self.config.get_text_config()
-        experts = getattr(text, "moe_intermediate_size", None)
-        return int(experts * text.num_experts_per_tok if experts else text.intermediate_size)
+        experts, shared = getattr(text, "moe_intermediate_size", None), getattr(text, "shared_expert_intermediate_size", 0)
+        return int(experts * text.num_experts_per_tok + shared if experts else text.intermediate_size)
 
     @property
     def vision_sizes(self) -> tuple[int, int, int]:

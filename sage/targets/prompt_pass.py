@@ -106,6 +106,7 @@ def _prompt_pass(target: Target, levels: tuple[int, ...]) -> PromptPass | None:
     key = ("prompt", levels, target.dtype)
     if key not in target.functions:
         is_small = sum(weight.nbytes for weight in target.text_model.parameters()) < MIN_BYTES
-        target.functions[key] = None if is_small or target.family.window is not None else PromptPass(target, levels)
+        is_other = target.family.window is not None or target.linear is not None
+        target.functions[key] = None if is_small or is_other else PromptPass(target, levels)
     found: PromptPass | None = target.functions[key]
     return found

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 SCALED_TYPES = ("linear", "llama3", "yarn")  # their frequencies do not depend on the sequence length
-NOT_SCALING = ("rope_theta", "mrope_section", "mrope_interleaved", "type")  # keys of rope_parameters besides a scaled rope's
+NOT_SCALING = (
+    "rope_theta",
+    "mrope_section",
+    "mrope_interleaved",
+    "partial_rotary_factor",
+    "type",
+)  # keys of rope_parameters besides a scaled rope's
 
 
 class RopeConfig(NamedTuple):
@@ -14,7 +20,8 @@ class RopeConfig(NamedTuple):
 
     Attributes:
         theta: base of the frequencies.
-        section: number of frequencies per axis (temporal, height, width) of M-RoPE; None = one axis.
+        section: number of frequencies per axis (temporal, height, width) of M-RoPE; None = one axis. Of a target that rotates
+            a part of its heads, multiplied: draft heads rotate all of theirs.
         scaled: `rope_type` and parameters of a scaled rope; None = unscaled.
         interleaved: whether the axes of M-RoPE alternate from frequency to frequency instead of following one another.
     """
@@ -29,9 +36,11 @@ class RopeConfig(NamedTuple):
         """Reads the `rope_parameters` of a text model; ValueError for a rope that draft heads cannot follow."""
         if "rope_theta" not in rope:
             raise ValueError("target.rope_parameters: no single rope_theta; draft heads follow one rope for all layers")
-        partial = rope.get("partial_rotary_factor", 1.0)
-        if partial != 1.0:
-            raise ValueError(f"target.rope_parameters.partial_rotary_factor: {partial}; allowed: 1.0; train draft=model")
+        multiple = 1 / rope.get("partial_rotary_factor", 1.0)
+        if not multiple.is_integer():
+            raise ValueError(
+                f"target.rope_parameters.partial_rotary_factor: {1 / multiple:g}; allowed: 1 / n, as 0.25; train draft=model"
+            )
         rope_type = rope.get("rope_type", "default")
         if rope_type != "default":
             check_rope_type(rope_type)
@@ -39,7 +48,7 @@ class RopeConfig(NamedTuple):
         section = rope.get("mrope_section")
         return RopeConfig(
             float(rope["rope_theta"]),
-            section,
+            section and [size * int(multiple) for size in section],
             None if rope_type == "default" else scaled,
             section is not None and bool(rope.get("mrope_interleaved", False)),
         )

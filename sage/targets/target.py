@@ -21,12 +21,15 @@ from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
 from sage.runtime.attention import AttentionRecorder, select_backends, tile_mask, use_tree_attention
 from sage.runtime.cache import TreeCache
+from sage.runtime.linear_states import LinearSizes
 from sage.runtime.packed import Queries
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.prefix_attention import PassKeys
 from sage.runtime.prompt_linear import fast_prompts
+from sage.runtime.recurrent_cache import RecurrentCache
+from sage.targets.delta_net import use_our_states
 from sage.targets.families import family_of
-from sage.targets.family import Mask, Prompt
+from sage.targets.family import LINEAR, Mask, Prompt
 from sage.targets.placement import connect, is_multi_device, layer_devices
 
 
@@ -73,6 +76,7 @@ class Target:
     Attributes:
         passes: how tree passes and draft passes run: eager, compiled or captured.
         is_whole: whether all weights are on one device and not sharded; else passes are eager.
+        linear: sizes of the linear layers; None without any. With some, passes are eager.
 
     Raises:
         ValueError: the model is of no known family, or has text layers that a tree pass cannot run (names the reason).
@@ -87,6 +91,7 @@ class Target:
         self.text_config = model.config.get_text_config()
         self.text_model = self.family.text_model(model)
         self.cache_argument = _cache_argument(self.text_model)
+        self.linear = LinearSizes.of(self.text_config, LINEAR)
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.passes = PassMode.eager
@@ -95,6 +100,8 @@ class Target:
         if not self.is_whole:
             connect(model, self.text_model)
         self.family.optimize(model)
+        if self.linear is not None:
+            use_our_states(self.text_model)
         select_backends(self.device)
 
     @property
@@ -112,6 +119,11 @@ class Target:
     @property
     def num_kv_heads(self) -> int:
         return int(self.text_config.num_key_value_heads)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Text layers that keep keys and values."""
+        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
 
     @property
     def group(self) -> int:
@@ -269,7 +281,8 @@ class Target:
 
     def new_cache(self, capacity: int) -> TreeCache:
         """Returns an empty cache for this target with a capacity in tokens."""
-        return TreeCache(self.layer_devices, self.num_kv_heads, self.head_dim, capacity, self.dtype)
+        given = (self.layer_devices, self.num_kv_heads, self.head_dim, capacity, self.dtype)
+        return TreeCache(*given) if self.linear is None else RecurrentCache(*given, self.linear)
 
 
 def _cache_argument(text_model: Any) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from sage.targets.family import FULL, SLIDING
+from sage.targets.family import FULL, LINEAR, SLIDING
 
-LINEAR = "linear attention layers keep one state for all tokens, which a tree mask cannot split"
+GATED_DELTA = ("qwen3_5_text", "qwen3_5_moe_text")  # text models whose linear layers `sage.targets.delta_net` runs over trees
 REASONS = {  # layer type -> why a tree pass cannot run it
-    "linear_attention": LINEAR,
+    "linear_attention": f"linear attention over a tree is implemented for the text models {', '.join(GATED_DELTA)} only",
     "chunked_attention": "chunked attention is not implemented; a tree pass would attend beyond the chunk",
     "mamba": "recurrent layers keep one state for all tokens, which a tree mask cannot split",
     "conv": "convolutions over the tokens mix the branches of a tree",
@@ -20,7 +20,8 @@ SINKS = ("gpt_oss",)  # model types whose attention has sinks; no field of the c
 def check_text_model(config: Any, where: str) -> None:
     """Raises ValueError, prefixed by `where`, for a target whose text model a tree pass cannot run under any mask."""
     text = config.get_text_config()
-    if unknown := set(getattr(text, "layer_types", None) or ()) - {FULL, SLIDING}:
+    known = {FULL, SLIDING, LINEAR} if text.model_type in GATED_DELTA else {FULL, SLIDING}
+    if unknown := set(getattr(text, "layer_types", None) or ()) - known:
         kind = min(unknown)
         reason = REASONS.get(kind, f"tree passes support layers of type {FULL} and {SLIDING} only")
         raise ValueError(f"{where}{config.model_type} has layers of type {kind}: {reason}; choose another target")

@@ -6,7 +6,8 @@ Shapes: N tree nodes, X visible rows, S keys, C cache capacity, D hidden, V voca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from transformers import PreTrainedConfig
 
 from sage.runtime.attention import tile_mask, use_tree_attention
 from sage.runtime.cache import TreeCache
+from sage.runtime.delta_rule import Window
 from sage.runtime.executor_choice import executor_of
-from sage.runtime.executors import Executor
+from sage.runtime.executors import EAGER, Executor
+from sage.runtime.linear_states import LinearStates
 from sage.runtime.packed import PackedCache, Queries, by_row
 from sage.runtime.packing import BoundPass, CachedInputs, Pass, run
 from sage.runtime.pass_function import (
@@ -25,6 +28,7 @@ from sage.runtime.pass_function import (
     PER_ROW,
     ROWS,
     SEEN,
+    SLOTS,
     VISIBLE,
     Padding,
     PassFunction,
@@ -32,9 +36,11 @@ from sage.runtime.pass_function import (
     argument,
 )
 from sage.runtime.prefix_attention import PassKeys, key_parts
+from sage.runtime.recurrent_cache import PackedRecurrentCache
 from sage.targets.family import FULL, SLIDING, Family, Mask
 from sage.targets.target import Features, Target
 
+state = partial(argument, dtype=torch.float32, padding=Padding.cache)
 NAN_TOKEN = -1  # in place of a token where a logit is NaN
 
 
@@ -98,6 +104,27 @@ class SplitTreeInputs(TreeInputs):
     near: Tensor = argument(ROWS, SEEN, padding=Padding.spare)
 
 
+@dataclass(kw_only=True)
+class RecurrentTreeInputs(TreeInputs):
+    """Arguments of a `RecurrentTreePass`, with the attributes of `LinearStates`."""
+
+    linear_state: Tensor = state(ROWS, "linear", "value_heads", "key_size", "value_size")
+    linear_inputs: Tensor = argument(ROWS, "linear", SLOTS, "channels", dtype=None, padding=Padding.cache)
+    linear_keys: Tensor = state(ROWS, "linear", SLOTS, "key_heads", "key_size")
+    linear_updates: Tensor = state(ROWS, "linear", SLOTS, "value_heads", "value_size")
+    linear_decays: Tensor = state(ROWS, "linear", SLOTS, 2, "value_heads")
+
+    @property
+    def states(self) -> LinearStates:
+        """The states of the rows."""
+        return LinearStates(*(getattr(self, each.name) for each in fields(LinearStates)))
+
+    def window(self, kernel: int) -> Window:
+        """Returns what the nodes see of the tokens since the base states: columns from the first near one on."""
+        slots = self.columns - self.near[:, 0].index_select(0, self.owners)
+        return Window(self.visible, slots, self.owners, self.queries, kernel)
+
+
 class TreePass(PassFunction):
     """The target's pass over the tree of one request or of several, with its lm_head and its greedy choice at every node.
 
@@ -123,9 +150,14 @@ class TreePass(PassFunction):
         target, (mask, keys) = self._target, self._attention(inputs)
         embeds, places = self.embed_tokens(inputs.tokens)[None], target.family.decode_positions(inputs.positions)
         with use_tree_attention(self.text_model):
-            features = target.run(embeds, places, mask, inputs.cache(), self._levels, keys=keys, queries=inputs.queries)
+            features = target.run(embeds, places, mask, self._cache(inputs), self._levels, keys=keys, queries=inputs.queries)
         logits = self.lm_head(features.last[0])
         return greedy_tokens(logits), logits, features.last, *features.levels
+
+    def _cache(self, inputs: Any) -> PackedCache:
+        """Returns the cache as the layers of the pass see it."""
+        found: PackedCache = inputs.cache()
+        return found
 
     def _attention(self, inputs: TreeInputs) -> tuple[Mask, PassKeys | None]:
         """Returns what nodes attend to: additive masks, or the keys; no mask if a single node attends to all of them."""
@@ -150,12 +182,24 @@ class SplitTreePass(TreePass):
         return None, PassKeys(full, None if window is None else key_parts(*given, window))
 
 
+class RecurrentTreePass(TreePass):
+    """A tree pass of a target with linear layers, each of whose nodes continues the state of its parent."""
+
+    arguments_type = RecurrentTreeInputs
+
+    def _cache(self, inputs: RecurrentTreeInputs) -> PackedCache:
+        sizes = self._target.linear
+        assert sizes is not None
+        given = (inputs.keys, inputs.values, inputs.owners, inputs.columns, inputs.steps.shape[0], inputs.queries)
+        return PackedRecurrentCache(*given, sizes=sizes, states=inputs.states, window=inputs.window(sizes.kernel))
+
+
 class TreePasses:
     """Tree passes of a target.
 
     Args:
         levels: indices k of `hidden_states` to return as well.
-        executor: None for that of the target's pass mode.
+        executor: None for that of the target's pass mode. The passes of a target with linear layers are eager.
 
     Attributes:
         is_split: whether a pass of one request costs the keys that there are, not those of a bucket (see `SplitTreePass`).
@@ -163,8 +207,11 @@ class TreePasses:
 
     def __init__(self, target: Target, levels: Sequence[int], executor: Executor | None = None) -> None:
         self.target, self.executor = target, executor or executor_of(target.passes)
+        if target.linear is not None:
+            self.executor = EAGER
         self.is_split = self.executor.splits_keys(target.device, target.dtype, target.head_dim)
-        kinds = (TreePass, SplitTreePass) if self.is_split else (TreePass,)
+        one = TreePass if target.linear is None else RecurrentTreePass
+        kinds = (one, SplitTreePass) if self.is_split else (one,)
         functions = [self._function(kind, tuple(levels)) for kind in kinds]
         self._pass = BoundPass(self.executor, functions[0], target.device, *functions[1:])
         self._steps = torch.empty(0, dtype=torch.long)
@@ -199,7 +246,7 @@ class TreePasses:
                 earlier tokens are visible to all nodes. With X = N it is the tree's `ancestors`.
         """
         nodes, seen = visible.shape
-        first = cache.reserve(nodes)
+        first = cache.reserve(nodes, seen - nodes)
         end = first + nodes
         if len(self._steps) < cache.capacity:
             self._steps = torch.arange(cache.capacity, device=self.target.device)
@@ -228,7 +275,9 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 def cache_sizes(target: Target) -> dict[str, int]:
     """Returns the sizes that `CachedInputs` names, of a target's cache."""
-    return {"kv_heads": target.num_kv_heads, "head_dim": target.head_dim, "num_layers": target.num_layers}
+    sizes = {"kv_heads": target.num_kv_heads, "head_dim": target.head_dim, "num_layers": target.num_attention_layers}
+    linear = target.linear
+    return sizes if linear is None else sizes | vars(linear) | {"linear": len(linear.layers), "channels": linear.channels}
 
 
 def family_modules(target: Target) -> list[str]:

@@ -209,7 +209,7 @@ class FamilySuite:
         expected, mask = tree(target, prompt), target.family.tree_mask
         if target.family.window:
             return
-        monkeypatch.setattr(target.family, "tree_mask", lambda *args: {"full_attention": mask(*args)}, raising=False)
+        monkeypatch.setattr(target.family, "tree_mask", lambda *args: {"full_attention": mask(*args), "linear_attention": None})
         try:
             found = tree(target, prompt)
         except RuntimeError as error:

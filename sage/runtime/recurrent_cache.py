@@ -1,0 +1,214 @@
+"""Caches of targets some of whose layers are linear: keys and values of the others, and `LinearStates`.
+
+Tokens since the base states are pending: they can be dropped, and those of an accepted path are folded into the states when the
+next pass begins. A cache that is cropped below its base states becomes empty.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from sage.runtime.cache import CacheRow, SharedCache, TreeCache
+from sage.runtime.delta_rule import Window, heads_of, tree_delta_rule
+from sage.runtime.linear_states import SLOTS, LinearSizes, LinearStates
+from sage.runtime.packed import PackedCache
+
+
+class LinearLayers:
+    """What a linear layer asks of a cache."""
+
+    sizes: LinearSizes
+
+    @abstractmethod
+    def mix(self, layer: Any, inputs: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Runs a layer's convolution and recurrence over the tokens of a pass, [1, T, C] -> [1, T, H, dv].
+
+        Args:
+            decay: [1, T, H], logarithms.
+            beta: [1, T, H].
+        """
+
+
+class _Counter(CacheLayerMixin):
+    """A linear layer in a cache: its number of tokens."""
+
+    is_sliding, length = False, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a linear layer has no keys")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def _with_counters(attention: Sequence[Any], sizes: LinearSizes) -> list[Any]:
+    """Returns the layers of a cache in order, given those with attention."""
+    rest = iter(attention)
+    count = len(sizes.layers) + len(attention)
+    return [_Counter() if layer in sizes.layers else next(rest) for layer in range(count)]
+
+
+class RecurrentCache(TreeCache, LinearLayers):
+    """The cache of one request; arguments as of `TreeCache`.
+
+    Args:
+        devices: of each text layer. The states are on the first one, and copied to that of a layer in every pass.
+
+    Attributes:
+        pending: number of tokens since the base states.
+    """
+
+    states: LinearStates
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        sizes: LinearSizes,
+    ) -> None:
+        self.sizes, self.pending = sizes, 0
+        self.states = LinearStates.zeros(sizes, 1, SLOTS, dtype, devices[0])
+        attention = [device for layer, device in enumerate(devices) if layer not in sizes.layers]
+        super().__init__(attention, num_kv_heads, head_dim, capacity, dtype)
+
+    def _make_layers(self) -> None:
+        super()._make_layers()
+        self.layers = _with_counters(self.attention, self.sizes)
+
+    def tensors(self) -> dict[str, Any]:
+        return super().tensors() | vars(self.states)
+
+    def share(self, num_rows: int) -> SharedRecurrentCache:
+        return SharedRecurrentCache(self, num_rows)
+
+    def mix(self, layer: Any, inputs: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Reads a prompt by the model's own chunked kernel."""
+        self._fold()
+        place, kept = self.sizes.layers.index(layer.layer_idx), self.sizes.kernel - 1
+        before, state = self.states.linear_inputs[:, place, :kept], self.states.linear_state[:, place]
+        joined = torch.cat((before.to(inputs.device), inputs), 1)
+        mixed = nn.functional.conv1d(joined.transpose(1, 2), layer.conv1d.weight, layer.conv1d.bias, groups=joined.shape[-1])
+        query, key, value = heads_of(layer, layer.activate(mixed.transpose(1, 2)))
+        out, last = layer.chunked_rule(query, key, value, decay, beta, state.to(inputs.device))
+        before.copy_(joined[:, -kept:])
+        state.copy_(last)
+        self.layers[layer.layer_idx].length += inputs.shape[1]
+        return out
+
+    def _fold(self) -> None:
+        if self.pending:
+            self.states.fold(self.pending)
+            self.pending = 0
+
+    def reserve(self, count: int, hidden: int = 0) -> int:
+        if not hidden:
+            self._fold()
+        assert self.pending == hidden, "nodes of an earlier pass that the next one does not see"
+        self.pending += count
+        if self.pending > self.states.slots:
+            self._grow_slots(-(-self.pending // SLOTS) * SLOTS)
+        first = self.length
+        self.set_length(first + count)
+        return first
+
+    def _grow_slots(self, slots: int) -> None:
+        self.states = self.states.grown(slots)
+
+    def crop_to(self, length: int) -> None:
+        dropped = self.length - length
+        if dropped > self.pending:
+            self.states.zero()
+            self.assume(0)
+        else:
+            self.pending -= dropped
+            self.set_length(length)
+
+    def assume(self, length: int) -> None:
+        self.pending = 0
+        self.set_length(length)
+
+    def zero_to(self, length: int) -> None:
+        self.states.zero()
+        self.pending = 0
+        super().zero_to(length)
+
+    def keep_path(self, start: int, path: Sequence[int]) -> None:
+        if path[-1] != len(path) - 1:
+            self.states.keep(self.pending - self.length + start, path)
+        super().keep_path(start, path)
+
+
+class SharedRecurrentCache(SharedCache):
+    """The caches of several requests."""
+
+    def __init__(self, like: RecurrentCache, num_rows: int) -> None:
+        self.sizes = like.sizes
+        inputs = like.states.linear_inputs
+        self.states = LinearStates.zeros(like.sizes, num_rows, SLOTS, inputs.dtype, inputs.device)
+        super().__init__(like, num_rows)
+
+    def _new_row(self, row: int) -> RecurrentRow:
+        return RecurrentRow(self, row)
+
+    def tensors(self, num_rows: int) -> dict[str, Any]:
+        return super().tensors(num_rows) | vars(self.states.rows(0, num_rows))
+
+    def grow_slots(self, slots: int) -> None:
+        """Adds slots to all rows."""
+        self.states = self.states.grown(slots)
+        self._refresh_rows()
+
+
+class RecurrentRow(RecurrentCache, CacheRow):
+    """The cache of one request, a row of a `SharedRecurrentCache`."""
+
+    shared: SharedRecurrentCache
+
+    def __init__(self, shared: SharedRecurrentCache, row: int) -> None:
+        self.sizes, self.pending = shared.sizes, 0
+        CacheRow.__init__(self, shared, row)
+        self.states = shared.states.rows(row)
+
+    def refresh(self) -> None:
+        super().refresh()
+        self.states = self.shared.states.rows(self.row)
+
+    def _grow_slots(self, slots: int) -> None:
+        self.shared.grow_slots(slots)
+
+
+class PackedRecurrentCache(PackedCache, LinearLayers):
+    """The buffers of a cache within a pass over nodes; arguments as of `PackedCache`.
+
+    Args:
+        states: of the rows of the pass.
+        window: what the nodes see.
+    """
+
+    def __init__(self, *args: Any, sizes: LinearSizes, states: LinearStates, window: Window) -> None:
+        super().__init__(*args)
+        self.sizes, self.states, self.window = sizes, states, window
+        self.layers: list[Any] = _with_counters(self.layers, sizes)
+
+    def mix(self, layer: Any, inputs: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        place, device = self.sizes.layers.index(layer.layer_idx), self.window.visible.device
+        moved, decay, beta = (part[0].to(device) for part in (inputs, decay, beta))
+        return tree_delta_rule(layer, place, moved, decay, beta, self.states, self.window)[None].to(inputs)

@@ -1,0 +1,55 @@
+"""The linear layers of targets, with the states of our caches in place of the model's."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from sage.runtime.recurrent_cache import LinearLayers
+
+CHUNKED = "torch_chunk_gated_delta_rule"  # in the model's module: transformers' own, or that of the package fla
+
+
+class DeltaNet:
+    """Base class of a model's gated delta net: the model's own `forward` unless a cache is ours."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[1, T, D] -> [1, T, D]."""
+        states = kwargs.get("cache", kwargs.get("cache_params"))  # its name since transformers 5.24, and before
+        if not isinstance(states, LinearLayers):
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        decay = -self.A_log.float().exp() * nn.functional.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias)
+        mixed = states.mix(self, self.in_proj_qkv(hidden_states), decay, self.in_proj_b(hidden_states).sigmoid())
+        gate = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
+        out = self.norm(mixed.reshape(-1, self.head_v_dim), gate)
+        return self.out_proj(out.view(*hidden_states.shape[:-1], -1))
+
+    def activate(self: Any, mixed: Tensor) -> Tensor:
+        """Applies the activation behind the convolution."""
+        return ACT2FN[self.activation](mixed)
+
+    def chunked_rule(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the model's chunked kernel; returns its output [1, T, H, dv] and the last state [1, H, dk, dv]."""
+        rule = getattr(sys.modules[type(self).__mro__[2].__module__], CHUNKED)
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        return rule(query, key, value, g=decay, beta=beta, initial_state=state, **options)
+
+
+def use_our_states(text_model: Any) -> None:
+    """Changes the class of a text model's linear layers, which keep weights and names."""
+    for layer in text_model.layers:
+        net = getattr(layer, "linear_attn", None)
+        if net is not None and not isinstance(net, DeltaNet):
+            kind: Any = type(net)
+            net.__class__ = _with_our_states(kind)
+
+
+@cache
+def _with_our_states(kind: type) -> type:
+    return type(kind.__name__, (DeltaNet, kind), {"__module__": kind.__module__})
