@@ -75,7 +75,7 @@ class PEagleDraft(Eagle3Draft, SlotHead):
 
     @classmethod
     def with_defaults(cls, config: dict[str, Any], target: Target) -> dict[str, Any]:
-        token = mask_token_of(target, config.get("mask_token"))
+        token = mask_token_of(target, config.get("mask_token"), is_read=True)
         return super().with_defaults(config, target) | {"mask_token": token}
 
     @torch.no_grad()

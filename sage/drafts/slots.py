@@ -109,12 +109,16 @@ class SlotHead(DraftHead):
         """
 
 
-def mask_token_of(target: Target, chosen: int | None) -> int:
+def mask_token_of(target: Target, chosen: int | None, *, is_read: bool = False) -> int:
     """Returns the token chosen in `draft.mask_token`, or one that the target does not use.
 
     In this order: a row of the embedding beyond the tokenizer, a token named as reserved or unused, a placeholder of images or
     videos, which no answer contains, the padding token unless it ends an answer. A target on the meta device has no tokenizer;
     its last row stands for the token.
+
+    Args:
+        chosen: `draft.mask_token`.
+        is_read: whether engines feed the draft the embeddings of prompts: the placeholders are then in use.
 
     Raises:
         ValueError: the chosen token is no row of the embedding, or the target has no such token.
@@ -133,7 +137,7 @@ def mask_token_of(target: Target, chosen: int | None) -> int:
     spare = [token for name, token in names.items() if any(word in name.lower() for word in SPARE_NAMES)]
     if spare:
         return min(spare)
-    if slots := target.family.slots:
+    if (slots := target.family.slots) and not is_read:
         return max(slots.values())
     padding = getattr(target.text_config, "pad_token_id", None)
     if padding is not None and padding not in target.eos_token_ids:
