@@ -119,10 +119,10 @@ class Processor:
         finally:
             self.thinking = before
 
-    def render(self, messages: Messages, add_generation_prompt: bool) -> str:
+    def render(self, messages: Messages, add_generation_prompt: bool, **arguments: Any) -> str:
         """Renders the chat template (TemplateFault if there is none), with one placeholder per image or video.
 
-        The first message may have `tools`. Raises ValueError if the template refuses the messages.
+        The first message may have `tools`; `arguments` are further ones of the template. Raises ValueError if it refuses them.
         """
         if not self.chat_template:
             raise TemplateFault("target: its tokenizer has no chat template; add chat_template.jinja to the target folder")
@@ -136,13 +136,13 @@ class Processor:
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **self.template_arguments,
+                **self.template_arguments | arguments,
             )
         except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the target's chat template refuses the messages: {error}") from error
 
-    def prepare(self, messages: Messages) -> BatchFeature:
-        """Messages -> inputs [1, T] up to the assistant's turn.
+    def prepare(self, messages: Messages, **arguments: Any) -> BatchFeature:
+        """Messages -> inputs [1, T] up to the assistant's turn; `arguments` are further ones of the chat template.
 
         Raises ValueError: an empty prompt, invalid Unicode, or media that cannot be read.
         """
@@ -150,7 +150,7 @@ class Processor:
             raise ValueError("prompt: empty; give a question or an image")
         check_media_roles(messages)
         images, videos, fps = open_media(messages)
-        example = self.encode(self._prompt(messages), images, videos, fps)
+        example = self.encode(self._prompt(messages, **arguments), images, videos, fps)
         del example["loss_mask"]
         return BatchFeature(self.collate([example]))
 
@@ -159,10 +159,10 @@ class Processor:
         [ids] = self._tokenize([self._prompt(messages)])
         return [token for piece in ids for token in piece]
 
-    def _prompt(self, messages: Messages) -> list[Segment]:
+    def _prompt(self, messages: Messages, **arguments: Any) -> list[Segment]:
         """Renders messages up to the assistant's turn, cut where a message quotes a special token."""
         messages, separator = escape(messages, self.quotable)
-        text = self.render(messages, True)
+        text = self.render(messages, True, **arguments)
         try:
             text.encode()
         except UnicodeEncodeError as error:

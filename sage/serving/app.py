@@ -1,7 +1,8 @@
 """The routes of the server, who may use them, and a chat completion request with its answer.
 
-The API key, and the hosts that a browser may call a local server by, are checked first. The status line of an answer is sent
-with its first part, so whatever fails before has its own status, in a stream as well.
+The API key, and the hosts that a browser may call a local server by, are checked first, then a place is reserved, and only then
+is the body read. The status line of an answer is sent with its first part, so whatever fails before has its own status, in a
+stream as well.
 """
 
 from __future__ import annotations
@@ -17,24 +18,31 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sage.serving.bodies import JSON
+from sage.serving.chat_request import ChatRequest
 from sage.serving.completion import Completion, error_event
 from sage.serving.errors import ApiError, internal, stopping
+from sage.serving.logs import AccessLog
+from sage.serving.request import Request as Kind
+from sage.serving.request import TextRequest
 from sage.serving.service import Service
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+KINDS: dict[str, type[Kind]] = {CHAT: ChatRequest, COMPLETIONS: TextRequest}
+SCHEMAS = "#/components/schemas/"
 OPEN_PATHS = ("/health",)  # without a key
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-BODY_TIMEOUT_S = 60.0
-MAX_DISCARDED = 4  # times the largest body: what is read of a larger one, so that its client receives the answer
-JSON, EVENTS = "application/json", "text/event-stream"
+EVENTS = "text/event-stream"
 UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def new_app(service: Service) -> FastAPI:
+def new_app(service: Service) -> ASGIApp:
     """Returns the ASGI application of a service whose scheduler runs."""
 
     async def guard(request: Request) -> None:
@@ -51,13 +59,19 @@ def new_app(service: Service) -> FastAPI:
         if not service.api_key and service.is_local and name not in LOCAL_HOSTS:
             raise ApiError(HTTPStatus.FORBIDDEN, f"Host: {name!r} is not this machine; start the server with --api-key")
 
-    app = FastAPI(title="sage-serve", docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(guard)])
+    app = FastAPI(title="sage-serve", docs_url=None, redoc_url=None, dependencies=[Depends(guard)])
+    if service.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=service.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "sage-draft"}
     model |= {"root": service.model, "max_model_len": service.max_context}
 
     @app.post(CHAT)
     async def chat_completions() -> Response:
-        return Exchange(service)
+        return Exchange(service, ChatRequest)
+
+    @app.post(COMPLETIONS)
+    async def completions() -> Response:
+        return Exchange(service, TextRequest)
 
     @app.get("/v1/models")
     async def models() -> Any:
@@ -75,6 +89,8 @@ def new_app(service: Service) -> FastAPI:
             raise internal()
         if service.scheduler.is_draining:
             raise stopping()
+        if age := service.scheduler.hung_s:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the decoding process has made no round for {age:.0f} s")
         return {"status": "ok"}
 
     @app.get("/metrics")
@@ -84,21 +100,32 @@ def new_app(service: Service) -> FastAPI:
     async def on_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
             error = _unrouted(request, error) if isinstance(error, HTTPException) else internal()
-        if request.url.path == CHAT:
+        if request.url.path in KINDS:
             service.metrics.responses.labels(error.status).inc()
         return error.response()
 
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-    return app
+    app.openapi_schema = _schema(app)
+    return AccessLog(app)
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    """Returns the OpenAPI schema, with the bodies of requests, which are validated in other threads."""
+    _, bodies = models_json_schema([(kind, "validation") for kind in KINDS.values()], ref_template=f"{SCHEMAS}{{model}}")
+    found = app.openapi() | {"components": {"schemas": bodies["$defs"]}}
+    for path, kind in KINDS.items():
+        content = {JSON: {"schema": {"$ref": f"{SCHEMAS}{kind.__name__}"}}}
+        found["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+    return found
 
 
 def _unrouted(request: Request, error: HTTPException) -> ApiError:
     path, method = request.url.path[:100], request.method[:20]
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        return ApiError(error.status_code, f"{method} {path}: not allowed; {CHAT} takes POST, other paths GET")
+        return ApiError(error.status_code, f"{method} {path}: not allowed; completions take POST, other paths GET")
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return ApiError(error.status_code, f"{path}: unknown; the server has {CHAT}, /v1/models, /health and /metrics")
+        return ApiError(error.status_code, f"{path}: unknown; /openapi.json lists those of the server")
     return ApiError(error.status_code, str(error.detail))
 
 
@@ -106,27 +133,26 @@ def _unrouted(request: Request, error: HTTPException) -> ApiError:
 
 
 class Exchange(Response):
-    """Receives a chat completion request and answers it; raises ApiError before anything is sent."""
+    """Receives a request of a kind and answers it; raises ApiError before anything is sent."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, kind: type[Kind]) -> None:
         super().__init__()
-        self._service = service
+        self._service, self._kind = service, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
-        with suppress(ClientDisconnect):
-            body = await _body(Request(scope, receive), service.limits.max_body_bytes)
-            with service.scheduler.reserved():
-                work = asyncio.get_running_loop().run_in_executor(service.pool, service.prepare, body)
-                completion: Completion = await until_left(work, receive)
-                async with aclosing(service.scheduler.decode(completion.inputs, completion.sampling)) as results:
-                    parts = completion.parts(results)
-                    first = await until_left(anext(parts), receive)
-                    service.metrics.responses.labels(HTTPStatus.OK.value).inc()
-                    answer = Response(first, media_type=JSON)
-                    if completion.request.stream:
-                        answer = StreamingResponse(_stream(first, parts), headers=UNBUFFERED, media_type=EVENTS)
-                    await answer(scope, receive, send)
+        with suppress(ClientDisconnect), service.scheduler.reserved() as place:
+            async with service.inbox.body(Request(scope, receive)) as body:
+                completion: Completion = await until_left(service.prepared(self._kind, body), receive)
+                scope["state"]["completion"] = completion
+            async with aclosing(service.scheduler.decode(place, completion.inputs, completion.sampling)) as results:
+                parts = completion.parts(results)
+                first = await until_left(anext(parts), receive)
+                service.metrics.responses.labels(HTTPStatus.OK.value).inc()
+                answer = Response(first, media_type=JSON)
+                if completion.request.stream:
+                    answer = StreamingResponse(_stream(first, parts), headers=UNBUFFERED, media_type=EVENTS)
+                await answer(scope, receive, send)
 
 
 async def _stream(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -140,30 +166,6 @@ async def _stream(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[by
     except Exception:
         yield error_event(internal())
         raise
-
-
-async def _body(request: Request, limit: int) -> bytes:
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
-        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"content-type: give {JSON}")
-    try:
-        return await asyncio.wait_for(read_body(request, limit), BODY_TIMEOUT_S)
-    except TimeoutError as error:
-        raise ApiError(HTTPStatus.REQUEST_TIMEOUT, f"body: not complete after {BODY_TIMEOUT_S:g} s") from error
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Reads a request's body; ApiError if it is larger than `limit` bytes, ClientDisconnect if it does not end."""
-    data, num_bytes = bytearray(), 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes <= limit:
-            data += chunk
-        elif num_bytes > MAX_DISCARDED * limit:
-            break
-    if num_bytes > limit:
-        message = f"body: more than {limit} bytes; send fewer or smaller images"
-        raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="request_too_large")
-    return bytes(data)
 
 
 async def until_left(work: Awaitable[Any], receive: Receive) -> Any:

@@ -11,13 +11,16 @@ import ipaddress
 import os
 import signal
 import sys
+from pathlib import Path
+
+import yaml
 
 from sage.commands import cli
 from sage.io.ranges import from_attributes
-from sage.serving.settings import ServerLimits
+from sage.serving.settings import LEVELS, ServerLimits
 from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY, POLICIES, check_name
 
-DESCRIPTION = "Serves a target with its draft behind OpenAI's API: /v1/chat/completions, /v1/models, /health, /metrics."
+DESCRIPTION = "Serves a target with its draft behind OpenAI's API: chat and text completions, /v1/models, /health, /metrics."
 EPILOG = """Example:
   sage-serve --draft runs/demo_pocket_qwen2_5_vl --port 8000
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -32,6 +35,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = cli.new_parser("sage-serve", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
+    add("--config", metavar="FILE", help="YAML file with options, without their dashes; those of the command line count")
     cli.add_model_options(parser)
     add("--policy", help=f"one of {', '.join(POLICIES)} (default: {DEFAULT_POLICY}, without a draft {AUTOREGRESSIVE})")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
@@ -41,11 +45,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--api-key", metavar="KEY", type=_key, default=os.environ.get(KEY_VARIABLE, ""), help=text)
     text = "hosts that images may be downloaded from, separated by commas (default: none; clients send images as data URLs)"
     add("--allow-remote-media", metavar="HOST,..", type=_hosts, default=(), help=text)
+    text = "origins of web pages that may use the server, separated by commas, or * (default: none)"
+    add("--allowed-origins", metavar="ORIGIN,..", type=lambda text: text.split(","), default=(), help=text)
+    add("--ignore-unknown-fields", action="store_true", help="ignore unknown fields of requests, which are refused otherwise")
+    add("--log-level", choices=LEVELS, default="info", help="what is logged on stderr; info: every request (default: info)")
     cli.add_settings(parser, ServerLimits)
     cli.add_load_options(parser, cli.FAST_DTYPE)
-    args = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args([*_options_of(parser, argv), *argv])
     args.policy = args.policy or (DEFAULT_POLICY if args.draft else AUTOREGRESSIVE)
     return args
+
+
+def _options_of(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
+    """Returns the options of the file of `--config` as arguments."""
+    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only.add_argument("--config")
+    if (file := only.parse_known_args(argv)[0].config) is None:
+        return []
+    try:
+        found = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+        given = [(f"--{name}", value) for name, value in found.items() if value not in (None, False)]
+    except (OSError, UnicodeError, yaml.YAMLError, AttributeError) as error:
+        parser.error(f"--config {file}: no YAML file of options ({' '.join(str(error).split())})")
+    texts = [(name, ",".join(map(str, value)) if isinstance(value, list) else value) for name, value in given]
+    return [name if value is True else f"{name}={value}" for name, value in texts]
 
 
 def _key(text: str) -> str:
@@ -87,9 +111,11 @@ def check(args: argparse.Namespace) -> tuple[argparse.Namespace, ServerLimits]:
 def _serve(args: argparse.Namespace, limits: ServerLimits) -> int:
     """Serves until a signal; returns the exit code."""
     from sage.runtime.timing import frozen_heap
+    from sage.serving.logs import start_logging
     from sage.serving.server import Server, address_of, bind
     from sage.serving.service import load_service
 
+    start_logging(args.log_level)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server listens
     with bind(args.host, args.port) as bound:
         is_local = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback

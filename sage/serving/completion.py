@@ -11,11 +11,11 @@ from typing import Any
 from sage.decoding.answer import Stats
 from sage.decoding.detokenizer import Detokenizer
 from sage.decoding.settings import Sampling
-from sage.serving.chat_request import ChatRequest
 from sage.serving.errors import ApiError
+from sage.serving.request import Request
 
-CHUNK = "chat.completion.chunk"
 DONE = b"data: [DONE]\n\n"
+CHAT_ROLE = {"role": "assistant", "content": ""}
 
 
 class StopStrings:
@@ -52,10 +52,13 @@ class Completion:
     """
 
     def __init__(
-        self, request: ChatRequest, inputs: Any, sampling: Sampling, tokenizer: Any, model: str, end_token_ids: Sequence[int]
+        self, request: Request, inputs: Any, sampling: Sampling, tokenizer: Any, model: str, end_token_ids: Sequence[int]
     ) -> None:
         self.request, self.inputs, self.sampling, self._end_token_ids = request, inputs, sampling, end_token_ids
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._is_chat = request.subject == "messages"
+        kind, name = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
+        name += ".chunk" if self._is_chat and request.stream else ""
+        self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": name, "created": int(time.time()), "model": model}
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(request.stop)
         self._tokens: list[int] = []
 
@@ -63,8 +66,8 @@ class Completion:
         """Yields the body of the response, given new tokens and the `Stats` at the end."""
         text, is_stream = "", self.request.stream
         async for result in results:
-            if is_stream and not self._tokens:
-                yield self._chunk({"role": "assistant", "content": ""})
+            if is_stream and self._is_chat and not self._tokens:
+                yield self._chunk(CHAT_ROLE)
             is_last, tokens = isinstance(result, Stats), [] if isinstance(result, Stats) else result
             self._tokens += tokens
             piece = self._stops.feed(self._detokenizer.next_piece(self._tokens, len(self._tokens), is_last), is_last)
@@ -74,6 +77,10 @@ class Completion:
             if isinstance(result, Stats):
                 yield self._stream_end(result) if is_stream else self._whole(text, result)
 
+    def summary(self) -> str:
+        """Returns the numbers of tokens, for the log."""
+        return f"prompt {self.inputs['input_ids'].shape[1]}, answer {len(self._tokens)} tokens"
+
     def _finish_reason(self) -> str:
         """`stop` after an end token or a stop string, else `length`."""
         return "stop" if self._stops.is_found or self._tokens[-1] in self._end_token_ids else "length"
@@ -81,7 +88,7 @@ class Completion:
     def _whole(self, text: str, stats: Stats) -> bytes:
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = self._choice("message", message, self._tokens, self._finish_reason())
-        content = {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage(stats)}
+        content = {**self._head, "choices": [choice], "usage": usage(stats)}
         if self.request.return_token_ids:
             content["prompt_token_ids"] = self.inputs["input_ids"][0].tolist()
         return _json(content)
@@ -89,15 +96,16 @@ class Completion:
     def _stream_end(self, stats: Stats) -> bytes:
         end = self._chunk({}, (), self._finish_reason())
         if self.request.stream_options.include_usage:
-            end += _event(_json({**self._head, "object": CHUNK, "choices": [], "usage": usage(stats)}))
+            end += _event(_json({**self._head, "choices": [], "usage": usage(stats)}))
         return end + DONE
 
     def _chunk(self, delta: dict[str, Any], tokens: Sequence[int] = (), reason: str | None = None) -> bytes:
-        content = {**self._head, "object": CHUNK, "choices": [self._choice("delta", delta, tokens, reason)]}
+        content = {**self._head, "choices": [self._choice("delta", delta, tokens, reason)]}
         return _event(_json(content | ({"usage": None} if self.request.stream_options.include_usage else {})))
 
     def _choice(self, key: str, content: dict[str, Any], tokens: Sequence[int], reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, key: content, "logprobs": None, "finish_reason": reason}
+        part = {key: content} if self._is_chat else {"text": content.get("content", "")}
+        choice = {"index": 0, **part, "logprobs": None, "finish_reason": reason}
         return choice | ({"token_ids": list(tokens)} if self.request.return_token_ids else {})
 
 

@@ -45,6 +45,7 @@ from sage.io.machine import free_bytes
 from sage.planning.base import Policy
 from sage.runtime.pass_modes import MANY_ANSWERS, resolve_pass_mode
 from sage.runtime.timing import frozen_heap
+from sage.serving.logs import start_logging
 from sage.serving.settings import DEFAULT_CONTEXT, ServerLimits
 from sage.targets import Target
 from sage.targets.tree_passes import TreePasses
@@ -52,7 +53,7 @@ from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 
 logger = logging.getLogger(__name__)
-STOP_S = 10.0  # seconds that the process has to end
+STOP_S = 3.0  # seconds that the process has to end
 Event = list[int] | Stats | Exception
 SHORTEST = 64  # tokens; costs of passes are measured from here on
 WARM_UP_TOKENS = 8
@@ -109,6 +110,11 @@ class Decoding:
             raise ValueError(found)
         max_context, end_token_ids = found
         return max_context, end_token_ids
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process; None for a thread."""
+        return self._worker.pid if isinstance(self._worker, BaseProcess) else None
 
     @property
     def is_alive(self) -> bool:
@@ -193,9 +199,8 @@ class _Loop:
                 logger.exception("the decoder failed; its requests end and it starts anew")
                 self._events += [(number, RuntimeError()) for number in self._running]
                 self._running, self._decoder = {}, self._plan.new_decoder()
-            if self._events:
-                self._connection.send(self._events)
-                self._events = []
+            self._connection.send(self._events)  # if there are none, a sign of life
+            self._events = []
 
     def _add(self, number: int, arrays: Mapping[str, Any], sampling: Sampling) -> None:
         """Starts a request; the decoder reads its prompt in parts, so that others do not wait for all of it."""
@@ -226,6 +231,7 @@ class _Loop:
 
 def load_plan(args: argparse.Namespace, path: str, folder: Path | None, limits: ServerLimits) -> Plan:
     """Loads target and draft as the options say; raises ValueError as `plan_decoding` does, or if they cannot be loaded."""
+    start_logging(args.log_level)
     transformers_logging.disable_progress_bar()
     target = sage.load_target(path, passes=args.passes, **load_options(args, cpu_dtype="float32"))
     target.passes = resolve_pass_mode(args.passes, target.device.type, MANY_ANSWERS, target.is_whole)

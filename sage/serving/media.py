@@ -7,6 +7,7 @@ resolves differently a moment later has no effect.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import ipaddress
@@ -24,7 +25,7 @@ from sage.inputs.video import no_size_warning
 from sage.serving.settings import ServerLimits
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # of PIL; others run external programs or rarely used decoders
-TIMEOUT_S = 10.0  # of a connection, of a wait for data, and of all data
+TIMEOUT_S = 10.0  # of all downloads of a request
 PORTS = {"http": 80, "https": 443}
 
 
@@ -34,6 +35,7 @@ class MediaReader:
     def __init__(self, limits: ServerLimits, remote: RemoteMedia) -> None:
         self._limits, self._remote = limits, remote
         self._num_left, self._pixels_left = limits.max_images, limits.max_pixels
+        self._deadline = time.monotonic() + TIMEOUT_S
 
     def open(self, url: Any) -> Image.Image:
         """Returns the image at a URL; ValueError if it cannot be read or exceeds a limit."""
@@ -43,7 +45,8 @@ class MediaReader:
         if self._num_left < 0:
             raise ValueError(f"more images and frames than allowed: at most {self._limits.max_images}")
         try:
-            return self._decoded(decode_data_url(url) if url.startswith("data:") else self._remote.fetch(url))
+            is_data = url[:5].lower() == "data:"
+            return self._decoded(decode_data_url(url) if is_data else self._remote.fetch(url, self._deadline))
         except ValueError as error:
             raise ValueError(f"image: {str(error).removeprefix('image ')}") from error
 
@@ -68,8 +71,9 @@ def decode_data_url(url: str) -> bytes:
     header, comma, data = url.partition(",")
     if not comma or not header.endswith(";base64"):
         raise ValueError("not a data URL in base64; give data:image/png;base64,...")
+    data = "".join(data.split())
     try:
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode(data + "=" * (-len(data) % 4), validate=True)
     except ValueError as error:
         raise ValueError("not valid base64") from error
 
@@ -84,29 +88,34 @@ class RemoteMedia:
     hosts: Collection[str] = ()
     max_bytes: int = 0
 
-    def fetch(self, url: str) -> bytes:
-        """Returns the file at a URL; ValueError names the reason if it is not allowed or cannot be downloaded."""
+    def fetch(self, url: str, deadline: float) -> bytes:
+        """Returns the file at a URL; ValueError names the reason if it is not allowed or cannot be downloaded.
+
+        Args:
+            deadline: in seconds of `time.monotonic`.
+        """
         parsed = self._checked(url)
         port = PORTS[parsed.scheme]
         pinned = parsed.copy_with(host=public_address(parsed.host, port), port=port)
-        headers, extensions = {"host": parsed.host, "accept-encoding": "identity"}, {"sni_hostname": parsed.host}
-        data, deadline = bytearray(), time.monotonic() + TIMEOUT_S
         try:
-            with (
-                httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
-                client.stream("GET", pinned, headers=headers, extensions=extensions) as response,
-            ):
-                if response.status_code != httpx.codes.OK:
-                    note = "; redirects are not followed" if response.is_redirect else ""
-                    raise ValueError(f"its server answers {response.status_code}{note}")
-                for chunk in response.iter_raw():
-                    data += chunk
-                    if time.monotonic() > deadline:
-                        raise TimeoutError
-                    if len(data) > self.max_bytes:
-                        raise ValueError(f"more than {self.max_bytes} bytes")
+            return asyncio.run(self._downloaded(pinned, parsed.host, deadline - time.monotonic()))
         except (httpx.HTTPError, OSError) as error:
             raise ValueError(f"{parsed.host}: cannot be downloaded ({type(error).__name__})") from error
+
+    async def _downloaded(self, pinned: httpx.URL, host: str, seconds: float) -> bytes:
+        headers, extensions, data = {"host": host, "accept-encoding": "identity"}, {"sni_hostname": host}, bytearray()
+        async with (
+            asyncio.timeout(seconds),
+            httpx.AsyncClient(timeout=None, trust_env=False) as client,
+            client.stream("GET", pinned, headers=headers, extensions=extensions) as response,
+        ):
+            if response.status_code != httpx.codes.OK:
+                note = "; redirects are not followed" if response.is_redirect else ""
+                raise ValueError(f"its server answers {response.status_code}{note}")
+            async for chunk in response.aiter_raw():
+                data += chunk
+                if len(data) > self.max_bytes:
+                    raise ValueError(f"more than {self.max_bytes} bytes")
         return bytes(data)
 
     def _checked(self, url: str) -> httpx.URL:

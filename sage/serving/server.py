@@ -1,22 +1,29 @@
-"""The HTTP server: uvicorn on a socket that is bound before anything is loaded, and signals that let answers finish."""
+"""The HTTP server: uvicorn on a socket that is bound before anything is loaded, and signals that let answers finish.
+
+Connections on which nothing happens end, so that neither their descriptors nor places of requests are lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sage.commands.cli import EXIT_INTERRUPTED
 from sage.serving.app import new_app
 from sage.serving.service import Service
 
+IDLE_S = 30  # seconds that a client may leave a connection without a whole request, or an answer unread
+MAX_CONNECTIONS, BACKLOG, OTHER_FILES = 1024, 32, 64
 GRACE_S = 10  # seconds that clients have to read the end of their answers after a signal
 HEADER_BYTES = 1 << 16
 
@@ -43,6 +50,76 @@ def address_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def max_connections() -> int:
+    """Raises the limit of descriptors as far as possible; returns how many of them connections may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + BACKLOG + OTHER_FILES
+    limit = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+    with suppress(ValueError):  # it is higher already
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, resource.getrlimit(resource.RLIMIT_NOFILE)[0]), most))
+    return max(1, limit - BACKLOG - OTHER_FILES)
+
+
+class Connection(H11Protocol):
+    """A connection, which ends after `IDLE_S` without a whole request, or with an answer that is not read.
+
+    Where there are too many, one that waits for a request makes room for the new one.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _watch(self) -> None:
+        is_waiting = self.is_idle or self.flow.write_paused
+        if is_waiting and self._timer is None:
+            self._timer = self.loop.call_later(IDLE_S, self.transport.abort)
+        elif not is_waiting:
+            self._unwatch()
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Starts to wait for a request."""
+        if len(self.connections) + 1 >= (self.limit_concurrency or 0):
+            others = (one for one in self.connections if isinstance(one, Connection))
+            if idle := next((one for one in others if one.is_idle and not one.transport.is_closing()), None):
+                idle.transport.abort()
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Receives a part of a request."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request."""
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        """Waits for the client to read."""
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        """Goes on with the answer."""
+        super().resume_writing()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends what waits for the client."""
+        self._unwatch()
+        super().connection_lost(exc)
+
+
 class Server(uvicorn.Server):
     """Serves until a signal. The first one lets the answers in progress finish, the second ends the process.
 
@@ -54,12 +131,15 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 new_app(service),
-                http="h11",
+                loop="asyncio",
+                http=Connection,
                 ws="none",
                 lifespan="off",
-                log_level="warning",
+                log_config=None,
                 access_log=False,
                 server_header=False,
+                backlog=BACKLOG,
+                limit_concurrency=max_connections(),
                 h11_max_incomplete_event_size=HEADER_BYTES,
                 timeout_graceful_shutdown=GRACE_S,
             )
@@ -89,7 +169,7 @@ class Server(uvicorn.Server):
             os._exit(EXIT_INTERRUPTED)
 
     async def _stop_after_answers(self) -> None:
-        await self._service.scheduler.drain()
+        await self._service.scheduler.drain(self._service.limits.drain_seconds)
         self.stop()
 
     def stop(self) -> None:

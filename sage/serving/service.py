@@ -6,7 +6,9 @@ Preparation runs in a few threads: images are decoded, resized and normalized, t
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,19 +19,21 @@ from jinja2 import TemplateError
 from sage.commands.cli import find_models
 from sage.drafts.draft import Draft
 from sage.inputs.processing import Processor
-from sage.serving.chat_request import ChatRequest, TextPart, read_request
+from sage.serving.bodies import Inbox
 from sage.serving.completion import Completion
 from sage.serving.decoding import Decoding, load_plan, plan_decoding
-from sage.serving.errors import invalid
+from sage.serving.errors import ApiError, invalid
 from sage.serving.media import MediaReader, RemoteMedia
 from sage.serving.metrics import Metrics
+from sage.serving.request import Request, read_request
 from sage.serving.scheduler import Scheduler
 from sage.serving.settings import ServerLimits
 from sage.targets import Target
 from sage.targets.loading import load_processor
 
-NUM_THREADS = 2
+NUM_THREADS, NUM_DOWNLOADING = 2, 8
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
+REMOTE = re.compile(rb'(?i)"https?:')  # in a body: the beginning of a URL
 
 
 class Service:
@@ -41,6 +45,8 @@ class Service:
         model: name of the target.
         api_key: that clients must send; empty: none.
         is_local: whether the server listens on this machine only.
+        ignores_unknown: whether unknown fields of requests are ignored.
+        allowed_origins: of web pages that may use the server; "*" for all.
     """
 
     def __init__(
@@ -52,57 +58,58 @@ class Service:
         api_key: str = "",
         remote: RemoteMedia = RemoteMedia(),  # noqa: B008
         is_local: bool = True,
+        ignores_unknown: bool = False,
+        allowed_origins: Collection[str] = (),
     ) -> None:
         self.processor, self.model, self.limits, self.remote = processor, model, limits, remote
-        self.api_key, self.is_local = api_key, is_local
+        self.api_key, self.is_local, self.ignores_unknown = api_key, is_local, ignores_unknown
+        self.allowed_origins = allowed_origins
         self.max_context, self.end_token_ids = decoding.wait()
-        self.metrics = Metrics()
+        self.metrics = Metrics(model, decoding.pid)
         self.scheduler = Scheduler(decoding, limits.max_requests, limits.queue, self.metrics)
-        self.pool = ThreadPoolExecutor(NUM_THREADS, "prepare")
-        family, self.tokenizer = processor.family, processor.tokenizer
-        reserved = {*family.placeholders.values(), *family.slot_texts.values()}
-        self._reserved = re.compile("|".join(map(re.escape, sorted(reserved))) or "(?!)")  # without any, it matches nothing
+        self.inbox = Inbox(limits.max_body_bytes)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "prepare")
+        self._downloads = ThreadPoolExecutor(NUM_DOWNLOADING, "download")
+        self.tokenizer = processor.tokenizer
         self._max_characters = self.max_context * max(map(len, self.tokenizer.get_vocab()))  # more have more tokens than fit
 
-    def prepare(self, body: bytes) -> Completion:
+    async def prepared(self, kind: type[Request], body: bytes) -> Completion:
+        """Returns a request that can be decoded, prepared in a thread; those that download images have others."""
+        is_remote = self.remote.hosts and REMOTE.search(body)
+        pool, remote = (self._downloads, self.remote) if is_remote else (self._pool, RemoteMedia())
+        return await asyncio.get_running_loop().run_in_executor(pool, self.prepare, kind, body, remote)
+
+    def prepare(self, kind: type[Request], body: bytes, remote: RemoteMedia = RemoteMedia()) -> Completion:  # noqa: B008
         """Returns a request that can be decoded; ApiError for one that cannot."""
-        request = read_request(body, self.model, MediaReader(self.limits, self.remote))
-        self._check_texts(request)
+        request = read_request(kind, body, self.model, MediaReader(self.limits, remote), self.ignores_unknown)
+        if (num_characters := request.num_characters()) > self._max_characters:
+            raise self._too_long(request, f"{num_characters} characters, which are more tokens")
         try:
-            inputs = self.processor.prepare([message.prepared() for message in request.messages])
+            inputs = request.prepared(self.processor)
         except (ValueError, TemplateError) as error:
-            raise invalid(f"messages: {error}", "messages") from error
+            raise invalid(f"{request.subject}: {error}", request.subject) from error
         sampling = request.sampling(self._max_new_tokens(request, inputs["input_ids"].shape[1]))
         return Completion(request, inputs, sampling, self.tokenizer, self.model, self.end_token_ids)
 
-    def _check_texts(self, request: ChatRequest) -> None:
-        """Refuses texts that contain a placeholder of an image, or cannot fit into the context."""
-        messages = [[part.text for part in one.content if isinstance(part, TextPart)] for one in request.messages]
-        num_characters = sum(len(text) for texts in messages for text in texts)
-        if num_characters > self._max_characters:
-            message = f"messages: {num_characters} characters, which are more than {self.max_context} tokens"
-            raise invalid(message, "messages", TOO_LONG)
-        for number, texts in enumerate(messages):
-            if found := self._reserved.search("\n".join(texts)):
-                where = f"messages[{number}].content"
-                message = f"{where}: the text contains {found[0]!r}, the placeholder of an image or video; remove it"
-                raise invalid(message, where)
-
-    def _max_new_tokens(self, request: ChatRequest, length: int) -> int:
+    def _max_new_tokens(self, request: Request, length: int) -> int:
         left = self.max_context - length
         if left < 1:
-            message = f"messages: {length} tokens, and prompt and answer have {self.max_context}; shorten the prompt"
-            raise invalid(f"{message} or shrink its images", "messages", TOO_LONG)
+            raise self._too_long(request, f"{length} tokens; shorten the prompt or shrink its images")
         wanted = request.max_tokens or left
         if wanted > left:
-            message = f"max_tokens: {wanted} and a prompt of {length} tokens exceed {self.max_context}; give at most {left}"
-            raise invalid(message, "max_tokens", TOO_LONG)
+            message = f"max_tokens: {wanted} and a prompt of {length} tokens exceed the maximum context length of"
+            raise invalid(f"{message} {self.max_context} tokens; give at most {left}", "max_tokens", TOO_LONG)
         return wanted
+
+    def _too_long(self, request: Request, found: str) -> ApiError:
+        text = f"this model's maximum context length is {self.max_context} tokens, and the prompt has {found}"
+        return invalid(f"{request.subject}: {text}", request.subject, TOO_LONG)
 
     def close(self) -> None:
         """Ends the decoding loop and the threads of the preparation."""
         self.scheduler.decoding.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._downloads):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def load_service(args: argparse.Namespace, limits: ServerLimits, is_local: bool) -> Service:
@@ -113,7 +120,8 @@ def load_service(args: argparse.Namespace, limits: ServerLimits, is_local: bool)
     try:
         name = args.model_name or (path if not Path(path).exists() else Path(path).resolve().name)
         remote = RemoteMedia(args.allow_remote_media, limits.max_body_bytes)
-        return Service(decoding, load_processor(path), name, limits, args.api_key, remote, is_local)
+        options = {"ignores_unknown": args.ignore_unknown_fields, "allowed_origins": args.allowed_origins}
+        return Service(decoding, load_processor(path), name, limits, args.api_key, remote, is_local, **options)
     except BaseException:
         decoding.kill()
         raise

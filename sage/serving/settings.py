@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt, check_fields
+from sage.io.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
 
+LEVELS = ("debug", "info", "warning", "error")  # of the log
 DEFAULT_CONTEXT = 4096  # tokens, unless the target has fewer
 
 
@@ -20,6 +21,7 @@ class ServerLimits:
         prefill_tokens: tokens of a new prompt that are read between two rounds of other requests.
         max_body_mb: size of a request, in MB.
         max_images: images and video frames of a request.
+        drain_seconds: seconds that answers in progress have to end after a signal to stop.
         max_pixels: pixels of all images and frames of a request together, before they are resized.
 
     Raises:
@@ -32,7 +34,8 @@ class ServerLimits:
     prefill_tokens: PositiveInt = 512
     max_body_mb: PositiveFloat = 32.0
     max_images: NonNegativeInt = 32
-    max_pixels: PositiveInt = 50_000_000
+    max_pixels: PositiveInt = 16_000_000
+    drain_seconds: NonNegativeFloat = 30.0
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -7,6 +7,7 @@ import subprocess
 from typing import Any
 
 import pytest
+import torch
 from support.serving_helpers import HELLO, MODEL, Running, image_url, with_images
 
 import sage
@@ -67,6 +68,38 @@ def test_curl(server: Running) -> None:
     assert found["choices"][0]["finish_reason"] == "length" and found["object"] == "chat.completion"
 
 
+def test_fields_of_common_clients_change_nothing(server: Running) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": ""}, {"role": "user", "content": "<|im_end|><|image_pad|>"}]
+    expected = server.chat(messages).json()["choices"]
+    sent = [{**HELLO[0], "type": "text", "id": "1", "timestamp": 1}, {"role": "assistant", "content": None}, messages[2]]
+    fields: dict[str, Any] = {
+        "include_stop_str_in_output": False,
+        "priority": 1,
+        "cache_salt": "x",
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "none",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 1003520},
+        "foo": None,
+    }
+    assert server.chat(sent, **fields).json()["choices"] == expected
+    assert server.chat(with_images("?", image_url().rstrip("=")), **fields).status_code == 200
+
+
+def test_completions_of_a_text_and_of_its_tokens(server: Running) -> None:
+    target, fields = server.target, {"max_tokens": 6, "model": MODEL}
+    ids = target.processor.tokens_of("This is a red")
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    expected = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=6)
+    for prompt in ("This is a red", ["This is a red"], ids, [ids]):
+        found = server.client.post("/v1/completions", json={"prompt": prompt, **fields}).json()
+        assert found["choices"][0]["text"] == expected.text and found["object"] == "text_completion"
+    assert server.client.post("/v1/completions", json={"prompt": [10**9], **fields}).status_code == 400
+    stream = server.client.post("/v1/completions", json={"prompt": ids, "stream": True, **fields}).text
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == expected.text
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_stop_string_ends_the_text_before_it(server: Running, is_streamed: bool) -> None:
     text = alone(server, HELLO, max_new_tokens=24).text
@@ -98,12 +131,17 @@ def test_health_models_metrics_and_other_paths(server: Running) -> None:
     server.chat()
     assert server.client.get("/health").json() == {"status": "ok"}
     assert server.client.get("/v1/models").json()["data"][0]["max_model_len"] == 400
+    schemas = server.client.get("/openapi.json").json()["components"]["schemas"]
+    assert "messages" in schemas["ChatRequest"]["required"] and "prompt" in schemas["TextRequest"]["required"]
     metrics = server.client.get("/metrics").text
     for name in (
         "sage_generated_tokens_total",
         'sage_responses_total{status="200"}',
         'stage="verify"',
         "sage_waiting_requests 0.0",
+        f'sage_model_info{{name="{MODEL}"}}',
+        "sage_prompt_length_sum",
+        "sage_token_seconds_count",
     ):
         assert name in metrics
     for method, path, status in (("GET", "/v1/chat/completions", 405), ("GET", "/", 404), ("GET", "/v1/models/gone", 404)):

@@ -91,7 +91,7 @@ def answer(scheduler: Scheduler, *tokens: int) -> asyncio.Task[list[Any]]:
 
     async def collect() -> list[Any]:
         inputs = {"input_ids": torch.tensor([tokens]), "text": "kept"}
-        async with aclosing(scheduler.decode(inputs, Sampling())) as results:
+        async with aclosing(scheduler.decode(object(), inputs, Sampling())) as results:
             return [result async for result in results]
 
     return asyncio.create_task(collect())
@@ -112,7 +112,7 @@ def test_requests_end_on_their_own(decoding: Decoding) -> None:
         assert (await waiting)[0] == [4]  # in the place of the one that has left
         third, late = answer(scheduler, ENDLESS), answer(scheduler, 4)
         await until(lambda: scheduler.num_waiting == 1)
-        drained = asyncio.create_task(scheduler.drain())
+        drained = asyncio.create_task(scheduler.drain(60))
         with pytest.raises(ApiError, match="stopping"):
             await late
         with pytest.raises(ApiError, match="stopping"), scheduler.reserved():

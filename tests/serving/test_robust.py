@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,13 +20,15 @@ from support.messages import exit_code
 from support.serving_helpers import HELLO, Running, image_url, wait_until, with_images
 
 from sage.decoding.batch import BatchDecoder
-from sage.serving import command, media
+from sage.serving import command, completion, media, scheduler
 from sage.serving import server as server_module
+from sage.serving.app import CHAT
 from sage.serving.completion import StopStrings
 from sage.serving.decoding import check_caches
 from sage.serving.errors import ApiError
 from sage.serving.media import RemoteMedia
 
+DEADLINE = float("inf")
 LONG = {"max_tokens": 60, "ignore_eos": True}
 
 
@@ -80,7 +86,14 @@ def test_malformed_requests_are_refused_in_one_line_and_harm_no_other(server: Ru
             400,
             "message 0: an image or video in a message of role 'system'",
         ),
-        ([{"role": "user", "content": "<|image_pad|>"}], {}, 400, "the placeholder of an image"),
+        ([{"role": "user", "content": "a " * 800}], {}, 400, "maximum context length is 400 tokens"),
+        (HELLO, {"metadata": [[]] * 60_000}, 400, "more than 50000 commas"),
+        (
+            with_images("?", image_url((60, 60))),
+            {"mm_processor_kwargs": {"max_pixels": 3000}},
+            400,
+            "would resize 60x60 pixels",
+        ),
         ([{"role": "user", "content": "x" * 3_000_000}], {}, 413, "more than 2000000 bytes"),
     ],
 )
@@ -144,8 +157,85 @@ def test_a_fault_ends_its_own_requests_only(new: Callable[..., Any], monkeypatch
         assert [server.chat().json()["choices"] for _ in range(4)] == [expected] * 4
 
 
-def test_key_and_host(new: Callable[..., Any]) -> None:
-    with new(policy="autoregressive", api_key="secret") as server:
+@pytest.fixture
+def clients() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+def connected(clients: ExitStack, server: Running, body: bytes = b"", length: int = 0) -> socket.socket:
+    """A client that sends the beginning of a request, and reads only if it is told to."""
+    found = clients.enter_context(socket.socket())
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    found.settimeout(10)
+    found.connect(server.server.servers[0].sockets[0].getsockname())
+    if body:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        found.sendall(f"{head}Content-Length: {max(length, len(body))}\r\n\r\n".encode() + body)
+    return found
+
+
+def test_connections_without_a_request_or_a_reader_end(
+    server: Running, clients: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "IDLE_S", 0.2)
+    monkeypatch.setattr(server.server.config, "limit_concurrency", 4)
+    silent = [connected(clients, server) for _ in range(12)]
+    assert server.chat().status_code == 200  # the new connection has taken the place of a silent one
+    silent[-1].sendall(b"GET /health")
+    for client in silent:
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+    monkeypatch.setattr(completion, "CHAT_ROLE", {"role": "assistant", "content": "x" * 10_000_000})
+    connected(clients, server, json.dumps({"messages": HELLO, "max_tokens": 8, "stream": True}).encode())
+    wait_until(lambda: running(server) == 1)
+    wait_until(lambda: running(server) == 0 and not server.service.scheduler.num_reserved)
+    wait_until(lambda: not any(not one.is_idle for one in server.server.server_state.connections))
+
+
+def test_a_place_is_reserved_before_a_body_is_read_and_all_bodies_have_one_budget(
+    new: Callable[..., Any], clients: ExitStack
+) -> None:
+    large = b" " * 900_000
+    with new(limits={"max_requests": 1, "queue": 5, "max_body_mb": 1.0}, policy="autoregressive") as server:
+        for _ in range(4):
+            connected(clients, server, large, length=950_000)
+        wait_until(lambda: server.service.scheduler.num_reserved == 4)
+        assert b"429" in connected(clients, server, large, length=950_000).recv(100)
+        for _ in range(2):
+            connected(clients, server, b" ", length=9)
+        wait_until(lambda: server.service.scheduler.num_reserved == 6)
+        assert server.chat().status_code == 429
+        clients.close()
+        wait_until(lambda: server.service.scheduler.num_reserved == 0)
+        assert server.chat().status_code == 200
+
+
+def test_a_decoder_that_hangs_is_reported_and_does_not_keep_the_server(
+    new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(scheduler, "HUNG_S", 0.1)
+    with new(limits={"drain_seconds": 0.2}) as server, ThreadPoolExecutor(1) as pool:
+        step = BatchDecoder.step
+        monkeypatch.setattr(BatchDecoder, "step", lambda self: (goes_on.wait(), step(self))[1])
+        answer = pool.submit(server.chat)
+        wait_until(lambda: server.client.get("/health").status_code == 503)
+        assert "has made no round for" in server.client.get("/health").text
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert answer.result().status_code == 503
+        goes_on.set()
+
+
+def test_key_host_origins_and_request_ids(new: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "sage.serving")
+    with new(policy="autoregressive", api_key="secret", allowed_origins=["http://page"]) as server:
+        preflight = {"origin": "http://page", "access-control-request-method": "POST"}
+        reply = server.client.options(CHAT, headers=preflight)
+        assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == "http://page"
+        head = server.client.head("/health", headers={"x-request-id": "mine"})
+        assert head.status_code == 200 and head.content == b"" and head.headers["x-request-id"] == "mine"
+        assert server.chat().headers["x-request-id"] in caplog.text and "mine HEAD /health 200" in caplog.text
         for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             reply = server.client.get("/v1/models", headers=header)
             assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
@@ -173,7 +263,7 @@ def test_downloads_only_from_allowed_public_hosts(url: str, words: str, monkeypa
         found = [(0, 0, 0, "", ("93.184.216.34", 80)), (0, 0, 0, "", (address, 80))]
         monkeypatch.setattr(media.socket, "getaddrinfo", lambda *_, found=found, **__: found)
         with pytest.raises(ValueError, match=words):
-            RemoteMedia(["good.example"], 1000).fetch(url)
+            RemoteMedia(["good.example"], 1000).fetch(url, DEADLINE)
 
 
 def test_a_download_follows_no_redirect_and_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +279,10 @@ def test_a_download_follows_no_redirect_and_has_a_limit(monkeypatch: pytest.Monk
         monkeypatch.setattr(media, "public_address", lambda host, port: "127.0.0.1")
         monkeypatch.setattr(media, "PORTS", {"http": port})
         allowed = RemoteMedia(["good.example"], 1000)
-        assert allowed.fetch("http://GOOD.example/x") == b"x" * 10
+        assert allowed.fetch("http://GOOD.example/x", DEADLINE) == b"x" * 10
         for path, words in (("moved", "redirects are not followed"), ("large", "more than 1000 bytes")):
             with pytest.raises(ValueError, match=words):
-                allowed.fetch(f"http://good.example/{path}")
+                allowed.fetch(f"http://good.example/{path}", DEADLINE)
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
@@ -226,6 +316,20 @@ def test_mistakes_of_the_command_line(words: str, message: str, capsys: pytest.C
     assert exit_code(command.main, "--target", "pocket_qwen3_vl", *words.split()) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_options_of_a_file_are_those_of_the_command_line_which_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("target: T\nport: 1\nallowed-origins: [http://a, http://b]\nignore-unknown-fields: true\nqueue: null\n")
+    args = command.parse_args(["--config", str(file), "--port", "2"])
+    assert (args.target, args.port, args.allowed_origins) == ("T", 2, ["http://a", "http://b"])
+    assert args.ignore_unknown_fields and args.queue == 32
+    for text, message in (("prot: 1", "--prot: unknown option (did you mean --port?)"), ("[1]", "no YAML file of options")):
+        file.write_text(text)
+        assert exit_code(command.main, "--config", str(file)) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_extra_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,218 @@
+"""The body of a request as a pydantic model: the options of an answer. Every field is used, ignored or refused by name.
+
+Does not own: messages and their media (sage.serving.chat_request), and the context length (sage.serving.service).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from abc import abstractmethod
+from http import HTTPStatus
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticUseDefault
+
+from sage.decoding.settings import Sampling
+from sage.inputs.processing import Processor
+from sage.io.names import did_you_mean
+from sage.serving.errors import ApiError, invalid
+from sage.serving.media import MediaReader
+
+MIN_TEMPERATURE = 1e-6  # below it, logits overflow float32
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+NUM_SEED_BITS = 63
+MAX_QUOTED = 100  # characters of a value in a message
+NUM_PART = 4  # names that lead to a part: messages, its number, content, its number
+IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("parallel_tool_calls", "request_id", "priority", "cache_salt"),
+)
+ONLY: dict[str, tuple[Any, ...]] = {  # fields that have an effect in other servers -> the values without one
+    **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)),
+    **dict.fromkeys(("top_logprobs", "presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("logprobs", "use_beam_search", "echo", "continue_final_message", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options", "suffix"), ()),
+    **{"logit_bias": ({},), "reasoning_effort": ("none",), "modalities": (["text"],), "response_format": ({"type": "text"},)},
+}
+TOOLS = {"tools": "tool_choice", "functions": "function_call"}  # which have no effect where the choice is none
+
+
+class Strict(BaseModel):
+    """Values are not converted, as "1" to 1."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """What a stream contains besides the text."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # which GuideLLM requests: the last chunk alone has the usage
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+class Request(Strict):
+    """A request; a field that is null has its default.
+
+    Attributes:
+        subject: the field of its prompt.
+        default_tokens: `max_tokens` if it is not given.
+        max_tokens: maximum length of the answer; None: what is left of the context.
+        ignore_eos: whether the answer has exactly `max_tokens` tokens.
+        return_token_ids: whether token ids are returned besides the text, as vLLM does.
+    """
+
+    subject: ClassVar[str]
+    default_tokens: ClassVar[int | None] = None
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    seed: Annotated[int, Field(ge=-(2**NUM_SEED_BITS), lt=2**NUM_SEED_BITS)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)] = []
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: Any) -> Any:
+        if value is None:
+            raise PydanticUseDefault
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Request:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            message = f"temperature: {self.temperature} is not allowed; give 0 or at least {MIN_TEMPERATURE}"
+            raise invalid(message, "temperature")
+        lengths = {length for length in (self.max_tokens, self.max_completion_tokens) if length is not None}
+        if len(lengths) > 1:
+            raise invalid("max_tokens: differs from max_completion_tokens; give one of the two", "max_tokens")
+        self.max_tokens = max(lengths, default=self.default_tokens)
+        if self.ignore_eos and self.max_tokens is None:
+            raise invalid("ignore_eos: the answer would have no end; give max_tokens as well", "ignore_eos")
+        return self
+
+    @abstractmethod
+    def num_characters(self) -> int:
+        """Returns the length of the texts of the prompt."""
+
+    @abstractmethod
+    def prepared(self, processor: Processor) -> Any:
+        """Returns the inputs of the target; ValueError for a prompt that has none."""
+
+    def sampling(self, max_new_tokens: int) -> Sampling:
+        """Returns the sampling parameters for an answer of at most `max_new_tokens`."""
+        same = self.model_dump(include={"temperature", "top_p", "min_p", "repetition_penalty", "stop"})
+        min_new_tokens = max_new_tokens if self.ignore_eos else min(self.min_tokens, max_new_tokens)
+        seed = secrets.randbits(32) if self.seed is None else self.seed
+        return Sampling(
+            max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, top_k=max(self.top_k, 0), seed=seed, **same
+        )
+
+    def check_unused(self, ignores_unknown: bool) -> None:
+        """Refuses fields that are unknown, or that ask for what is not supported."""
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            if name in ONLY and extra.get(TOOLS.get(name, "")) != "none":
+                _check_value(name, value)
+            elif name not in (*IGNORED, *ONLY) and value is not None and not ignores_unknown:
+                hint = did_you_mean(name[:MAX_QUOTED], [*type(self).model_fields, *ONLY])
+                raise invalid(f"{name[:MAX_QUOTED]}: unknown field{hint}; remove it", name[:MAX_QUOTED])
+
+
+def _alone(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int) else value
+
+
+class TextRequest(Request):
+    """A request for the continuation of a text, or of token ids, without a chat template."""
+
+    subject, default_tokens = "prompt", 16
+    prompt: Annotated[str | list[Annotated[int, Field(ge=0)]], BeforeValidator(_alone), Field(min_length=1)]
+
+    def num_characters(self) -> int:
+        """Returns the length of the text, or the number of ids."""
+        return len(self.prompt)
+
+    def prepared(self, processor: Processor) -> Any:
+        """Returns the inputs of the target."""
+        if not isinstance(self.prompt, str) and max(self.prompt) >= len(processor.tokenizer):
+            raise ValueError(f"{max(self.prompt)} is no token; there are {len(processor.tokenizer)}")
+        example = processor.encode([(self.prompt if isinstance(self.prompt, str) else tuple(self.prompt), False)])
+        del example["loss_mask"]
+        return processor.collate([example])
+
+
+def _check_value(name: str, value: Any) -> None:
+    if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in (None, *ONLY[name])):
+        values = " or ".join(json.dumps(allowed) for allowed in ONLY[name])
+        raise invalid(f"{name}: not supported; remove it{f' or give {values}' if values else ''}", name)
+
+
+def read_request(kind: type[Request], body: bytes, model: str, reader: MediaReader, ignores_unknown: bool) -> Request:
+    """Reads a request; ApiError for the first field that is not allowed.
+
+    Args:
+        model: name of the served target.
+    """
+    try:
+        request = kind.model_validate_json(body, context=reader)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0]) from error
+    request.check_unused(ignores_unknown)
+    if request.model not in (None, "", model):
+        message = f"model: {request.model!r} is not served; give {model!r}"
+        raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+    return request
+
+
+def _refusal(problem: ErrorDetails) -> ApiError:
+    """Returns the error for a problem that pydantic has found: where, the value, what is allowed."""
+    if problem["type"] == "json_invalid":
+        return invalid(f"body: not valid JSON ({problem['ctx']['error']})", code="invalid_json")
+    reason, loc = problem["msg"].removeprefix("Value error, "), problem["loc"]
+    if problem["type"] == "missing":
+        reason = "missing, and required"
+    elif problem["type"] != "value_error":
+        reason = f"{repr(problem['input'])[:MAX_QUOTED]} is not allowed; {reason[0].lower()}{reason[1:]}"
+    param = _where(loc[:NUM_PART] if loc[:1] == ("messages",) else loc[:1])  # a part of a message, or the field
+    return invalid(f"{_where(loc) or 'body'}: {reason}", param or None)
+
+
+def _where(loc: tuple[int | str, ...]) -> str:
+    """Returns a place in the body: ("messages", 0, "content", 1, "text", "text") -> messages[0].content[1].text.
+
+    pydantic names the type of a part after its number.
+    """
+    names = [*loc[:NUM_PART], *loc[NUM_PART + 1 :]] if loc[:1] == ("messages",) else loc
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name[:MAX_QUOTED]}" for name in names).removeprefix(".")
