@@ -67,8 +67,7 @@ def check_device(target: Target, draft: Draft | None, policy: str) -> Iterator[t
     tree = _tree_pass(target)
     bandwidth = copy_bandwidth(device)
     pass_s = _median_s(tree, device)
-    row = 2 * target.num_layers * target.num_kv_heads * target.head_dim * target.dtype.itemsize  # keys and values of a token
-    read = weights + (CONTEXT + NODES) * row
+    read = weights + target.cache_bytes(CONTEXT + NODES, NODES)
     bound_s = read / bandwidth
     yield "copy bandwidth", f"{bandwidth / 1e9:.1f} GB/s"
     yield (

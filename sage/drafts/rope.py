@@ -73,12 +73,12 @@ def rope_axes(section: list[int], is_interleaved: bool) -> list[int]:
     """Returns the axis of every frequency [d / 2]: 0 temporal, 1 height, 2 width.
 
     `section` [2, 1, 1] is 0 0 1 2, interleaved 0 1 2 0: height has the frequencies 1, 4, 7, .. and width 2, 5, 8, .. below
-    three times their number, and the temporal axis has the others.
+    three times their number, as far as there are frequencies, and the temporal axis has the others.
     """
     if not is_interleaved:
         return [axis for axis, size in enumerate(section) for _ in range(size)]
     axes = [0] * sum(section)
     for axis in (1, 2):
-        places = range(axis, 3 * section[axis], 3)
+        places = range(axis, min(3 * section[axis], len(axes)), 3)
         axes[places.start : places.stop : 3] = [axis] * len(places)
     return axes

@@ -50,11 +50,11 @@ class LinearSizes:
         """C, the channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
-    def num_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Returns the bytes of a request's states, and of each of its slots."""
-        state, exact = self.value_heads * self.key_size * self.value_size, accumulated(dtype).itemsize
+    def num_bytes(self, itemsize: int) -> tuple[int, int]:
+        """Returns the bytes of a request's states, and of each of its slots, for a model of `itemsize` bytes per number."""
+        state, exact = self.value_heads * self.key_size * self.value_size, max(itemsize, torch.float32.itemsize)
         slot = self.key_heads * self.key_size + self.value_heads * (self.value_size + 2)
-        inputs = self.channels * dtype.itemsize
+        inputs = self.channels * itemsize
         layers = len(self.layers)
         return layers * (state * exact + (self.kernel - 1) * inputs), layers * (slot * exact + inputs)
 

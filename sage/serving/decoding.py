@@ -266,7 +266,7 @@ def cache_bytes(target: Target, draft: Draft | None, max_context: int, tree_capa
     """Returns the memory of the caches of a request of `max_context` tokens, given the nodes of the largest tree."""
     session = None if draft is None else new_session(draft, target, 1)
     rows = TreePasses(target, session.levels if session else ()).capacity(max_context + tree_capacity)
-    needed = rows * sum(buffer.nbytes for buffer in target.new_cache(1).buffers)
+    needed = target.cache_bytes(rows, tree_capacity)
     if session is not None and session.cache is not None:
         needed += rows * sum(buffer.nbytes for buffer in session.cache.buffers) // session.cache.capacity
     return needed

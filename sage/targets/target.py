@@ -279,6 +279,13 @@ class Target:
             for hook in hooks:
                 hook.remove()
 
+    def cache_bytes(self, tokens: int, nodes: int, itemsize: int | None = None) -> int:
+        """Returns the bytes of a request's cache of so many tokens and, of linear layers, of the nodes of a pass."""
+        itemsize = itemsize or self.dtype.itemsize
+        row = 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * itemsize
+        state, node = self.linear.num_bytes(itemsize) if self.linear else (0, 0)
+        return tokens * row + state + nodes * node
+
     def new_cache(self, capacity: int) -> TreeCache:
         """Returns an empty cache for this target with a capacity in tokens."""
         given = (self.layer_devices, self.num_kv_heads, self.head_dim, capacity, self.dtype)

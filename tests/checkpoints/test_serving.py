@@ -87,6 +87,7 @@ def facts_of(name: str) -> TargetFacts:
         ("mistral_7b", ["vLLM"]),
         ("qwen3_vl_8b", ["vLLM"]),
         ("qwen3_vl_30b_a3b", []),
+        ("qwen3_5_9b", []),
         ("llava_onevision_7b", ["vLLM"]),
         ("gemma3_4b", []),
     ],

@@ -238,6 +238,7 @@ def test_plans_of_a_mixture_of_experts_and_of_a_text_model(monkeypatch: pytest.M
     words = ("launch.gpus=8", "data.max_length=4096")
     sparse, dense = big("qwen3_vl_30b_a3b", *words), big("llama3_1_8b", *words)
     assert "31.07 B   (538.6 M vision, 30.53 B text; 3.89 B active per token)" in render(sparse)
+    assert re.search(r"linear layers +0.05 GB per request, 0.99 MB per node of a tree\n", render(big("qwen3_5_9b", *words)))
     assert sparse.flops["text"] < 0.6 * dense.flops["text"]  # of the parameters of a token, not of all
     text = render(dense)
     assert re.search(r"target +8\.03 B$", text, re.M) and "visual" not in text and "vision" not in text

@@ -14,6 +14,8 @@ from sage.drafts.options import BlockOptions, PEagleOptions
 from sage.drafts.registry import KINDS
 from sage.drafts.unroll import EXTRA
 from sage.runtime.captured import MAX_FREE
+from sage.trees import AUTOREGRESSIVE
+from sage.trees import policy as new_policy
 from train.config.checks import MAX_STAGE, zero_stage
 from train.config.schema import Config, Device, Offload, Precision
 from train.config.sharding import sharding_ranks
@@ -161,7 +163,9 @@ def validation_memory(work: Workload) -> float:
     tokens = work.length + work.config.decode.max_new_tokens
     sizes, layers, heads = draft_layers(draft)
     keys = heads * sizes.num_key_value_heads / (sizes.num_attention_heads + sizes.num_key_value_heads)
-    caches = MAX_FREE * tokens * 2 * size * (target.num_layers * target.num_kv_heads * target.head_dim + layers * keys)
+    decode = work.config.decode
+    nodes = max(new_policy(name, **decode.options.get(name, {})).tree_capacity for name in (AUTOREGRESSIVE, *decode.policies))
+    caches = MAX_FREE * (target.cache_bytes(tokens, nodes, size) + tokens * 2 * size * layers * keys)
     features = (2 + len(work.models.draft.levels)) * target.hidden_size
     text = 3 * (target.hidden_size + target.family.mlp_width)
     prefill = work.length * size * features + max(work.length * size * text, _vision(work) / work.micro_batch_size)

@@ -51,7 +51,10 @@ def render(plan: LaunchPlan, data: DataPlan | None = None) -> str:
 def _memory(plan: LaunchPlan) -> list[tuple[str, str]]:
     limit = f"{gigabytes(plan.total_bytes)} of {plan.config.launch.gpu_memory_gb:g} GB (launch.gpu_memory_gb)"
     validation = f"{gigabytes(plan.validation_bytes)}, when {', '.join(WORKING)} are free"
-    parts = ((part, gigabytes(amount)) for part, amount in plan.memory.items() if amount)
+    parts = [(part, gigabytes(amount)) for part, amount in plan.memory.items() if amount]
+    if linear := plan.models.target.linear:
+        state, node = linear.num_bytes(BYTES[plan.config.target.dtype])
+        parts.append(("linear layers", f"{gigabytes(state).strip()} per request, {gigabytes(node).strip()} per node of a tree"))
     return [*parts, ("in a validation", validation), ("total", limit)]
 
 

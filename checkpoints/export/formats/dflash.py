@@ -19,7 +19,7 @@ from checkpoints.export.formats.layout import SPECULATORS_CHECKS
 from checkpoints.export.formats.records import Finding, Obstacle
 from sage.io.dtypes import dtype_name
 
-SGLANG_TARGETS = ("llama", "qwen3", "qwen3_moe", "qwen3_vl")  # with `set_dflash_layers_to_capture` in SGLang 0.5.23
+SGLANG_TARGETS = ("llama", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_5")  # with `set_dflash_layers_to_capture` in SGLang 0.5.23
 CLASSES = {None: "DFlashSpeculator", "native": "DFlashDraftModel"}
 
 
