@@ -28,6 +28,7 @@ from sage.targets.family import Family
 from sage.targets.prompt_pass import read_prompt
 from sage.targets.tree_passes import TreeOutput, TreePasses
 
+TURN_TOKENS = 16  # at the end of a chat's prompt, which a next turn may change: the delimiters of an answer, empty thoughts
 MAX_UNREAD = 256  # rounds whose features are kept while a policy does not draft
 
 
@@ -181,6 +182,9 @@ def read_chunk(request: Request, num_tokens: int) -> bool:
 def prefill(request: Request) -> Round:
     """Runs target and draft over the part of the prompt that is not cached."""
     target, session, clock = request.target, request.session, request.clock
+    if request.keep_features and target.linear is not None:
+        read_chunk(request, max(request.prompt.input_ids.shape[1] - request.cache.length - TURN_TOKENS, 0))
+        request.cache.mark()
     suffix = request.prompt.after(request.cache.length)
     needs_attention = session is not None and request.pruning.needs_attention and bool(suffix.visual_mask.any())
     features = read_prompt(target, suffix, request.cache, request.levels, needs_attention)

@@ -123,6 +123,9 @@ class TreeCache(Cache):
         """Drops all tokens from position `length` on; all of them if the cache cannot go back to there."""
         self.set_length(length)
 
+    def mark(self) -> None:
+        """Lets `crop_to` go back to the present length, if the cache could not otherwise."""
+
     def assume(self, length: int) -> None:
         """Counts `length` tokens as cached, whatever the buffers hold; for measurements."""
         self.set_length(length)

@@ -115,6 +115,15 @@ class LinearStates:
         for values in vars(self).values():
             values.zero_()
 
+    def copy(self) -> tuple[Tensor, Tensor]:
+        """Returns copies of the base state and of its inputs."""
+        return self.linear_state.clone(), self.linear_inputs[:, :, : self.linear_inputs.shape[2] - self.slots].clone()
+
+    def restore(self, copied: tuple[Tensor, Tensor]) -> None:
+        """Returns to what `copy` has returned."""
+        self.linear_state.copy_(copied[0])
+        self.linear_inputs[:, :, : copied[1].shape[2]] = copied[1]
+
     def fold(self, count: int) -> None:
         """Adds the first `count` slots of one row, a chain, to its base state."""
         state, keys, updates = self.linear_state[0], self.linear_keys[0, :, :count], self.linear_updates[0, :, :count]

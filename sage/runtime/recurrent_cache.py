@@ -1,7 +1,7 @@
 """Caches of targets some of whose layers are linear: keys and values of the others, and `LinearStates`.
 
 Tokens since the base states are pending: they can be dropped, and those of an accepted path are folded into the states when the
-next pass begins. A cache that is cropped below its base states becomes empty.
+next pass begins. A cache that is cropped below its base states goes back to the marked ones, or becomes empty.
 """
 
 from __future__ import annotations
@@ -71,9 +71,11 @@ class RecurrentCache(TreeCache, LinearLayers):
 
     Attributes:
         pending: number of tokens since the base states.
+        marked: a number of tokens and the base states after them; None unless `mark` was called.
     """
 
     states: LinearStates
+    marked: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def __init__(
         self,
@@ -135,11 +137,25 @@ class RecurrentCache(TreeCache, LinearLayers):
     def crop_to(self, length: int) -> None:
         dropped = self.length - length
         if dropped > self.pending:
-            self.states.zero()
-            self.assume(0)
+            self._go_back(length)
         else:
             self.pending -= dropped
             self.set_length(length)
+
+    @torch.inference_mode()
+    def _go_back(self, most: int) -> None:
+        """Returns to the marked states, if these have at most so many tokens, or to the first ones."""
+        length, copied = self.marked or (0, None)
+        if copied is None or length > most:
+            self.states.zero()
+            length = 0
+        else:
+            self.states.restore(copied)
+        self.assume(length)
+
+    def mark(self) -> None:
+        self._fold()
+        self.marked = self.length, self.states.copy()
 
     def assume(self, length: int) -> None:
         self.pending = 0
@@ -147,7 +163,7 @@ class RecurrentCache(TreeCache, LinearLayers):
 
     def zero_to(self, length: int) -> None:
         self.states.zero()
-        self.pending = 0
+        self.pending, self.marked = 0, None
         super().zero_to(length)
 
     def keep_path(self, start: int, path: Sequence[int]) -> None:

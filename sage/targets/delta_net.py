@@ -22,10 +22,12 @@ class DeltaNet:
         states = kwargs.get("cache", kwargs.get("cache_params"))  # its name since transformers 5.24, and before
         if not isinstance(states, LinearLayers):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        decay = -self.A_log.float().exp() * nn.functional.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias)
-        mixed = states.mix(self, self.in_proj_qkv(hidden_states), decay, self.in_proj_b(hidden_states).sigmoid())
-        gate = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
-        out = self.norm(mixed.reshape(-1, self.head_v_dim), gate)
+        # In the model's order: ZeRO-3 gathers weights module by module, and ranks without requests run the model's forward.
+        inputs, gate = self.in_proj_qkv(hidden_states), self.in_proj_z(hidden_states)
+        beta, decay = self.in_proj_b(hidden_states).sigmoid(), self.in_proj_a(hidden_states).float()
+        decay = -self.A_log.float().exp() * nn.functional.softplus(decay + self.dt_bias)
+        mixed = states.mix(self, inputs, decay, beta)
+        out = self.norm(mixed.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
         return self.out_proj(out.view(*hidden_states.shape[:-1], -1))
 
     def activate(self: Any, mixed: Tensor) -> Tensor:

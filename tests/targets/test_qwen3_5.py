@@ -20,6 +20,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 import sage
 from sage.decoding.chat import Chat
+from sage.decoding.decoder import TURN_TOKENS
 from sage.planning.tree import Tree
 from sage.runtime.delta_rule import Window
 from sage.targets.tree_passes import RecurrentTreeInputs
@@ -135,14 +136,34 @@ class TestQwen3_5(FamilySuite):
         cache.crop_to(known - 1)
         assert cache.length == 0 and not cache.states.linear_state.any()
 
-    def test_chats(self, target: sage.Target) -> None:
-        """Texts of a chat are those of whole prompts; what the turns share is read again."""
-        draft = sage.new_draft(target, "eagle", seed=0)
-        chat = Chat(target, draft, "static", max_new_tokens=6)
-        for question in ("what is it?", "and then?"):
+    def test_chats(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Texts are those of whole prompts, also where a turn drops the empty thoughts of the one before; what the turns share
+        is not read again but for the end of a prompt.
+        """
+        thoughts = "{% if add_generation_prompt %}<think></think>{% endif %}"
+        target, reads = self.target_of(self.config(), self.template + thoughts), []
+        read = target.read
+        monkeypatch.setattr(
+            target, "read", lambda prompt, *rest: reads.append(prompt.input_ids.shape[1]) or read(prompt, *rest)
+        )
+        chat = Chat(target, sage.new_draft(target, "eagle", seed=0), "static", max_new_tokens=6)
+        for question in ("what is it that you see?", "and then?"):
             inputs = in_double(target.prepare([*chat.messages, *user(question)]))
-            expected = greedy_text(target, inputs, 6)
-            assert chat.ask(question).tokens.tolist() == expected
+            assert chat.ask(question).tokens.tolist() == greedy_text(target, inputs, 6)
+        first, second = reads[:2], reads[2:]
+        assert first[1] == TURN_TOKENS and sum(second) == inputs["input_ids"].shape[1] - first[0]
+
+    def test_modules_run_in_the_models_order(self, target: sage.Target) -> None:
+        """ZeRO-3 gathers weights module by module; ranks without requests run the model's own forward."""
+        prompt, orders = target.embed(self.prompts(target)["short"]), []
+        for name, module in target.text_model.layers.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: orders[-1].append(name))
+        for cache in (None, target.new_cache(64)):
+            orders.append([])
+            target.read(prompt, cache)
+        orders.append([])
+        tree_pass(target, TREE.tokens, prompt.next_position + TREE.depths, TREE.ancestors, cache)
+        assert orders[0] == orders[1] == orders[2] and len(orders[0]) > 50
 
 
 SPARSE = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
