@@ -6,6 +6,7 @@ import sys
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -23,12 +24,18 @@ class DeltaNet:
         if not isinstance(states, LinearLayers):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         # In the model's order: ZeRO-3 gathers weights module by module, and ranks without requests run the model's forward.
-        inputs, gate = self.in_proj_qkv(hidden_states), self.in_proj_z(hidden_states)
-        beta, decay = self.in_proj_b(hidden_states).sigmoid(), self.in_proj_a(hidden_states).float()
-        decay = -self.A_log.float().exp() * nn.functional.softplus(decay + self.dt_bias)
-        mixed = states.mix(self, inputs, decay, beta)
+        inputs, gate, beta, decay = self.projected(hidden_states)
+        decay = -self.A_log.float().exp() * nn.functional.softplus(decay.float() + self.dt_bias)
+        mixed = states.mix(self, inputs, decay, beta.sigmoid())
         out = self.norm(mixed.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
         return self.out_proj(out.view(*hidden_states.shape[:-1], -1))
+
+    def projected(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the inputs of the convolution [1, T, C], the gate, beta and decay, of which the last two are not scaled."""
+        if hasattr(self, "in_proj_qkv"):
+            return self.in_proj_qkv(hidden), self.in_proj_z(hidden), self.in_proj_b(hidden), self.in_proj_a(hidden)
+        *parts, gate, beta, decay = self.fix_query_key_value_ordering(self.in_proj_qkvz(hidden), self.in_proj_ba(hidden))
+        return torch.cat([part.flatten(2) for part in parts], -1), gate, beta, decay
 
     def activate(self: Any, mixed: Tensor) -> Tensor:
         """Applies the activation behind the convolution."""

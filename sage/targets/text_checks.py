@@ -7,7 +7,8 @@ from typing import Any
 
 from sage.targets.family import FULL, LINEAR, SLIDING
 
-GATED_DELTA = ("qwen3_5_text", "qwen3_5_moe_text")  # text models whose linear layers `sage.targets.delta_net` runs over trees
+# Text models whose linear layers `sage.targets.delta_net` runs over trees.
+GATED_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 REASONS = {  # layer type -> why a tree pass cannot run it
     "linear_attention": f"linear attention over a tree is implemented for the text models {', '.join(GATED_DELTA)} only",
     "chunked_attention": "chunked attention is not implemented; a tree pass would attend beyond the chunk",

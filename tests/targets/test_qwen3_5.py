@@ -14,9 +14,10 @@ from support.models import QWEN_IDS, greedy_text, in_double, token_fields
 from support.pass_helpers import tree_pass
 from support.processors import user
 from torch import Tensor
-from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import sage
 from sage.decoding.chat import Chat
@@ -54,7 +55,7 @@ def step_by_step(
 @pytest.fixture(autouse=True)
 def exact_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models and prefills compute the rule step by step in float64."""
-    for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
+    for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
         for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
             monkeypatch.setattr(module, name, step_by_step)
 
@@ -171,6 +172,7 @@ OTHERS: dict[str, Any] = {
     "text": lambda: Qwen3_5TextConfig(**texts()),
     "sparse": lambda: Qwen3_5MoeConfig(text_config=texts(**SPARSE), vision_config=VISION, **QWEN_IDS),
     "sparse text": lambda: Qwen3_5MoeTextConfig(**texts(**SPARSE)),
+    "next": lambda: Qwen3NextConfig(**texts(**SPARSE)),
 }
 
 
@@ -182,7 +184,7 @@ def test_other_checkpoints(name: str) -> None:
     inputs = token_fields(target, torch.randint(64, 300, (1, 12), generator=torch.Generator().manual_seed(0)))
     torch.testing.assert_close(tree(target, target.embed(inputs)), paths(target, inputs), **EXACT)
     draft = sage.new_draft(target, "eagle").config
-    assert (draft.mrope_section is None, draft.intermediate_size) == ("text" in name, 48)
+    assert (draft.mrope_section is None, draft.intermediate_size) == (name != "sparse", 48)
     assert sage.generate(target, None, inputs, "autoregressive", max_new_tokens=4).tokens.tolist() == greedy_text(
         target, inputs, 4
     )

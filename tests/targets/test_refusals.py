@@ -18,8 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     LlavaOnevisionConfig,
     MistralConfig,
+    OlmoHybridConfig,
     Qwen2Config,
-    Qwen3NextConfig,
 )
 
 import sage
@@ -38,9 +38,9 @@ def test_windows() -> None:
 
 
 def test_linear_attention(tmp_path: Path) -> None:
-    Qwen3NextConfig().save_pretrained(tmp_path)
+    OlmoHybridConfig().save_pretrained(tmp_path)
     for load in (sage.load_target, sage.targets.loading.load_processor):
-        with refused("target: ", "qwen3_next has layers of type linear_attention", "the text models qwen3_5_text, "):
+        with refused("target: ", "olmo_hybrid has layers of type linear_attention", "the text models qwen3_5_text, "):
             load(str(tmp_path))
 
 

@@ -29,9 +29,13 @@ class Qwen3_5(Qwen3_VL):
 
 
 class Qwen3_5_Text(Text):
-    """A checkpoint of the text model alone, whose positions have one axis."""
+    """A checkpoint of the text model alone, whose positions have one axis, and Qwen3-Next."""
 
-    model_types = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
+    model_types = {
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+        "qwen3_next": "Qwen3NextForCausalLM",
+    }
     served_by = ()
 
     def rope(self) -> Any:
