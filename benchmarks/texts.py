@@ -88,7 +88,7 @@ def compare(
 
 def report(target: Any, draft: Any, policies: Sequence[str], prompts: Sequence[BenchPrompt], tokens: int, seed: int) -> str:
     """Compares all policies at every temperature; returns the text to print."""
-    mode = resolve_pass_mode(PassMode.auto, target.device.type, sys.maxsize, target.is_whole)
+    mode = resolve_pass_mode(PassMode.auto, target.device.type, sys.maxsize, target.is_plain)
     mode = PassMode.captured if mode is PassMode.auto else mode  # which never falls back to eager passes
     found: list[Difference] = []
     for temperature in TEMPERATURES:

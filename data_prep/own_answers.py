@@ -97,7 +97,7 @@ def own_choices(target: Any, features_SD: Tensor, ids_S: Tensor) -> Tensor:
     """
     import torch  # verdicts read the bound above without it
 
-    weight = target.lm_head.weight
+    weight = target.lm_head_weight
     parts = zip(features_SD.split(CHUNK_TOKENS), ids_S.split(CHUNK_TOKENS), strict=True)
     found = [(part_CD.to(weight.dtype) @ weight.T).argmax(-1) == ids_C.to(weight.device) for part_CD, ids_C in parts]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool, device=weight.device)

@@ -192,7 +192,7 @@ def load_target(comparison: Comparison) -> Target:
     device = resolve_device(comparison.device)
     dtype = torch.float32 if device.type == "cpu" else None
     target = sage.load_target(comparison.target, dtype=dtype, device=device)
-    target.passes = resolve_pass_mode(comparison.passes, device.type, MANY_ANSWERS, target.is_whole)
+    target.passes = resolve_pass_mode(comparison.passes, device.type, MANY_ANSWERS, target.is_plain)
     return target
 
 

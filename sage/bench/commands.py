@@ -38,7 +38,7 @@ def compare(args: argparse.Namespace, command: str) -> None:
     runners = _runners(target, draft, own, args)
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
     num_answers = len(prompts) * args.repeats * len(runners)
-    target.passes = resolve_pass_mode(args.passes, target.device.type, num_answers, target.is_whole)
+    target.passes = resolve_pass_mode(args.passes, target.device.type, num_answers, target.is_plain)
     progress, ends = progress_callback("measuring"), (KeyboardInterrupt,)
     measurement = measure(
         runners, prompts, sampling, args.repeats, args.warmup, progress, ends=ends, batch_size=args.batch_size

@@ -94,7 +94,7 @@ def lm_head_rows(draft: Any, target: Target) -> nn.Module:
         return target.lm_head
     with torch.inference_mode(False), torch.no_grad():
         rows = nn.Linear(target.hidden_size, draft.num_draft_tokens, bias=False, device="meta")
-        rows.weight = nn.Parameter(target.lm_head.weight[draft.token_map.to(target.device)], requires_grad=False)
+        rows.weight = nn.Parameter(target.lm_head_weight[draft.token_map.to(target.device)], requires_grad=False)
     return rows
 
 

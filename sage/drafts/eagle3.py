@@ -134,7 +134,7 @@ class Eagle3Draft(DraftVocabulary, DraftHead):
         self.fc.weight[:, -size:] += torch.eye(size)
         ids = torch.arange(self.config.draft_vocab_size) if vocabulary is None else vocabulary
         self.set_vocabulary(ids)
-        self.lm_head.weight.copy_(target.lm_head.weight[ids.to(target.device)].to(self.lm_head.weight))
+        self.lm_head.weight.copy_(target.lm_head_weight[ids.to(target.device)].to(self.lm_head.weight))
 
     @property
     def levels(self) -> tuple[int, ...]:

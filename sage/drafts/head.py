@@ -197,7 +197,7 @@ class DraftHead(PreTrainedModel):
 
     def logits(self, hidden: Tensor, target: Target) -> Tensor:
         """Returns logits [.., U] for the head's output [.., D]."""
-        return nn.functional.linear(self.to_lm_head(hidden), self.lm_head_weight(target.lm_head.weight))
+        return nn.functional.linear(self.to_lm_head(hidden), self.lm_head_weight(target.lm_head_weight))
 
     def forward(
         self,

@@ -6,6 +6,7 @@ Owns: reading. Does not own: the models (sage.drafts, sage.targets), checksums (
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from sage.io.files import read_json
 
 logger = logging.getLogger(__name__)
 MAX_LISTED = 4  # tensors listed in an error
+NEEDS_GPU = re.compile(r"\b(GPU|CUDA|XPU)\b.*(quanti|required|found|needed)", re.IGNORECASE)
+QUANTIZED = re.compile(r"(weight_(scale(_inv)?|packed|shape)|qweight|qzeros|\.SCB|absmax|quant_map)$")
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -52,14 +55,14 @@ def load_weights(model_class: Any, folder: str | Path, role: str, allow_unused: 
         raise
     except ImportError as error:  # of a quantized model
         raise ValueError(f"{role}: {folder}: {in_one_line(error)}; or give the model that is not quantized") from error
-    except (OSError, RuntimeError, ValueError, SafetensorError, UnpicklingError) as error:
-        raise ValueError(
-            f"{role}: {folder}: its weights cannot be read ({in_one_line(error)}); save or copy it again"
-        ) from error
+    except (OSError, RuntimeError, ValueError, AttributeError, SafetensorError, UnpicklingError) as error:
+        remedy = "give the model that is not quantized, or a GPU" if NEEDS_GPU.search(str(error)) else "save or copy it again"
+        raise ValueError(f"{role}: {folder}: its weights cannot be read ({in_one_line(error)}); {remedy}") from error
     unused = sorted(info["unexpected_keys"])
     if allow_unused and unused:
         logger.warning("%s: %s: %d of its tensors are not used: %s", role, folder, len(unused), _listed(unused))
     wrong = [f"{name} is missing" for name in info["missing_keys"]]
+    wrong += [f"{name} is of a quantization that config.json does not name" for name in unused if QUANTIZED.search(name)]
     wrong += [] if allow_unused else [f"{name} is not part of the model" for name in unused]
     wrong += [f"{name} is {list(found)}, not {list(expected)}" for name, found, expected in info["mismatched_keys"]]
     if wrong:

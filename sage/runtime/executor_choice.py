@@ -43,7 +43,7 @@ def passes_as(name: str, target: Any, num_answers: int) -> Iterator[None]:
     Afterwards they run as before, and the memory that executors kept for further requests is freed.
     """
     before = target.passes
-    target.passes = resolve_pass_mode(name, target.device.type, num_answers, target.is_whole)
+    target.passes = resolve_pass_mode(name, target.device.type, num_answers, target.is_plain)
     try:
         yield
     finally:

@@ -234,7 +234,7 @@ def load_plan(args: argparse.Namespace, path: str, folder: Path | None, limits: 
     start_logging(args.log_level)
     transformers_logging.disable_progress_bar()
     target = sage.load_target(path, passes=args.passes, **load_options(args, cpu_dtype="float32"))
-    target.passes = resolve_pass_mode(args.passes, target.device.type, MANY_ANSWERS, target.is_whole)
+    target.passes = resolve_pass_mode(args.passes, target.device.type, MANY_ANSWERS, target.is_plain)
     draft = sage.load_draft(folder, target) if folder is not None else None
     return plan_decoding(target, draft, args.policy, limits)
 

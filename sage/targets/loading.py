@@ -21,6 +21,7 @@ from sage.runtime.pass_modes import PassMode, check_pass_mode, resolve_pass_mode
 from sage.runtime.vision_attention import VisionAttention, check_attention, resolve_attention
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.placement import check_device_map
+from sage.targets.quantized import quantization_of, renamed_ignore, say_what_is_lost
 from sage.targets.target import Target
 
 
@@ -58,13 +59,19 @@ def load_target(
     processor = load_processor(path)
     auto_class = FAMILIES[processor.family.model_type].auto_class
     placement = _placement(torch.device(device), device_map)
-    published = dtype_name(AutoConfig.from_pretrained(path, trust_remote_code=False).dtype)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, revision=kwargs.get("revision", "main"))
+    if (method := quantization_of(config)) and is_deepspeed_zero3_enabled():
+        raise ValueError(f"deepspeed.shard_target: ZeRO does not shard quantized weights ({method} in {path}); drop it")
+    kwargs |= renamed_ignore(config)
+    published = dtype_name(config.dtype)
     given = dtype or (torch_dtype(loaded_dtype(published)) if published in SHORT_NAMES else "auto")
     model = load_weights(auto_class, path, "target", allow_unused=True, dtype=given, **placement, **kwargs)
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
     target = Target(model if placement else model.to(device), processor)
-    target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_whole)
+    if target.quantization:
+        say_what_is_lost(target.name, target.quantization, model)
+    target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_plain)
     device, is_half = target.device, target.dtype in HALF
     set_attention(
         model, resolve_attention(vision_attention, device.type, is_half, target.family.is_packed, has_flash_kernel(device))

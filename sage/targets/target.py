@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from sage.targets.delta_net import use_our_states
 from sage.targets.families import family_of
 from sage.targets.family import LINEAR, Mask, Prompt
 from sage.targets.placement import connect, is_multi_device, layer_devices
+from sage.targets.quantized import decompress, dense_weight, is_quantized, quantization_of
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Target:
     Attributes:
         passes: how tree passes and draft passes run: eager, compiled or captured.
         is_whole: whether all weights are on one device and not sharded; else passes are eager.
+        quantization: method and precision of quantized weights; None without. With some, passes are eager.
         linear: sizes of the linear layers; None without any. With some, passes are eager.
 
     Raises:
@@ -83,6 +86,7 @@ class Target:
     """
 
     def __init__(self, model: Any, processor: Any = None) -> None:
+        decompress(model)
         self.model = model.eval().requires_grad_(False)
         self.family = family_of(model.config)
         self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
@@ -97,6 +101,7 @@ class Target:
         self.passes = PassMode.eager
         self.functions: dict[Any, Any] = {}  # pass functions by levels and dtype, see sage.targets.tree_passes
         self.is_whole = not is_multi_device(model)
+        self.quantization = quantization_of(model.config) if is_quantized(model) else None
         if not self.is_whole:
             connect(model, self.text_model)
         self.family.optimize(model)
@@ -147,6 +152,16 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether passes can be compiled or captured: all weights are on one device, and none is quantized or sharded."""
+        return self.is_whole and self.quantization is None
+
+    @cached_property
+    def lm_head_weight(self) -> Tensor:
+        """The weight [V, D] of lm_head, dequantized."""
+        return dense_weight(self.lm_head, self.dtype)
 
     @property
     def is_meta(self) -> bool:

@@ -161,7 +161,7 @@ def target_methods(target: Target) -> list[Method]:
     Without the text layers of a sharded target, and without blocks that attend to each image and window in a call of its own.
     """
     text: Any = target.text_model
-    layers = list(text.layers) if target.is_whole else []
+    layers = list(text.layers) if target.is_plain else []
     if not target.family.is_packed or FLASH in target.model.config.vision_config._attn_implementation:
         layers = [*target.family.vision_blocks(target.model), *layers]
     return [(layer, "forward") for layer in layers]

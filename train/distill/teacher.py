@@ -124,7 +124,7 @@ class Teacher:
         self.image_inputs = image_inputs
         self.levels = tuple(levels)
         self.layers = layers or CompiledLayers()
-        weight: Tensor = target.lm_head.weight
+        weight: Tensor = target.lm_head_weight
         self.lm_head = weight if token_map is None else weight[token_map.to(weight.device)]
 
     def __call__(self, batch: dict[str, Any]) -> Pairs:

@@ -1,0 +1,194 @@
+"""Quantized targets: every method decodes as `generate`; what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.family_passes import hidden_states
+from support.family_suite import END, chatml, text
+from support.messages import refused
+from support.models import MAKERS, greedy_text, make_inputs, random_draft
+from support.processors import byte_tokenizer_of, make_processor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+import sage
+from sage.runtime.pass_modes import PassMode
+from sage.targets import loading
+from sage.targets.quantized import dense_weight
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4}  # for kernels of 32 rows
+LEVELS = range(4)
+VISION = ("visual", "vision_tower", "multi_modal_projector")
+
+
+def save_target(family: str, folder: Path) -> Any:
+    """Saves a tiny target with its processor; returns its class."""
+    if family in MAKERS:
+        target = MAKERS[family]()
+        make_processor(target).save_pretrained(folder)
+    else:
+        torch.manual_seed(0)
+        target = sage.Target(LlamaForCausalLM(LlamaConfig(**text() | SIZES)))
+        target.lm_head.weight.data[:64] = 0
+        tokenizer = byte_tokenizer_of({"<|im_end|>": END, "<|im_start|>": 2}, eos="<|im_end|>")
+        tokenizer.chat_template = chatml()
+        tokenizer.save_pretrained(folder)
+    target.model.save_pretrained(folder)
+    return AutoModelForImageTextToText if family in MAKERS else AutoModelForCausalLM
+
+
+def quantized_by_transformers(config: Callable[[], Any]) -> Callable[[Any, Path], None]:
+    def write(auto: Any, folder: Path) -> None:
+        pytest.importorskip("bitsandbytes")
+        auto.from_pretrained(folder, quantization_config=config(), dtype=torch.float32).save_pretrained(folder)
+
+    return write
+
+
+def torchao(**options: Any) -> Any:
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig(), **options)
+
+
+def compressed(num_bits: int, kind: str) -> Callable[[Any, Path], None]:
+    """Returns the writer of a compressed-tensors folder, without lm_head and vision, named as checkpoints name them."""
+
+    def write(auto: Any, folder: Path) -> None:
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import (
+            QuantizationArgs,
+            QuantizationConfig,
+            QuantizationScheme,
+            apply_quantization_config,
+        )
+
+        model = auto.from_pretrained(folder, dtype=torch.float32)
+        weights = QuantizationArgs(num_bits=num_bits, type=kind, strategy="channel")
+        dynamic = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True) if kind == "float" else None
+        scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=dynamic)
+        ignored = [rf"re:.*{name}.*" for name in ("lm_head", *VISION)]
+        apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=ignored))
+        for module in model.modules():
+            if hasattr(module, "quantization_scheme"):
+                largest = module.weight.data.abs().amax(-1, keepdim=True)
+                module.weight_scale.data.copy_(largest / (448 if kind == "float" else 2 ** (num_bits - 1) - 1))
+        compressor = ModelCompressor.from_pretrained_model(model)
+        compressor.compress_model(model)
+        model.save_pretrained(folder)
+        compressor.update_config(folder)
+
+    return write
+
+
+def finegrained_fp8(auto: Any, folder: Path) -> None:
+    """Writes blocks of 16 x 16 with a scale each, as DeepSeek and Qwen publish them with 128."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [key for key in weights if key.endswith("proj.weight")]:
+        rows, columns = weights[name].shape
+        blocks = weights[name].reshape(rows // 16, 16, columns // 16, 16)
+        scale = blocks.abs().amax((1, 3)) / 448
+        weights[name] = (blocks / scale[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = scale
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    set_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+
+
+def set_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+WRITERS: dict[str, Callable[[Any, Path], None]] = {
+    "torchao": quantized_by_transformers(torchao),
+    "torchao with tables": quantized_by_transformers(lambda: torchao(include_input_output_embeddings=True)),
+    "bitsandbytes 8-bit": quantized_by_transformers(lambda: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)),
+    "bitsandbytes 4-bit": quantized_by_transformers(lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
+    "compressed-tensors pack-quantized": compressed(8, "int"),
+    "compressed-tensors float-quantized": compressed(8, "float"),
+    "fp8": finegrained_fp8,
+}
+DEQUANTIZED = ("fp8",)  # by transformers on a CPU
+CASES = [("llama", method) for method in WRITERS]
+CASES += [(family, method) for family in MAKERS for method in ("torchao", "compressed-tensors pack-quantized")]
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Folders by family and method, written once."""
+    folders: dict[tuple[str, str], Path] = {}
+
+    def folder(family: str, method: str) -> Path:
+        if (family, method) not in folders:
+            path = tmp_path_factory.mktemp("target")
+            WRITERS[method](save_target(family, path), path)
+            folders[family, method] = path
+        return folders[family, method]
+
+    return folder
+
+
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_decodes_as_generate(family: str, method: str, quantized: Callable[[str, str], Path]) -> None:
+    """Before `generate` has called the whole model; features are its hidden states; passes are eager."""
+    target = sage.load_target(quantized(family, method), dtype=torch.float32, passes="compiled")
+    assert target.quantization == (None if method in DEQUANTIZED else method.replace(" with tables", ""))
+    assert target.passes == ("compiled" if method in DEQUANTIZED else "eager")
+    target.passes = PassMode.eager
+    inputs = make_inputs(target) if family in MAKERS else {"input_ids": torch.arange(70, 82)[None]}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    draft = random_draft(target, "eagle3")
+    found = [sage.generate(target, draft, inputs, policy, max_new_tokens=8).tokens.tolist() for policy in ("eagle2", "sage")]
+    assert found == 2 * [greedy_text(target, inputs, 8)]
+    states, levels = hidden_states(target, inputs), target.features(target.embed(inputs), list(LEVELS)).levels
+    for level, state in zip(levels, states, strict=True):
+        torch.testing.assert_close(level, state, atol=1e-6, rtol=0)
+
+
+def test_tables_are_dequantized(quantized: Callable[[str, str], Path]) -> None:
+    """A new EAGLE-3 draft starts from the rows of the quantized lm_head."""
+    target = sage.load_target(quantized("llama", "torchao with tables"), dtype=torch.float32)
+    rows = target.lm_head.weight.dequantize()
+    draft = sage.new_draft(target, "eagle3", feature_levels=[1, 2, 3])
+    torch.testing.assert_close(draft.lm_head.weight.data, rows, atol=1e-6, rtol=0)
+    plain = torch.nn.Linear(4, 8, bias=False)
+    assert dense_weight(plain, torch.float32) is plain.weight
+
+
+def test_outliers_of_a_pass_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantized_by_transformers(lambda: BitsAndBytesConfig(load_in_8bit=True))(save_target("llama", tmp_path), tmp_path)
+    sage.load_target(tmp_path, dtype=torch.float32)
+    assert "llm_int8_threshold=0" in caplog.text
+
+
+FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # change of config.json -> the message
+    "not named": ({"quantization_config": None}, ("weight_scale_inv is of a quantization that config.json does not name",)),
+    "GPU": ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, ("requires a GPU", "that is not quantized")),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_is_refused(name: str, quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(quantized("llama", "fp8"), folder)
+    change, parts = FAULTS[name]
+    set_config(folder, **change)
+    with refused("target: ", *parts):
+        sage.load_target(folder)
+
+
+def test_zero_does_not_shard_it(quantized: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
+    with refused("deepspeed.shard_target: ", "does not shard quantized weights (fp8 in", "drop it"):
+        sage.load_target(quantized("llama", "fp8"))
