@@ -1,6 +1,7 @@
 """The decoding process: requests join and leave between rounds, and end without touching one another.
 
-Before the first request, the memory of the caches is checked and a few tokens are decoded.
+Before the first request, the memory of the caches is checked, and a few tokens are decoded in every way that rounds can take:
+no request waits for a pass that is compiled.
 
 A compiled pass keeps Python's lock, so in one process the server would neither receive nor send during a pass, and each pass
 would wait for the server; and every thread with parallel work of torch has worker threads of its own, which stop waiting
@@ -18,8 +19,10 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
+import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +46,7 @@ from sage.decoding.settings import Sampling
 from sage.drafts.draft import Draft, new_session
 from sage.io.machine import free_bytes
 from sage.planning.base import Policy
-from sage.runtime.pass_modes import MANY_ANSWERS, resolve_pass_mode
+from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.runtime.timing import frozen_heap
 from sage.serving.logs import start_logging
 from sage.serving.settings import DEFAULT_CONTEXT, ServerLimits
@@ -56,7 +59,9 @@ logger = logging.getLogger(__name__)
 STOP_S = 3.0  # seconds that the process has to end
 Event = list[int] | Stats | Exception
 SHORTEST = 64  # tokens; costs of passes are measured from here on
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 20
+WARM_UP_POLICIES = (AUTOREGRESSIVE, "chain", "eagle2")  # trees of one node, paths, and wide trees
+NOTICE_S = 5.0  # the warm-up tells of its progress if it takes longer
 GB = 1e9
 
 
@@ -240,7 +245,7 @@ def load_plan(args: argparse.Namespace, path: str, folder: Path | None, limits: 
 
 
 def plan_decoding(target: Target, draft: Draft | None, policy: str, limits: ServerLimits) -> Plan:
-    """Checks the memory and decodes a few tokens, so that no request waits for what is done once.
+    """Checks the memory and decodes a few tokens in every way, so that no request waits for what is done once.
 
     Raises:
         ValueError: the caches do not fit, the context is longer than the target's, or the target cannot chat.
@@ -257,7 +262,8 @@ def plan_decoding(target: Target, draft: Draft | None, policy: str, limits: Serv
     check_caches(needed, free_bytes(target.device), limits.max_requests, max_context)
     new_decoder = partial(BatchDecoder, target, drafting, limits.max_requests, limits.prefill_tokens)
     plan = Plan(new_decoder, shared, max_context, tuple(target.eos_token_ids))
-    _warm_up(plan, target, min(limits.max_requests, 2))
+    others = () if target.passes is PassMode.eager else WARM_UP_POLICIES if drafting is not None else (AUTOREGRESSIVE,)
+    _warm_up(plan, target, others, min(limits.max_requests, 2))
     return plan
 
 
@@ -285,11 +291,21 @@ def check_caches(per_request: int, free: int | None, max_requests: int, max_cont
     )
 
 
-def _warm_up(plan: Plan, target: Target, count: int) -> None:
-    """Decodes `count` requests: passes of one request and of several."""
+def _warm_up(plan: Plan, target: Target, policies: Sequence[str], count: int) -> None:
+    """Decodes `count` requests, together and each alone at its beginning or end, with the plan's policy and those named."""
+    stages, started = (plan.policy, *policies), time.monotonic()
+    for done, policy in enumerate(stages, 1):
+        _decode_some(plan, target, policy, count)
+        if (seconds := time.monotonic() - started) > NOTICE_S:
+            left = seconds / done * (len(stages) - done)
+            print(f"passes: {done} of {len(stages)} kinds of rounds are ready, about {left:.0f} s left", file=sys.stderr)
+
+
+def _decode_some(plan: Plan, target: Target, policy: Policy | str, count: int) -> None:
     inputs, decoder = target.prepare([{"role": "user", "content": "Hello"}]), plan.new_decoder()
-    sampling = Sampling(max_new_tokens=min(WARM_UP_TOKENS, plan.max_context - inputs["input_ids"].shape[1]))
-    requests = [decoder.add(inputs, plan.policy, sampling=sampling) for _ in range(count)]
+    length = min(WARM_UP_TOKENS, plan.max_context - inputs["input_ids"].shape[1])
+    sampling = Sampling(max_new_tokens=length, min_new_tokens=length)
+    requests = [decoder.add(inputs, policy, sampling=sampling) for _ in range(count)]
     while not all(request.is_over for request in requests):
         decoder.step()
     for request in requests:

@@ -31,6 +31,7 @@ from sage.serving.settings import ServerLimits
 from sage.targets import Target
 from sage.targets.loading import load_processor
 
+FIRST = [{"role": "user", "content": "Hello"}]
 NUM_THREADS, NUM_DOWNLOADING = 2, 8
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
 REMOTE = re.compile(rb'(?i)"https?:')  # in a body: the beginning of a URL
@@ -64,6 +65,7 @@ class Service:
         self.processor, self.model, self.limits, self.remote = processor, model, limits, remote
         self.api_key, self.is_local, self.ignores_unknown = api_key, is_local, ignores_unknown
         self.allowed_origins = allowed_origins
+        processor.prepare(FIRST)  # so that the first request takes no longer than others
         self.max_context, self.end_token_ids = decoding.wait()
         self.metrics = Metrics(model, decoding.pid)
         self.scheduler = Scheduler(decoding, limits.max_requests, limits.queue, self.metrics)

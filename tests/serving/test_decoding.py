@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+import sage
 from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
-from sage.serving.decoding import Decoding, Plan
+from sage.runtime.compiled import CompiledFunction
+from sage.runtime.pass_modes import PassMode
+from sage.serving.decoding import Decoding, Plan, plan_decoding
 from sage.serving.errors import ApiError
 from sage.serving.metrics import Metrics
 from sage.serving.scheduler import Scheduler
+from sage.serving.settings import ServerLimits
 
 ENDLESS, UNWANTED = 0, 13  # tokens of a prompt
 
@@ -165,3 +169,24 @@ def test_a_process_that_is_killed_ends_its_requests_and_the_server() -> None:
 def test_a_mistake_that_the_process_finds_is_raised() -> None:
     with pytest.raises(ValueError, match="^target: none, give one$"):
         Decoding(no_plan).wait()
+
+
+def test_no_pass_is_compiled_after_the_start(models: tuple[sage.Target, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models
+    met: set[Any] = set()
+
+    def eagerly(self: CompiledFunction, inputs: Any) -> Any:
+        met.add((self._function, self._function.variant(inputs)))
+        return self._function.compute(inputs)
+
+    monkeypatch.setattr(CompiledFunction, "__call__", eagerly)
+    monkeypatch.setattr(target, "passes", PassMode.compiled)
+    monkeypatch.setattr(draft, "training", False)  # whose passes are eager
+    plan = plan_decoding(target, draft, "chain", ServerLimits(max_requests=3, max_context=100))
+    warm, decoder = set(met), plan.new_decoder()
+    inputs = target.prepare([{"role": "user", "content": "Hello"}])
+    for policy in ("autoregressive", "chain", "sage"):
+        requests = [decoder.add(inputs, policy, max_new_tokens=length) for length in (4, 8, 12)]
+        while not all(request.is_over for request in requests):
+            decoder.step()
+    assert warm and met == warm
