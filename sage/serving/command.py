@@ -9,11 +9,10 @@ import argparse
 import importlib.util
 import ipaddress
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
-
-import yaml
 
 from sage.commands import cli
 from sage.io.ranges import from_attributes
@@ -35,7 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = cli.new_parser("sage-serve", description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML file with options, without their dashes; those of the command line count")
+    add("--config", metavar="FILE", help="file with options as on the command line, which overrides them; # begins a comment")
     cli.add_model_options(parser)
     add("--policy", help=f"one of {', '.join(POLICIES)} (default: {DEFAULT_POLICY}, without a draft {AUTOREGRESSIVE})")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
@@ -58,18 +57,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _options_of(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
-    """Returns the options of the file of `--config` as arguments."""
+    """Returns the options in the file of `--config`."""
     only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    only.add_argument("--config")
-    if (file := only.parse_known_args(argv)[0].config) is None:
-        return []
+    only.add_argument("--config", nargs="?")  # without a value: an error of the other parser
+    file = only.parse_known_args(argv)[0].config
     try:
-        found = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-        given = [(f"--{name}", value) for name, value in found.items() if value not in (None, False)]
-    except (OSError, UnicodeError, yaml.YAMLError, AttributeError) as error:
-        parser.error(f"--config {file}: no YAML file of options ({' '.join(str(error).split())})")
-    texts = [(name, ",".join(map(str, value)) if isinstance(value, list) else value) for name, value in given]
-    return [name if value is True else f"{name}={value}" for name, value in texts]
+        return [] if file is None else shlex.split(Path(file).read_text(encoding="utf-8"), comments=True)
+    except (OSError, ValueError) as error:
+        parser.error(f"--config {file}: {error}")
 
 
 def _key(text: str) -> str:

@@ -293,7 +293,8 @@ def check_caches(per_request: int, free: int | None, max_requests: int, max_cont
 
 def _warm_up(plan: Plan, target: Target, policies: Sequence[str], count: int) -> None:
     """Decodes `count` requests, together and each alone at its beginning or end, with the plan's policy and those named."""
-    stages, started = (plan.policy, *policies), time.monotonic()
+    stages: list[Policy | str] = [plan.policy, *policies]
+    started = time.monotonic()
     for done, policy in enumerate(stages, 1):
         _decode_some(plan, target, policy, count)
         if (seconds := time.monotonic() - started) > NOTICE_S:

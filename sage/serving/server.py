@@ -61,29 +61,15 @@ def max_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """A connection, which ends after `IDLE_S` without a whole request, or with an answer that is not read.
+    """A connection, which ends within `IDLE_S` without a whole request, or with an answer that is not read.
 
     Where there are too many, one that waits for a request makes room for the new one.
     """
-
-    _timer: asyncio.TimerHandle | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
-
-    def _watch(self) -> None:
-        is_waiting = self.is_idle or self.flow.write_paused
-        if is_waiting and self._timer is None:
-            self._timer = self.loop.call_later(IDLE_S, self.transport.abort)
-        elif not is_waiting:
-            self._unwatch()
-
-    def _unwatch(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts to wait for a request."""
@@ -92,32 +78,15 @@ class Connection(H11Protocol):
             if idle := next((one for one in others if one.is_idle and not one.transport.is_closing()), None):
                 idle.transport.abort()
         super().connection_made(transport)
-        self._watch()
+        self._check(None)
 
-    def data_received(self, data: bytes) -> None:
-        """Receives a part of a request."""
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        """Waits for the next request."""
-        super().on_response_complete()
-        self._watch()
-
-    def pause_writing(self) -> None:
-        """Waits for the client to read."""
-        super().pause_writing()
-        self._watch()
-
-    def resume_writing(self) -> None:
-        """Goes on with the answer."""
-        super().resume_writing()
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Ends what waits for the client."""
-        self._unwatch()
-        super().connection_lost(exc)
+    def _check(self, before: object) -> None:
+        """Ends the connection if it waits for its client, as it did at the last check."""
+        now = (self.cycle, self.transport.get_write_buffer_size()) if self.is_idle or self.flow.write_paused else None
+        if now is not None and now == before:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.loop.call_later(IDLE_S / 2, self._check, now)
 
 
 class Server(uvicorn.Server):

@@ -321,12 +321,12 @@ def test_mistakes_of_the_command_line(words: str, message: str, capsys: pytest.C
 def test_options_of_a_file_are_those_of_the_command_line_which_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("target: T\nport: 1\nallowed-origins: [http://a, http://b]\nignore-unknown-fields: true\nqueue: null\n")
+    file = tmp_path / "serve.options"
+    file.write_text("--target 'T'  # a comment\n--port=1\n--allowed-origins http://a,http://b\n--ignore-unknown-fields\n")
     args = command.parse_args(["--config", str(file), "--port", "2"])
     assert (args.target, args.port, args.allowed_origins) == ("T", 2, ["http://a", "http://b"])
-    assert args.ignore_unknown_fields and args.queue == 32
-    for text, message in (("prot: 1", "--prot: unknown option (did you mean --port?)"), ("[1]", "no YAML file of options")):
+    assert args.ignore_unknown_fields
+    for text, message in (("--prot 1", "--prot: unknown option (did you mean --port?)"), ("'", "No closing quotation")):
         file.write_text(text)
         assert exit_code(command.main, "--config", str(file)) == 2
         assert message in capsys.readouterr().err
