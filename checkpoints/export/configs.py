@@ -8,7 +8,7 @@ Shapes: H hidden, I intermediate, V target vocabulary, A = 3 feature levels.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from sage.drafts.registry import MODEL_TYPE_PREFIX
 from sage.io.hub import require_hub
 from sage.io.ranges import check_fields
 from sage.targets.families import FAMILIES, family_of
+from sage.targets.quantized import quantization_of
 from sage.targets.rope import NOT_SCALING, RopeConfig
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -43,6 +44,8 @@ class TargetFacts:
     Attributes:
         rope_theta, mrope_section, mrope_interleaved, scaled_rope: as in `RopeConfig`.
         name: folder or hub id the facts were read from, used in serve commands.
+        quantization: method of the target's weights; None without.
+        adapter, adapter_path: digest and folder or hub id of the adapter that the target contains; None without.
     """
 
     model_type: str
@@ -56,6 +59,9 @@ class TargetFacts:
     scaled_rope: dict[str, Any] | None = None
     mrope_interleaved: bool = False
     name: str | None = None
+    quantization: str | None = None
+    adapter: str | None = None
+    adapter_path: str | None = None
 
     @property
     def rope(self) -> RopeConfig:
@@ -80,7 +86,12 @@ class TargetFacts:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """The same fields as `sage.Target.fingerprint`."""
-        return {key: getattr(self, key) for key in ("model_type", "hidden_size", "vocab_size", "num_layers")}
+        found = {key: getattr(self, key) for key in ("model_type", "hidden_size", "vocab_size", "num_layers")}
+        return found | ({"adapter": self.adapter} if self.adapter else {})
+
+    def adapted(self, config: Any) -> TargetFacts:
+        """Returns the facts with the adapter for which the draft of `config` was trained."""
+        return replace(self, adapter=config.target.get("adapter"), adapter_path=config.target_adapter)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
@@ -153,6 +164,7 @@ class TargetFacts:
             max_position_embeddings=text.max_position_embeddings,
             **family.rope().fields,
             name=name,
+            quantization=quantization_of(config),
         )
 
 

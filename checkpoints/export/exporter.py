@@ -88,12 +88,12 @@ def find_facts(config: Any, target: str | None) -> TargetFacts:
         ValueError: `target` is given and cannot be read.
     """
     if target is not None:
-        return TargetFacts.of_folder(target)
+        return TargetFacts.of_folder(target).adapted(config)
     trained_with = config.target_path
     if trained_with and (Path(trained_with) / CONFIG).is_file():
-        return TargetFacts.of_folder(trained_with)
+        return TargetFacts.of_folder(trained_with).adapted(config)
     logger.info("the target %s is not available; its facts are read from the draft's config.json", trained_with)
-    return TargetFacts.of_draft(config)
+    return TargetFacts.of_draft(config).adapted(config)
 
 
 def _verify(

@@ -9,6 +9,7 @@ Owns: converting. Does not own: reading a format (checkpoints.export.formats), d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from checkpoints.export.folder import CONFIG, export_info, new_export
 from checkpoints.export.formats.base import Table
 from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.formats.registry import imported_drafts, recognize
-from sage.drafts.head import DraftHead
+from sage.drafts.head import DraftHead, check_target
 from sage.drafts.location import EXPORT_INFO
 from sage.io.files import write_json
 from sage.io.model_files import read_config
@@ -78,7 +79,11 @@ def load_export(folder: Path, target: sage.Target) -> DraftHead:
     """
     modules = {} if target.is_meta else {EMBEDDING: target.embed_tokens, LM_HEAD: target.lm_head}
     tables = {name: partial(module.weight.detach().to, "cpu") for name, module in modules.items()}
-    draft = read_draft(folder, TargetFacts.of_config(target.model.config, target.name), tables=tables)
+    facts = TargetFacts.of_config(target.model.config, target.name)
+    stored = export_info(folder).get("target") or {}
+    facts = replace(facts, adapter=stored.get("adapter"), adapter_path=stored.get("adapter_path"))
+    check_target(facts.fingerprint, target, folder)
+    draft = read_draft(folder, facts, tables=tables)
     draft.to(device=target.device, dtype=target.dtype)
     if not target.is_meta:
         draft.borrow(target)

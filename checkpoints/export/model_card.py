@@ -41,6 +41,12 @@ def render_card(card: ExportResult) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+MERGE_FIRST = (  # a draft of an engine is given the target's features without an adapter
+    "Engines serve this draft with the adapter merged into the target: merge {} with PEFT (`merge_and_unload`, "
+    "`save_pretrained`), and give that folder as the model."
+)
+
+
 def serve_commands(format_: ExportFormat, facts: TargetFacts, draft: str, tokens: int = SPECULATIVE_TOKENS) -> dict[str, str]:
     """Returns the command line for each engine with the export's folder or hub id; empty if no engine serves the family."""
     target = facts.name or "TARGET"
@@ -68,11 +74,13 @@ def _is_hub_id(name: str | None) -> bool:
 def _summary(card: ExportResult) -> str:
     facts, kind = card.facts, f"`{card.format.name}`" + (f" ({card.format.flavour})" if card.format.flavour else "")
     steps = f"trained for {card.source.step} steps" if card.source.step is not None else "number of training steps unknown"
+    adapter = f", with the adapter **{facts.adapter_path}** in its weights" if facts.adapter else ""
+    changed = (f", quantized ({facts.quantization})" if facts.quantization else "") + adapter
     return (
         f"# {Path(card.name).name}\n\n"
         f"A draft head for speculative decoding with **{facts.name or facts.model_type}** ({facts.architecture}: "
-        f"{facts.num_layers} layers, hidden size {facts.hidden_size}, vocabulary {facts.vocab_size}), {steps}, in the format "
-        f"{kind}, {card.dtype}. Speculative decoding is lossless: the draft changes the target's speed, not its output."
+        f"{facts.num_layers} layers, hidden size {facts.hidden_size}, vocabulary {facts.vocab_size}{changed}), {steps}, in the "
+        f"format {kind}, {card.dtype}. Speculative decoding is lossless: the draft changes the target's speed, not its output."
     )
 
 
@@ -104,13 +112,16 @@ def _serving(card: ExportResult) -> str:
     notes = {**NOT_RUN, "vLLM": install}
     labels = {one: card.format.engine_label(one, card.facts) + notes.get(one, "") for one in commands}
     parts = [f"{labels[one]}:\n\n```\n{command}\n```" for one, command in commands.items()]
+    if commands and card.facts.adapter:
+        parts.insert(0, MERGE_FIRST.format(card.facts.adapter_path))
     if not commands:
         parts = [f"No engine serves drafts for {card.facts.model_type}."]
     if card.format.row.imports:
         target = card.facts.name or "TARGET"
+        adapter = f" --adapter {card.facts.adapter_path}" if card.facts.adapter else ""
         parts.append(
             f"This project's server, behind OpenAI's API:\n\n```\n"
-            f"sage-serve --target {target} --draft {card.name} --port 8000\n```"
+            f"sage-serve --target {target}{adapter} --draft {card.name} --port 8000\n```"
         )
         parts.append(
             f"This project's decoder, which also separates a bad draft from a misconfigured engine:\n\n```\n"

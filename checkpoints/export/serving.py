@@ -24,7 +24,7 @@ EXPRESSED_FIELDS = (  # config fields of all heads that the formats contain or t
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta"),
     *("mrope_section", "mrope_interleaved", "scaled_rope", "initializer_range"),
-    *("image_inputs", "target", "target_path", COMPRESSOR),
+    *("image_inputs", "target", "target_path", "target_adapter", COMPRESSOR),
 )
 
 
@@ -210,7 +210,7 @@ def serving_line(draft: Any, target: Any) -> str:
         return _line([], [f"{' and '.join(ENGINES)}: draft={name} (it has no export; train draft=eagle3)"])
     served: list[str] = []
     blocked: dict[str, list[str]] = {}
-    facts = TargetFacts.of_config(target, config.target_path)
+    facts = TargetFacts.of_config(target, config.target_path).adapted(config)
     for engine, (usable, obstacles) in _usable(config, facts, kind.export_formats).items():
         if usable:
             fed = _other_input(engine, config, facts)
@@ -233,7 +233,7 @@ def export_choice(draft: Any, target: Any) -> str:
     kind = head_kind(getattr(config, "model_type", None))
     if kind is None or not kind.export_formats:
         return ""
-    found = _usable(config, TargetFacts.of_config(target, config.target_path), kind.export_formats)
+    found = _usable(config, TargetFacts.of_config(target, config.target_path).adapted(config), kind.export_formats)
     return next((usable[0].choice for usable, _ in found.values() if usable), "")
 
 

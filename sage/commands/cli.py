@@ -90,7 +90,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser, default_dtype: str) -> None:
-    """Adds `--device`, `--device-map`, `--passes` and `--dtype`, which `load_options` reads (`--passes`: its caller).
+    """Adds `--device`, `--device-map`, `--adapter`, `--passes` and `--dtype`, which `load_options` reads (`--passes`: caller).
 
     Args:
         default_dtype: describes the dtype without `--dtype`.
@@ -98,6 +98,7 @@ def add_load_options(parser: argparse.ArgumentParser, default_dtype: str) -> Non
     add_device_option(parser, "auto")
     text = "split a target that is too large for one GPU across all of them: auto, balanced or sequential, or a JSON object, "
     parser.add_argument("--device-map", metavar="MAP", help=f"{text}module name -> device; replaces --device")
+    parser.add_argument("--adapter", metavar="DIR", help="folder or hub id of a PEFT adapter, merged into the target")
     add_passes_option(parser)
     add_dtype_option(parser, None, f"dtype of target and draft (default: {default_dtype})")
 
@@ -173,7 +174,7 @@ def add_passes_option(parser: argparse._ActionsContainer) -> None:
 
 
 def load_options(args: argparse.Namespace, cpu_dtype: str | None = None) -> dict[str, Any]:
-    """Returns the arguments of `sage.load_target` from `--dtype`, `--device` and `--device-map`; ValueError for mistakes.
+    """Returns the arguments of `sage.load_target` from the options of `add_load_options`; ValueError for mistakes.
 
     Args:
         cpu_dtype: without `--dtype`, that of a target on the CPU; None: that of the checkpoint, as on a GPU.
@@ -186,7 +187,8 @@ def load_options(args: argparse.Namespace, cpu_dtype: str | None = None) -> dict
             raise ValueError(f"--device-map: {device_map!r} is no JSON object ({error})") from error
     device = resolve_device(args.device)
     name = args.dtype or (cpu_dtype if device.type == "cpu" and device_map is None else None)
-    return {"dtype": torch_dtype(name) if name else None, "device": device, "device_map": device_map}
+    options = {"device": device, "device_map": device_map, "adapter": args.adapter}
+    return {"dtype": torch_dtype(name) if name else None, **options}
 
 
 def resolve_device(name: str) -> torch.device:

@@ -14,6 +14,7 @@ class HeadConfig(PreTrainedConfig):
     Args:
         target: fingerprint of the target, which `load_draft` compares.
         target_path: folder or hub id of the target, the default of `sage-generate`.
+        target_adapter: folder or hub id of the adapter that the target contained.
         mrope_section, mrope_interleaved, scaled_rope: the target's rope (see `sage.targets.rope`).
     """
 
@@ -33,8 +34,9 @@ class HeadConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     target: dict[str, Any] = field(default_factory=dict)
     target_path: str | None = None
+    target_adapter: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the content of config.json; `mrope_interleaved` and `scaled_rope` are written only if set."""
-        unset = {name for name in ("mrope_interleaved", "scaled_rope") if not getattr(self, name)}
+        """Returns the content of config.json; some fields are written only if set."""
+        unset = {name for name in ("mrope_interleaved", "scaled_rope", "target_adapter") if not getattr(self, name)}
         return {name: value for name, value in super().to_dict().items() if name not in unset}

@@ -285,12 +285,15 @@ class DraftHead(PreTrainedModel):
             module.reset_parameters()
 
 
+ADAPTER_HINT = ", or the adapter it was trained with (--adapter, target.adapter)"
+
+
 def check_target(made_for: dict[str, Any], target: Target, where: Any) -> None:
     """Raises ValueError, naming both, if `made_for` is not the target's fingerprint."""
     if made_for != target.fingerprint:
         raise ValueError(
             f"draft: {where} was made for {_describe(made_for)}, but the target is {_describe(target.fingerprint)}; "
-            f"give the draft trained for this target"
+            f"give the draft trained for this target{ADAPTER_HINT if made_for.get('adapter') else ''}"
         )
 
 
@@ -315,4 +318,5 @@ def _sizes(target: Target) -> dict[str, Any]:
         **target.family.rope().fields,
         "target": target.fingerprint,
         "target_path": target.name,
+        "target_adapter": target.adapter.path if target.adapter else None,
     }

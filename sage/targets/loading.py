@@ -19,6 +19,7 @@ from sage.io.target_paths import find_target, path_of_target, refuse_without_con
 from sage.runtime.attention import HALF, VARLEN, has_flash_kernel
 from sage.runtime.pass_modes import PassMode, check_pass_mode, resolve_pass_mode
 from sage.runtime.vision_attention import VisionAttention, check_attention, resolve_attention
+from sage.targets.adapters import with_adapter
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.placement import check_device_map
 from sage.targets.quantized import quantization_of, renamed_ignore, say_what_is_lost
@@ -33,6 +34,7 @@ def load_target(
     attention: str = VisionAttention.auto,
     device_map: str | dict[str, Any] | None = None,
     passes: str = PassMode.auto,
+    adapter: str | None = None,
     **kwargs: Any,
 ) -> Target:
     """Loads a target with its processor from a folder or a hub id.
@@ -44,6 +46,7 @@ def load_target(
         device_map: spreads a target that is too large for one GPU over several, in place of `device`: auto, balanced or
             sequential, or module name -> device, as for `from_pretrained`.
         passes: how passes run, one of `PassMode`; auto: captured on a GPU, eager on a CPU.
+        adapter: folder or hub id of a PEFT adapter, merged into the weights; kept beside those that are quantized.
         kwargs: further arguments of `from_pretrained`.
 
     Raises:
@@ -60,15 +63,15 @@ def load_target(
     auto_class = FAMILIES[processor.family.model_type].auto_class
     placement = _placement(torch.device(device), device_map)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, revision=kwargs.get("revision", "main"))
-    if (method := quantization_of(config)) and is_deepspeed_zero3_enabled():
-        raise ValueError(f"deepspeed.shard_target: ZeRO does not shard quantized weights ({method} in {path}); drop it")
+    _refuse_sharding(path, quantization_of(config), adapter)
     kwargs |= renamed_ignore(config)
     published = dtype_name(config.dtype)
     given = dtype or (torch_dtype(loaded_dtype(published)) if published in SHORT_NAMES else "auto")
     model = load_weights(auto_class, path, "target", allow_unused=True, dtype=given, **placement, **kwargs)
+    model, found = (model, None) if adapter is None else with_adapter(model, os.path.expanduser(adapter), path)
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
-    target = Target(model if placement else model.to(device), processor)
+    target = Target(model if placement else model.to(device), processor, adapter=found)
     if target.quantization:
         say_what_is_lost(target.name, target.quantization, model)
     target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_plain)
@@ -77,6 +80,19 @@ def load_target(
         model, resolve_attention(vision_attention, device.type, is_half, target.family.is_packed, has_flash_kernel(device))
     )
     return target
+
+
+def _refuse_sharding(path: str, method: str | None, adapter: str | None) -> None:
+    """Raises ValueError for what is not loaded into the ranks of a sharded target."""
+    if not is_deepspeed_zero3_enabled():
+        return
+    if method:
+        raise ValueError(f"deepspeed.shard_target: ZeRO does not shard quantized weights ({method} in {path}); drop it")
+    if adapter:
+        raise ValueError(
+            f"target.adapter: {adapter} cannot be merged into the weights of deepspeed.shard_target; merge it first "
+            "(PeftModel.merge_and_unload, save_pretrained), and give that folder as target.path"
+        )
 
 
 def set_attention(model: Any, attention: VisionAttention) -> None:

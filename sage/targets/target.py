@@ -28,6 +28,7 @@ from sage.runtime.pass_modes import PassMode
 from sage.runtime.prefix_attention import PassKeys
 from sage.runtime.prompt_linear import fast_prompts
 from sage.runtime.recurrent_cache import RecurrentCache
+from sage.targets.adapters import Adapter
 from sage.targets.delta_net import use_our_states
 from sage.targets.families import family_of
 from sage.targets.family import LINEAR, Mask, Prompt
@@ -74,6 +75,7 @@ class Target:
     Args:
         model: a model of transformers, such as `Qwen2_5_VLForConditionalGeneration`, on the device it will run on.
         processor: a `Processor` or a Hugging Face processor; not needed if inputs are tensors.
+        adapter: what the model contains besides its checkpoint.
 
     Attributes:
         passes: how tree passes and draft passes run: eager, compiled or captured.
@@ -85,9 +87,10 @@ class Target:
         ValueError: the model is of no known family, or has text layers that a tree pass cannot run (names the reason).
     """
 
-    def __init__(self, model: Any, processor: Any = None) -> None:
+    def __init__(self, model: Any, processor: Any = None, *, adapter: Adapter | None = None) -> None:
         decompress(model)
         self.model = model.eval().requires_grad_(False)
+        self.adapter = adapter
         self.family = family_of(model.config)
         self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
         self.processor = None if processor is None else Processor.wrap(processor, self.family, self.eos_token_ids)
@@ -170,8 +173,8 @@ class Target:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Family and sizes, stored with each draft and compared when it is loaded."""
-        return fingerprint_of(self.model.config)
+        """Family, sizes and adapter, stored with each draft and compared when it is loaded."""
+        return fingerprint_of(self.model.config) | ({"adapter": self.adapter.digest} if self.adapter else {})
 
     def prepare(self, messages: Messages) -> BatchFeature:
         """Returns the inputs of one prompt, up to the beginning of the assistant's turn.

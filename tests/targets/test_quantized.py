@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from support.family_suite import END, chatml, text
 from support.messages import refused
 from support.models import MAKERS, greedy_text, make_inputs, random_draft
 from support.processors import byte_tokenizer_of, make_processor
+from support.train_helpers import configured, draft_weights, make_target, train_quickly
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import sage
+from checkpoints.export.exporter import export
+from checkpoints.export.result import ExportOptions
 from sage.runtime.pass_modes import PassMode
 from sage.targets import loading
 from sage.targets.quantized import dense_weight
@@ -192,3 +196,87 @@ def test_zero_does_not_shard_it(quantized: Callable[[str, str], Path], monkeypat
     monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
     with refused("deepspeed.shard_target: ", "does not shard quantized weights (fp8 in", "drop it"):
         sage.load_target(quantized("llama", "fp8"))
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    save_target("llama", folder)
+    return folder
+
+
+def save_adapter(folder: Path, layers: int = 3, **options: Any) -> Path:
+    """Saves a random LoRA adapter of attention and MLP for the tiny Llama, of another number of layers if given."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**text() | SIZES | {"num_hidden_layers": layers} | options))
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(folder)
+    return folder
+
+
+def test_an_adapter_is_merged_to_the_bit(base: Path, tmp_path: Path) -> None:
+    """A draft for the base is refused for the adapted target and the other way round, also exported."""
+    peft = pytest.importorskip("peft")
+    adapter = save_adapter(tmp_path / "adapter")
+    adapted, plain = sage.load_target(base, adapter=str(adapter)), sage.load_target(base)
+    expected = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), adapter).merge_and_unload().state_dict()
+    found = adapted.model.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert not torch.equal(found["model.layers.0.mlp.down_proj.weight"], plain.model.model.layers[0].mlp.down_proj.weight)
+    for made, other in ((adapted, plain), (plain, adapted)):
+        draft = random_draft(made, "eagle3", feature_levels=[0, 1, 2])
+        draft.save_pretrained(tmp_path / "draft")
+        export(tmp_path / "draft", tmp_path / "out", "eagle3", ExportOptions(overwrite=True))
+        for folder in (tmp_path / "draft", tmp_path / "out"):
+            sage.load_draft(folder, made)
+            with refused("draft: ", "was made for llama", "adapter "):
+                sage.load_draft(folder, other)
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert (f"--adapter {adapter}" in card) == (f"merge {adapter} with PEFT" in card) == (made is adapted)
+
+
+def test_an_adapter_stays_beside_quantized_weights(quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path)
+    load = partial(sage.load_target, quantized("llama", "torchao"), dtype=torch.float32)
+    targets = [load(), load(adapter=str(adapter))]
+    inputs = {"input_ids": torch.arange(70, 82)[None], "attention_mask": torch.ones(1, 12, dtype=torch.long)}
+    features = [target.features(target.embed(inputs)).last for target in targets]
+    assert targets[1].quantization == "torchao" and float((features[0] - features[1]).abs().max()) > 1e-2
+    found = sage.generate(targets[1], random_draft(targets[1], "eagle3"), inputs, "sage", max_new_tokens=8).tokens.tolist()
+    assert found == greedy_text(targets[1], inputs, 8)
+
+
+OTHERS: dict[str, dict[str, Any]] = {"wider": {"intermediate_size": 96}, "deeper": {"layers": 4}, "shallower": {"layers": 2}}
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "prompt", "missing"])
+def test_adapters_that_are_refused(name: str, base: Path, tmp_path: Path) -> None:
+    if name in OTHERS:
+        save_adapter(tmp_path, **OTHERS[name])
+    elif name == "prompt":
+        peft = pytest.importorskip("peft")
+        config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        peft.get_peft_model(LlamaForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path)
+    with refused(f"target.adapter: {tmp_path} ", "does not fit", "give an adapter trained for this target"):
+        sage.load_target(base, adapter=str(tmp_path))
+
+
+@pytest.mark.slow
+def test_training_resumes_exactly(tmp_path: Path) -> None:
+    """A draft of an int8 target with an adapter; the run's validation and a resumed run load both again."""
+    peft = pytest.importorskip("peft")
+    folder, adapter = make_target(tmp_path), tmp_path / "adapter"
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(AutoModelForImageTextToText.from_pretrained(folder), config).save_pretrained(adapter)
+    WRITERS["torchao"](AutoModelForImageTextToText, folder)
+    for run, steps, more in (("whole", 2, ()), ("half", 1, ()), ("half", 2, ("run.resume=true",))):
+        words = (f"target.adapter={adapter}", f"train.max_steps={steps}", *more)
+        assert train_quickly(configured(folder, tmp_path / run, *words)) == 0
+    whole, half = (draft_weights(tmp_path / run) for run in ("whole", "half"))
+    assert all(torch.equal(whole[name], half[name]) for name in whole)
+    with refused("draft: ", "adapter "):
+        sage.load_draft(tmp_path / "half", sage.load_target(folder))

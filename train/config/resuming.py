@@ -26,7 +26,7 @@ from train.config.schema import Config, ConfigError
 
 # Prefixes of the keys that may not change when a run is resumed.
 FIXED = (
-    *("seed", "target.path", "target.revision", "target.dtype", "draft.", "data.", "score."),
+    *("seed", "target.path", "target.revision", "target.adapter", "target.dtype", "draft.", "data.", "score."),
     *("train.global_batch_size", "train.precision", "train.length_window", "optim.kind"),
     *("regenerate.on_cut", *(f"regenerate.{part.name}" for part in fields(AnswerSettings))),
 )

@@ -118,6 +118,7 @@ class TargetConfig:
         name: label in reports and in the name of a run.
         path: a local folder or a hub id; alone, it selects any other model of a supported family.
         revision: branch, tag or commit of a hub id; null: the newest.
+        adapter: folder or hub id of a PEFT adapter, merged into the target's weights at load; null for none.
         dtype: dtype of the target.
         attention: attention of the vision tower.
         parameters_b: published number of parameters, in 10^9.
@@ -127,6 +128,7 @@ class TargetConfig:
     name: str = MISSING
     path: str = MISSING
     revision: str | None = None
+    adapter: str | None = None
     dtype: Precision = MISSING
     attention: VisionAttention = VisionAttention.auto
     recipe: TargetRecipe = field(default_factory=TargetRecipe)
@@ -136,7 +138,7 @@ class TargetConfig:
     def load_options(self) -> dict[str, Any]:
         """Returns keyword arguments of `sage.load_target` beyond path, dtype and device."""
         revision = {} if self.revision is None else {"revision": self.revision}
-        return {"attention": str(self.attention), **revision}
+        return {"attention": str(self.attention), "adapter": self.adapter, **revision}
 
 
 @dataclass(kw_only=True)

@@ -294,6 +294,7 @@ class ExportFormat(ABC):
             **(self.rope(facts) if options.use_target_rope else own).fields,
             "target": facts.fingerprint,
             "target_path": facts.name,
+            "target_adapter": facts.adapter_path,
         }
 
     def draft_tensors(self, given: CheckInput, facts: TargetFacts) -> dict[str, Tensor]:
