@@ -166,8 +166,11 @@ class TextRequest(Request):
 
     def prepared(self, processor: Processor) -> Any:
         """Returns the inputs of the target."""
-        if not isinstance(self.prompt, str) and max(self.prompt) >= len(processor.tokenizer):
-            raise ValueError(f"{max(self.prompt)} is no token; there are {len(processor.tokenizer)}")
+        tokenizer, family = processor.tokenizer, processor.family
+        ids = processor.tokens_of(self.prompt) if isinstance(self.prompt, str) else self.prompt
+        media = tokenizer.convert_tokens_to_ids([*family.placeholders.values(), *family.slot_texts.values()])
+        if found := next((number for number in ids if number >= len(tokenizer) or number in media), None):
+            raise ValueError(f"token {found} is unknown, or stands for an image or video; send those as chat messages")
         example = processor.encode([(self.prompt if isinstance(self.prompt, str) else tuple(self.prompt), False)])
         del example["loss_mask"]
         return processor.collate([example])

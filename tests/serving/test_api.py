@@ -94,7 +94,9 @@ def test_completions_of_a_text_and_of_its_tokens(server: Running) -> None:
     for prompt in ("This is a red", ["This is a red"], ids, [ids]):
         found = server.client.post("/v1/completions", json={"prompt": prompt, **fields}).json()
         assert found["choices"][0]["text"] == expected.text and found["object"] == "text_completion"
-    assert server.client.post("/v1/completions", json={"prompt": [10**9], **fields}).status_code == 400
+    image = target.processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    for prompt in ([10**9], [image], "<|image_pad|>"):
+        assert server.client.post("/v1/completions", json={"prompt": prompt, **fields}).status_code == 400
     stream = server.client.post("/v1/completions", json={"prompt": ids, "stream": True, **fields}).text
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     assert "".join(event["choices"][0]["text"] for event in events) == expected.text
