@@ -104,10 +104,10 @@ class Request(Strict):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _null_is_the_default(cls, value: Any) -> Any:
+    def _as_sent(cls, value: Any) -> Any:
         if value is None:
             raise PydanticUseDefault
-        return value
+        return int(value) if isinstance(value, float) and value.is_integer() else value  # as 8.0 for a number of tokens
 
     @model_validator(mode="after")
     def _check_together(self) -> Request:

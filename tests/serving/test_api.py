@@ -81,6 +81,7 @@ def test_fields_of_common_clients_change_nothing(server: Running) -> None:
         "chat_template_kwargs": {"enable_thinking": False},
         "mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 1003520},
         "foo": None,
+        "max_tokens": 8.0,
     }
     assert server.chat(sent, **fields).json()["choices"] == expected
     assert server.chat(with_images("?", image_url().rstrip("=")), **fields).status_code == 200
