@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 ID_HEADER = "x-request-id"
+MAX_ID = 128  # characters
 LEFT = 499  # status of a request whose client has left, as of nginx
 
 
@@ -29,7 +30,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request."""
-        number = Headers(scope=scope).get(ID_HEADER) or uuid.uuid4().hex
+        number = Headers(scope=scope).get(ID_HEADER, "")[:MAX_ID] or uuid.uuid4().hex
         method, status, started, first_s = scope["method"], LEFT, time.monotonic(), 0.0
         state: dict[str, Any] = {}
 
@@ -37,7 +38,7 @@ class AccessLog:
             nonlocal status, first_s
             if message["type"] == "http.response.start":
                 status, first_s = message["status"], time.monotonic() - started
-                message = {**message, "headers": [*message.get("headers", ()), (ID_HEADER.encode(), number.encode())]}
+                message = {**message, "headers": [*message.get("headers", ()), (ID_HEADER.encode(), number.encode("latin-1"))]}
             await send(message)
 
         try:

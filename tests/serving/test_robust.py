@@ -285,6 +285,33 @@ def test_a_download_follows_no_redirect_and_has_a_limit(monkeypatch: pytest.Monk
                 allowed.fetch(f"http://good.example/{path}", DEADLINE)
 
 
+def test_slow_downloads_delay_no_text_and_have_one_deadline(new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.chat_server import JsonHandler, listening
+
+    goes_on = threading.Event()
+
+    class Handler(JsonHandler):
+        def do_GET(self) -> None:
+            goes_on.wait(10)
+            self.send(200, b"")
+
+    remote = RemoteMedia(["good.example"], 1000)
+    with (
+        listening(Handler) as address,
+        new(policy="autoregressive", remote=remote) as server,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        monkeypatch.setattr(media, "public_address", lambda host, port: "127.0.0.1")
+        monkeypatch.setattr(media, "PORTS", {"http": int(address.rpartition(":")[2])})
+        images = [pool.submit(server.chat, with_images("?", *["http://good.example/x"] * 2)) for _ in range(3)]
+        wait_until(lambda: server.service.scheduler.num_reserved == 3)
+        assert server.chat().status_code == 200 and not any(image.done() for image in images)
+        with pytest.raises(ValueError, match=r"cannot be downloaded \(TimeoutError\)"):
+            remote.fetch("http://good.example/x", time.monotonic() + 0.05)
+        goes_on.set()
+        assert all("not an image" in image.result().text for image in images)
+
+
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_a_stop_string_is_found_across_pieces(cut: int) -> None:
     text = "ab<en<end>cd"
