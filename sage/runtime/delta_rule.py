@@ -47,9 +47,8 @@ class Window:
     @cached_property
     def taps(self) -> Tensor:
         """LongTensor [T, K], the inputs of each node's convolution in its row's `linear_inputs`, the oldest first."""
-        size = self.visible.shape[1]
-        marked = torch.arange(size, device=self.visible.device).masked_fill(~self.visible, -1)
-        marked = nn.functional.pad(marked, (0, max(self.kernel - size, 0)), value=-1)
+        marked = torch.arange(self.visible.shape[1], device=self.visible.device).masked_fill(~self.visible, -1)
+        marked = nn.functional.pad(marked, (0, self.kernel), value=-1)
         latest = marked.topk(self.kernel, -1).values
         before = torch.arange(self.kernel, device=marked.device) - self.visible.sum(-1, keepdim=True)
         return torch.where(latest < 0, self.kernel - 2 - before, latest + self.kernel - 1).flip(-1)
@@ -131,11 +130,13 @@ def tree_delta_rule(
     base, beta, value = states.linear_state[:, place], window.pad(beta.to(exact)).transpose(1, 2)[..., None], window.pad(value)
     pairs = (key @ keys.transpose(-1, -2)) * later
     missing = value.transpose(1, 2) - total * (key @ base)
-    if size > pairs.shape[2]:  # nodes of earlier passes, as when a target grows a tree as the draft
+    if torch.compiler.is_exporting() or size > pairs.shape[2]:  # with nodes of earlier passes, of a target that is the draft
         states.linear_updates[at] = 0
         missing = missing - pairs @ states.linear_updates[:, place, :size].transpose(1, 2)
         pairs = pairs.gather(-1, window.own[:, None, None].expand(*pairs.shape[:3], -1))
-    updates = torch.linalg.solve_triangular(beta * pairs, beta * missing, upper=False, unitriangular=True)
+    updates = beta * missing
+    if pairs.shape[2] > 1:  # a single node has no other's update to subtract
+        updates = torch.linalg.solve_triangular(beta * pairs, updates, upper=False, unitriangular=True)
     states.linear_updates[at] = window.unpad(updates.transpose(1, 2))
     added = ((query @ keys.transpose(-1, -2)) * later) @ states.linear_updates[:, place, :size].transpose(1, 2)
     return window.unpad((total * (query @ base) + added).transpose(1, 2))

@@ -31,8 +31,9 @@ def _new_executor(mode: PassMode) -> Executor:
 
 def describe_passes(target: Any) -> str:
     """Returns how passes of a target run, for reports: the executor, and what keeps it from its fastest way."""
-    found = executor_of(target.passes).describe(target.device, target.dtype, target.head_dim)
-    is_partly = target.linear is not None and target.passes is not PassMode.eager
+    executor = executor_of(target.passes)
+    found = executor.describe(target.device, target.dtype, target.head_dim)
+    is_partly = target.linear is not None and executor.has_buckets
     return f"eager, for it has linear layers; those of the draft {found}" if is_partly else found
 
 

@@ -58,6 +58,7 @@ CALLS = Dim("calls", 3, MAX_NODES, node_bucket, has_variant=True)  # requests of
 KEYS = Dim("keys", 24, MAX_KEYS, lambda count: key_bucket(count + 1))  # and one column that padding writes
 CAPACITY = Dim("capacity", 48, MAX_KEYS, int)
 SLOTS = Dim("slots", 16, MAX_NODES, int)  # of linear layers
+SLOT_INPUTS = Dim("slot_inputs", 19, MAX_NODES + 64, int)  # and the inputs of their convolution before them
 
 
 class Padding(Enum):

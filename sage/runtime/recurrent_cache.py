@@ -89,7 +89,9 @@ class RecurrentCache(TreeCache, LinearLayers):
         self.sizes, self.pending = sizes, 0
         self.states = LinearStates.zeros(sizes, 1, SLOTS, dtype, devices[0])
         attention = [device for layer, device in enumerate(devices) if layer not in sizes.layers]
-        super().__init__(attention, num_kv_heads, head_dim, capacity, dtype)
+        super().__init__(
+            attention or devices[:1], num_kv_heads, head_dim, capacity, dtype
+        )  # one of no use where all are linear
 
     def _make_layers(self) -> None:
         super()._make_layers()

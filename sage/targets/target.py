@@ -81,7 +81,7 @@ class Target:
         passes: how tree passes and draft passes run: eager, compiled or captured.
         is_whole: whether all weights are on one device and not sharded; else passes are eager.
         quantization: method and precision of quantized weights; None without. With some, passes are eager.
-        linear: sizes of the linear layers; None without any. With some, passes are eager.
+        linear: sizes of the linear layers; None without any.
 
     Raises:
         ValueError: the model is of no known family, or has text layers that a tree pass cannot run (names the reason).

@@ -28,6 +28,7 @@ from sage.runtime.pass_function import (
     PER_ROW,
     ROWS,
     SEEN,
+    SLOT_INPUTS,
     SLOTS,
     VISIBLE,
     Padding,
@@ -109,7 +110,7 @@ class RecurrentTreeInputs(TreeInputs):
     """Arguments of a `RecurrentTreePass`, with the attributes of `LinearStates`."""
 
     linear_state: Tensor = state(ROWS, "linear", "value_heads", "key_size", "value_size")
-    linear_inputs: Tensor = argument(ROWS, "linear", SLOTS, "channels", dtype=None, padding=Padding.cache)
+    linear_inputs: Tensor = argument(ROWS, "linear", SLOT_INPUTS, "channels", dtype=None, padding=Padding.cache)
     linear_keys: Tensor = state(ROWS, "linear", SLOTS, "key_heads", "key_size")
     linear_updates: Tensor = state(ROWS, "linear", SLOTS, "value_heads", "value_size")
     linear_decays: Tensor = state(ROWS, "linear", SLOTS, 2, "value_heads")
@@ -199,7 +200,7 @@ class TreePasses:
 
     Args:
         levels: indices k of `hidden_states` to return as well.
-        executor: None for that of the target's pass mode. The passes of a target with linear layers are eager.
+        executor: None for that of the target's pass mode. Those of a target with linear layers are not captured.
 
     Attributes:
         is_split: whether a pass of one request costs the keys that there are, not those of a bucket (see `SplitTreePass`).
@@ -207,7 +208,7 @@ class TreePasses:
 
     def __init__(self, target: Target, levels: Sequence[int], executor: Executor | None = None) -> None:
         self.target, self.executor = target, executor or executor_of(target.passes)
-        if target.linear is not None:
+        if target.linear is not None and self.executor.has_buckets:
             self.executor = EAGER
         self.is_split = self.executor.splits_keys(target.device, target.dtype, target.head_dim)
         one = TreePass if target.linear is None else RecurrentTreePass
@@ -275,7 +276,7 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 def cache_sizes(target: Target) -> dict[str, int]:
     """Returns the sizes that `CachedInputs` names, of a target's cache."""
-    sizes = {"kv_heads": target.num_kv_heads, "head_dim": target.head_dim, "num_layers": target.num_attention_layers}
+    sizes = {"kv_heads": target.num_kv_heads, "head_dim": target.head_dim, "num_layers": max(target.num_attention_layers, 1)}
     linear = target.linear
     return sizes if linear is None else sizes | vars(linear) | {"linear": len(linear.layers), "channels": linear.channels}
 

@@ -24,7 +24,9 @@ from sage.decoding.chat import Chat
 from sage.decoding.decoder import TURN_TOKENS
 from sage.planning.tree import Tree
 from sage.runtime.delta_rule import Window
-from sage.targets.tree_passes import RecurrentTreeInputs
+from sage.runtime.executors import Executor, Run
+from sage.runtime.pass_function import PassFunction
+from sage.targets.tree_passes import RecurrentTreeInputs, TreePasses
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 ROPE |= {"partial_rotary_factor": 0.5}
@@ -165,6 +167,44 @@ class TestQwen3_5(FamilySuite):
         orders.append([])
         tree_pass(target, TREE.tokens, prompt.next_position + TREE.depths, TREE.ancestors, cache)
         assert orders[0] == orders[1] == orders[2] and len(orders[0]) > 50
+
+
+class Exported(Executor):
+    """Runs passes as `torch.export` traces them for the compiler, without the compiler."""
+
+    def bind(self, function: PassFunction) -> Run:
+        programs: dict[Any, Any] = {}
+
+        def run(inputs: Any) -> Any:
+            variant = function.variant(inputs)
+            if variant not in programs:
+                with torch.inference_mode(False), torch.no_grad():
+                    args, dims = function.example(variant, torch.device("cpu"))
+                    options = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
+                    programs[variant] = torch.export.export(function, args, dynamic_shapes=dims, **options).module()
+            return programs[variant](*inputs.flat())
+
+        return run
+
+
+@pytest.mark.slow
+def test_an_exported_pass_is_its_paths() -> None:
+    """Of trees of any size, after pending tokens or none; of a target whose layers are all linear."""
+    config = Qwen3_5TextConfig(**texts() | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]})
+    target = sage.Target(TestQwen3_5().model_of(config))
+    prompt = target.embed(token_fields(target, torch.randint(64, 300, (1, 12), generator=torch.Generator().manual_seed(0))))
+    passes = TreePasses(target, (), Exported())
+    for nodes in (5, 3):
+        found = []
+        for own in (passes, TreePasses(target, ())):
+            cache = target.new_cache(64)
+            target.prefill(prompt, cache)
+            for path in ([0, 1], [0]):
+                ancestors, first = TREE.ancestors[:nodes, :nodes], cache.length
+                positions = prompt.next_position + first - 12 + TREE.depths[:nodes]
+                found.append(own(TREE.tokens[:nodes], positions, ancestors, cache).logits)
+                cache.keep_path(first, path)
+        torch.testing.assert_close(found[:2], found[2:], atol=1e-4, rtol=0)
 
 
 SPARSE = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
