@@ -264,10 +264,10 @@ OTHERS: dict[str, dict[str, Any]] = {"wider": {"intermediate_size": 96}, "deeper
 
 @pytest.mark.parametrize("name", [*OTHERS, "prompt", "missing"])
 def test_adapters_that_are_refused(name: str, base: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
     if name in OTHERS:
         save_adapter(tmp_path, **OTHERS[name])
     elif name == "prompt":
-        peft = pytest.importorskip("peft")
         config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
         peft.get_peft_model(LlamaForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path)
     with refused(f"target.adapter: {tmp_path} ", "does not fit", "give an adapter trained for this target"):
