@@ -26,6 +26,11 @@ def check_text_model(config: Any, where: str) -> None:
         kind = min(unknown)
         reason = REASONS.get(kind, f"tree passes support layers of type {FULL} and {SLIDING} only")
         raise ValueError(f"{where}{config.model_type} has layers of type {kind}: {reason}; choose another target")
+    if getattr(text, "is_heterogeneous", False):
+        raise ValueError(
+            f"{where}{config.model_type} has layers that differ in {', '.join(sorted(text.per_layer_attributes))}; the cache "
+            f"has one size for all layers; choose another target"
+        )
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(text, key, None) is not None:
             raise ValueError(

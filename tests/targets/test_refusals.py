@@ -14,6 +14,7 @@ from support.processors import byte_tokenizer_of
 from transformers import (
     AutoTokenizer,
     Gemma3TextConfig,
+    Gemma4Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaOnevisionConfig,
@@ -85,6 +86,11 @@ def test_targets_whose_files_do_not_fit_together(name: str, tmp_path: Path) -> N
     make(tmp_path)
     with refused("target: ", *parts):
         sage.load_target(tmp_path)
+
+
+def test_layers_of_different_sizes() -> None:
+    with refused("target: gemma4 has layers that differ in head_dim", "one size for all layers"):
+        family_of(Gemma4Config())
 
 
 def test_attention_in_both_directions() -> None:
