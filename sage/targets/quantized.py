@@ -90,3 +90,26 @@ def say_what_is_lost(target: str, label: str, model: nn.Module) -> None:
             "autoregressive decoding; llm_int8_threshold=0 in its quantization_config makes it exact",
             target,
         )
+
+
+def weight_bytes(model: Any, size: int) -> float:
+    """Returns the bytes of a model's weights, also without weights: `size` each, but for linear layers quantized in memory.
+
+    Other methods than int8 of torchao and those of bitsandbytes count as dense: they are, or their layouts were not measured.
+    """
+    label, total = quantization_of(model.config), sum(p.numel() for p in model.parameters()) * size
+    found = getattr(model.config, "quantization_config", None)
+    settings: dict[str, Any] = found if isinstance(found, dict) else {} if found is None else found.to_dict()
+    blocks = 1 / 64 if settings.get("bnb_4bit_use_double_quant") else 4 / 64  # a scale per 64 weights
+    kinds: dict[str, tuple[float, int]] = {"bitsandbytes 8-bit": (1, 4), "bitsandbytes 4-bit": (0.5 + blocks, 0)}
+    if "Int8WeightOnly" in str(settings.get("quant_type")):
+        kinds["torchao"] = (1, size)
+    if label not in kinds:
+        return float(total)
+    per_weight, per_row = kinds[label]
+    skipped = settings.get("llm_int8_skip_modules") or settings.get("modules_to_not_convert") or ()
+    for name, module in model.named_modules():
+        is_dense = module is model.get_output_embeddings() or any(part in name for part in skipped)
+        if isinstance(module, nn.Linear) and not is_dense:
+            total += module.in_features * module.out_features * (per_weight - size) + module.out_features * per_row
+    return float(total)

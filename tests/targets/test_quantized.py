@@ -19,6 +19,7 @@ from support.models import MAKERS, greedy_text, make_inputs, random_draft
 from support.processors import byte_tokenizer_of, make_processor
 from support.train_helpers import configured, draft_weights, make_target, train_quickly
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -33,7 +34,8 @@ from checkpoints.export.result import ExportOptions
 from sage.io import gguf_files
 from sage.runtime.pass_modes import PassMode
 from sage.targets import loading
-from sage.targets.quantized import dense_weight
+from sage.targets.loading import meta_target
+from sage.targets.quantized import dense_weight, weight_bytes
 from train.config.overrides import expand
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -177,6 +179,27 @@ def test_tables_are_dequantized(quantized: Callable[[str, str], Path]) -> None:
     torch.testing.assert_close(draft.lm_head.weight.data, rows, atol=1e-6, rtol=0)
     plain = torch.nn.Linear(4, 8, bias=False)
     assert dense_weight(plain, torch.float32) is plain.weight
+
+
+@pytest.mark.parametrize("method", ["torchao", "bitsandbytes 8-bit", "bitsandbytes 4-bit", "fp8"])
+def test_planned_bytes_are_those_of_the_loaded_target(method: str, quantized: Callable[[str, str], Path]) -> None:
+    folder = quantized("llama", method)
+    planned = weight_bytes(meta_target(AutoConfig.from_pretrained(folder)).model, 4)
+    model = sage.load_target(folder, dtype=torch.float32).model
+    assert planned == pytest.approx(sum(map(loaded_bytes, model.parameters())), rel=0.05)
+
+
+def loaded_bytes(weight: Any) -> int:
+    """Returns the bytes of a weight with its scales."""
+    if hasattr(weight, "__tensor_flatten__") and type(weight).__name__ == "Int8Tensor":
+        parts = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+    else:
+        state = getattr(weight, "quant_state", None)
+        parts = [
+            weight.data,
+            *filter(lambda part: part is not None, (getattr(weight, "SCB", None), getattr(state, "absmax", None))),
+        ]
+    return sum(part.nbytes for part in parts)
 
 
 def test_outliers_of_a_pass_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from sage.drafts.options import BlockOptions, PEagleOptions
 from sage.drafts.registry import KINDS
 from sage.drafts.unroll import EXTRA
 from sage.runtime.captured import MAX_FREE
+from sage.targets.quantized import weight_bytes
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.checks import MAX_STAGE, zero_stage
@@ -176,7 +177,7 @@ def _target_memory(work: Workload) -> dict[str, float]:
     """Weights of the target; with `deepspeed.shard_target` two of its text layers are gathered: the current and the next."""
     size, models = BYTES[work.config.target.dtype], work.models
     if not work.config.deepspeed.shard_target:
-        return {"target weights": models.target_parameters * size}
+        return {"target weights": weight_bytes(models.target.model, size)}
     return {
         "target, not sharded": (models.target_parameters - models.layers_parameters) * size,
         f"target layers, 1/{work.sharding_ranks}": work.layers_bytes / work.sharding_ranks,
