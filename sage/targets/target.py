@@ -161,9 +161,14 @@ class Target:
         """Whether passes can be compiled or captured: all weights are on one device, and none is quantized or sharded."""
         return self.is_whole and self.quantization is None
 
-    @cached_property
+    @property
     def lm_head_weight(self) -> Tensor:
         """The weight [V, D] of lm_head, dequantized."""
+        # Never kept for others: a tracer replaces the parameter, and ZeRO its content.
+        return self.lm_head.weight if self.quantization is None else self._dense_lm_head
+
+    @cached_property
+    def _dense_lm_head(self) -> Tensor:
         return dense_weight(self.lm_head, self.dtype)
 
     @property
