@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.data_helpers import assistant, make_image
 from support.family_passes import paths, tree
 from support.family_suite import QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, qwen_images, text
 from support.models import QWEN_IDS, random_draft
+from support.own_answers import own_answers
+from support.processors import user
 from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 import sage
@@ -39,6 +43,14 @@ class TestQwen2_5_VL(FamilySuite):
 
     def image_processor(self) -> Any:
         return qwen_images()
+
+    def test_own_answers_to_questions_about_images_are_all_own(self, target: sage.Target, tmp_path: Path) -> None:
+        chats, answer = [], assistant("x")
+        for i, size in enumerate((16, 24)):
+            make_image(size, "blue").save(tmp_path / f"{i}.png")
+            chats.append([*user({"type": "image", "image": f"{i}.png"}, "What?"), answer, *user("And?"), answer])
+        share, _ = own_answers(target, chats, tmp_path)
+        assert share.share == 1.0 and share.num_tokens > 12
 
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,13 @@ from support.data_helpers import assistant
 from support.family_passes import paths, tree
 from support.family_suite import END, FamilySuite, chatml, text
 from support.models import random_draft
+from support.own_answers import own_answers
 from support.processors import byte_tokenizer_of, user
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaTokenizer, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 import sage
-from data_prep.build import build_dataset
-from data_prep.chat import encode_example, segments
-from data_prep.config import DataConfig, RegenerateConfig
-from data_prep.own_answers import measure_own
-from data_prep.sources import SourceConfig
-from data_prep.tools.cli import regenerate_data
+from data_prep.chat import segments
 from sage.inputs.processing import Processor
 
 # As published: Llama 3 prints any other content as Python would, Qwen2.5 concatenates strings.
@@ -146,17 +141,8 @@ def test_own_answers_of_regenerated_answers_are_all_own(name: str, tmp_path: Pat
     if written is not None:
         first = sage.generate(target, None, target.prepare(user("What 0?")), "autoregressive", max_new_tokens=1).tokens[0]
         target.lm_head.weight.data[written] = 1.5 * target.lm_head.weight.data[first]
-    rows = [{"messages": [*user(f"What {i}?"), assistant("x")]} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = DataConfig(sources={"it": SourceConfig(kind="auto", path=str(tmp_path / "rows.jsonl"))}, holdout=0.0)
-    config.cache_dir, out = str(tmp_path / "cache"), tmp_path / "own.jsonl"
-    regenerate_data(config, target, None, RegenerateConfig(max_new_tokens=12), "train", out)
-    config.sources["it"].path = str(out)
-    dataset = build_dataset(config, target.processor)
-    examples = [encode_example(dataset.conversation(i), target.processor) for i in range(len(dataset))]
-    share = measure_own(target, (("it", example) for example in examples))
+    share, ids = own_answers(target, [[*user(f"What {i}?"), assistant("x")] for i in range(4)], tmp_path)
     assert share.share == 1.0 and share.num_tokens > 12
-    ids = torch.cat([example["input_ids"][example["loss_mask"]] for example in examples]).tolist()
     assert written is None or written in ids
 
 
