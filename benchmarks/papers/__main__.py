@@ -13,6 +13,7 @@ from benchmarks.figures import fill_blocks
 from benchmarks.papers.figures import FigureStore, Json
 from benchmarks.papers.measure import Lab
 from benchmarks.papers.plots import PLOTS
+from benchmarks.papers.real_tables import REAL_TABLES, real_claims
 from benchmarks.papers.runs import SETTINGS, TrainingFailed, load_settings, select_studies
 from benchmarks.papers.tables import TABLES, claims
 from sage.commands.cli import new_parser, run
@@ -71,9 +72,11 @@ def fill_page(text: str, studies: Mapping[str, Json]) -> str:
     """Returns a page with the tables between its markers; a table without figures keeps its text."""
 
     def content(name: str) -> str | None:
-        if name == "claims":
-            return claims(studies) if all(studies.values()) else None
-        study, make = TABLES[name]
+        if name in (pages := {"claims": claims, "real_claims": real_claims}):
+            is_real = name == "real_claims"
+            needed = [figures for study, figures in studies.items() if study.startswith("real") is is_real]
+            return pages[name](studies) if all(needed) else None
+        study, make = (TABLES | REAL_TABLES)[name]
         return make(studies[study]) if studies[study] else None
 
     return fill_blocks(text, "table", content)

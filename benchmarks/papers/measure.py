@@ -1,9 +1,11 @@
-"""The kinds of measurement: a comparison of decoders, vLLM's decoders, the draft's confidence, acceptance by epoch."""
+"""The kinds of measurement: a comparison of decoders, vLLM's decoders, the draft's confidence, acceptance while training."""
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,12 +21,13 @@ from benchmarks.engines.prompts import question
 from benchmarks.papers.figures import FigureStore, Json
 from benchmarks.papers.runs import DRAFT, Settings, ensure_trained, training_of, weights_digest
 from benchmarks.wide import wide_target
-from checkpoints.run_folder import read_reports
+from checkpoints.run_folder import METRICS, read_metrics, read_reports
 from sage.bench.measurement import BenchPrompt, measure
 from sage.bench.options import variants
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
 from sage.bench.summary import summarize
 from sage.drafts.pruning import KEEP_ALL, Pruning
+from sage.io.target_paths import find_target
 from sage.replay.recording import RecordedRound, Recording, record
 from sage.trees.sage import confidence_of
 
@@ -54,7 +57,8 @@ class Lab:
         return {"spec": spec, "runs": runs, "target": weights_digest(self.settings.targets[spec["target"]])}
 
     def _measure(self, spec: Json) -> Json:
-        kinds = {"compare": self._compare, "vllm": self._vllm, "confidence": self._confidence, "epochs": self._epochs}
+        kinds = {"compare": self._compare, "vllm": self._vllm, "confidence": self._confidence}
+        kinds |= {"epochs": self._epochs, "tokens": self._tokens}
         with using_threads(spec["threads"]):
             return kinds[spec["kind"]](spec)
 
@@ -77,12 +81,29 @@ class Lab:
         )
 
     def prompts(self, spec: Json, split: str = "test", count: int = 0) -> list[BenchPrompt]:
-        """Returns `count` questions of each task family, by default as many as the measurement says."""
-        talks = [question(split, i, family) for i in range(count or spec["prompts"]) for family in spec["families"]]
-        prepare = self.target(spec).prepare
+        """Returns `count` questions of each task family or source, by default as many as the measurement says."""
+        count, prepare = count or spec["prompts"], self.target(spec).prepare
+        if "prompts_file" in spec:
+            return self._real_prompts(spec, count)
+        talks = [question(split, i, family) for i in range(count) for family in spec["families"]]
         return [  # no two prompts share their noise
             BenchPrompt(name=talk.id, family=talk.family, inputs=prepare(talk.messages), seed=seed)
             for seed, talk in enumerate(talks)
+        ]
+
+    def _real_prompts(self, spec: Json, count: int) -> list[BenchPrompt]:
+        """Returns the first `count` prompts of each source in the file beside the target; an id is a source and a number."""
+        by_source: dict[str, list[Json]] = defaultdict(list)
+        path = Path(find_target(self.settings.targets[spec["target"]])).with_name(spec["prompts_file"])
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            by_source[row["id"].rpartition("-")[0]].append(row)
+        sources = spec.get("sources", list(by_source))
+        rows = [(source, row) for source in sources for row in by_source[source][:count]]
+        prepare = self.target(spec).prepare
+        return [
+            BenchPrompt(name=row["id"], family=source, inputs=prepare(row["messages"][:1]), seed=seed)
+            for seed, (source, row) in enumerate(rows)
         ]
 
     def _compare(self, spec: Json) -> Json:
@@ -102,7 +123,8 @@ class Lab:
             for label, part in (summary["baselines"] | summary["policies"]).items()
         }
         runs = {run: training_of(self.settings, run) for run in sorted(set(runs_of(spec)))}
-        return {"prompts": len(found.prompts), "decoders": decoders, "runs": runs}
+        sources = {"sources": summary["by_family"]} if "prompts_file" in spec else {}
+        return {"prompts": len(found.prompts), "decoders": decoders, "runs": runs, **sources}
 
     def _runner(self, target: sage.Target, label: str, how: Json, spec: Json) -> PolicyRunner:
         draft = self.draft(how.pop("run", spec.get("run")), target)
@@ -113,7 +135,9 @@ class Lab:
 
     def _vllm(self, spec: Json) -> Json:
         """Times our decoders and vLLM's in turns, with the first draft exported for vLLM (`benchmarks.engines`)."""
-        path = str(wide_target(self.settings.targets[spec["target"]], spec["megabytes"], "megabytes"))
+        path = find_target(self.settings.targets[spec["target"]])
+        if "megabytes" in spec:
+            path = str(wide_target(path, spec["megabytes"], "megabytes"))
         drafts = {label: ensure_trained(self.settings, run) / DRAFT for label, run in spec["drafts"].items()}
         comparison = Comparison(
             python=Path(spec["python"]),
@@ -153,6 +177,13 @@ class Lab:
         reports = read_reports(ensure_trained(self.settings, spec["run"]))
         tokens = [report["policies"][spec["policy"]]["tokens_per_target_pass"] for _, report in reports]
         return {"prompts": reports[-1][1]["prompts"], "tokens_per_target_pass": tokens}
+
+    def _tokens(self, spec: Json) -> Json:
+        """Returns the estimated tokens per target pass in training by training tokens, at each doubling and at the end."""
+        rows: list[Any] = [row for row in read_metrics(ensure_trained(self.settings, spec["run"]) / METRICS) if "tokens" in row]
+        wanted = [rows[-1]["tokens"] // 2**power for power in reversed(range(8))]
+        chosen = [min(rows, key=lambda row: abs(row["tokens"] - tokens)) for tokens in wanted]
+        return {str(row["tokens"]): row["estimated_tokens_per_pass"] for row in chosen}
 
 
 def on_path(recording: Recording, recorded: RecordedRound) -> Iterator[tuple[torch.Tensor, bool]]:

@@ -39,7 +39,7 @@ class Settings:
     Attributes:
         defaults: of every measurement.
         targets: model folders by short name.
-        common: arguments of every training run, before its own.
+        common: arguments of every training run on a pocket target, before its own.
         last: arguments after its own.
         runs: arguments of sage-train by name; the first word is the short name of the target.
         studies: measurements of each study by name.
@@ -66,7 +66,8 @@ class Settings:
         """Returns the arguments of sage-train for a run, without its folder."""
         self.target_of(run)
         _, own = self.runs[run].split(maxsplit=1)
-        return shlex.split(f"{self.common} {own} {self.last}")
+        common = "" if "experiment=" in own else self.common  # an experiment brings its own data
+        return shlex.split(f"{common} {own} {self.last}")
 
     def run_digest(self, run: str) -> str:
         """Returns a hash of the run's arguments and of its target's weights."""
