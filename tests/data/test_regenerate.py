@@ -96,7 +96,7 @@ def test_an_answer_that_is_cut_short_is_the_last_one_and_trained_on_without_an_e
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_many_answers_run_compiled(batch_size: int, num_answers: int, mode: PassMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until they are done, or fail."""
-    target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cpu"), is_whole=True)
+    target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cpu"), is_plain=True)
     monkeypatch.setattr(own_decoder, "answerer", lambda *args: None)
     seen = []
 
@@ -193,7 +193,7 @@ def test_too_many_conversations_for_the_memory_are_refused(monkeypatch: pytest.M
         yield "first"
         raise torch.OutOfMemoryError
 
-    target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cuda", 1), is_whole=True)
+    target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cuda", 1), is_plain=True)
     monkeypatch.setattr(own_decoder, "answerer", lambda *args: None)
     monkeypatch.setattr(own_decoder, "one_by_one", lambda answer: drive)
     monkeypatch.setattr(own_decoder, "_decoded_together", drive)

@@ -114,7 +114,7 @@ def test_an_interrupted_measurement_contains_the_complete_prompts(after, prompts
     assert [[len(runs) for runs in own] for own in found.runs.values()] == [counts] * 3
     assert found.planned == (None if after == 6 else Planned(prompts=3, repeats=2)) and len(seen) == after
     assert str(figures) == f"sage {2.0:.2f} tokens/pass 2.00x"
-    target = SimpleNamespace(name="t", device=torch.device("cpu"), dtype=torch.float32, passes="eager", head_dim=8)
+    target = SimpleNamespace(name="t", device=torch.device("cpu"), dtype=torch.float32, passes="eager", head_dim=8, linear=None)
     report = build_report(found, target, "draft", ["sage"])
     assert report["passes"] == "eager"
     partial = {"prompts": prompts, "repeats": repeats, "planned_prompts": 3, "planned_repeats": 2}
@@ -284,7 +284,7 @@ def test_report_of_a_tiny_target(temperature):
 
 def test_extra_keys_may_not_replace_measured_ones():
     measurement = measure(fakes()[0], PROMPTS, SAMPLING, repeats=1)
-    target = SimpleNamespace(name="t", device=torch.device("cpu"), dtype=torch.float32, passes="eager", head_dim=8)
+    target = SimpleNamespace(name="t", device=torch.device("cpu"), dtype=torch.float32, passes="eager", head_dim=8, linear=None)
     with refused("report", "machine"):
         build_report(measurement, target, "d", ["sage"], machine={})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ from sage.targets import loading
 from sage.targets.loading import meta_target
 from sage.targets.quantized import dense_weight, weight_bytes
 from train.config.overrides import expand
+
+with suppress(ImportError):  # registers torch's linear layer, before a test replaces it by DeepSpeed's
+    import torchao.quantization  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4}  # for kernels of 32 rows
@@ -137,6 +141,12 @@ WRITERS: dict[str, Callable[[Any, Path], None]] = {
 DEQUANTIZED = ("fp8",)  # by transformers on a CPU
 CASES = [("llama", method) for method in WRITERS]
 CASES += [(family, method) for family in MAKERS for method in ("torchao", "compressed-tensors pack-quantized")]
+
+
+@pytest.fixture(autouse=True)
+def torchs_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`deepspeed.zero.Init`, in other tests of the process, leaves a linear layer of its own that reads plain tensors only."""
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
 
 
 @pytest.fixture(scope="module")
