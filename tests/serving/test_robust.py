@@ -235,12 +235,13 @@ def test_key_host_origins_and_request_ids(new: Callable[..., Any], caplog: pytes
         assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == "http://page"
         head = server.client.head("/health", headers={"x-request-id": "mine"})
         assert head.status_code == 200 and head.content == b"" and head.headers["x-request-id"] == "mine"
-        assert server.chat().headers["x-request-id"] in caplog.text and "mine HEAD /health 200" in caplog.text
+        request_id = server.chat().headers["x-request-id"]
         for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             reply = server.client.get("/v1/models", headers=header)
             assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
         assert server.client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
         assert server.client.get("/health").status_code == 200
+    assert request_id in caplog.text and "mine HEAD /health 200" in caplog.text  # written after the response
 
 
 def test_a_local_server_without_a_key_has_the_names_of_this_machine_only(server: Running) -> None:
