@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 from collections import defaultdict
@@ -22,7 +21,7 @@ from benchmarks.papers.figures import FigureStore, Json
 from benchmarks.papers.runs import DRAFT, Settings, ensure_trained, training_of, weights_digest
 from benchmarks.wide import wide_target
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
-from sage.bench.measurement import BenchPrompt, measure
+from sage.bench.measurement import BenchPrompt, measure, read_jsonl
 from sage.bench.options import variants
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
 from sage.bench.summary import summarize
@@ -93,17 +92,15 @@ class Lab:
 
     def _real_prompts(self, spec: Json, count: int) -> list[BenchPrompt]:
         """Returns the first `count` prompts of each source in the file beside the target; an id is a source and a number."""
-        by_source: dict[str, list[Json]] = defaultdict(list)
+        by_source: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         path = Path(find_target(self.settings.targets[spec["target"]])).with_name(spec["prompts_file"])
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            by_source[row["id"].rpartition("-")[0]].append(row)
-        sources = spec.get("sources", list(by_source))
-        rows = [(source, row) for source in sources for row in by_source[source][:count]]
-        prepare = self.target(spec).prepare
+        for name, _, messages in read_jsonl(path):
+            by_source[name.rpartition("-")[0]].append((name, messages))
+        sources, prepare = spec.get("sources", list(by_source)), self.target(spec).prepare
+        rows = [(source, *row) for source in sources for row in by_source[source][:count]]
         return [
-            BenchPrompt(name=row["id"], family=source, inputs=prepare(row["messages"][:1]), seed=seed)
-            for seed, (source, row) in enumerate(rows)
+            BenchPrompt(name=name, family=source, inputs=prepare(messages), seed=seed)
+            for seed, (source, name, messages) in enumerate(rows)
         ]
 
     def _compare(self, spec: Json) -> Json:

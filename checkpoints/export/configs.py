@@ -12,9 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from checkpoints.export.folder import Weights
 from sage.drafts.registry import MODEL_TYPE_PREFIX
 from sage.io.hub import require_hub
 from sage.io.ranges import check_fields
@@ -172,49 +169,6 @@ def _architecture(model_type: str) -> str:
     """Returns the class of a target; its `model_type` if the family is unknown."""
     family = FAMILIES.get(model_type)
     return family.model_types[model_type] if family else model_type
-
-
-def read_target_embedding(facts: TargetFacts) -> Tensor:
-    """Reads the token embedding [V, D] from the target's folder or from the hub's cache, without any download.
-
-    Raises:
-        ValueError: the target's files are not available, or do not contain exactly one such tensor.
-    """
-    return _read_table(facts, (EMBEDDING,))
-
-
-def read_target_lm_head(facts: TargetFacts) -> Tensor:
-    """Reads the lm_head [V, D] as `read_target_embedding` does; the embedding, where the target's folder has no lm_head."""
-    return _read_table(facts, (LM_HEAD, EMBEDDING))
-
-
-def _read_table(facts: TargetFacts, suffixes: Sequence[str]) -> Tensor:
-    """Reads the tensor [V, D] whose name ends with the first suffix that occurs."""
-    folder = _local_folder(facts.name or "")
-    weights = Weights(folder)
-    shape = (facts.vocab_size, facts.hidden_size)
-    tables = [name for name, info in weights.infos.items() if info.shape == shape]
-    names = next((found for one in suffixes if (found := [name for name in tables if name.endswith(one)])), [])
-    if len(names) != 1:
-        raise ValueError(
-            f"embedding: {folder} has {len(names)} tensors named *{suffixes[-1]} of shape {list(shape)}, expected one; "
-            f"give --target DIR, or --no-embedding"
-        )
-    return weights[names[0]]
-
-
-def _local_folder(name: str) -> Path:
-    if name and Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"embedding: the target {name or '(unknown)'} is neither a local folder nor in the hub's cache; give --target DIR, "
-            f"or --no-embedding (engines take the embedding from the target)"
-        ) from error
 
 
 # -- the draft as engines read it ----------------------------------------------------------------------------------------

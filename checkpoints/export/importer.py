@@ -19,13 +19,12 @@ from checkpoints.export.configs import (
     LM_HEAD,
     EngineConfig,
     TargetFacts,
-    read_target_embedding,
-    read_target_lm_head,
 )
 from checkpoints.export.folder import CONFIG, export_info, new_export
 from checkpoints.export.formats.base import Table
 from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.formats.registry import imported_drafts, recognize
+from checkpoints.export.target_tables import read_target_embedding, read_target_lm_head
 from sage.drafts.head import DraftHead, check_target
 from sage.drafts.location import EXPORT_INFO
 from sage.io.files import write_json

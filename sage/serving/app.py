@@ -46,18 +46,7 @@ def new_app(service: Service) -> ASGIApp:
     """Returns the ASGI application of a service whose scheduler runs."""
 
     async def guard(request: Request) -> None:
-        """Refuses requests without the key. Without a key, a server that listens locally also refuses requests under any name
-        but that of this machine: a web page could reach it by a name that resolves to it.
-        """
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        is_known = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), service.api_key.encode())
-        if service.api_key and request.url.path not in OPEN_PATHS and not is_known:
-            message = "Authorization: missing or wrong; send Bearer and the key of the server"
-            raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
-        host = request.headers.get("host", "").lower()
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if not service.api_key and service.is_local and name not in LOCAL_HOSTS:
-            raise ApiError(HTTPStatus.FORBIDDEN, f"Host: {name!r} is not this machine; start the server with --api-key")
+        check_access(service, request)
 
     app = FastAPI(title="sage-serve", docs_url=None, redoc_url=None, dependencies=[Depends(guard)])
     if service.allowed_origins:
@@ -108,6 +97,21 @@ def new_app(service: Service) -> ASGIApp:
         app.add_exception_handler(kind, on_error)
     app.openapi_schema = _schema(app)
     return AccessLog(app)
+
+
+def check_access(service: Service, request: Request) -> None:
+    """Refuses requests without the key. Without a key, a server that listens locally also refuses requests under any name
+    but that of this machine: a web page could reach it by a name that resolves to it.
+    """
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    is_known = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), service.api_key.encode())
+    if service.api_key and request.url.path not in OPEN_PATHS and not is_known:
+        message = "Authorization: missing or wrong; send Bearer and the key of the server"
+        raise ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+    host = request.headers.get("host", "").lower()
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if not service.api_key and service.is_local and name not in LOCAL_HOSTS:
+        raise ApiError(HTTPStatus.FORBIDDEN, f"Host: {name!r} is not this machine; start the server with --api-key")
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:

@@ -61,7 +61,7 @@ Event = list[int] | Stats | Exception
 SHORTEST = 64  # tokens; costs of passes are measured from here on
 WARM_UP_TOKENS = 20
 WARM_UP_POLICIES = (AUTOREGRESSIVE, "chain", "eagle2")  # trees of one node, paths, and wide trees
-NOTICE_S = 5.0  # the warm-up tells of its progress if it takes longer
+NOTICE_S = 5.0  # the warm-up logs its progress if it takes longer
 GB = 1e9
 
 

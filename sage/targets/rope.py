@@ -6,13 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 SCALED_TYPES = ("linear", "llama3", "yarn")  # their frequencies do not depend on the sequence length
-NOT_SCALING = (
-    "rope_theta",
-    "mrope_section",
-    "mrope_interleaved",
-    "partial_rotary_factor",
-    "type",
-)  # keys of rope_parameters besides a scaled rope's
+# Keys of rope_parameters besides a scaled rope's.
+NOT_SCALING = ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor", "type")
 
 
 class RopeConfig(NamedTuple):

@@ -164,7 +164,7 @@ def clients() -> Iterator[ExitStack]:
 
 
 def connected(clients: ExitStack, server: Running, body: bytes = b"", length: int = 0) -> socket.socket:
-    """A client that sends the beginning of a request, and reads only if it is told to."""
+    """A client that sends the beginning of a request, and reads only on request."""
     found = clients.enter_context(socket.socket())
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     found.settimeout(10)

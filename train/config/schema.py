@@ -1,7 +1,6 @@
 """The typed configuration of a run: names, types, ranges, and defaults that are the same for every choice of a group.
 
-Does not own: numbers that differ between choices (`conf/`), cross-field checks (train.config.checks), the settings of an answer
-(sage.decoding.settings).
+Does not own: numbers that differ between choices (`conf/`), checks across fields (train.config.checks), sage.decoding.settings.
 """
 
 from __future__ import annotations

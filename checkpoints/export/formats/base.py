@@ -28,10 +28,10 @@ from checkpoints.export.configs import (
     TargetFacts,
     TensorSpecs,
     layer_config,
-    read_target_embedding,
 )
 from checkpoints.export.folder import Weights
 from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions, Obstacle
+from checkpoints.export.target_tables import read_target_embedding
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config

@@ -23,8 +23,6 @@ from checkpoints.export.configs import (
     TensorSpecs,
     head_specs,
     layer_specs,
-    read_target_embedding,
-    read_target_lm_head,
     rope_parameters,
 )
 from checkpoints.export.formats.base import BATCH, TOKENS, CheckInput, Checks, ExportFormat, fixed_batch
@@ -32,6 +30,7 @@ from checkpoints.export.formats.block_checks import ANCHOR, MAX_LAYERS, block_ch
 from checkpoints.export.formats.block_config import CAUSAL, FULL, LEVELS, NON_CAUSAL_WINDOW, BlockLayout, levels_problem
 from checkpoints.export.formats.layout import SPECULATORS_CHECKS, speculator_config
 from checkpoints.export.formats.records import ImportOptions, Obstacle
+from checkpoints.export.target_tables import read_target_embedding, read_target_lm_head
 from sage.drafts.block import BlockConfig, BlockDraft
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name

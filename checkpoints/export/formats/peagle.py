@@ -34,7 +34,6 @@ from checkpoints.export.configs import (
     TensorSpec,
     TensorSpecs,
     layer_specs,
-    read_target_embedding,
     rope_parameters,
 )
 from checkpoints.export.formats.base import TYPE, CheckInput, fixed_batch
@@ -42,6 +41,7 @@ from checkpoints.export.formats.eagle3 import draft_vocabulary, feature_levels
 from checkpoints.export.formats.layout import SPECULATORS_CHECKS, proposed_tokens
 from checkpoints.export.formats.records import Finding, ImportOptions
 from checkpoints.export.formats.speculators import SpeculatorsFormat, residual
+from checkpoints.export.target_tables import read_target_embedding
 from checkpoints.export.tensor_checks import check_tensors
 from sage.drafts.head import DraftHead
 from sage.drafts.peagle import PEagleConfig, PEagleDraft
