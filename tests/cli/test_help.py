@@ -90,7 +90,7 @@ def test_the_help_fits_a_screen(command: str, monkeypatch: pytest.MonkeyPatch) -
     text = help_text(*COMMANDS[command], ["--help"])
     assert len(text.splitlines()) < 100
     keys = text[text.index("Choices (") :].partition("Exit codes")[0]
-    assert max(map(len, keys.splitlines())) < 110
+    assert max(map(len, keys.splitlines())) <= 80
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ INDENT, TERMINAL = "  ", (128, 24)
 CHOICE_COLUMN, KEY_COLUMN, NAME_COLUMN = 24, 42, 20  # widths of the first column
 UNLIMITED = (str, bool, dict[str, Any])  # types that a meaning need not state
 ALL = "all"  # the topic of the complete help
-MAX_CHOICES = 12  # names of a group that the one screen lists
+MAX_CHOICES, MAX_PATH = 12, 40  # names of a group, and characters of a path, that the one screen shows
 
 
 class Row(NamedTuple):
@@ -179,7 +179,7 @@ def _sections(rows: Iterable[Row], width: int) -> str:
     for row in rows:
         place, _, entry = row.key.rpartition(".")
         if not place.endswith(LABEL):
-            entry = row.written.removeprefix(f"{place}.")
+            entry = _short(row.written.removeprefix(f"{place}."))
         sections.setdefault((place, row.section), {})[entry] = None
     lines = []
     for (place, meaning), entries in sections.items():
@@ -187,6 +187,12 @@ def _sections(rows: Iterable[Row], width: int) -> str:
         lines += [_table([(f"{place}.", title)], width, NAME_COLUMN)] if place else []
         lines += _wrap(" ".join(entries), width, 2 * INDENT if place else INDENT)
     return "\n".join(lines)
+
+
+def _short(written: str) -> str:
+    """Returns `key=value`, of a long path the last part: the length of the screen must not depend on where the package is."""
+    key, _, value = written.partition("=")
+    return f"{key}=.../{value.rpartition('/')[2]}" if value.startswith("/") and len(value) > MAX_PATH else written
 
 
 def _table(rows: Iterable[tuple[str, str]], width: int, column: int) -> str:
