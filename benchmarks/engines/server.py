@@ -80,7 +80,8 @@ class ServerClient:
         keep_urls_out_of_logs()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._secrets = [text for text in (key, self._root, urlsplit(self._root).netloc) if text]
-        self._client = httpx.Client(headers=headers, timeout=TIMEOUT_S)
+        fresh = httpx.Limits(max_keepalive_connections=0)  # servers close idle connections while another decoder has its turn
+        self._client = httpx.Client(headers=headers, timeout=TIMEOUT_S, limits=fresh)
 
     def __enter__(self) -> ServerClient:
         return self
