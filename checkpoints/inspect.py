@@ -16,9 +16,8 @@ from checkpoints.export.exporter import find_source
 from checkpoints.export.folder import CONFIG, Weights, export_info, verify_export
 from checkpoints.export.formats.registry import recognize
 from checkpoints.export.serving import COMPRESSOR, format_compressor
-from checkpoints.files import restore_interrupted
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, is_run, list_checks, list_steps, run_of, state_folder, step_name
-from checkpoints.store import verify_state
+from checkpoints.store import restore_interrupted, verify_state
 from sage.bench.report_table import measured_with
 from sage.drafts.location import EXPORT_INFO
 from sage.drafts.registry import head_kind

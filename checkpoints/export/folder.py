@@ -1,6 +1,6 @@
 """Folders of drafts: that of an export, written atomically, verified and uploaded; and the weights of any folder, read safely.
 
-An export appears under its name only when complete (checkpoints.files describes the temporary names). Reading weights runs no
+An export appears under its name only when complete (checkpoints.store describes the temporary names). Reading weights runs no
 pickled code and opens no path outside the folder.
 
 Owns: folders and their files. Does not own: the content of an export (checkpoints.export.exporter, importer), the expected
@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoints.files import new_folder, restore_interrupted
+from checkpoints.store import new_folder, restore_interrupted
 from sage.drafts.location import EXPORT_INFO
 from sage.io.files import read_json
 from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manifest, write_manifest

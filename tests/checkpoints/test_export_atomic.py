@@ -16,7 +16,7 @@ from support.messages import refused
 
 from checkpoints.export.checks import check_folder
 from checkpoints.export.folder import verify_export
-from checkpoints.files import restore_interrupted
+from checkpoints.store import restore_interrupted
 from sage.io.manifest import CorruptFolder
 
 NAMES = ("config.json", "model.safetensors", "sage_export.json", "README.md")

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from support.messages import check_message, refused
 
-from checkpoints.files import replace_folder
-from checkpoints.store import StateStore, verify_state
+from checkpoints.store import StateStore, replace_folder, verify_state
 from sage.io.files import (
     CannotWrite,
     atomic_path,

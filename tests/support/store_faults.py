@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from checkpoints import files as module
-from checkpoints.files import remove_leftovers, restore_interrupted
-from checkpoints.store import StateStore
+from checkpoints import store as module
+from checkpoints.store import StateStore, remove_leftovers, restore_interrupted
 from sage.io.manifest import verify_manifest, write_manifest
 
 FILES = {"weight.bin": "weights", "deep/moments.bin": "moments"}

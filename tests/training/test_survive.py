@@ -36,7 +36,7 @@ SETTINGS = ("deepspeed=zero2", "launch.device=cpu", "launch.threads=1", "objecti
 # Killed after half of the second file of the third state.
 KILLED = """
 import os, signal, sys
-import checkpoints.tensors as tensors
+import safetensors.torch as tensors
 save_complete, count = tensors.save_file, 0
 def save_file(values, path, metadata=None):
     global count
@@ -185,7 +185,7 @@ def test_generators_are_restored_from_plain_tensors(tmp_path: Path) -> None:
 
     import numpy as np
 
-    from checkpoints.tensors import read_tensors, write_tensors
+    from checkpoints.store import read_tensors, write_tensors
 
     random.gauss(0, 1)  # keeps its second value
     np.random.standard_normal()

@@ -200,7 +200,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from checkpoints.export.checks import check_folder
     from checkpoints.export.configs import TargetFacts
-    from checkpoints.files import restore_interrupted
+    from checkpoints.store import restore_interrupted
 
     folder = Path(args.check)
     restore_interrupted(folder)

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from checkpoints.tensors import write_tensors
+from checkpoints.store import write_tensors
 from train.config.checks import zero_stage
 from train.config.schema import Config, Offload, OptimizerKind, Precision
 from train.distill.pairs import Pairs

@@ -21,9 +21,8 @@ from transformers.utils.logging import disable_progress_bar
 
 import sage
 from checkpoints.export.serving import serving_line
-from checkpoints.files import remove_leftovers
 from checkpoints.run_folder import CONFIGS, is_run, locked_run, next_config, read_reports, state_folder
-from checkpoints.store import StateStore, saving
+from checkpoints.store import StateStore, remove_leftovers, saving
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, check_rows, long_examples
 from data_prep.build import prompts as held_out_prompts

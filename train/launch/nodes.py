@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints.files import part_path
-from checkpoints.store import saving
+from checkpoints.store import part_path, saving
 from sage.io.files import atomic_path
 from train.config.schema import ConfigError
 from train.launch import cluster_env

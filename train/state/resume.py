@@ -26,10 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoints.files import new_folder, remove_leftovers
 from checkpoints.run_folder import DRAFT, step_name
-from checkpoints.store import StateStore, saving
-from checkpoints.tensors import read_tensors, write_tensors
+from checkpoints.store import StateStore, new_folder, read_tensors, remove_leftovers, saving, write_tensors
 from data_prep.build import open_sources
 from data_prep.splits import Split
 from sage.io.files import json_digest, read_json, write_text

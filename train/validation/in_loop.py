@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.files import new_folder
 from checkpoints.run_folder import BEST_DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
-from checkpoints.store import SaveFailed, saving
+from checkpoints.store import SaveFailed, new_folder, saving
 from sage.bench.measurement import Interrupted, Measurement
 from sage.bench.report_table import interruption
 from sage.io.model_files import in_one_line
