@@ -1,6 +1,6 @@
 """Checks a draft's folder against what serving engines expect. Every export passes before it is moved to its final name.
 
-The checks are those of its format: of config.json (checkpoints.export.config_checks) and of tensors (tensor_checks).
+The checks are those of its format: checkpoints.export.format_checks.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoints.export.configs import EngineConfig, TargetFacts, as_list
+from checkpoints.export.configs import EngineConfig, as_list
 from checkpoints.export.folder import CONFIG, Weights, export_info, verify_export
 from checkpoints.export.formats.base import CheckInput, ExportFormat
 from checkpoints.export.formats.records import Finding
 from checkpoints.export.formats.registry import recognize, variants
+from checkpoints.export.target import TargetFacts
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
 from sage.drafts.location import EXPORT_INFO

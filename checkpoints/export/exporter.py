@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from checkpoints import run_folder
 from checkpoints.export.checks import CheckResult, InvalidExport, check_folder
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.folder import CONFIG, WEIGHTS, new_export
 from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.formats.records import ImportOptions
@@ -21,6 +20,7 @@ from checkpoints.export.formats.registry import find_format, imported_drafts
 from checkpoints.export.model_card import render_card
 from checkpoints.export.result import DraftSource, ExportOptions, ExportResult, RoundingError
 from checkpoints.export.serving import COMPRESSOR, check_compatible, image_inputs_of
+from checkpoints.export.target import TargetFacts
 from sage.drafts.head import DraftHead
 from sage.drafts.location import EXPORT_INFO, find_draft
 from sage.drafts.registry import head_kind

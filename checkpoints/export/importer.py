@@ -14,17 +14,12 @@ from functools import partial
 from pathlib import Path
 
 import sage
-from checkpoints.export.configs import (
-    EMBEDDING,
-    LM_HEAD,
-    EngineConfig,
-    TargetFacts,
-)
+from checkpoints.export.configs import EngineConfig
 from checkpoints.export.folder import CONFIG, export_info, new_export
 from checkpoints.export.formats.base import Table
 from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.formats.registry import imported_drafts, recognize
-from checkpoints.export.target_tables import read_target_embedding, read_target_lm_head
+from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts, read_target_embedding, read_target_lm_head
 from sage.drafts.head import DraftHead, check_target
 from sage.drafts.location import EXPORT_INFO
 from sage.io.files import write_json

@@ -9,12 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.base import SPECULATIVE_TOKENS, ExportFormat
 from checkpoints.export.result import ExportResult
 from checkpoints.export.serving import engines_for
+from checkpoints.export.target import TargetFacts
 from checkpoints.run_folder import dotted_keys
-from checkpoints.vllm_plugin.facts import INSTALL_PLUGIN
+from checkpoints.vllm_plugin import INSTALL_PLUGIN
 from sage.bench.report_table import measured_with
 from sage.io.tables import markdown_table
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from checkpoints.export.checks import CheckResult
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.target import TargetFacts
 from sage.io.dtypes import dtype_name
 
 

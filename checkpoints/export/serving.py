@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.formats.records import Obstacle
 from checkpoints.export.formats.registry import flavoured, variants
+from checkpoints.export.target import TargetFacts
 from sage.drafts.registry import KINDS, head_kind
 
 ENGINES = {"vLLM": "0.33", "SGLang": "0.5.23"}  # the versions that `Family.served_by` speaks of

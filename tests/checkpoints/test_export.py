@@ -25,12 +25,13 @@ from support.models import EAGLE_3_1
 from transformers import Qwen3Config
 
 import sage
-from checkpoints.export.configs import EngineConfig, TargetFacts
+from checkpoints.export.configs import EngineConfig
 from checkpoints.export.exporter import export, speed_warnings
-from checkpoints.export.formats.block_config import MISSING, lookup
+from checkpoints.export.formats.block_checks import MISSING, lookup
 from checkpoints.export.formats.registry import find_format, variants
 from checkpoints.export.result import ExportOptions
 from checkpoints.export.serving import serving_line
+from checkpoints.export.target import TargetFacts
 from sage.drafts.eagle3 import Eagle3Config
 
 AUX = "eagle_aux_hidden_state_layer_ids"

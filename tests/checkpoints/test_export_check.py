@@ -28,8 +28,8 @@ from support.messages import check_message, refused
 
 import sage
 from checkpoints.export.checks import CheckResult, InvalidExport, check_folder
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.importer import read_draft
+from checkpoints.export.target import TargetFacts
 
 AUX, BLOCK_AUX = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 TARGET_IDS = "dflash_config.target_layer_ids"

@@ -30,10 +30,10 @@ from support.models import EAGLE_3_1
 
 import sage
 from checkpoints.export.checks import check_folder
-from checkpoints.export.config_checks import NORMS
-from checkpoints.export.configs import TargetFacts
+from checkpoints.export.format_checks import HEAD_NORMS
 from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.importer import convert, read_draft
+from checkpoints.export.target import TargetFacts
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 Folder = Callable[..., Path]
@@ -116,7 +116,7 @@ class TestLayouts:
         again = export_draft(tmp_path / "out", tmp_path / "again", dtype=torch.float32).folder
         ours, own = (load_file(path / "model.safetensors") for path in (again, folder))
         assert {*ours} == {*own} and all(torch.equal(ours[name], own[name]) for name in own)
-        assert {key for key in NORMS if json.loads((again / "config.json").read_text()).get(key)} == {*norms}
+        assert {key for key in HEAD_NORMS if json.loads((again / "config.json").read_text()).get(key)} == {*norms}
 
     def test_angelslim(self, targets: Any, theirs: Folder, tmp_path: Path) -> None:
         """The target's layer count, tied embeddings, `default` rope with sections, inverse frequencies saved along."""

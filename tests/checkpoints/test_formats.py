@@ -16,12 +16,12 @@ from torch import Tensor
 
 import sage
 from checkpoints.export.checks import check_folder
-from checkpoints.export.config_checks import LAYER_CHECKS
-from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs, head_specs, layer_config
+from checkpoints.export.configs import EngineConfig, TensorSpec, TensorSpecs, head_specs, layer_config
+from checkpoints.export.format_checks import LAYER_CHECKS, check_tensors
 from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
 from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions, Obstacle
 from checkpoints.export.formats.registry import FORMATS, load_format
-from checkpoints.export.tensor_checks import check_tensors
+from checkpoints.export.target import TargetFacts
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.registry import KINDS
 from train.serve_check.check import check_served

@@ -13,10 +13,10 @@ from support.models import text_sizes
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import sage
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.formats.registry import find_format
 from checkpoints.export.model_card import serve_commands
 from checkpoints.export.serving import export_choice, serving_line
+from checkpoints.export.target import TargetFacts
 from sage.io.files import config_dir
 
 POOL = {"kind": "pool", "ratio": 4}

@@ -16,7 +16,7 @@ from support.messages import check_message
 from torch import Tensor
 
 from checkpoints import vllm_plugin
-from checkpoints.vllm_plugin.slots import correct_draft_slots
+from checkpoints.vllm_plugin import correct_draft_slots
 from sage.targets.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -44,13 +44,13 @@ def test_a_release_that_is_not_known_is_not_changed(
     vllm.ModelRegistry = SimpleNamespace(register_model=registered.__setitem__)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     corrected: list[bool] = []
-    monkeypatch.setattr("checkpoints.vllm_plugin.slots.correct_draft_slots", lambda: corrected.append(True))
+    monkeypatch.setattr(vllm_plugin, "correct_draft_slots", lambda: corrected.append(True))
     monkeypatch.setattr(vllm_plugin, "vllm_version", lambda: release)
     with caplog.at_level(logging.INFO, logger="vllm"):
         vllm_plugin.register()
     if is_known:
-        modules = dict.fromkeys(vllm_plugin.TARGETS, "targets") | {vllm_plugin.EAGLE_WITH_NORM: "drafts"}
-        assert registered == {name: f"checkpoints.vllm_plugin.{module}:{name}" for name, module in modules.items()}
+        names = (*vllm_plugin.TARGETS, vllm_plugin.EAGLE_WITH_NORM)
+        assert registered == {name: f"checkpoints.vllm_plugin.models:{name}" for name in names}
         assert corrected == [True]
         assert not caplog.records  # its lines appear where it acts
     else:

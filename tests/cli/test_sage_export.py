@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from support.export_helpers import REDUCED, edit_json, export_draft, save_draft, save_run, save_target
 from support.messages import check_message, refused
 
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.folder import push_to_hub
 from checkpoints.export.formats.registry import variants
 from checkpoints.export.model_card import serve_commands
+from checkpoints.export.target import TargetFacts
 
 ID = "Qwen/Qwen2.5-VL-7B-Instruct"
 

@@ -24,7 +24,7 @@ from support.data_helpers import (
 from support.messages import refused
 
 import sage
-from checkpoints.export.configs import TargetFacts
+from checkpoints.export.target import TargetFacts
 from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset
 from data_prep.config import DataConfig

@@ -13,8 +13,8 @@ from support.messages import refused
 from support.models import in_float64, make_inputs, make_llava, make_qwen, random_draft
 
 import sage
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.importer import read_draft
+from checkpoints.export.target import TargetFacts
 from sage.drafts.eagle import EagleConfig
 from sage.drafts.rope import Rope
 

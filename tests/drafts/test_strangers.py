@@ -10,7 +10,7 @@ import pytest
 from support.data_helpers import save_target
 
 import sage
-from checkpoints.export.configs import TargetFacts
+from checkpoints.export.target import TargetFacts
 from sage.targets.loading import load_processor
 
 ROOT = Path(__file__).resolve().parents[2]

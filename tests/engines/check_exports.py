@@ -11,7 +11,7 @@ of the same depth:
 4. negative controls: exports that vLLM loads without a word although they are wrong for it must yield the same texts, and at
    least `MIN_LOSS` fewer accepted tokens.
 
-vLLM 0.32 drafts wrongly after images, which our plugin corrects (`checkpoints.vllm_plugin.slots`). It is also run as released,
+vLLM 0.32 drafts wrongly after images, which our plugin corrects (`checkpoints.vllm_plugin`). It is also run as released,
 without the plugin: once its rounds equal ours, the correction can go.
 
 Work is divided among the cores: every core trains drafts in one process, then serves exports in one process of vLLM.

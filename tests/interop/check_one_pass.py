@@ -28,10 +28,10 @@ from transformers import AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 import sage
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.exporter import export
 from checkpoints.export.importer import read_draft
 from checkpoints.export.result import ExportOptions
+from checkpoints.export.target import TargetFacts
 
 TARGET = Path(__file__).resolve().parents[2] / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
 VERIFIERS_OWN = {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}

@@ -36,10 +36,10 @@ from transformers.utils import logging as transformers_logging
 
 import sage
 from checkpoints.export.checks import check_folder
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.exporter import export
 from checkpoints.export.importer import read_draft
 from checkpoints.export.result import ExportOptions
+from checkpoints.export.target import TargetFacts
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft, default_levels
 
 ROOT = Path(__file__).resolve().parents[2]

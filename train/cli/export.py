@@ -199,7 +199,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from checkpoints.export.checks import check_folder
-    from checkpoints.export.configs import TargetFacts
+    from checkpoints.export.target import TargetFacts
     from checkpoints.store import restore_interrupted
 
     folder = Path(args.check)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.vllm_plugin.facts import INSTALL_PLUGIN
+from checkpoints.vllm_plugin import INSTALL_PLUGIN
 from sage.bench.measurement import BenchPrompt
 from sage.decoding.generation import start
 from sage.decoding.sampling import Sampling

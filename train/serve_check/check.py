@@ -19,13 +19,13 @@ import torch
 
 import sage
 from checkpoints.export.checks import CheckResult, check_folder
-from checkpoints.export.configs import TargetFacts
 from checkpoints.export.exporter import find_source, load_trained
 from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.formats.registry import variants
 from checkpoints.export.serving import FED_INPUTS, image_inputs_of
-from checkpoints.vllm_plugin.facts import INSTALL_PLUGIN, RELEASES
+from checkpoints.export.target import TargetFacts
+from checkpoints.vllm_plugin import INSTALL_PLUGIN, RELEASES
 from sage.io.dtypes import dtype_name
 from sage.io.files import check_writable
 from sage.io.machine import available_cores

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from checkpoints.vllm_plugin.facts import PLUGIN, is_known
+from checkpoints.vllm_plugin import PLUGIN, is_known
 from sage.io.machine import pin
 
 WORKER = Path(__file__).with_name("vllm_worker.py")

@@ -19,19 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.configs import (
-    DEFAULT_EPS,
-    EMBEDDING,
-    FEATURE_LEVELS,
-    SIZES,
-    EngineConfig,
-    TargetFacts,
-    TensorSpecs,
-    layer_config,
-)
+from checkpoints.export.configs import DEFAULT_EPS, FEATURE_LEVELS, SIZES, EngineConfig, TensorSpecs, layer_config
 from checkpoints.export.folder import Weights
 from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions, Obstacle
-from checkpoints.export.target_tables import read_target_embedding
+from checkpoints.export.target import EMBEDDING, TargetFacts, read_target_embedding
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config

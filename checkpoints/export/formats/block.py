@@ -1,4 +1,4 @@
-"""Drafts that predict a block in one pass: what their formats have in common, over the layouts of `block_config`.
+"""Drafts that predict a block in one pass: what their formats have in common.
 
 Shapes: H hidden, A feature levels, V target vocabulary, U draft vocabulary.
 """
@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from checkpoints.export.configs import (
-    EMBEDDING,
     LAYER_FIELDS,
-    LM_HEAD,
     EngineConfig,
-    TargetFacts,
     TensorSpec,
     TensorSpecs,
     head_specs,
@@ -26,11 +23,20 @@ from checkpoints.export.configs import (
     rope_parameters,
 )
 from checkpoints.export.formats.base import BATCH, TOKENS, CheckInput, Checks, ExportFormat, fixed_batch
-from checkpoints.export.formats.block_checks import ANCHOR, MAX_LAYERS, block_checks
-from checkpoints.export.formats.block_config import CAUSAL, FULL, LEVELS, NON_CAUSAL_WINDOW, BlockLayout, levels_problem
-from checkpoints.export.formats.layout import SPECULATORS_CHECKS, speculator_config
+from checkpoints.export.formats.block_checks import (
+    ANCHOR,
+    CAUSAL,
+    FULL,
+    LEVELS,
+    MAX_LAYERS,
+    NON_CAUSAL_WINDOW,
+    BlockLayout,
+    block_checks,
+    levels_problem,
+)
 from checkpoints.export.formats.records import ImportOptions, Obstacle
-from checkpoints.export.target_tables import read_target_embedding, read_target_lm_head
+from checkpoints.export.formats.speculators import SPECULATORS_CHECKS, speculator_config
+from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts, read_target_embedding, read_target_lm_head
 from sage.drafts.block import BlockConfig, BlockDraft
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name

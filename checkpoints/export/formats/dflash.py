@@ -10,13 +10,22 @@ from typing import Any
 
 import torch
 
-from checkpoints.export.configs import EngineConfig, TargetFacts
+from checkpoints.export.configs import EngineConfig
 from checkpoints.export.formats.base import TYPE, CheckInput, Checks
 from checkpoints.export.formats.block import BlockFormat
-from checkpoints.export.formats.block_checks import ANCHOR, block_checks, native_part
-from checkpoints.export.formats.block_config import NATIVE_LAYOUT, NATIVE_PART, SPECULATORS_LAYOUT, BlockLayout, lookup
-from checkpoints.export.formats.layout import SPECULATORS_CHECKS
+from checkpoints.export.formats.block_checks import (
+    ANCHOR,
+    NATIVE_LAYOUT,
+    NATIVE_PART,
+    SPECULATORS_LAYOUT,
+    BlockLayout,
+    block_checks,
+    lookup,
+    native_part,
+)
 from checkpoints.export.formats.records import Finding, Obstacle
+from checkpoints.export.formats.speculators import SPECULATORS_CHECKS
+from checkpoints.export.target import TargetFacts
 from sage.io.dtypes import dtype_name
 
 SGLANG_TARGETS = ("llama", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_5")  # with `set_dflash_layers_to_capture` in SGLang 0.5.23

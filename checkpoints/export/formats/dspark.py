@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from checkpoints.export.config_checks import UNSUPPORTED, Field, check_fields, is_size, one_of
-from checkpoints.export.configs import EngineConfig, TargetFacts, TensorSpec, TensorSpecs
+from checkpoints.export.configs import EngineConfig, TensorSpec, TensorSpecs
+from checkpoints.export.format_checks import UNSUPPORTED, Field, check_fields, is_size, one_of
 from checkpoints.export.formats.base import CheckInput, Checks
 from checkpoints.export.formats.block import BlockFormat
-from checkpoints.export.formats.block_checks import ANCHOR
-from checkpoints.export.formats.block_config import SPECULATORS_LAYOUT
+from checkpoints.export.formats.block_checks import ANCHOR, SPECULATORS_LAYOUT
 from checkpoints.export.formats.records import Finding
+from checkpoints.export.target import TargetFacts
 
 RANK, HEAD, CONFIDENCE, WITH_MARKOV = "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"
 NO_ANCHOR = "vLLM takes a missing one for false, speculators for true: all tokens shift by one"

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.export.config_checks import LAYER_CHECKS, single_layer, unsupported_residual
-from checkpoints.export.configs import EMBEDDING, NORMS, EngineConfig, TargetFacts, TensorSpec, TensorSpecs, layer_specs
+from checkpoints.export.configs import NORMS, EngineConfig, TensorSpec, TensorSpecs, layer_specs
+from checkpoints.export.format_checks import LAYER_CHECKS, check_tensors, single_layer, unsupported_residual
 from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
 from checkpoints.export.formats.records import ImportOptions, Obstacle
-from checkpoints.export.tensor_checks import check_tensors
-from checkpoints.vllm_plugin.facts import EAGLE_WITH_NORM
+from checkpoints.export.target import EMBEDDING, TargetFacts
+from checkpoints.vllm_plugin import EAGLE_WITH_NORM
 from sage.drafts.eagle import EagleConfig, EagleDraft
 from sage.drafts.head import DraftHead
 

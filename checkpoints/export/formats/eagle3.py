@@ -16,13 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.config_checks import LAYER_CHECKS, NORMS, single_layer, unsupported_residual
 from checkpoints.export.configs import (
     FEATURE_LEVELS,
     FUSED_NORMS,
     LEVELS_KEY,
     EngineConfig,
-    TargetFacts,
     TensorSpec,
     TensorSpecs,
     as_mapping,
@@ -31,9 +29,10 @@ from checkpoints.export.configs import (
     layer_specs,
 )
 from checkpoints.export.folder import export_info
+from checkpoints.export.format_checks import HEAD_NORMS, LAYER_CHECKS, check_tensors, single_layer, unsupported_residual
 from checkpoints.export.formats.base import CheckInput, Checks, ExportFormat, fixed_batch, with_prefix
 from checkpoints.export.formats.records import Finding, ImportOptions, Obstacle
-from checkpoints.export.tensor_checks import check_tensors
+from checkpoints.export.target import TargetFacts
 from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead
 
@@ -93,8 +92,8 @@ def _null_target_size(given: CheckInput) -> Iterator[Finding]:
 
 def norms_of(config: EngineConfig) -> dict[str, bool]:
     """Returns which of the norms around fc and of the output a draft has; engines read the first from `eagle_config` too."""
-    nested, first = as_mapping(config.raw.get("eagle_config")), NORMS[0]
-    return {key: bool(config.raw.get(key)) for key in NORMS} | ({first: bool(nested[first])} if first in nested else {})
+    nested, first = as_mapping(config.raw.get("eagle_config")), HEAD_NORMS[0]
+    return {key: bool(config.raw.get(key)) for key in HEAD_NORMS} | ({first: bool(nested[first])} if first in nested else {})
 
 
 class Eagle3Format(ExportFormat):
@@ -105,7 +104,7 @@ class Eagle3Format(ExportFormat):
     """
 
     draft = Eagle3Draft
-    expressed: ClassVar[tuple[str, ...]] = ("feature_levels", "draft_vocab_size", "norm_before_residual", *NORMS)
+    expressed: ClassVar[tuple[str, ...]] = ("feature_levels", "draft_vocab_size", "norm_before_residual", *HEAD_NORMS)
     own_layer = layer = "midlayer."
     engine_class = "LlamaForCausalLMEagle3"
     other_classes: ClassVar[tuple[str, ...]] = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
@@ -118,7 +117,7 @@ class Eagle3Format(ExportFormat):
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         config = super().config(draft, facts, dtype) | {"draft_vocab_size": draft.draft_vocab_size}
-        config |= {key: True for key in NORMS if getattr(draft, key)}
+        config |= {key: True for key in HEAD_NORMS if getattr(draft, key)}
         if list(draft.feature_levels) != default_levels(facts.num_layers):
             config[LEVELS_KEY] = list(draft.feature_levels)
             config["eagle_config"] = {LEVELS_KEY: [k - 1 for k in draft.feature_levels], "use_aux_hidden_state": True}

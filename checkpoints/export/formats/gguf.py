@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from checkpoints.export.configs import EngineConfig, TargetFacts, default_levels
+from checkpoints.export.configs import EngineConfig, default_levels
 from checkpoints.export.folder import TensorInfo, Weights
 from checkpoints.export.formats.base import SPECULATIVE_TOKENS
 from checkpoints.export.formats.eagle3 import Eagle3Format
 from checkpoints.export.formats.records import Obstacle
+from checkpoints.export.target import TargetFacts
 from sage.io.model_files import read_config
 from sage.targets.families import FAMILIES
 

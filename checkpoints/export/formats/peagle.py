@@ -13,10 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.export.config_checks import (
+from checkpoints.export.configs import (
+    FEATURE_LEVELS,
+    LEVELS_KEY,
+    EngineConfig,
+    TensorSpec,
+    TensorSpecs,
+    layer_specs,
+    rope_parameters,
+)
+from checkpoints.export.format_checks import (
+    HEAD_NORMS,
     INVALID,
-    NORMS,
     UNSUPPORTED,
+    check_tensors,
     classes,
     context_length,
     is_token,
@@ -25,24 +35,11 @@ from checkpoints.export.config_checks import (
     sizes,
     target_size,
 )
-from checkpoints.export.configs import (
-    EMBEDDING,
-    FEATURE_LEVELS,
-    LEVELS_KEY,
-    EngineConfig,
-    TargetFacts,
-    TensorSpec,
-    TensorSpecs,
-    layer_specs,
-    rope_parameters,
-)
 from checkpoints.export.formats.base import TYPE, CheckInput, fixed_batch
 from checkpoints.export.formats.eagle3 import draft_vocabulary, feature_levels
-from checkpoints.export.formats.layout import SPECULATORS_CHECKS, proposed_tokens
 from checkpoints.export.formats.records import Finding, ImportOptions
-from checkpoints.export.formats.speculators import SpeculatorsFormat, residual
-from checkpoints.export.target_tables import read_target_embedding
-from checkpoints.export.tensor_checks import check_tensors
+from checkpoints.export.formats.speculators import SPECULATORS_CHECKS, SpeculatorsFormat, proposed_tokens, residual
+from checkpoints.export.target import EMBEDDING, TargetFacts, read_target_embedding
 from sage.drafts.head import DraftHead
 from sage.drafts.peagle import PEagleConfig, PEagleDraft
 
@@ -74,10 +71,10 @@ def _layers(given: CheckInput) -> Iterator[Finding]:
     if levels is not None and len(levels) != built:
         found = f"{built!r}, {LEVELS_KEY} has {len(levels)}"
         yield Finding(f"transformer_layer_config.{COUNT}", found, "vLLM builds fc for that number of levels and stops")
-    for key in NORMS[1:]:
+    for key in HEAD_NORMS[1:]:
         if config.get(key):
             yield Finding(key, "true", "vLLM does not read it for P-EAGLE: it serves something else than was trained")
-    for key in (*NORMS, "attention_bias", "mlp_bias"):
+    for key in (*HEAD_NORMS, "attention_bias", "mlp_bias"):
         if given.options and config.get(key):
             yield given.at(key, f"{config.get(key)!r}", "", refusal=UNSUPPORTED)
 

@@ -1,4 +1,8 @@
-"""The `speculators` format, served by vLLM: the tensors of `eagle3` under `layers.0` and a self-contained config."""
+"""The layout of the package speculators, and the `speculators` format: the tensors of `eagle3` in it, served by vLLM.
+
+A folder has no model_type at the top level: readers recognize it by `speculators_model_type`. vLLM copies only the fields of
+`transformer_layer_config`, and those that it knows of the algorithm, to the draft's config.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,84 @@ from typing import Any, ClassVar
 
 import torch
 
-from checkpoints.export.config_checks import LAYER_CHECKS, NORMS, single_layer
-from checkpoints.export.configs import LEVELS_KEY, EngineConfig, TargetFacts, layer_config
+from checkpoints.export.configs import LEVELS_KEY, EngineConfig, layer_config
+from checkpoints.export.format_checks import HEAD_NORMS, LAYER_CHECKS, check_tensors, single_layer
 from checkpoints.export.formats.base import TYPE, CheckInput, Checks
 from checkpoints.export.formats.eagle3 import Eagle3Format, draft_vocabulary, feature_levels
-from checkpoints.export.formats.layout import SPECULATORS_CHECKS, speculator_config
 from checkpoints.export.formats.records import Finding
-from checkpoints.export.tensor_checks import check_tensors
+from checkpoints.export.target import TargetFacts
 from sage.io.dtypes import dtype_name
+
+VERSION = "0.9.0"  # of the PyPI package that the configs are tested against
+
+
+def speculator_config(algorithm: str, engine_class: str, facts: TargetFacts, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the fields of config.json that all algorithms have, except for `transformer_layer_config`.
+
+    Args:
+        tokens: drafted tokens per round, which `vllm serve DIR` uses.
+    """
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": [engine_class],
+        TYPE: algorithm,
+        "speculators_version": VERSION,
+        "target_hidden_size": None,
+        **dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype)),
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": facts.name, "architectures": [facts.architecture]},
+        },
+    }
+
+
+def _layout(given: CheckInput) -> Iterator[Finding]:
+    """Yields the findings about a config that is not recognized as a speculator's, or lacks the decoder layer's part."""
+    raw, algorithm = given.config.raw, given.format.algorithm
+    if "model_type" in raw:
+        effect = "vLLM does not recognize the folder as a speculator"
+        yield Finding("model_type", f"{raw['model_type']!r} at the top level", effect)
+    if raw.get(TYPE) != algorithm:
+        yield Finding(TYPE, f"{raw.get(TYPE)!r}, expected {algorithm!r}", "vLLM refuses it")
+    if given.config.layer is raw:
+        yield Finding("transformer_layer_config", "missing", "speculators cannot build the decoder layer")
+
+
+def _proposal(given: CheckInput) -> Iterator[Finding]:
+    """Yields the findings about `speculators_config`, from which `vllm serve DIR` takes the target and the drafted tokens."""
+    written = given.config.raw.get("speculators_config")
+    if not isinstance(written, dict):
+        yield Finding("speculators_config", f"{written!r}", "vLLM finds neither the verifier nor the number of tokens")
+        return
+    methods = written.get("proposal_methods")
+    listed = methods if isinstance(methods, list) else []
+    types = [method.get("proposal_type") for method in listed if isinstance(method, dict)]
+    if written.get("default_proposal_method") not in types:
+        found = f"{written.get('default_proposal_method')!r} is not one of {types}"
+        yield Finding("speculators_config.default_proposal_method", found, "speculators refuses the config")
+    verifier = written.get("verifier")
+    if not isinstance(verifier, dict) or not verifier.get("name_or_path"):
+        effect = "`vllm serve DIR` does not know which target to load"
+        yield Finding("speculators_config.verifier", f"{verifier!r}", effect)
+
+
+def proposed_tokens(raw: Any) -> Any:
+    """Returns the drafted tokens per round of the first proposal method, of any type; None if there is none."""
+    methods = raw.get("speculators_config")
+    listed = methods.get("proposal_methods") if isinstance(methods, dict) else None
+    first = listed[0] if isinstance(listed, list) and listed else None
+    return first.get("speculative_tokens") if isinstance(first, dict) else None
+
+
+SPECULATORS_CHECKS = (_layout, _proposal)
 
 
 def residual(given: CheckInput) -> Iterator[Finding]:
@@ -50,7 +124,7 @@ class SpeculatorsFormat(Eagle3Format):
             **speculator_config(self.algorithm, self.engine_class, facts, self.speculative_tokens(draft), dtype),
             "draft_vocab_size": draft.draft_vocab_size,
             "norm_before_residual": draft.norm_before_residual,
-            **{key: getattr(draft, key) for key in NORMS},
+            **{key: getattr(draft, key) for key in HEAD_NORMS},
             LEVELS_KEY: list(draft.feature_levels),
             "transformer_layer_config": layer,
         }

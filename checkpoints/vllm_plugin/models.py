@@ -1,4 +1,4 @@
-"""vLLM's classes of targets with the interfaces of EAGLE and EAGLE-3 drafts; each is made when vLLM asks for it by name."""
+"""vLLM's classes of targets with the interfaces of drafts, each made when vLLM asks for it by name, and our draft in vLLM."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from importlib import import_module
 from typing import Any
 
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle, SupportsEagle3
+from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
-from checkpoints.vllm_plugin.facts import PLUGIN, TARGETS, logger
+from checkpoints.vllm_plugin import PLUGIN, TARGETS, logger
 
 # Folders saved by transformers 5 name the vision tower's weights without `vision_model`, published ones and vLLM with it.
 TOWER_NAMES = WeightsMapper(
@@ -45,3 +47,11 @@ def __getattr__(name: str) -> type:
     made = type(name, (DraftTarget, released, SupportsEagle, SupportsEagle3), fields)
     globals()[name] = made
     return made
+
+
+class EagleNormLlamaForCausalLM(EagleLlamaForCausalLM):
+    """EAGLE-1/2 with a norm at the input of the attention, `draft=eagle` as it is trained by default."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.model.layers[0].input_layernorm = RMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)

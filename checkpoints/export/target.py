@@ -1,0 +1,202 @@
+"""The target of an export: facts from its config.json, or from the draft's own, and its tables; no model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from checkpoints.export.folder import Weights
+from sage.io.hub import require_hub
+from sage.io.ranges import check_fields
+from sage.targets.families import FAMILIES, family_of
+from sage.targets.quantized import quantization_of
+from sage.targets.rope import RopeConfig
+
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFacts:
+    """The fields of a target's config that a draft's config depends on.
+
+    Attributes:
+        rope_theta, mrope_section, mrope_interleaved, scaled_rope: as in `RopeConfig`.
+        name: folder or hub id the facts were read from, used in serve commands.
+        quantization: method of the target's weights; None without.
+        adapter, adapter_path: digest and folder or hub id of the adapter that the target contains; None without.
+    """
+
+    model_type: str
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    max_position_embeddings: int
+    rope_theta: float
+    mrope_section: list[int] | None = None
+    scaled_rope: dict[str, Any] | None = None
+    mrope_interleaved: bool = False
+    name: str | None = None
+    quantization: str | None = None
+    adapter: str | None = None
+    adapter_path: str | None = None
+
+    @property
+    def rope(self) -> RopeConfig:
+        """The target's rope."""
+        return RopeConfig(self.rope_theta, self.mrope_section, self.scaled_rope, self.mrope_interleaved)
+
+    @property
+    def served_by(self) -> tuple[str, ...]:
+        """Engines that serve drafts for the target's family."""
+        return FAMILIES[self.model_type].served_by if self.model_type in FAMILIES else ()
+
+    @property
+    def needs_plugin(self) -> bool:
+        """Whether vLLM serves drafts for the target's family with our plugin only."""
+        return self.model_type in FAMILIES and FAMILIES[self.model_type].needs_plugin
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the target's family reads images."""
+        return self.model_type in FAMILIES and bool(FAMILIES[self.model_type].placeholders)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The same fields as `sage.Target.fingerprint`."""
+        found = {key: getattr(self, key) for key in ("model_type", "hidden_size", "vocab_size", "num_layers")}
+        return found | ({"adapter": self.adapter} if self.adapter else {})
+
+    def adapted(self, config: Any) -> TargetFacts:
+        """Returns the facts with the adapter for which the draft of `config` was trained."""
+        return replace(self, adapter=config.target.get("adapter"), adapter_path=config.target_adapter)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(stored: Any) -> TargetFacts:
+        """Creates the facts from the output of `to_dict`.
+
+        Raises:
+            ValueError: a field is missing, unknown, or of the wrong type.
+        """
+        try:
+            facts = TargetFacts(**(stored or {}))
+            check_fields(facts)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"target facts: {error}") from error
+        return facts
+
+    @staticmethod
+    def of_draft(config: Any) -> TargetFacts:
+        """Reads the facts from the config of a draft, whose sizes and rope were derived from the target."""
+        made_for = config.target
+        return TargetFacts(
+            **made_for,
+            architecture=_architecture(made_for["model_type"]),
+            max_position_embeddings=config.max_position_embeddings,
+            rope_theta=float(config.rope_theta),
+            mrope_section=config.mrope_section,
+            mrope_interleaved=config.mrope_interleaved,
+            scaled_rope=config.scaled_rope,
+            name=config.target_path,
+        )
+
+    @staticmethod
+    def of_folder(path_or_id: str | Path) -> TargetFacts:
+        """Reads a target's config.json; no weights are read.
+
+        Raises:
+            ValueError: no readable config, an unknown model family, or a hub that cannot be reached.
+        """
+        from transformers import AutoConfig
+
+        name = str(path_or_id)
+        if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+            raise ValueError(f"--target {name}: no such folder; give a target's folder or a hub id like owner/name")
+        require_hub(name, "--target")
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"--target {name}: cannot read its config.json ({reason}); give a target's folder") from error
+        return TargetFacts.of_config(config, name)
+
+    @staticmethod
+    def of_config(config: Any, name: str | None) -> TargetFacts:
+        """Reads the facts from `model.config` of a loaded target of a supported family.
+
+        Raises:
+            ValueError: the family is unknown or not supported, or the target has a rope that no draft head supports.
+        """
+        family = family_of(config, f"--target {name}: ")
+        text = config.get_text_config()
+        return TargetFacts(
+            model_type=config.model_type,
+            architecture=(config.architectures or [_architecture(config.model_type)])[0],
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            num_layers=text.num_hidden_layers,
+            max_position_embeddings=text.max_position_embeddings,
+            **family.rope().fields,
+            name=name,
+            quantization=quantization_of(config),
+        )
+
+
+def _architecture(model_type: str) -> str:
+    """Returns the class of a target; its `model_type` if the family is unknown."""
+    family = FAMILIES.get(model_type)
+    return family.model_types[model_type] if family else model_type
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def read_target_embedding(facts: TargetFacts) -> Tensor:
+    """Reads the token embedding [V, D] from the target's folder or from the hub's cache, without any download.
+
+    Raises:
+        ValueError: the target's files are not available, or do not contain exactly one such tensor.
+    """
+    return _read_table(facts, (EMBEDDING,))
+
+
+def read_target_lm_head(facts: TargetFacts) -> Tensor:
+    """Reads the lm_head [V, D] as `read_target_embedding` does; the embedding, where the target's folder has no lm_head."""
+    return _read_table(facts, (LM_HEAD, EMBEDDING))
+
+
+def _read_table(facts: TargetFacts, suffixes: Sequence[str]) -> Tensor:
+    """Reads the tensor [V, D] whose name ends with the first suffix that occurs."""
+    folder = _local_folder(facts.name or "")
+    weights = Weights(folder)
+    shape = (facts.vocab_size, facts.hidden_size)
+    tables = [name for name, info in weights.infos.items() if info.shape == shape]
+    names = next((found for one in suffixes if (found := [name for name in tables if name.endswith(one)])), [])
+    if len(names) != 1:
+        raise ValueError(
+            f"embedding: {folder} has {len(names)} tensors named *{suffixes[-1]} of shape {list(shape)}, expected one; "
+            f"give --target DIR, or --no-embedding"
+        )
+    return weights[names[0]]
+
+
+def _local_folder(name: str) -> Path:
+    if name and Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"embedding: the target {name or '(unknown)'} is neither a local folder nor in the hub's cache; give --target DIR, "
+            f"or --no-embedding (engines take the embedding from the target)"
+        ) from error
