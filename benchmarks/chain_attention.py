@@ -10,8 +10,7 @@ import sys
 import torch
 from torch import Tensor
 
-from benchmarks.figures import Figures
-from benchmarks.training.measuring import describe_machine
+from benchmarks.figures import Figures, describe_machine
 from sage.commands.cli import add_device_option, new_parser, resolve_device, run
 from sage.commands.device_check import attention_used
 from sage.drafts.unroll import attend_with_chain

@@ -2,25 +2,51 @@
 
 A block between `<!-- figures: NAME NAME -->` and `<!-- end -->` receives the tables of these steps, each with its command and
 machine; of a step without a table its output. A block without a figure keeps its text. Without DIR, only the block `expected`
-is written, with what is expected of a GPU.
+is written: floors follow from the data sheet of an H100, estimates from `launch.gpu_*` and the plan (docs/plan.md).
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.figures import Figures, fill_blocks
-from benchmarks.gpu_expected import HEAD, expected
-from benchmarks.gpu_quarter_hour import FIGURES, RESULTS
+from benchmarks.gpu_quarter_hour import (
+    CONTEXTS,
+    FIGURES,
+    LARGE,
+    NODES,
+    RESULTS,
+    STEP_BATCH,
+    STEP_LENGTH,
+    TIMED_STEP,
+    TRAIN_LARGE,
+)
+from benchmarks.training import parts
+from sage.bench.shapes import shape_named
 from sage.commands.cli import new_parser, run
 from sage.io.files import read_json, write_text
 from sage.io.tables import markdown_table
+from sage.targets.families import family_of
+from train.config.hydra_app import compose
+from train.config.schema import Config
+from train.plan.estimate import CALL_S, CALLS_PER_LAYER, estimate
+from train.plan.meta import build_on_meta
+from train.plan.step_time import bytes_of_step, flops_of_step
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 HIDDEN = re.compile(r"(error|warning): |USDT:|\s*$")  # lines of logs that no page quotes
+Results = dict[str, Any]  # of figures.json
+GB_PER_S = 3350.0  # of the data sheet
+BF16_BYTES = 2
+NOT_MEASURED = "-"
+WARM = 2  # first steps of a run, which compile
+HEAD = ("", "floor", "estimate", "measured")
+Row = tuple[str, str, str, str]
 
 
 def filled(text: str, results: list[dict[str, Any]], figures: dict[str, Any]) -> str:
@@ -50,6 +76,84 @@ def part_of(step: dict[str, Any], command: str) -> str | None:
         return "\n\n".join((head, f"{figures.title}.", cells, f"{'; '.join(figures.notes)}."))
     lines = [line.rstrip() for line in step.get("output", "").splitlines() if not HIDDEN.match(line)]
     return "\n".join((f"{command}:\n", "```text", *lines, "```")) if lines else None
+
+
+# -- what is expected ---------------------------------------------------------------------------------------------------
+
+
+def expected(figures: Results) -> list[Row]:
+    """Returns the rows of the table; without a figure, "-" stands under "measured"."""
+    launch = Config().launch
+    found = re.search(r"copy bandwidth +([\d.]+) GB/s", str(figures.get("check_device", {}).get("output", "")))
+    bandwidth = NOT_MEASURED if found is None else found[1]
+    rows = [("copy bandwidth, GB/s", f"{GB_PER_S:,.0f}", f"{launch.gpu_gb_per_s:,.0f}", bandwidth)]
+    return [*rows, *_passes(figures, launch.gpu_gb_per_s), *_step(figures), *_training(figures)]
+
+
+def _passes(figures: Results, gb_per_s: float) -> Iterator[Row]:
+    """A pass reads all weights of layers and lm_head, keys and values; an eager one also waits for its operator calls."""
+    shape = shape_named(LARGE)
+    calls_ms = 1e3 * shape.num_layers * CALLS_PER_LAYER * CALL_S
+    token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    for context in CONTEXTS:
+        table = _table(figures, f"passes_{context}")
+        for nodes in NODES:
+            read = BF16_BYTES * (shape.pass_parameters + (context + nodes) * token)
+            floor_ms, read_ms = (read / rate / 1e6 for rate in (GB_PER_S, gb_per_s))
+            name = f"pass, {nodes} node(s), {context:,} tokens cached, ms: eager, captured"
+            likely = f"{max(calls_ms, read_ms):.1f}, {read_ms:.1f}"
+            values = [row[2] for row in table if row[0] == f"target pass, {nodes} nodes"]
+            yield name, f"{floor_ms:.1f}", likely, ", ".join(values) or NOT_MEASURED
+
+
+def _step(figures: Results) -> Iterator[Row]:
+    """The parts of a training step, whose operations are those of the plan."""
+    overrides = [*TIMED_STEP.split(), f"target={LARGE}", "data.path=/no/data", f"data.max_length={STEP_LENGTH}"]
+    config = compose("config", [*overrides, "launch.plan=true"], Config)
+    models = build_on_meta(config)
+    architecture = models.target.model.config
+    processor = parts.image_processor(config.target.path, architecture)
+    batch = parts.make_batch(family_of(architecture), processor, parts.Sizes(sequences=STEP_BATCH, length=STEP_LENGTH))
+    share = float(models.target.family.visual_mask(batch["input_ids"]).float().mean())
+    work = parts.Images(config=config, models=models, ranks=1, share=share)
+    flops, traffic, peak = flops_of_step(work), bytes_of_step(work), config.launch.gpu_peak_tflops * 1e12
+    measured = {row[0]: row[2] for row in _table(figures, "step")}
+    for part, name in parts.PARTS.items():
+        times = (flops[part] / peak, flops[part] / work.flops_per_s + traffic[part] / work.bytes_per_s)
+        floor, likely = (f"{1e3 * seconds:.0f}" for seconds in times)
+        yield f"{name}, ms", floor, likely, measured.get(name, NOT_MEASURED)
+
+
+def _training(figures: Results) -> Iterator[Row]:
+    """A run whose examples are shorter than the longest ones of the plan."""
+    config = compose("config", [*TRAIN_LARGE.split(), f"target={LARGE}", "data.path=/no/data", "launch.plan=true"], Config)
+    plan = estimate(config, build_on_meta(config), 1)
+    files = figures.get("train_7b", {}).get("files", {})
+    lines = files.get("metrics.jsonl", [])
+
+    def measured(key: str, form: str, start: int = 0) -> str:
+        values = [line[key] for line in lines[start:] if key in line]
+        return form.format(median(values) if start else max(values)) if values else NOT_MEASURED
+
+    tokens = config.train.global_batch_size * plan.length
+    peak = config.launch.gpu_peak_tflops / config.launch.gpu_tflops
+    speeds = [f"{tokens / seconds:,.0f}" for seconds in (plan.floor_s / peak, plan.step_s)]
+    yield "training, tokens/s", speeds[0], speeds[1], measured("tokens_per_s", "{:,.0f}", WARM)
+    yield "peak memory of training, GiB", "", f"{plan.total_bytes / 2**30:.1f}", measured("memory_gib", "{:.1f}")
+    yield "share of waiting for data", "0", "", measured("data_wait", "{:.3f}", WARM)
+    reports = [report for path, report in files.items() if path.endswith("report.json")]
+    alone = [f"{report['baselines']['autoregressive']['tokens_per_s']:.1f}" for report in reports]
+    read = plan.models.read_parameters * BF16_BYTES / 1e9
+    floor, likely = (f"{rate / read:.0f}" for rate in (GB_PER_S, config.launch.gpu_gb_per_s))
+    yield "autoregressive decoding, tokens/s", floor, likely, ", ".join(alone) or NOT_MEASURED
+    same = [f"{one['match']}/{one['total']}" for report in reports for one in report["policies"].values()]
+    yield "texts equal to autoregressive ones", "all but near-ties", "", ", ".join(same) or NOT_MEASURED
+
+
+def _table(figures: Results, step: str) -> list[list[str]]:
+    """Returns the rows of the table that a benchmark has written."""
+    rows: list[list[str]] = figures.get(step, {}).get("files", {}).get("table.json", {}).get("rows", [])
+    return rows
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """`python -m benchmarks.gpu_quarter_hour`: what was never measured on a GPU, within a time budget, the most valuable first.
 
-Each step (benchmarks.gpu_steps) is a process group with a limit of its own: a hung CUDA call ends only with its process. In
+Each step is a process group with a limit of its own: a hung CUDA call ends only with its process. In
 --out, `results.json` and `figures.json` are replaced after every step, and `log.txt` grows as the steps print, so that whatever
 ends this process loses nothing but the running step.
 
@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from benchmarks.gpu_steps import Step, steps
 from sage.commands.cli import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, new_parser, run
 from sage.io.files import write_json
 
@@ -41,6 +42,163 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "WANDB_MODE": "offline",
 }
+LARGE = "qwen2_5_vl_7b"
+STEP_BATCH, STEP_LENGTH = 2, 2048  # sequences and tokens of the timed step
+TIMED_STEP = f"experiment=eagle3 train.global_batch_size={STEP_BATCH} train.micro_batch_size={STEP_BATCH}"
+CONTEXTS = (4096, 16384)
+NODES = (1, 8, 32, 64)
+# a real run at full size; benchmarks.gpu_page plans it with the same words
+TRAIN_LARGE = (
+    "draft=eagle3 draft.draft_vocab_size=32000 data=messages data.max_length=4096 train.global_batch_size=8 "
+    "train.micro_batch_size=2 train.max_steps=8 train.log_every=1 decode.num_prompts=2 decode.max_new_tokens=48 "
+    "decode.policies=[chain,cost_aware] decode.baselines=[hf_generate] decode.warmup=0 decode.traces=0"
+)
+TRAIN_SMALL = (
+    f"{TRAIN_LARGE} train.global_batch_size=2 train.micro_batch_size=1 train.max_steps=2 train.precision=fp32 "
+    "target.dtype=fp32 draft.draft_vocab_size=2000 decode.num_prompts=1 decode.max_new_tokens=4 decode.baselines=[]"
+)
+POCKET = (
+    "target=pocket_qwen2_5_vl data=pocket data.num_examples=64 train.global_batch_size=8 train.micro_batch_size=4 "
+    "decode.num_prompts=2 decode.max_new_tokens=24 decode.warmup=0 decode.traces=0 decode.policies=[chain,sage] "
+    "decode.baselines=[hf_generate]"
+)
+POLICIES = "chain,static,sage,cost_aware"
+TESTS = "tests/device tests/passes/test_passes.py tests/decoding/test_gpu.py"
+
+
+# -- steps --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A command; it starts if its estimate fits into the budget, and is killed at its limit.
+
+    Attributes:
+        command: keeps its files in a folder of the step's name.
+        shows: what its success proves, or what it measures.
+    """
+
+    name: str
+    estimate_s: float
+    limit_s: float
+    command: Sequence[str]
+    shows: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Words of commands at the sizes of the machine: a 7B on a GPU, pocket sizes on a CPU."""
+
+    work: Path
+    is_gpu: bool
+
+    def folder(self, name: str) -> str:
+        """Returns the folder of a step, quoted."""
+        return shlex.quote(str(self.work / name))
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.is_gpu else "cpu"
+
+    @property
+    def dtype(self) -> str:
+        return "bf16" if self.is_gpu else "fp32"
+
+    def train(self, name: str, words: str) -> str:
+        return f"sage.training train {words} launch.device={self.device} run.dir={self.folder(name)}"
+
+    def pocket(self, name: str, words: str) -> str:
+        return self.train(name, f"{POCKET} target.dtype={self.dtype} train.precision={self.dtype} {words}")
+
+    def texts(self, name: str, temperature: int) -> str:
+        """Compares decoding by captured passes with Hugging Face's."""
+        tokens, passes = (32, "captured") if self.is_gpu else (8, "eager")
+        return (
+            f"sage.bench --draft {self.folder('run')} --prompts {self.folder('prompts')}/prompts.jsonl --num-prompts 2 "
+            f"--repeats 1 --max-new-tokens {tokens} --policies {POLICIES} --baselines hf_generate --temperature {temperature} "
+            f"--passes {passes} --dtype {self.dtype} --device {self.device} --out {self.folder(name)}/report.json"
+        )
+
+    def passes(self, name: str, context: int) -> str:
+        """Times passes of a large target, eager and captured."""
+        nodes = ",".join(map(str, NODES))
+        sizes = f"--shape {LARGE} --nodes {nodes} --widths 1,8 --context {context} --repeats 15"
+        if not self.is_gpu:
+            sizes = f"--draft {self.folder('run')} --nodes 1 --widths 1 --context 64 --repeats 1"
+        return f"benchmarks.passes {sizes} --dtype bf16 --device {self.device} --out {self.folder(name)}/table.json"
+
+    def step(self, name: str, words: str = "") -> str:
+        """Times the parts of a training step of a large target."""
+        sizes = f"--images 640x480 --length {STEP_LENGTH} --measured 8 --warmup 2"
+        if not self.is_gpu:
+            sizes = "--images 160x160 --length 128 --measured 1 --warmup 0"
+        target = LARGE if self.is_gpu else "pocket_qwen2_5_vl"
+        overrides = f"{TIMED_STEP} target={target} data.path=/no/data {words}"
+        return f"benchmarks.training {sizes} --device {self.device} --out {self.folder(name)}/table.json {overrides}"
+
+
+def steps(work: Path, is_gpu: bool) -> list[Step]:
+    """Returns the steps, the most valuable first, with their seconds on an H100; some need a GPU. A CPU has twice the time."""
+    scale = Scale(work=work.resolve(), is_gpu=is_gpu)
+    rows = [*_first(scale), *_large(scale), *_rest(scale), *(_for_gpus(scale) if is_gpu else ())]
+    return [
+        Step(
+            name=name,
+            estimate_s=likely_s,
+            limit_s=limit_s * (1 if is_gpu else 2),
+            command=[sys.executable, "-m", *shlex.split(words)],
+            shows=shows,
+        )
+        for name, likely_s, limit_s, words, shows in rows
+    ]
+
+
+Row = tuple[str, float, float, str, str]  # of a step: name, estimate, limit, words, what it shows
+
+
+def _first(scale: Scale) -> Iterator[Row]:
+    """Whether training and decoding run at all, at pocket sizes."""
+    words = scale.pocket("run", "draft=eagle train.max_steps=12 train.validate_every=6")
+    yield "run", 60, 150, words, "a run: DeepSpeed, staging, compiled layers, captured passes, validation"
+    words = "action=convert data=pocket split=validation data.num_examples=40"
+    words = f"sage.training data {words} out={scale.folder('prompts')}/prompts.jsonl"
+    yield "prompts", 10, 60, words, "prompts for the next steps"
+    words = f"sage --check-device --draft {scale.folder('run')} --dtype {scale.dtype} --device {scale.device}"
+    yield "check_device", 30, 90, words, "kernels, bandwidth, synchronizations per round"
+    yield "texts", 45, 120, scale.texts("texts", 0), "texts of captured passes equal Hugging Face's"
+
+
+def _large(scale: Scale) -> Iterator[Row]:
+    """A folder with published sizes, a run on it, and times."""
+    built = scale.folder("build_7b")
+    words = f"benchmarks.published {LARGE} {built} --photos 72 --device {scale.device}"
+    yield "build_7b", 40, 120, words if scale.is_gpu else f"{words} --small", "a folder in the published layout, random weights"
+    words = f"{TRAIN_LARGE if scale.is_gpu else TRAIN_SMALL} target.path={built}/target data.path={built}/photos.jsonl"
+    yield "train_7b", 150, 240, scale.train("train_7b", words), "a run at 7B: memory, tokens/s, data wait, texts"
+    yield f"passes_{CONTEXTS[0]}", 45, 120, scale.passes(f"passes_{CONTEXTS[0]}", CONTEXTS[0]), "passes of a 7B"
+    yield "step", 90, 180, scale.step("step"), "the parts of a training step at 7B, compiled layers"
+
+
+def _rest(scale: Scale) -> Iterator[Row]:
+    """What is likely to hold if the steps above do."""
+    yield "texts_sampled", 40, 120, scale.texts("texts_sampled", 1), "the same with a temperature"
+    rows, out = 1024 if scale.is_gpu else 32, f"{scale.folder('chain_attention')}/table.json"
+    words = f"benchmarks.chain_attention --rows {rows} --device {scale.device} --out {out}"
+    yield "chain_attention", 15, 60, words, "gradients of the attention of unrolled steps, against float64"
+    words = "draft=eagle3 draft.draft_vocab_size=200 deepspeed=zero3 train.max_steps=2"
+    yield "zero3", 45, 120, scale.pocket("zero3", words), "ZeRO-3"
+
+
+def _for_gpus(scale: Scale) -> Iterator[Row]:
+    """As far as time allows."""
+    yield "step_eager", 40, 120, scale.step("step_eager", "train.compile=none"), "what compiled layers save"
+    yield f"passes_{CONTEXTS[1]}", 45, 120, scale.passes(f"passes_{CONTEXTS[1]}", CONTEXTS[1]), "long contexts"
+    words = scale.pocket("zero1_muon", "draft=eagle optim=muon deepspeed=zero1 train.max_steps=3")
+    yield "zero1_muon", 45, 120, words, "Muon in bf16 on tensor cores"
+    yield "tests", 60, 180, f"pytest -q -p no:cacheprovider {TESTS}", "tests on the real device"
+
+
+# -- running them -------------------------------------------------------------------------------------------------------
 
 
 class Stopped(Exception):
@@ -55,7 +213,7 @@ def run_steps(todo: Sequence[Step], out: Path, work: Path, budget_s: float) -> i
         work: holds a folder per step with what it writes.
     """
     begin = time.monotonic()
-    rows = [_row(step) for step in todo]
+    rows = [{**asdict(step), "outcome": NOT_STARTED, "started_s": None, "seconds": None} for step in todo]
     outputs = dict.fromkeys((step.name for step in todo), "")
     try:
         for step, row in zip(todo, rows, strict=True):
@@ -73,11 +231,6 @@ def run_steps(todo: Sequence[Step], out: Path, work: Path, budget_s: float) -> i
         print(f"stopped; results so far: {out / RESULTS}", file=sys.stderr)
         return EXIT_STOPPED
     return EXIT_DONE if all(row["outcome"] == RAN for row in rows) else EXIT_CRASH
-
-
-def _row(step: Step) -> dict[str, Any]:
-    times = {"estimate_s": step.estimate_s, "limit_s": step.limit_s, "started_s": None, "seconds": None}
-    return {"name": step.name, "outcome": NOT_STARTED, **times, "shows": step.shows, "command": list(step.command)}
 
 
 def _run(step: Step, row: dict[str, Any], outputs: dict[str, str], out: Path, limit_s: float) -> None:
@@ -167,18 +320,13 @@ def main() -> int:
         for step in todo:
             print(f"{step.name:16} {step.estimate_s:4g} s, limit {step.limit_s:g}: {step.shows}\n    {' '.join(step.command)}")
         return EXIT_DONE
-    _prepare(todo, out, work)
+    for folder in (out, work):
+        folder.mkdir(parents=True, exist_ok=True)
+    (out / LOG).write_text("")
+    for step in todo:  # what an earlier call has left
+        shutil.rmtree(work / step.name, ignore_errors=True)
     signal.signal(signal.SIGTERM, _stop)
     return run_steps(todo, out, work, args.budget)
-
-
-def _prepare(todo: Sequence[Step], out: Path, work: Path) -> None:
-    """Makes the folders, and removes what an earlier call of the same steps has left."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / LOG).write_text("")
-    for step in todo:
-        shutil.rmtree(work / step.name, ignore_errors=True)
-        (work / step.name).parent.mkdir(parents=True, exist_ok=True)
 
 
 if __name__ == "__main__":

@@ -17,25 +17,28 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 import sage
-from benchmarks.figures import Figures, counts
-from benchmarks.random_targets import layers_that_fit, random_target
-from benchmarks.training.measuring import allocated, describe_machine, peak, ratio_spread, reset_peak
+from benchmarks.figures import Figures, allocated, counts, describe_machine, peak, ratio_spread, reset_peak
 from benchmarks.wide import add_widen_option, widened
-from sage.bench.shapes import shape_named, shapes
+from sage.bench.shapes import VISION_OF, Shape, shape_named, shapes
 from sage.commands import cli
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
 from sage.io.dtypes import torch_dtype
+from sage.io.machine import free_bytes
 from sage.runtime import kernels
 from sage.runtime.executor_choice import describe_passes
 from sage.runtime.package_folder import PACKAGE_SUFFIX, passes_folder
 from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s
+from sage.targets import Target
+from sage.targets.families import FAMILIES
 from sage.targets.tree_passes import TreePasses
 
 READ_BYTES = 2**28  # larger than the caches
+USABLE_MEMORY = 0.7  # share of free memory; the rest is for activations, KV cache and other processes
 EMBEDDING, ATTENTION = "aten::embedding", "scaled_dot_product"
 
 
@@ -218,18 +221,16 @@ def main() -> int:
     if args.torch_kernels:
         kernels.MIN_BYTES = sys.maxsize
     nodes, widths = counts(args.nodes), counts(args.widths)
-    target, draft = _random(args, args.context + max(*nodes, *widths)) if args.shape else _models(args)
+    if args.shape:
+        target, draft = _random(args, args.context + max(*nodes, *widths))
+    else:
+        path, folder = cli.find_models(args)
+        device, dtype = cli.resolve_device(args.device), torch_dtype(args.dtype)
+        target = sage.load_target(widened(path, args), dtype=dtype, device=device, passes=PassMode.eager)
+        draft = None if folder is None else sage.load_draft(folder, target)
     figures = measure(target, draft, nodes, widths, args.context, args.repeats, args.out)
     print(figures.text())
     return 0
-
-
-def _models(args: argparse.Namespace) -> tuple[Any, Any]:
-    path, folder = cli.find_models(args)
-    path = widened(path, args)
-    device, dtype = cli.resolve_device(args.device), torch_dtype(args.dtype)
-    target = sage.load_target(path, dtype=dtype, device=device, passes=PassMode.eager)
-    return target, None if folder is None else sage.load_draft(folder, target)
 
 
 def _random(args: argparse.Namespace, room: int) -> tuple[Any, Any]:
@@ -244,6 +245,59 @@ def _random(args: argparse.Namespace, room: int) -> tuple[Any, Any]:
     draft = sage.new_draft(target, "eagle", seed=0)
     draft.network.eval()
     return target, draft
+
+
+# -- random models of published shapes ----------------------------------------------------------------------------------
+
+
+def layers_that_fit(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
+    """Returns the layers that fit into free memory, beside embedding, lm_head and a draft layer; ValueError if none fits."""
+    available = free_bytes(device)
+    if available is None:
+        raise ValueError("--layers: the free memory of this system is unknown; give the number of layers")
+    usable = USABLE_MEMORY * available - shape.vocabulary_parameters * dtype.itemsize
+    fit = int(usable // (shape.layer_parameters * dtype.itemsize)) - 2  # the draft: a layer, and fc of about a layer
+    if fit < 1:
+        raise ValueError(
+            f"--shape {shape.name}: no layer fits into the free memory of {device}; choose a smaller shape or free memory"
+        )
+    return min(fit, shape.num_layers)
+
+
+def random_target(shape: Shape, num_layers: int, dtype: torch.dtype, device: torch.device, context: int) -> Target:
+    """Returns a target of this shape with `num_layers` text layers and random weights; a vision tower has one small block."""
+    text = _text_config(shape, num_layers, context)
+    if shape.model_type in VISION_OF:
+        vision = VISION_OF[shape.model_type] | {"out_hidden_size": shape.hidden_size}
+        config = AutoConfig.for_model(
+            shape.model_type, text_config=text, vision_config=vision, tie_word_embeddings=shape.is_tied
+        )
+    else:
+        config = AutoConfig.for_model(shape.model_type, **text)
+    with torch.device(device):
+        return Target(FAMILIES[shape.model_type].auto_class.from_config(config, dtype=dtype))
+
+
+def _text_config(shape: Shape, num_layers: int, context: int) -> dict[str, Any]:
+    half = shape.head_dim // 2
+    height = half * 3 // 8  # Qwen2.5-VL splits 64 frequencies into 16, 24, 24
+    section = {"mrope_section": [half - 2 * height, height, height]} if shape.model_type in VISION_OF else {}
+    return {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "sliding_window": None,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": context,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **section},
+        "tie_word_embeddings": shape.is_tied,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import sage
 from benchmarks.engines.prompts import question
-from benchmarks.training.measuring import describe_machine
+from benchmarks.figures import describe_machine
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt, load_prompts
 from sage.bench.options import names
@@ -34,8 +33,7 @@ from sage.runtime.pass_modes import PassMode, resolve_pass_mode
 TEMPERATURES = (0.0, 1.0)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A text that differs: at token `index`, where the two best scores are `gap` apart."""
 
     policy: str
@@ -43,10 +41,6 @@ class Difference:
     prompt: str
     index: int
     gap: float
-
-    def __str__(self) -> str:
-        where = f"{self.policy}, T = {self.temperature:g}, {self.prompt}"
-        return f"differs: {where}, token {self.index}: the two best scores are {self.gap:.2g} apart"
 
 
 @torch.inference_mode()
@@ -100,7 +94,7 @@ def report(target: Any, draft: Any, policies: Sequence[str], prompts: Sequence[B
     lines = [
         f"{target.name}, {target.dtype}: {mode} against eager passes, at most {tokens} new tokens, seed {seed}",
         text_table(("identical texts", *(f"T = {t:g}" for t in TEMPERATURES)), rows, "<>>", ruled=False),
-        *map(str, found),
+        *("differs: {}, T = {:g}, {}, token {}: the two best scores are {:.2g} apart".format(*one) for one in found),
         f"{total - len(found)} of {total} texts identical",
         f"passes: {describe_passes(target)}",
         describe_machine(target.device),

@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 
 import sage
-from benchmarks.figures import Figures, counts
-from benchmarks.training.measuring import describe_machine
+from benchmarks.figures import Figures, counts, describe_machine
 from sage.bench.shapes import Shape, shape_named, shapes
 from sage.commands.cli import new_parser, run
 

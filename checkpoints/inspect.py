@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,11 @@ class Description:
         parts += [f"  problem: {problem}" for problem in self.problems]
         if self.table:
             columns = ["validation", *FIGURES.values(), "identical"]
-            policies = [[name, *_policy_figures(figures)] for name, figures in self.table.items()]
+            policies = [
+                [name, *(f"{figures[key]:.2f}" if key in figures else "-" for key in FIGURES)]
+                + [f"{figures.get('match', '?')}/{figures.get('total', '?')}"]
+                for name, figures in self.table.items()
+            ]
             parts.append(text_table(columns, policies, indent=2, ruled=False))
             parts += [f"  {self.measured_with}"] if self.measured_with else []
         return "\n".join(part for part in parts if part)
@@ -85,11 +89,6 @@ class Description:
         """Adds the figures and settings of a report, if there is one."""
         self.table = (report or {}).get("policies", {})
         self.measured_with = measured_with(report or {})
-
-
-def _policy_figures(figures: dict[str, Any]) -> list[str]:
-    shown = [f"{figures[key]:.2f}" if key in figures else "-" for key in FIGURES]
-    return [*shown, f"{figures.get('match', '?')}/{figures.get('total', '?')}"]
 
 
 def inspect_folder(folder: Path) -> Description:
@@ -120,10 +119,9 @@ def _describe_unknown(found: Description) -> None:
 
 
 def _config_or_empty(folder: Path) -> dict[str, Any]:
-    try:
+    with suppress(ValueError):
         return read_json(folder / CONFIG)
-    except ValueError:
-        return {}
+    return {}
 
 
 def _describe_run(found: Description) -> None:
@@ -246,14 +244,14 @@ def _describe_fingerprint(target: dict[str, Any] | None) -> str:
     return ", ".join([f"{name}{target.get('model_type')}", *shown])
 
 
-def _is_state(folder: Path) -> bool:
-    return run_folder.STEP_NAME.fullmatch(folder.name) is not None and folder.parent.name == run_folder.STATE
-
-
 Describe = Callable[[Description], None]
 KINDS: tuple[tuple[str, Callable[[Path], bool], Describe], ...] = (
     ("run", is_run, _describe_run),
-    ("training state of a run", _is_state, _describe_state),
+    (
+        "training state of a run",
+        lambda folder: folder.parent.name == run_folder.STATE and run_folder.STEP_NAME.fullmatch(folder.name) is not None,
+        _describe_state,
+    ),
     ("draft", lambda folder: head_kind(_config_or_empty(folder).get("model_type")) is not None, _describe_draft),
     ("export", lambda folder: has_manifest(folder) or (folder / EXPORT_INFO).is_file(), _describe_export),
     ("third-party draft", lambda folder: recognize(EngineConfig(_config_or_empty(folder))) is not None, _describe_third_party),

@@ -7,8 +7,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.published.folder import build
-from benchmarks.published.photos import write_photos
+from benchmarks.published.folder import build, write_photos
 from sage.commands.cli import add_device_option, new_parser, resolve_device, run
 
 

@@ -1,17 +1,19 @@
-"""Builds a folder as published: `config.json` of its release, tokenizer, template, processors, shards with old weight names."""
+"""Builds a folder as published: `config.json` of its release, tokenizer, template, processors, shards with old weight names;
+and conversations about generated images, in the layout of `data=messages`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
@@ -27,6 +29,8 @@ BLANK = "\u0120"  # of byte-level BPE
 SHARD_BYTES = 2e9
 PEAKED = 8.0  # gain of the last norm: distributions as peaked as those of trained models
 ADDS = ("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.weight")  # to the residual stream
+PHOTO_SIZES = ((640, 480), (480, 640), (512, 512), (800, 600), (1024, 768), (336, 336))
+WORDS = "the a cat street red two people near small building sky water holding on of with and bright old wooden"
 
 
 def build(name: str, folder: Path, device: torch.device, is_small: bool = False) -> int:
@@ -38,7 +42,11 @@ def build(name: str, folder: Path, device: torch.device, is_small: bool = False)
     if layout is None:
         raise ValueError(f"{name}: the published layout of its family is not known here; choose one of {', '.join(layouts)}")
     if is_small:
-        _shrink(architecture, layout["small"])
+        small = layout["small"]
+        architecture["text_config"] |= small["text"]
+        architecture["vision_config"] |= small["vision"]
+        if "mrope_section" in small:
+            architecture["text_config"]["rope_parameters"]["mrope_section"] = small["mrope_section"]
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", _config(architecture, layout))
     write_json(folder / "generation_config.json", layout["generation"])
@@ -47,13 +55,6 @@ def build(name: str, folder: Path, device: torch.device, is_small: bool = False)
         write_json(folder / "processor_config.json", layout["processor"])
     _write_tokenizer(folder, layout)
     return _write_weights(folder, layout, device)
-
-
-def _shrink(architecture: dict[str, Any], small: dict[str, Any]) -> None:
-    architecture["text_config"] |= small["text"]
-    architecture["vision_config"] |= small["vision"]
-    if "mrope_section" in small:
-        architecture["text_config"]["rope_parameters"]["mrope_section"] = small["mrope_section"]
 
 
 def _config(architecture: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
@@ -145,11 +146,37 @@ def _draw(name: str, shape: torch.Size, dtype: torch.dtype, generator: torch.Gen
     if len(shape) > 1 and "embed" not in name and "lm_head" not in name:
         std = (0.2 if name.endswith(ADDS) else 0.7) / math.sqrt(math.prod(shape[1:]))
     value = torch.empty(shape, dtype=dtype, device=generator.device)
-    for rows in _blocks(value):
+    for rows in value.view(value.shape[0], -1).split(8192):  # which bounds the memory of drawing in float32
         rows.copy_(torch.randn(rows.shape, generator=generator, device=generator.device).mul_(std))
     return value.cpu()
 
 
-def _blocks(value: Tensor) -> Iterator[Tensor]:
-    """Yields views of some rows each, which bound the memory of drawing in float32."""
-    yield from value.view(value.shape[0], -1).split(8192)
+# -- conversations ------------------------------------------------------------------------------------------------------
+
+
+def write_photos(folder: Path, count: int) -> None:
+    """Writes `photos.jsonl`: conversations of two turns, about images of usual sizes."""
+    rng, rows = random.Random(0), []
+    for number in range(count):
+        image = write_image(folder / "photos" / f"{number:03d}.jpg", PHOTO_SIZES[number % len(PHOTO_SIZES)])
+        rows.append(conversation(rng, [{"type": "image", "image": str(image.relative_to(folder))}], turns=2))
+    (folder / "photos.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_image(path: Path, size: tuple[int, int]) -> Path:
+    """Writes coarse noise, which compresses as photographs do."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    small = (max(size[0] // 8, 1), max(size[1] // 8, 1))
+    Image.effect_noise(small, 90).resize(size).convert("RGB").save(path, quality=90)
+    return path
+
+
+def conversation(rng: random.Random, parts: list[dict[str, Any]], turns: int = 1) -> dict[str, Any]:
+    """Returns a conversation whose first question has these images and videos, and whose answers are random words."""
+    messages: list[dict[str, Any]] = []
+    for turn in range(turns):
+        text = {"type": "text", "text": "Say more." if turn else "What is this?"}
+        answer = " ".join(rng.choice(WORDS.split()) for _ in range(rng.randint(20, 160)))
+        messages.append({"role": "user", "content": [text] if turn else [*parts, text]})
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": f"{answer}."}]})
+    return {"messages": messages}

@@ -21,8 +21,7 @@ from PIL import Image
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES, get_image_processor_class_from_name
 
 import sage
-from benchmarks.figures import Figures
-from benchmarks.training.measuring import GIB, describe_machine, peak, reset_peak
+from benchmarks.figures import GIB, Figures, describe_machine, peak, reset_peak
 from sage.io.dtypes import torch_dtype
 from sage.runtime.attention import HALF
 from sage.runtime.timing import now_s

@@ -111,12 +111,5 @@ def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts
     if facts is None:
         result.notes.append("vocabulary, context length, rope and layers were not compared with the target: give --target DIR")
     trained = as_list(export_info(result.folder).get("feature_levels"))
-    given = CheckInput(
-        format=result.format,
-        config=config,
-        weights=weights,
-        facts=facts,
-        folder=result.folder,
-        trained_levels=trained,
-    )
+    given = CheckInput(result.format, config, weights, facts, result.folder, trained)
     return [finding for check in result.format.checks for finding in check(given)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts
@@ -21,7 +22,7 @@ LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("hidden_act", "rms_norm_eps"),
 )
-LEVELS_KEY = "eagle_aux_hidden_state_layer_ids"
+LEVELS_KEY, GIVE_LEVELS = "eagle_aux_hidden_state_layer_ids", "give --levels A,B,C"
 NO_D2T = "engines take draft ids for target ids and propose the wrong tokens: acceptance 1.00, no error"
 NO_LM_HEAD = "engines use the target's lm_head or a random one: acceptance 1.00, no error"
 NO_T2D = "speculators cannot train or verify the draft"
@@ -213,3 +214,19 @@ def head_specs(config: EngineConfig, sizes: Sizes, num_levels: int, needs_t2d: b
 def default_levels(num_layers: int) -> list[int]:
     """Returns the indices k of hidden_states[k] that both engines use by default."""
     return [2, num_layers // 2, num_layers - 3]
+
+
+def levels_problem(levels: Sequence[Any], num_layers: int | None, count: int | None = None) -> str:
+    """Returns why engines cannot read these hidden_states; empty if they can.
+
+    Args:
+        num_layers: of the target; None: unknown.
+        count: number of levels that fc takes; None: any.
+    """
+    if not levels or count not in (None, len(levels)) or not all(isinstance(level, int) for level in levels):
+        return f"fc takes exactly {count or len(levels)} levels"
+    if any(later <= earlier for earlier, later in pairwise(levels)) or levels[0] < 0:
+        return "engines capture levels in increasing order, whatever order is written"
+    if num_layers is not None and levels[-1] >= num_layers:
+        return f"the target has {num_layers} layers and engines only capture the inputs of layers 0 to {num_layers - 1}"
+    return ""

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoints import run_folder
-from checkpoints.export.checks import CheckResult, InvalidExport, check_folder
+from checkpoints.export.checks import InvalidExport, check_folder
 from checkpoints.export.folder import CONFIG, WEIGHTS, new_export
 from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.formats.records import ImportOptions
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 SCHEMA = 1
+OMITTED = f"{COMPRESSOR}."  # prefix of tensors that the user allows to leave out, see check_compatible
 REPORT_SETTINGS = ("step", "target", "device", "dtype", "prompts", "repeats", "max_new_tokens", "temperature", "seed")
 
 
@@ -56,7 +57,7 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
     facts = find_facts(trained.config, options.target)
     allowed = {"target": options.allow_unserved, f"draft.{COMPRESSOR}": options.allow_uncompressed}
     warnings = [*check_compatible(trained.config, facts, format_, allowed), *speed_warnings(source.report or {})]
-    state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not _is_omitted(name)}
+    state = {name: tensor.detach().cpu() for name, tensor in trained.state_dict().items() if not name.startswith(OMITTED)}
     tables = format_.target_tensors(trained, facts, options.embedding)
     tensors = format_.tensors(state, options.dtype) | {name: table.to(options.dtype) for name, table in tables.items()}
     named = replace(facts, name=options.target_name) if options.target_name else facts
@@ -64,7 +65,12 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, part / WEIGHTS, metadata={"format": "pt"})
         write_json(part / CONFIG, format_.config(trained.config, named, options.dtype))
-        check, rounding = _verify(part, out, format_, trained, named)
+        try:
+            check = check_folder(part, named)
+            check.raise_if_invalid()
+            rounding = check_reload(part, format_, trained, named)
+        except InvalidExport as error:
+            raise InvalidExport(str(error).replace(str(part), str(out))) from error
         format_.complete(part, facts, options.dtype, options.converter)
         num_tokens = format_.speculative_tokens(trained.config)
         result = ExportResult(out, format_, options, source, named, check, rounding, warnings, num_tokens)
@@ -96,18 +102,6 @@ def find_facts(config: Any, target: str | None) -> TargetFacts:
     return TargetFacts.of_draft(config).adapted(config)
 
 
-def _verify(
-    part: Path, out: Path, format_: ExportFormat, trained: DraftHead, facts: TargetFacts
-) -> tuple[CheckResult, RoundingError]:
-    """Runs `check_folder` and the reload check on the written files; errors name the final folder."""
-    try:
-        check = check_folder(part, facts)
-        check.raise_if_invalid()
-        return check, check_reload(part, format_, trained, facts)
-    except InvalidExport as error:
-        raise InvalidExport(str(error).replace(str(part), str(out))) from error
-
-
 @torch.no_grad()
 def check_reload(folder: Path, format_: ExportFormat, trained: DraftHead, facts: TargetFacts) -> RoundingError:
     """Reloads an export and compares it with the trained draft, which is rounded to the export's dtype in place.
@@ -128,10 +122,6 @@ def check_reload(folder: Path, format_: ExportFormat, trained: DraftHead, facts:
     return RoundingError(float((before - after).abs().max()), float(format_.agreement(before, after)))
 
 
-def _is_omitted(name: str) -> bool:
-    return name.startswith(f"{COMPRESSOR}.")  # allowed by the user, see check_compatible
-
-
 def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
     """Returns the content of sage_export.json, for which the engines' config.json has no fields."""
     source, config = result.source, trained.config
@@ -143,7 +133,7 @@ def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
         "step": source.step or 0,
         "steps_trained": source.step,
         "draft": config.model_type,
-        "parameters": sum(weight.numel() for name, weight in trained.named_parameters() if not _is_omitted(name)),
+        "parameters": sum(weight.numel() for name, weight in trained.named_parameters() if not name.startswith(OMITTED)),
         "image_inputs": image_inputs_of(config),
         "feature_levels": list(getattr(config, "feature_levels", [])),
         "target": result.facts.to_dict(),

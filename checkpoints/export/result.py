@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,14 +48,8 @@ class ExportOptions:
     allow_uncompressed: bool = False
 
 
-@dataclass(frozen=True)
-class RoundingError:
-    """Effect of rounding the weights to the export's dtype.
-
-    Attributes:
-        max_abs_difference: largest absolute difference between the outputs of the trained and the exported draft.
-        agreement: what the format's `agreement` returns.
-    """
+class RoundingError(NamedTuple):
+    """Effect of rounding to the export's dtype: largest difference of outputs, and their `ExportFormat.agreement`."""
 
     max_abs_difference: float
     agreement: float

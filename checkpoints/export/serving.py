@@ -82,19 +82,21 @@ def find_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, engin
     names = kind.export_formats if kind else ()
     fitting = [format_] if format_.name in names else variants(names)[:1]
     found = [
-        *_format_obstacles(config.model_type, names, format_),
+        *_format_obstacles(f"draft={kind.name}" if kind else config.model_type, names, format_),
         *_target_obstacles(config, facts, format_, format_.engines if engine is None else [engine]),
         *(obstacle for one in fitting for obstacle in one.obstacles(config, facts)),
-        *_compressor_obstacles(config),
+        *_compressor_obstacles(getattr(config, COMPRESSOR, None)),
     ]
     return found or _other_obstacles(config, format_)
 
 
-def _format_obstacles(model_type: str, formats: Sequence[str], format_: ExportFormat) -> Iterator[Obstacle]:
+def _format_obstacles(trained_with: str, formats: Sequence[str], format_: ExportFormat) -> Iterator[Obstacle]:
     name, flavour, flavours = format_.name, format_.flavour, format_.row.flavours
     if name not in formats:
-        problem = f"the draft was trained with {_described(model_type)}; its formats: {', '.join(formats) or 'none'}"
-        yield Obstacle(key=f"--format {name}", problem=problem, remedy=_format_remedy(name, formats))
+        problem = f"the draft was trained with {trained_with}; its formats: {', '.join(formats) or 'none'}"
+        remedies = ["choose one of them"] if formats else []
+        remedies += [f"train draft={kind.name}" for kind in KINDS.values() if name in kind.export_formats][:1]
+        yield Obstacle(key=f"--format {name}", problem=problem, remedy=" or ".join(remedies))
     if flavours and flavour not in format_.row.engines:
         key, state = ("--flavour", "missing") if flavour is None else (f"--flavour {flavour}", "unknown")
         remedy = f"give one of {', '.join(flavours)}{', or none' if None in format_.row.engines else ''}"
@@ -102,17 +104,6 @@ def _format_obstacles(model_type: str, formats: Sequence[str], format_: ExportFo
     if flavour is not None and not flavours:
         problem = f"the formats with flavours are {flavoured()}"
         yield Obstacle(key=f"--flavour {flavour}", problem=problem, remedy=f"remove it; {name} has none")
-
-
-def _described(model_type: str) -> str:
-    """Returns the choice `draft=NAME` that trains a draft; the `model_type` of its configuration if none does."""
-    kind = head_kind(model_type)
-    return f"draft={kind.name}" if kind else model_type
-
-
-def _format_remedy(name: str, formats: Sequence[str]) -> str:
-    trained = next((kind.name for kind in KINDS.values() if name in kind.export_formats), None)
-    return " or ".join([*(["choose one of them"] if formats else []), *([f"train draft={trained}"] if trained else [])])
 
 
 def _target_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, engines: Sequence[str]) -> Iterator[Obstacle]:
@@ -146,14 +137,13 @@ def _family_problem(facts: TargetFacts, format_: ExportFormat, engines: Sequence
     return f"{' and '.join(engines)} is not known to serve drafts for {facts.model_type}"
 
 
-def _compressor_obstacles(config: Any) -> Iterator[Obstacle]:
-    if chosen := getattr(config, COMPRESSOR, None):
+def _compressor_obstacles(chosen: dict[str, Any] | None) -> Iterator[Obstacle]:
+    if chosen:
+        value = format_compressor(chosen)
         problem = (
-            f"{format_compressor(chosen)}: no engine supports one: vLLM and SGLang feed a draft every visual token, which "
-            f"this draft was not trained on"
+            f"{value}: no engine supports one: vLLM and SGLang feed a draft every visual token, which it was not trained on"
         )
         remedy = "train with draft/compressor=none, or export the draft without it with --allow-uncompressed"
-        value = format_compressor(chosen)
         yield Obstacle(key=f"draft.{COMPRESSOR}", value=value, problem=problem, remedy=remedy, is_inherent=False)
 
 
@@ -203,14 +193,13 @@ def serving_line(draft: Any, target: Any) -> str:
         draft: the draft head, or the complete smaller model.
         target: the configuration of the loaded target, `model.config`.
     """
-    config: Any = getattr(draft, "config", None)
-    kind = head_kind(getattr(config, "model_type", None))
+    kind = _kind_of(draft)
     if kind is None or not kind.export_formats:
-        name = "model" if kind is None else kind.name
-        return _line([], [f"{' and '.join(ENGINES)}: draft={name} (it has no export; train draft=eagle3)"])
+        reason = f"draft={'model' if kind is None else kind.name} (it has no export; train draft=eagle3)"
+        return f"can be served by {OURS} only; not by {' and '.join(ENGINES)}: {reason}"
     served: list[str] = []
     blocked: dict[str, list[str]] = {}
-    facts = TargetFacts.of_config(target, config.target_path).adapted(config)
+    config, facts = draft.config, _facts_of(draft, target)
     for engine, (usable, obstacles) in _usable(config, facts, kind.export_formats).items():
         if usable:
             fed = _other_input(engine, config, facts)
@@ -220,7 +209,8 @@ def serving_line(draft: Any, target: Any) -> str:
             none = f"draft={kind.name} (it loads no format of it)"
             reasons = "; ".join(obstacle.brief for obstacle in obstacles[0]) if obstacles else none
             blocked.setdefault(reasons, []).append(engine)
-    return _line(served, [f"{' and '.join(engines)}: {reasons}" for reasons, engines in blocked.items()])
+    line = f"can be served by {', '.join([*served, OURS])}{'' if served else ' only'}"
+    return "; not by ".join([line, *(f"{' and '.join(engines)}: {reasons}" for reasons, engines in blocked.items())])
 
 
 def export_choice(draft: Any, target: Any) -> str:
@@ -229,12 +219,18 @@ def export_choice(draft: Any, target: Any) -> str:
     Args:
         draft, target: those of `serving_line`; no draft is served by no engine.
     """
-    config: Any = getattr(draft, "config", None)
-    kind = head_kind(getattr(config, "model_type", None))
-    if kind is None or not kind.export_formats:
-        return ""
-    found = _usable(config, TargetFacts.of_config(target, config.target_path).adapted(config), kind.export_formats)
-    return next((usable[0].choice for usable, _ in found.values() if usable), "")
+    kind = _kind_of(draft)
+    usable = _usable(draft.config, _facts_of(draft, target), kind.export_formats) if kind else {}
+    return next((formats[0].choice for formats, _ in usable.values() if formats), "")
+
+
+def _kind_of(draft: Any) -> Any:
+    """Returns the registry's row of a draft head; None for a complete smaller model, or without a draft."""
+    return head_kind(getattr(getattr(draft, "config", None), "model_type", None))
+
+
+def _facts_of(draft: Any, target: Any) -> TargetFacts:
+    return TargetFacts.of_config(target, draft.config.target_path).adapted(draft.config)
 
 
 def _usable(
@@ -247,8 +243,3 @@ def _usable(
         obstacles = [find_obstacles(config, facts, one, engine) for one in formats]
         found[engine] = [one for one, some in zip(formats, obstacles, strict=True) if not some], obstacles
     return found
-
-
-def _line(served: list[str], blocked: list[str]) -> str:
-    line = f"can be served by {', '.join([*served, OURS])}{'' if served else ' only'}"
-    return f"{line}; not by {'; not by '.join(blocked)}" if blocked else line

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 import sage
-from benchmarks.published.photos import conversation, write_image
+from benchmarks.published.folder import conversation, write_image
 from sage.io.dtypes import torch_dtype
 
 FULL_HD, FRAMES = (1920, 1080), 32

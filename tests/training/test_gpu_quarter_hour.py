@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_quarter_hour
-from benchmarks.gpu_quarter_hour import run_steps
-from benchmarks.gpu_steps import Step
+from benchmarks.gpu_quarter_hour import Step, run_steps
 from sage.io.files import read_json
 
 DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('hangs', flush=True); time.sleep(60)"
 RUNNER = """
 import signal, sys
 from benchmarks import gpu_quarter_hour
-from benchmarks.gpu_steps import Step
+from benchmarks.gpu_quarter_hour import Step
 command = [sys.executable, "-c", sys.argv.pop()]
 todo = [Step(name=name, estimate_s=0, limit_s=60, command=command, shows="") for name in "ab"]
 gpu_quarter_hour.SIGNALS, gpu_quarter_hour.steps = ((signal.SIGKILL, 5),), lambda work, is_gpu: todo

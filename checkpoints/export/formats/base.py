@@ -13,6 +13,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,23 +30,22 @@ from sage.io.model_files import read_config
 from sage.targets.rope import RopeConfig
 
 SPECULATIVE_TOKENS = 3
-SGLANG_TOPK, SGLANG_NODES = 4, 16
+SGLANG_TREE = " \\\n  --speculative-num-steps {} --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
 BATCH, TOKENS, SEED = 2, 7, 0  # of the batch on which an export is compared with the trained draft
 PREFIXES = ("model.", "draft_model.", "module.")
 VERIFIERS_OWN = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own tensors
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
 MAPS = ("d2t", "t2d")
 TYPE = "speculators_model_type"
 BF16_EPS = 2**-7  # relative rounding error of bf16
 Table = Callable[[], Tensor]  # returns a table of the target, [V, D]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class CheckInput:
     """The folder to check.
 
     Attributes:
-        specs: expected tensors; none if the config lacks sizes.
         facts: about the target, if known.
         trained_levels: the feature levels that an export of this package was trained with; None for other folders.
         options: of an import; None: a check for engines.
@@ -55,15 +55,16 @@ class CheckInput:
     format: ExportFormat
     config: EngineConfig
     weights: Weights
-    specs: TensorSpecs = field(init=False)
     facts: TargetFacts | None
     folder: Path
     trained_levels: list[Any] | None = None
     options: ImportOptions | None = None
     tables: Mapping[str, Table] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.specs = self.format.specs(self.config) or {}
+    @cached_property
+    def specs(self) -> TensorSpecs:
+        """Expected tensors; none if the config lacks sizes."""
+        return self.format.specs(self.config) or {}
 
     def at(self, key: str, found: str, effect: str, **more: Any) -> Finding:
         """Returns a finding about a field of the decoder layer."""
@@ -93,6 +94,7 @@ class ExportFormat(ABC):
         has_code: whether its folders may name Python code, which engines do not need.
         names_target: whether vLLM reads target and settings from config.json.
         environment: variables that vLLM needs, in front of its command.
+        sglang_tree: options of SGLang's command line for a number of drafted tokens.
         effect_without_length: what engines do without `max_position_embeddings`.
         effect_of_unexpected: what engines do about a tensor that they do not know.
         output: what the reload check compares: `logit`, or the name of a vector.
@@ -116,6 +118,7 @@ class ExportFormat(ABC):
     has_code: ClassVar[bool] = False
     names_target: ClassVar[bool] = False
     environment: ClassVar[str] = ""
+    sglang_tree: ClassVar[str] = SGLANG_TREE
     effect_without_length: ClassVar[str] = "LlamaConfig's default is 2048: beyond it acceptance is 1.00"
     effect_of_unexpected: ClassVar[str] = "vLLM stops at an unknown name, SGLang skips it without a message"
     output: ClassVar[str] = "logit"
@@ -244,17 +247,13 @@ class ExportFormat(ABC):
         Raises:
             ValueError: names the field or tensor that is wrong, missing, or cannot be expressed.
         """
-        config = EngineConfig(read_config(folder))
-        weights = Weights(folder, lambda name: None if _is_ignored(name) else self.format_name(name))
-        given = CheckInput(
-            format=self,
-            config=config,
-            weights=weights,
-            facts=facts,
-            folder=folder,
-            options=options,
-            tables=tables or {},
-        )
+
+        def name_of(name: str) -> str | None:
+            is_ignored = without_prefixes(name) in VERIFIERS_OWN or name.endswith(IGNORED_SUFFIX)
+            return None if is_ignored else self.format_name(name)
+
+        config, weights = EngineConfig(read_config(folder)), Weights(folder, name_of)
+        given = CheckInput(self, config, weights, facts, folder, options=options, tables=tables or {})
         for finding in (finding for check in (*self.checks, _borrowed) for finding in check(given)):
             if finding.refusal:
                 raise ValueError(f"{folder}: {finding.where}: {finding.found}; {finding.refusal}")
@@ -340,14 +339,7 @@ class ExportFormat(ABC):
         return (
             f"python -m sglang.launch_server --model-path {target} \\\n"
             f"  --speculative-algorithm {self.method.upper()} --speculative-draft-model-path {draft}"
-            f"{self.sglang_tree(tokens)}"
-        )
-
-    def sglang_tree(self, tokens: int) -> str:
-        """Returns the options of SGLang's command line for trees of `tokens` levels."""
-        return (
-            f" \\\n  --speculative-num-steps {tokens} --speculative-eagle-topk {SGLANG_TOPK} "
-            f"--speculative-num-draft-tokens {SGLANG_NODES}"
+            f"{self.sglang_tree.format(tokens)}"
         )
 
 
@@ -361,10 +353,6 @@ def without_prefixes(name: str) -> str:
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name
-
-
-def _is_ignored(name: str) -> bool:
-    return without_prefixes(name) in VERIFIERS_OWN or name.endswith(IGNORED_SUFFIXES)
 
 
 def _borrowed(given: CheckInput) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from checkpoints.export.configs import (
     TensorSpecs,
     head_specs,
     layer_specs,
+    levels_problem,
     rope_parameters,
 )
 from checkpoints.export.formats.base import BATCH, TOKENS, CheckInput, Checks, ExportFormat, fixed_batch
@@ -32,7 +33,7 @@ from checkpoints.export.formats.block_checks import (
     NON_CAUSAL_WINDOW,
     BlockLayout,
     block_checks,
-    levels_problem,
+    lookup,
 )
 from checkpoints.export.formats.records import ImportOptions, Obstacle
 from checkpoints.export.formats.speculators import SPECULATORS_CHECKS, speculator_config
@@ -188,7 +189,7 @@ class BlockFormat(ExportFormat):
             block_size=config.size("block_size"),
             num_layers=config.size("num_hidden_layers"),
             causal=self.layout.is_causal(config, 0),
-            mask_token=self.layout.read_mask_token(config),
+            mask_token=lookup(config.raw, self.layout.mask_token),
             feed=False,
         )
 

@@ -20,7 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.export.configs import LEVELS_KEY, EngineConfig, as_list, as_mapping, default_levels
+from checkpoints.export.configs import (
+    GIVE_LEVELS,
+    LEVELS_KEY,
+    EngineConfig,
+    as_list,
+    as_mapping,
+    default_levels,
+    levels_problem,
+)
 from checkpoints.export.format_checks import (
     INVALID,
     NO_HEAD_DIM,
@@ -80,27 +88,10 @@ class BlockLayout:
         """Returns the indices k of the hidden_states[k] that vLLM reads; None if they are missing or no integers."""
         return _levels(config, self.levels, self.first_level)
 
-    def read_other_levels(self, config: EngineConfig) -> list[int] | None:
-        """Returns the indices k of a second place that names levels; None if there is no other."""
-        return _levels(config, self.other_levels, self.other_first)
-
-    def foreign_default(self, levels: list[int], num_layers: int) -> str:
-        """Returns whose defaults the ids are, if they would mean other levels there; empty for none."""
-        ids = [level - self.first_level for level in levels]
-        return self.other_name if ids in self.other_defaults(num_layers, len(levels)) else ""
-
-    def read_mask_token(self, config: EngineConfig) -> Any:
-        """Returns the mask token, of any type."""
-        return lookup(config.raw, self.mask_token)
-
     def causal_override(self, config: EngineConfig) -> bool | None:
         """Returns what vLLM reads where `is_causal` is missing; None: sliding layers are causal."""
         written = lookup(config.raw, self.causal, self.is_negated or None) if self.causal else None
         return not written if self.is_negated and self.causal else written
-
-    def has_causal_override(self, config: EngineConfig) -> bool:
-        """Returns whether `causal_override` is written, not a default."""
-        return lookup(config.raw, self.causal, MISSING) is not MISSING
 
     def is_causal(self, config: EngineConfig, layer: int) -> bool:
         """Returns whether vLLM masks the later slots of a block in a layer."""
@@ -171,25 +162,11 @@ def _levels(config: EngineConfig, key: str, first: int) -> list[int] | None:
     return [one + first for one in ids]
 
 
-def levels_problem(levels: list[Any], num_layers: int) -> str:
-    """Returns why engines cannot read these hidden_states; empty if they can."""
-    if not levels or not all(isinstance(level, int) for level in levels):
-        return "not a list of integers"
-    if any(later <= earlier for earlier, later in pairwise(levels)) or levels[0] < 0:
-        return "engines capture levels in increasing order"
-    if levels[-1] == num_layers:
-        return f"level {num_layers} is the target's final norm to transformers and our decoder, its input to vLLM"
-    if levels[-1] > num_layers:
-        return f"the target has {num_layers} layers"
-    return ""
-
-
 MASK_FILE = "mask_embedding.pt"
 MAX_LAYERS = 64
 ANCHOR = "sample_from_anchor"
 OTHER_FEATURES = "the engine feeds it other features than in training: acceptance near 1.00, no error"
 CONVENTIONS = "hidden_states[k] is the output of layer k - 1"
-GIVE_LEVELS = "give --levels A,B,C"
 
 
 # -- which features ------------------------------------------------------------------------------------------------------
@@ -205,9 +182,8 @@ def _layer_ids(layout: BlockLayout, given: CheckInput) -> Iterator[Finding]:
         return
     if given.options and given.options.levels:
         chosen, num_levels = list(given.options.levels), len(levels)
-        problem = levels_problem(chosen, num_layers or 0)
-        if problem or len(chosen) != num_levels:
-            yield Finding("--levels", str(chosen), "", refusal=problem or f"fc takes exactly {num_levels} levels")
+        if problem := levels_problem(chosen, num_layers, num_levels):
+            yield Finding("--levels", str(chosen), "", refusal=problem)
         return
     if any(later <= earlier for earlier, later in pairwise(levels)):
         effect = "engines capture levels in increasing order, whatever order is written"
@@ -226,28 +202,22 @@ def _layer_ids(layout: BlockLayout, given: CheckInput) -> Iterator[Finding]:
 def _other_convention(layout: BlockLayout, given: CheckInput, levels: list[int]) -> Finding | None:
     """Returns the finding about levels that are one too low or too high: by the folder's own evidence, or by the defaults."""
     key, written = layout.levels, lookup(given.config.raw, layout.levels)
-    second, trained = layout.read_other_levels(given.config), given.trained_levels
+    second, trained = _levels(given.config, layout.other_levels, layout.other_first), given.trained_levels
     if second is not None and second != levels:
         found = f"means hidden_states{levels}, {layout.other_levels} means hidden_states{second}"
         effect = f"one of them is in the other layout's convention ({CONVENTIONS}): {OTHER_FEATURES}"
         return Finding(key, found, effect, refusal=f"{GIVE_LEVELS}: those used in training")
     if trained is not None and trained != levels:
-        shift = {1: "one too low", -1: "one too high"}.get(_shift(levels, trained) or 0)
+        is_paired = len(levels) == len(trained) and all(isinstance(level, int) for level in trained)
+        differences = {right - left for left, right in zip(levels, trained, strict=True)} if is_paired else set()
+        shift = {1: "one too low", -1: "one too high"}.get(differences.pop()) if len(differences) == 1 else None
         convention = f", {shift}: the other layout's convention ({CONVENTIONS})" if shift else ""
         found = f"{written} means hidden_states{levels}, it was trained with hidden_states{trained}{convention}"
         return Finding(key, found, OTHER_FEATURES)
-    if given.facts is not None and len(levels) > 1 and (name := layout.foreign_default(levels, given.facts.num_layers)):
+    if given.facts is not None and len(levels) > 1 and written in layout.other_defaults(given.facts.num_layers, len(levels)):
         effect = f"if they were copied from there, they are in the other layout's convention ({CONVENTIONS})"
-        return Finding(key, f"{written}, the default of {name}", effect, is_warning=True)
+        return Finding(key, f"{written}, the default of {layout.other_name}", effect, is_warning=True)
     return None
-
-
-def _shift(levels: list[int], trained: list[Any]) -> int | None:
-    """Returns by how much all levels are lower than the trained ones; None if the differences are not equal."""
-    if len(levels) != len(trained) or not all(isinstance(level, int) for level in trained):
-        return None
-    differences = {right - left for left, right in zip(levels, trained, strict=True)}
-    return differences.pop() if len(differences) == 1 else None
 
 
 # -- how slots attend ----------------------------------------------------------------------------------------------------
@@ -259,7 +229,7 @@ def _causality(layout: BlockLayout, given: CheckInput) -> Iterator[Finding]:
     written, override = config.get(CAUSAL), layout.causal_override(config)
     if written is not None and not isinstance(written, bool):
         yield given.at(CAUSAL, f"{written!r}, expected true or false", "engines read any value as true or false")
-    elif written is not None and override is not None and layout.has_causal_override(config) and written != override:
+    elif None not in (written, override) and lookup(config.raw, layout.causal, MISSING) is not MISSING and written != override:
         found = f"{str(written).lower()}, {layout.causal} says {str(override).lower()}"
         yield given.at(CAUSAL, found, "vLLM takes the first, other readers the second: write both alike")
     elif written is None and override and FULL in (attention_of(config) or [FULL]):
@@ -306,7 +276,7 @@ def _slots(layout: BlockLayout, given: CheckInput) -> Iterator[Finding]:
     if size and isinstance(tokens, int) and tokens > layout.drafted(size):
         found = f"{tokens}, a block of {size} drafts {layout.drafted(size)}"
         yield Finding("speculative_tokens", found, "the positions beyond the block were never trained")
-    token, vocab = layout.read_mask_token(given.config), given.config.size("vocab_size")
+    token, vocab = lookup(raw, layout.mask_token), given.config.size("vocab_size")
     if not is_token(token, vocab):
         found = f"{token!r}, the vocabulary is 0 to {(vocab or 0) - 1}"
         yield Finding(layout.mask_token, found, "the engine cannot fill the slots", refusal=INVALID)

@@ -43,6 +43,7 @@ class DFlashFormat(BlockFormat):
 
     method = algorithm = "dflash"
     conditional, other_conditional, other_format = "none", "markov", "dspark"
+    sglang_tree = ""  # SGLang reads the size of a block
 
     @property
     def is_native(self) -> bool:
@@ -110,7 +111,3 @@ class DFlashFormat(BlockFormat):
     def served_by(self, facts: TargetFacts) -> tuple[str, ...]:
         vllm = tuple(engine for engine in facts.served_by if engine != "SGLang")
         return (*vllm, "SGLang") if self.is_native and facts.model_type in SGLANG_TARGETS else vllm
-
-    def sglang_tree(self, tokens: int) -> str:
-        """SGLang reads the size of a block."""
-        return ""

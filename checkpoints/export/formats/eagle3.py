@@ -19,6 +19,7 @@ from torch import Tensor
 from checkpoints.export.configs import (
     FEATURE_LEVELS,
     FUSED_NORMS,
+    GIVE_LEVELS,
     LEVELS_KEY,
     EngineConfig,
     TensorSpec,
@@ -27,6 +28,7 @@ from checkpoints.export.configs import (
     default_levels,
     head_specs,
     layer_specs,
+    levels_problem,
 )
 from checkpoints.export.folder import export_info
 from checkpoints.export.format_checks import HEAD_NORMS, LAYER_CHECKS, check_tensors, single_layer, unsupported_residual
@@ -37,7 +39,6 @@ from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead
 
 SAVED_LAYER = "layers.0."  # prefix of the layer's tensors in the folders of most trainers
-GIVE_LEVELS = "give --levels A,B,C"
 
 
 def draft_vocabulary(given: CheckInput) -> Iterator[Finding]:
@@ -57,13 +58,13 @@ def feature_levels(given: CheckInput) -> Iterator[Finding]:
     count, default = given.format.num_levels, default_levels(num_layers) if num_layers else None
     if given.options and given.options.levels:
         chosen, count = list(given.options.levels), count or len(config.vllm_levels or range(FEATURE_LEVELS))
-        if problem := _levels_error(chosen, num_layers, count):
+        if problem := levels_problem(chosen, num_layers, count):
             yield Finding("--levels", str(chosen), "", refusal=problem)
         return
     written = {"vLLM": config.vllm_levels, "llama.cpp": config.vllm_levels, "SGLang": config.sglang_levels}
     levels_of = {engine: written[engine] or default for engine in given.format.engines}
     for engine, read in levels_of.items():
-        if read is not None and (effect := _levels_error(read, num_layers, count)):
+        if read is not None and (effect := levels_problem(read, num_layers, count)):
             is_missing = given.options is not None and not written[engine] and any(written.values())
             refusal = "" if is_missing else f"{effect}; {GIVE_LEVELS}"
             yield Finding(LEVELS_KEY, f"{engine} reads hidden_states{read}", effect, refusal=refusal)
@@ -72,16 +73,6 @@ def feature_levels(given: CheckInput) -> Iterator[Finding]:
         effect = "one of the engines feeds it other features than in training: acceptance near 1.00"
         refusal = f"{GIVE_LEVELS}: those used in training" if all(written.values()) else ""
         yield Finding(f"{LEVELS_KEY} and eagle_config.{LEVELS_KEY}", found, effect, refusal=refusal)
-
-
-def _levels_error(levels: list[Any], num_layers: int | None, count: int | None) -> str | None:
-    if count not in (None, len(levels)) or not all(isinstance(level, int) for level in levels):
-        return f"fc takes exactly {count or len(levels)} levels"
-    if any(later <= earlier for earlier, later in zip(levels, levels[1:], strict=False)) or levels[0] < 0:
-        return "engines capture levels in increasing order, whatever order is written"
-    if num_layers is not None and levels[-1] >= num_layers:
-        return f"the target has {num_layers} layers and engines only capture the inputs of layers 0 to {num_layers - 1}"
-    return None
 
 
 def _null_target_size(given: CheckInput) -> Iterator[Finding]:
@@ -129,7 +120,7 @@ class Eagle3Format(ExportFormat):
             problem = "true, which SGLang does not support"
             yield Obstacle(key="draft.norm_before_residual", value="true", problem=problem, remedy=remedy)
         levels = list(draft.feature_levels)
-        if _levels_error(levels, facts.num_layers, self.num_levels):
+        if levels_problem(levels, facts.num_layers, self.num_levels):
             counted = "any number of" if self.num_levels is None else f"exactly {self.num_levels}"
             problem = f"{levels} cannot be served: engines fuse {counted} increasing levels of 0..{facts.num_layers - 1}"
             yield Obstacle(key="draft.feature_levels", value=str(levels), problem=problem, remedy="train with such levels")
