@@ -1,4 +1,4 @@
-"""`python -m benchmarks.training`: an optimizer step against its parts, each alone: the forward pass of the teacher, forward and
+"""`python -m benchmarks.training`: an optimizer step against its parts, each alone: the teacher's forward pass, forward and
 backward pass of the draft; with --images, the parts at published sizes. Also takes overrides of sage-train.
 
 The remainder of a step is overhead: the engine, the optimizer, the checks of every step, metrics and waiting for data.

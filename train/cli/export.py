@@ -28,13 +28,17 @@ from sage.io.target_paths import path_of_target
 if TYPE_CHECKING:
     from checkpoints.export.checks import CheckResult
 
-EXPORT_ONLY = (
-    *("format", "flavour", "report", "target_name", "license", "license_link", "push_to_hub"),
-    *("allow_unserved", "allow_uncompressed", "converter"),
-)
+SERVE_NUMBERS = {"num_prompts": 1, "max_new_tokens": 2, "depth": 1}  # option of a serve check -> its smallest value
+ONLY = {  # modes -> options that have no effect in others
+    ("export",): (
+        *("format", "flavour", "report", "target_name", "license", "license_link", "push_to_hub"),
+        *("allow_unserved", "allow_uncompressed", "converter"),
+    ),
+    ("import",): ("levels", "image_inputs", "use_target_rope"),
+    ("serve_check",): ("engine_python", "page", *SERVE_NUMBERS),
+    ("check", "inspect"): ("json",),
+}
 JSON_FIELDS = ("where", "found", "effect", "is_warning")  # of a finding
-SERVE_NUMBERS = ("num_prompts", "max_new_tokens", "depth")
-SERVE_ONLY = ("engine_python", "page", *SERVE_NUMBERS)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -44,30 +48,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", metavar="DIR", help="check the folder of a draft, of this project or third-party")
     mode.add_argument("--inspect", metavar="DIR", help="describe a folder and verify its checksums")
-    mode.add_argument("--import", metavar="DIR", dest="import_dir", help=f"convert a third-party {imported_drafts()} draft")
+    mode.add_argument("--import", metavar="DIR", help=f"convert a third-party {imported_drafts()} draft")
     mode.add_argument("--serve-check", metavar="DIR", help="serve an export of RUN with vLLM and name the part at fault")
-    parser.add_argument("--out", metavar="DIR", help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
-    parser.add_argument(
-        "--target", metavar="TARGET", help="folder, hub id or name of the target; default: the one the draft was trained with"
-    )
+    add = parser.add_argument
+    add("--out", metavar="DIR", help="folder to write")
+    add("--overwrite", action="store_true", help="replace an existing export in --out")
+    add("--target", metavar="TARGET", help="folder, hub id or name of the target; default: the one the draft was trained with")
     _add_export(parser.add_argument_group("export"))
-    group = parser.add_argument_group("import")
-    group.add_argument(
-        "--levels", metavar="A,B,C", help="feature levels (k of hidden_states[k]), if the draft's config is ambiguous"
-    )
-    group.add_argument(
-        "--image-inputs", choices=("embed", "token"), help="draft inputs at image positions in training; default: embed"
-    )
-    group.add_argument(
-        "--use-target-rope", action="store_true", help="use the target's rope even if the draft's config specifies another"
-    )
-    group = parser.add_argument_group("serve check")
-    group.add_argument("--engine-python", metavar="PYTHON", help="interpreter of an environment with vLLM")
-    group.add_argument("--num-prompts", type=int, metavar="N", help="prompts of the run's data.validation; default: 16")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum length of an answer, in tokens; default: 64")
-    group.add_argument("--depth", type=int, metavar="N", help="drafted tokens per round; default: 3")
-    group.add_argument("--page", metavar="FILE.html", help="page to write; default: EXPORT_serve_check.html beside the export")
+    add = parser.add_argument_group("import").add_argument
+    add("--levels", metavar="A,B,C", help="feature levels (k of hidden_states[k]), if the draft's config is ambiguous")
+    add("--image-inputs", choices=("embed", "token"), help="draft inputs at image positions in training; default: embed")
+    add("--use-target-rope", action="store_true", help="use the target's rope even if the draft's config specifies another")
+    add = parser.add_argument_group("serve check").add_argument
+    add("--engine-python", metavar="PYTHON", help="interpreter of an environment with vLLM")
+    add("--num-prompts", type=int, metavar="N", help="prompts of the run's data.validation; default: 16")
+    add("--max-new-tokens", type=int, metavar="N", help="maximum length of an answer, in tokens; default: 64")
+    add("--depth", type=int, metavar="N", help="drafted tokens per round; default: 3")
+    add("--page", metavar="FILE.html", help="page to write; default: EXPORT_serve_check.html beside the export")
     parser.add_argument("--json", action="store_true", help="with --check or --inspect: print JSON instead of text")
     return parser.parse_args(argv)
 
@@ -75,29 +72,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def _add_export(group: argparse._ArgumentGroup) -> None:
     *formats, last = (row.summary for row in FORMATS.values())
     flavours = dict.fromkeys(flavour for row in FORMATS.values() for flavour in row.flavours)
-    group.add_argument("--format", help=f"{', '.join(formats)}, or {last}")
-    group.add_argument("--flavour", choices=flavours, help=f"the engine or layout, for the formats {flavoured()}")
+    add = group.add_argument
+    add("--format", help=f"{', '.join(formats)}, or {last}")
+    add("--flavour", choices=flavours, help=f"the engine or layout, for the formats {flavoured()}")
     cli.add_dtype_option(group, "bfloat16", "dtype of the weights (default: %(default)s)")
-    group.add_argument(
-        "--target-name", metavar="ID", help="name of the target in configs and serve commands; default: as it was loaded"
-    )
-    group.add_argument(
-        "--report", metavar="DIR", help="measurements of the model card, such as RUN/checks/NAME; default: the run's own"
-    )
-    group.add_argument(
-        "--embedding",
-        action=argparse.BooleanOptionalAction,
-        help="write the target's token embedding too; default: if the format has it",
-    )
-    group.add_argument(
-        "--allow-unserved", action="store_true", help="export although no engine serves drafts for the target's family"
-    )
-    group.add_argument("--allow-uncompressed", action="store_true", help="export a draft without its visual compressor")
-    group.add_argument("--converter", metavar="DIR", help="source folder of llama.cpp, whose converter is called")
-    group.add_argument("--license", help="SPDX identifier for the model card; default: not stated")
-    group.add_argument("--license-link", metavar="URL", help="URL of the license text")
-    group.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload the finished export")
-    group.add_argument("--private", action="store_true", help="with --push-to-hub: create a private repository")
+    add("--target-name", metavar="ID", help="name of the target in configs and serve commands; default: as it was loaded")
+    add("--report", metavar="DIR", help="measurements of the model card, such as RUN/checks/NAME; default: the run's own")
+    text = "write the target's token embedding too; default: if the format has it"
+    add("--embedding", action=argparse.BooleanOptionalAction, help=text)
+    add("--allow-unserved", action="store_true", help="export although no engine serves drafts for the target's family")
+    add("--allow-uncompressed", action="store_true", help="export a draft without its visual compressor")
+    add("--converter", metavar="DIR", help="source folder of llama.cpp, whose converter is called")
+    add("--license", help="SPDX identifier for the model card; default: not stated")
+    add("--license-link", metavar="URL", help="URL of the license text")
+    add("--push-to-hub", metavar="OWNER/NAME", help="upload the finished export")
+    add("--private", action="store_true", help="with --push-to-hub: create a private repository")
 
 
 def main() -> None:
@@ -106,68 +95,60 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    _check_args(args)
-    if args.inspect:
+    mode = next((name for name in MODES if getattr(args, name, None)), "export")
+    _check_args(args, mode)
+    if mode == "inspect":
         return _inspect(args)
-    _check_names(args)
+    _check_names(args, mode)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed if installed, which would probe for devices
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    if args.check:
-        return _check(args)
-    if args.serve_check:
-        return _serve_check(args)
-    return _import(args) if args.import_dir else _export(args)
+    return MODES[mode](args)
 
 
-def _check_args(args: argparse.Namespace) -> None:
+def _check_args(args: argparse.Namespace, mode: str) -> None:
     """Refuses contradictory options and options without effect."""
-    mode = args.check or args.inspect or args.import_dir
-    if args.source and mode:
+    if args.source and mode in ("check", "inspect", "import"):
         raise ValueError(f"{args.source}: --check, --inspect and --import already give a folder; give one folder only")
-    if not args.source and args.serve_check:
+    if not args.source and mode == "serve_check":
         raise ValueError(f"--serve-check {args.serve_check}: RUN is missing; give the run or draft that it was exported from")
-    if not args.source and not mode:
+    if not args.source and mode == "export":
         raise ValueError("give the folder of a run or draft with --format and --out, or --check, --inspect or --import DIR")
-    if not (args.check or args.inspect or args.serve_check or args.out):
+    if not args.out and mode in ("export", "import"):
         raise ValueError("--out: missing; give the folder to write")
-    if args.json and not (args.check or args.inspect):
-        raise ValueError("--json: has no effect without --check or --inspect")
-    if (args.levels or args.image_inputs or args.use_target_rope) and not args.import_dir:
-        raise ValueError("--levels, --image-inputs and --use-target-rope: have no effect without --import")
+    for modes, names in ONLY.items():
+        if mode not in modes and (given := [name for name in names if getattr(args, name) not in (None, False)]):
+            with_or_without = f"without {' or '.join(map(_option, modes))}" if mode == "export" else f"with {_option(mode)}"
+            raise ValueError(f"{_option(given[0])}: has no effect {with_or_without}")
     if args.private and not args.push_to_hub:
         raise ValueError("--private: has no effect without --push-to-hub")
-    if (mode or args.serve_check) and (given := [name for name in EXPORT_ONLY if getattr(args, name)]):
-        raise ValueError(f"{_option(given[0])}: has no effect with --check, --inspect, --import or --serve-check")
-    if not args.serve_check and (given := [name for name in SERVE_ONLY if getattr(args, name) is not None]):
-        raise ValueError(f"{_option(given[0])}: has no effect without --serve-check")
 
 
-def _check_names(args: argparse.Namespace) -> None:
+def _check_names(args: argparse.Namespace, mode: str) -> None:
     """Refuses an unknown format, a missing draft or target, or a wrong number before torch is imported; resolves the target.
 
     Raises:
         ValueError: the option, what is wrong, and the remedy.
     """
     args.target = args.target and path_of_target(args.target)
-    if (folder := args.check or args.import_dir) and not Path(folder).is_dir():
+    if mode in ("check", "import") and not Path(folder := getattr(args, mode)).is_dir():
         raise ValueError(f"{folder}: no such folder")
-    if args.import_dir and not args.target:
+    if mode == "import" and not args.target:
         raise ValueError("--target: missing; a draft is imported for one target: give its folder, hub id or name")
-    if args.serve_check:
+    if mode == "serve_check":
         _check_serve_args(args)
     if args.source:
         find_draft(args.source)
-    if args.source and not args.serve_check:
+    if mode == "export":
         if not args.format:
             raise ValueError(f"--format: missing; choose one of {', '.join(FORMATS)}")
         check_format(args.format)
-        if FORMATS[args.format].needs_converter and not args.converter:
-            raise ValueError(
-                f"--converter: missing; --format {args.format} calls llama.cpp's converter: give its source folder"
-            )
-        if args.converter and not FORMATS[args.format].needs_converter:
+        needs_converter = FORMATS[args.format].needs_converter
+        if needs_converter and not args.converter:
+            remedy = "give its source folder"
+            raise ValueError(f"--converter: missing; --format {args.format} calls llama.cpp's converter: {remedy}")
+        if args.converter and not needs_converter:
             raise ValueError(f"--converter: has no effect with --format {args.format}")
 
 
@@ -179,10 +160,10 @@ def _check_serve_args(args: argparse.Namespace) -> None:
         raise ValueError("--engine-python: missing; give the interpreter of an environment with vLLM")
     if args.page and (Path(args.page).suffix != ".html" or Path(args.page).is_dir()):
         raise ValueError(f"--page {args.page}: is no name of a page; give FILE.html")
-    for name in SERVE_NUMBERS:
+    for name, least in SERVE_NUMBERS.items():
         value = getattr(args, name)
-        if value is not None and value < (2 if name == "max_new_tokens" else 1):
-            raise ValueError(f"{_option(name)}: {value} is too small; give at least {2 if name == 'max_new_tokens' else 1}")
+        if value is not None and value < least:
+            raise ValueError(f"{_option(name)}: {value} is too small; give at least {least}")
 
 
 def _option(name: str) -> str:
@@ -272,17 +253,17 @@ def _import(args: argparse.Namespace) -> int:
     from checkpoints.export.formats.records import ImportOptions
     from checkpoints.export.importer import convert
 
-    levels = None
-    if args.levels:
-        try:
-            levels = tuple(int(part) for part in args.levels.split(","))
-        except ValueError as error:
-            raise ValueError(f"--levels {args.levels}: give three integers like 2,14,25") from error
+    try:
+        levels = tuple(int(level) for level in args.levels.split(",")) if args.levels else None
+    except ValueError as error:
+        raise ValueError(f"--levels {args.levels}: give three integers like 2,14,25") from error
     options = ImportOptions(levels=levels, image_inputs=args.image_inputs, use_target_rope=args.use_target_rope)
-    out = convert(args.import_dir, args.target, args.out, options, args.overwrite)
+    out = convert(getattr(args, "import"), args.target, args.out, options, args.overwrite)
     print(f"{out}: imported; measure it with sage-validate draft={out} target.path={args.target}")
     return cli.EXIT_DONE
 
+
+MODES = {"check": _check, "inspect": _inspect, "import": _import, "serve_check": _serve_check, "export": _export}
 
 if __name__ == "__main__":
     main()
