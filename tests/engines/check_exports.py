@@ -21,45 +21,34 @@ Work is divided among the cores: every core trains drafts in one process, then s
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import queue
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from engine_checks import DEPTH, Damage, Engine, Row, conclude, exported, new_parser, off_by_one_levels
 from safetensors.torch import load_file, save_file
-from transformers.utils import logging as transformers_logging
 
 import sage
 from benchmarks.engines.prompts import FAMILIES, pocket_prompts
-from checkpoints.export.configs import LEVELS_KEY
-from checkpoints.export.exporter import export
 from checkpoints.export.formats.registry import variants
-from checkpoints.export.result import ExportOptions
 from checkpoints.run_folder import DRAFT
 from sage.io.machine import available_cores, pin
-from sage.io.tables import markdown_table
 from train.serve_check.acceptance import Answers, decode_chain
-from train.serve_check.prompts import PROMPTS_FILE, write_prompts
-from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
+from train.serve_check.prompts import write_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"
-NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 16, 64, 3
-TOLERANCE = 0.01  # of the rounds
-MIN_LOSS = 0.05  # of the tokens accepted per round
-ACCEPTANCE = 0.05, 0.98  # of the first drafted token; outside, a check would not see differences
-COMPARED = ("texts equal", "rounds: ours", "vLLM", "accepted: ours", "vLLM")
+NUM_PROMPTS, MAX_NEW_TOKENS = 16, 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 TRAINING = (
@@ -86,7 +75,6 @@ class Case:
     """One export.
 
     Attributes:
-        damage: changes the export's folder.
         flavour: of the export; None: the first one that vLLM serves.
         is_control: vLLM must accept less than our decoder.
         is_released: vLLM without our plugin, whose rounds must differ.
@@ -95,7 +83,7 @@ class Case:
     run: str
     format: str
     dtype: str
-    damage: Callable[[Path], None] | None = None
+    damage: Damage | None = None
     is_control: bool = False
     is_released: bool = False
     flavour: str | None = None
@@ -106,14 +94,7 @@ class Case:
         return f"{self.run}-{self.format}-{self.dtype}{damage}{'-released' if self.is_released else ''}"
 
 
-def off_by_one_levels(folder: Path) -> None:
-    """Names the hidden states one layer below those that the draft was trained on, as SGLang's field does."""
-    config = json.loads((folder / "config.json").read_text())
-    config[LEVELS_KEY] = [level - 1 for level in config[LEVELS_KEY]]
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def absolute_d2t(folder: Path) -> None:
+def absolute_d2t(config: dict[str, Any], folder: Path) -> None:
     """Writes target ids instead of offsets, as far as their sums stay in the vocabulary: beyond it vLLM ends on a CPU."""
     tensors = load_file(folder / "model.safetensors")
     ids, size = torch.arange(len(tensors["d2t"])), len(tensors["t2d"])
@@ -121,11 +102,9 @@ def absolute_d2t(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def without_norm_output(folder: Path) -> None:
+def without_norm_output(config: dict[str, Any], folder: Path) -> None:
     """Leaves out that later levels read the normed output, which no tensor shows."""
-    config = json.loads((folder / "config.json").read_text())
     del config["norm_output"]
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 CASES = (
@@ -159,12 +138,41 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         runs = args.runs or Path(scratch) / "runs"
         train([run for run in dict.fromkeys(case.run for case in cases) if not (runs / run / DRAFT).is_dir()], runs)
-        with Lab(Path(scratch), runs, args.engine_python) as lab:
-            served = lab.serve(cases)
-            ours = {key: lab.decode(*key) for key in dict.fromkeys((case.run, case.dtype) for case in cases)}
-            theirs = [future.result() for future in served]
-    rows = [new_row(case, ours[case.run, case.dtype], one) for case, one in zip(cases, theirs, strict=True)]
+        rows = check(cases, Path(scratch), runs, args.engine_python)
     return conclude("engines", ["format", "draft", "vocabulary", "dtype"], rows, begin)
+
+
+def check(cases: Sequence[Case], scratch: Path, runs: Path, python: Path) -> list[Row]:
+    """Serves each case as soon as one of the engines, one per core, is free; decodes on our side meanwhile."""
+    target, cores = sage.load_target(TARGET, dtype=torch.float32), available_cores()
+    prompts, file = write_prompts(target, pocket_prompts(NUM_PROMPTS), scratch)
+    engines: queue.SimpleQueue[Engine] = queue.SimpleQueue()
+
+    def serve(case: Case) -> Answers | None:
+        engine, begin = engines.get(), time.monotonic()
+        kinds = (one for one in variants([case.format]) if "vLLM" in one.engines and case.flavour in (None, one.flavour))
+        draft, out = runs / case.run / DRAFT, scratch / case.name
+        try:
+            setting = exported(draft, TARGET, out, next(kinds), case.damage, DTYPES[case.dtype])
+            answers = engine.trace(setting, file, case.is_released)
+        finally:
+            engines.put(engine)
+        print(f"served {case.name}: {time.monotonic() - begin:.0f} s", flush=True)
+        return answers
+
+    def decode(run: str, dtype: str) -> Answers:
+        """Decodes all prompts with the trained draft, its weights rounded to `dtype`, on our side."""
+        draft = sage.load_draft(runs / run / DRAFT, target)
+        draft.to(DTYPES[dtype]).to(torch.float32)
+        return decode_chain(target, draft, prompts, DEPTH, MAX_NEW_TOKENS)
+
+    with ExitStack() as started, ThreadPoolExecutor(len(cores)) as threads:
+        for core in cores:
+            engines.put(started.enter_context(Engine(scratch / f"core_{core}", python, core, MAX_NEW_TOKENS)))
+        served = [threads.submit(serve, case) for case in cases]
+        ours = {key: decode(*key) for key in dict.fromkeys((case.run, case.dtype) for case in cases)}
+        theirs = [future.result() for future in served]
+    return [new_row(case, ours[case.run, case.dtype], one) for case, one in zip(cases, theirs, strict=True)]
 
 
 def new_row(case: Case, ours: Answers, theirs: Answers | None) -> Row:
@@ -174,16 +182,6 @@ def new_row(case: Case, ours: Answers, theirs: Answers | None) -> Row:
     draft = f"control: {draft}" if case.is_control else draft
     labels = [case.format, draft, "reduced" if case.run == "reduced" else "full", case.dtype]
     return Row(labels, ours, theirs, is_control=case.is_control, is_fault=case.is_released, by_number=True)
-
-
-def new_parser(description: str | None, names: Sequence[str]) -> argparse.ArgumentParser:
-    """Returns the options that checks of several cases have in common; makes transformers print errors only."""
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine-python", type=Path, required=True, help="interpreter of the environment with vLLM")
-    parser.add_argument("--only", nargs="*", choices=names, help="only these cases")
-    return parser
 
 
 def train(names: Sequence[str], runs: Path) -> None:
@@ -214,172 +212,6 @@ def train_one(name: str, runs: Path) -> str:
     begin = time.monotonic()
     run(compose(*TRAINING, *RUNS[name], f"run.dir={runs / name}"))
     return f"trained {name}: {time.monotonic() - begin:.0f} s"
-
-
-class Lab:
-    """Target, prompts, drafts, and one process of vLLM per core; a context manager.
-
-    Args:
-        scratch: receives prompts, exports and logs.
-        runs: folder of the training runs.
-        python: interpreter of the engine's environment.
-    """
-
-    def __init__(self, scratch: Path, runs: Path, python: Path) -> None:
-        self.scratch, self.runs, self.python = scratch, runs, python
-        self.target = sage.load_target(TARGET, dtype=torch.float32)
-        self.prompts, self.prompts_file = write_prompts(self.target, pocket_prompts(NUM_PROMPTS), scratch)
-        self._threads = ThreadPoolExecutor(len(available_cores()))
-        self._engines: queue.SimpleQueue[Engine] = queue.SimpleQueue()
-        self._started = ExitStack()
-
-    def __enter__(self) -> Lab:
-        for core in available_cores():
-            engine = Engine(self.scratch / f"core_{core}", self.python, core, MAX_NEW_TOKENS)
-            self._engines.put(self._started.enter_context(engine))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._started.close()
-
-    def serve(self, cases: Sequence[Case]) -> list[Future[Answers | None]]:
-        """Exports and serves each case as soon as an engine is free; None if vLLM fails."""
-        return [self._threads.submit(self._serve, case) for case in cases]
-
-    def decode(self, run: str, dtype: str) -> Answers:
-        """Decodes all prompts with the trained draft, its weights rounded to `dtype`, on our side."""
-        draft = sage.load_draft(self.runs / run / DRAFT, self.target)
-        draft.to(DTYPES[dtype]).to(torch.float32)
-        return decode_chain(self.target, draft, self.prompts, DEPTH, MAX_NEW_TOKENS)
-
-    def _serve(self, case: Case) -> Answers | None:
-        engine, begin = self._engines.get(), time.monotonic()
-        try:
-            answers = engine.trace(self._setting(case), self.prompts_file, case.is_released)
-        finally:
-            self._engines.put(engine)
-        print(f"served {case.name}: {time.monotonic() - begin:.0f} s", flush=True)
-        return answers
-
-    def _setting(self, case: Case) -> EngineSetting:
-        """Exports the draft of a case."""
-        folder = self.scratch / case.name
-        format_ = next(one for one in variants([case.format]) if "vLLM" in one.engines and case.flavour in (None, one.flavour))
-        options = ExportOptions(target=str(TARGET), dtype=DTYPES[case.dtype], flavour=format_.flavour)
-        export(self.runs / case.run / DRAFT, folder, case.format, options)
-        if case.damage:
-            case.damage(folder)
-        return EngineSetting(
-            target=str(TARGET),
-            draft=folder,
-            depth=DEPTH,
-            speculative=format_.vllm_options,
-            is_compiled=False,
-        )
-
-
-class Engine:
-    """vLLM in one process on one core, for the prompts of one target after the other; a context manager."""
-
-    def __init__(self, scratch: Path, python: Path, core: int, max_new_tokens: int) -> None:
-        self.scratch, self.python, self.core, self.max_new_tokens = scratch, python, core, max_new_tokens
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        self._process: VllmProcess | None = None
-        self._is_released = False
-        self.last_error = ""
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._process is not None:
-            self._process.__exit__(None, None, None)
-            self._process = None
-
-    def trace(self, setting: EngineSetting, prompts: Path, is_released: bool = False) -> Answers | None:
-        """Returns the answers of vLLM, `is_released` without our plugin; None if it fails, which is printed."""
-        file = self.scratch / f"served_{PROMPTS_FILE}"
-        shutil.copy(prompts, file)
-        if is_released is not self._is_released:
-            self.__exit__()
-        if self._process is None:
-            log, self._is_released = self.scratch / f"vllm-{time.monotonic_ns()}.log", is_released
-            options = {"max_new_tokens": self.max_new_tokens, "cores": [self.core], "is_released": is_released}
-            self._process = VllmProcess(self.python, file, log, **options)
-        try:
-            return trace(self._process, setting)
-        except EngineFailed as error:
-            print(error, flush=True)
-            self.last_error = str(error)
-            self.__exit__()
-            return None
-
-
-def trace(engine: VllmProcess, setting: EngineSetting) -> Answers:
-    """Returns the answers of vLLM, whose own metrics of each request must agree with what it emitted; raises EngineFailed."""
-    engine.load(setting)
-    answers = engine.trace()
-    for one in answers:  # the last round emits less than it accepts where the answer ends
-        assert [emitted - 1 for emitted in one["rounds"][:-1]] == one["accepted"][: len(one["rounds"]) - 1]
-    return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: the answers of both sides.
-
-    Attributes:
-        theirs: None if vLLM failed.
-        is_control: vLLM must accept less than our decoder.
-        is_fault: a fault of vLLM, whose rounds must differ from ours.
-        is_refused: whether vLLM refused, where it must.
-        by_number: rounds are compared by their number, not one by one.
-    """
-
-    labels: list[str]
-    ours: Answers
-    theirs: Answers | None
-    is_control: bool = False
-    is_fault: bool = False
-    is_refused: bool | None = None
-    by_number: bool = False
-
-    def problems(self) -> list[str]:
-        """Returns what is wrong."""
-        ours, theirs = self.ours, self.theirs
-        if self.is_refused is not None:
-            return [] if self.is_refused else ["vLLM does not refuse it"]
-        if theirs is None:
-            return ["vLLM failed, see above"]
-        found = [] if theirs.tokens == ours.tokens else ["other texts"]
-        if self.is_fault:
-            return [*found, *([] if theirs.rounds != ours.rounds else ["drafts as our decoder: the correction can go"])]
-        if self.is_control:
-            loss = 1 - sum(theirs.accepted) / sum(ours.accepted)
-            return [*found, *([] if loss >= MIN_LOSS else [f"vLLM accepts only {loss:.1%} less than our decoder"])]
-        if theirs.num_rounds != ours.num_rounds or not self.by_number and theirs.rounds != ours.rounds:
-            found.append(f"other rounds, {theirs.num_rounds} and {ours.num_rounds} with our decoder")
-        gap = max(abs(a - b) for a, b in zip(ours.accepted, theirs.accepted, strict=True))
-        found += [] if gap <= TOLERANCE else [f"acceptance by position differs by {gap:.3f}"]
-        lowest, highest = ACCEPTANCE
-        return [*found, *([] if lowest < ours.accepted[0] < highest else ["the draft's acceptance is too low or too high"])]
-
-    def cells(self) -> list[str]:
-        """Returns the labels, and the cells of `COMPARED`."""
-        ours, theirs = self.ours, self.theirs or Answers([[] for _ in self.ours.tokens], [], DEPTH)
-        same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True))
-        shares = [" ".join(f"{share:.3f}" for share in one.accepted) for one in (ours, theirs)]
-        return [*self.labels, f"{same}/{len(ours.tokens)}", str(ours.num_rounds), str(theirs.num_rounds), *shares]
-
-
-def conclude(what: str, head: Sequence[str], rows: Sequence[Row], begin: float) -> int:
-    """Prints the table, the result, and the seconds since `begin`; returns the exit code."""
-    print(markdown_table([*head, *COMPARED], [row.cells() for row in rows], "<"))
-    failures = [f"FAILED {' '.join(row.labels)}: {problem}" for row in rows for problem in row.problems()]
-    print("\n".join(failures) or f"{what}: all checks pass")
-    print(f"{time.monotonic() - begin:.0f} s")
-    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Each family has a small random target and an `eagle3` draft, trained on the target's own answers until some of its tokens are
 accepted. Its export is served by vLLM (float32, greedy, `DEPTH` drafted tokens per round) and compared with our policy `chain`
 of the same depth: the same token ids and rounds for every prompt, acceptance by position within the tolerance of
-check_exports.py. Prompts of a family with images have one each. LLaVA-OneVision is also the pocket target, and a small one in
+engine_checks.py. Prompts of a family with images have one each. LLaVA-OneVision is also the pocket target, and a small one in
 the published layout. Levels one too low are a negative control, which must be accepted less; without our plugin, vLLM must
 refuse what it cannot serve.
 
@@ -14,24 +14,21 @@ Evidence for `Family.served_by`: it names vLLM only where this check passes.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from check_exports import Engine, Row, conclude, new_parser, off_by_one_levels
+from engine_checks import DEPTH, Engine, Row, conclude, exported, new_parser, off_by_one_levels
 from layouts import LAYOUTS, PUBLISHED, save_target
 
 import sage
-from checkpoints.export.exporter import export
 from checkpoints.export.formats.registry import find_format
-from checkpoints.export.result import ExportOptions
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt
@@ -42,9 +39,8 @@ from train.distill.student import HeadStudent
 from train.distill.teacher import Teacher
 from train.serve_check.acceptance import Answers, decode_chain
 from train.serve_check.prompts import PROMPTS_FILE, write_prompts
-from train.serve_check.vllm_process import EngineSetting
 
-NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 8, 48, 3
+NUM_PROMPTS, MAX_NEW_TOKENS = 8, 48
 TRAIN_PROMPTS, STEPS, BATCH, LR = 32, 80, 8, 3e-3
 ONEVISION = "pocket_llava_onevision"
 REFUSAL = "Model does not support EAGLE3 interface"  # by vLLM as released
@@ -55,11 +51,9 @@ def main() -> int:
     """Builds, trains, exports, serves and compares; returns 0 if all checks pass."""
     parser = new_parser(__doc__, NAMES)
     parser.add_argument("--scratch", type=Path, help="folder of targets, exports and logs, kept; default: a temporary one")
-    args = parser.parse_args()
-    begin = time.monotonic()
+    args, begin = parser.parse_args(), time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
-        scratch = args.scratch or Path(temporary)
-        rows = check(args.only or NAMES, scratch, args.engine_python)
+        rows = check(args.only or NAMES, args.scratch or Path(temporary), args.engine_python)
     return conclude("families", ["target"], rows, begin)
 
 
@@ -72,43 +66,36 @@ def check(names: Sequence[str], scratch: Path, python: Path) -> list[Row]:
         pin(0, cores[:1])
         for name in names:
             begin = time.monotonic()
-            prepared = prepare(name, scratch / name)
+            ours = prepare(name, scratch / name)
             print(f"prepared {name}: {time.monotonic() - begin:.0f} s", flush=True)
-            served.append(threads.submit(serve, engine, prepared))
-            if name in FURTHER:
-                served.append(threads.submit(FURTHER[name], engine, prepared))
-        return [future.result() for future in served]
+            served.append(threads.submit(serve, engine, name, scratch / name, ours))
+        return [row for future in served for row in future.result()]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A target and the export of a draft in `folder`, and our decoder's answers."""
-
-    name: str
-    folder: Path
-    ours: Answers
-
-    def setting(self, export: str = "export") -> EngineSetting:
-        """Returns the setting that serves an export."""
-        return EngineSetting(
-            target=str(self.folder / "target"),
-            draft=self.folder / export,
-            depth=DEPTH,
-            speculative=find_format("eagle3").vllm_options,
-            is_compiled=False,
-        )
-
-
-def prepare(name: str, folder: Path) -> Prepared:
-    """Builds the target, trains its draft on its own answers, exports it, and decodes the prompts."""
+def prepare(name: str, folder: Path) -> Answers:
+    """Builds the target, trains its draft on its own answers, and decodes the prompts."""
     target = save_target(name, folder / "target")
     draft = train_draft(target, folder)
     draft.save_pretrained(folder / "draft")
-    options = ExportOptions(target=str(folder / "target"), dtype=torch.float32, allow_unserved=True)
-    export(folder / "draft", folder / "export", "eagle3", options)
     count = NUM_PROMPTS if name in LAYOUTS else 2 * NUM_PROMPTS
     prompts, _ = write_prompts(target, questions(_kind(target), "test", count), folder)
-    return Prepared(name, folder, decode_chain(target, draft.eval(), prompts, DEPTH, MAX_NEW_TOKENS))
+    return decode_chain(target, draft.eval(), prompts, DEPTH, MAX_NEW_TOKENS)
+
+
+def serve(engine: Engine, name: str, folder: Path, ours: Answers) -> list[Row]:
+    """Serves a family's draft, a control with levels one too low, and without our plugin, which vLLM must refuse."""
+    begin, eagle3, file = time.monotonic(), find_format("eagle3"), folder / PROMPTS_FILE
+    setting = exported(folder / "draft", folder / "target", folder / "export", eagle3)
+    rows = [Row([name], ours, engine.trace(setting, file))]
+    if name == ONEVISION:
+        control = exported(folder / "draft", folder / "target", folder / "control", eagle3, off_by_one_levels)
+        label = f"control: {name}, {off_by_one_levels.__name__}"
+        rows.append(Row([label], ours, engine.trace(control, file), is_control=True))
+    if name == PUBLISHED:
+        released = engine.trace(setting, file, is_released=True)
+        rows.append(Row([f"{name}, vLLM as released"], ours, released, is_refused=REFUSAL in engine.last_error))
+    print(f"served {name}: {time.monotonic() - begin:.0f} s; {' | '.join(rows[0].cells()[1:])}", flush=True)
+    return rows
 
 
 def questions(kind: str, split: str, count: int) -> list[Conversation]:
@@ -162,32 +149,6 @@ def answered(target: sage.Target, prompt: BenchPrompt) -> dict[str, Any]:
     tokens = {key: value[0] for key, value in target.family.token_inputs(ids[None]).items()}
     return {"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(question), **tokens, **row}
 
-
-def serve(engine: Engine, prepared: Prepared) -> Row:
-    """Serves a family's export."""
-    begin = time.monotonic()
-    row = Row([prepared.name], prepared.ours, engine.trace(prepared.setting(), prepared.folder / PROMPTS_FILE))
-    print(f"served {prepared.name}: {time.monotonic() - begin:.0f} s; {' | '.join(row.cells()[1:])}", flush=True)
-    return row
-
-
-def serve_control(engine: Engine, prepared: Prepared) -> Row:
-    """Serves the export with levels one too low."""
-    folder = prepared.folder / "control"
-    shutil.copytree(prepared.folder / "export", folder)
-    off_by_one_levels(folder)
-    theirs = engine.trace(prepared.setting(folder.name), prepared.folder / PROMPTS_FILE)
-    return Row([f"control: {prepared.name}, {off_by_one_levels.__name__}"], prepared.ours, theirs, is_control=True)
-
-
-def serve_released(engine: Engine, prepared: Prepared) -> Row:
-    """Serves the export without our plugin, which vLLM must refuse."""
-    theirs = engine.trace(prepared.setting(), prepared.folder / PROMPTS_FILE, is_released=True)
-    label = f"{prepared.name}, vLLM as released"
-    return Row([label], prepared.ours, theirs, is_refused=REFUSAL in engine.last_error)
-
-
-FURTHER = {ONEVISION: serve_control, PUBLISHED: serve_released}
 
 if __name__ == "__main__":
     sys.exit(main())

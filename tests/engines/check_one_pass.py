@@ -3,7 +3,7 @@
 DFlash and P-EAGLE drafts are trained on the targets' own answers: text prompts for the pocket Qwen2.5-VL, prompts with an image
 each for a small random LLaVA-1.5, whose positions count along the stream. Each is exported, served by vLLM (float32, greedy,
 `DEPTH` drafted tokens per round) and compared with our policy `chain`: the same texts and rounds, acceptance by position within
-the tolerance of check_exports.py, by vLLM's own metrics of each request. Negative controls are exports that vLLM loads without
+the tolerance of engine_checks.py, by vLLM's own metrics of each request. Negative controls are exports that vLLM loads without
 a word: levels in the other convention, the other causality, a foreign lm_head. They must be accepted less.
 
 vLLM 0.32 for CPUs applies the k_norm of the first layer to the context of all layers (tests/engines/vllm_k_norm.md): `fault`
@@ -15,28 +15,25 @@ sliding and full attention need the V2 model runner, which needs Triton; images 
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import check_families as families
 import torch
-from check_exports import Engine, Row, conclude, new_parser
 from check_families import MAX_NEW_TOKENS, answers_to, questions
+from engine_checks import DEPTH, Damage, Engine, Row, conclude, exported, new_parser
 from layouts import POCKET, TEXT, save_target
 from safetensors.torch import load_file, save_file
 
 import sage
-from checkpoints.export.exporter import export
 from checkpoints.export.formats.registry import find_format
-from checkpoints.export.result import ExportOptions
 from sage.drafts.registry import draft_kind
 from sage.io.machine import available_cores
 from train.config.schema import ObjectiveConfig
@@ -45,7 +42,7 @@ from train.serve_check.acceptance import Answers, decode_chain
 from train.serve_check.prompts import PROMPTS_FILE, write_prompts
 from train.serve_check.vllm_process import EngineSetting
 
-DEPTH, BLOCK = 3, 4
+BLOCK = 4
 STEPS, ANCHORS = 120, 12
 TRAIN_PROMPTS = 32
 NUM_PROMPTS = {"qwen2_5_vl": 48, "llava": 8}  # answers to texts are short
@@ -60,9 +57,6 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> kind, options
     "peagle": ("peagle", {"block_size": BLOCK, "image_inputs": "token"}),
     "peagle2": ("peagle", {"block_size": BLOCK, "image_inputs": "token", "num_layers": 2}),
 }
-
-
-# -- damages ---------------------------------------------------------------------------------------------------------------
 
 
 def other_convention(config: dict[str, Any], folder: Path) -> None:
@@ -98,20 +92,14 @@ class Case:
     draft: str
     format: str
     flavour: str | None = None
-    damage: Callable[[dict[str, Any], Path], None] | None = None
+    damage: Damage | None = None
     is_fault: bool = False
     is_extra: bool = False
 
     @property
     def name(self) -> str:
-        parts = (
-            self.target,
-            self.draft,
-            self.flavour,
-            self.damage and self.damage.__name__,
-            "fault" if self.is_fault else None,
-        )
-        return "-".join(part for part in parts if part)
+        damage, fault = self.damage and self.damage.__name__, "fault" if self.is_fault else None
+        return "-".join(word for word in (self.target, self.draft, self.flavour, damage, fault) if word)
 
 
 CASES = (
@@ -157,8 +145,8 @@ class World:
 
     target: sage.Target
     folder: Path
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    prompts: list[Any] = field(default_factory=list)
+    rows: list[dict[str, Any]]
+    prompts: list[Any]
 
 
 class Lab:
@@ -166,19 +154,17 @@ class Lab:
 
     def __init__(self, scratch: Path, engine: Engine) -> None:
         self.scratch, self.engine = scratch, engine
-        self.world = cache(self._world)
-        self.draft = cache(self._draft)
-        self.ours = cache(self._ours)
+        self.world, self.ours = cache(self._world), cache(self._ours)
 
     def _world(self, name: str) -> World:
         folder = self.scratch / name
         target = save_target({"qwen2_5_vl": POCKET.name}.get(name, name), folder / "target")
-        made = World(target, folder)
-        made.rows = answers_to(target, questions(FAMILY[name], "train", TRAIN_PROMPTS), folder / "training")
-        made.prompts, _ = write_prompts(target, questions(FAMILY[name], "test", NUM_PROMPTS[name]), folder)
-        return made
+        rows = answers_to(target, questions(FAMILY[name], "train", TRAIN_PROMPTS), folder / "training")
+        prompts, _ = write_prompts(target, questions(FAMILY[name], "test", NUM_PROMPTS[name]), folder)
+        return World(target, folder, rows, prompts)
 
-    def _draft(self, target: str, name: str) -> Any:
+    def _ours(self, target: str, name: str) -> Answers:
+        """Trains and saves a draft; returns our decoder's answers with it."""
         begin, made = time.monotonic(), self.world(target)
         kind, options = DRAFTS[name]
         draft = train(made, kind, dict(options))
@@ -186,46 +172,21 @@ class Lab:
             set_key_norms(draft, name == "tied")
         draft.save_pretrained(made.folder / f"{name}-draft")
         print(f"trained {target}-{name}: {time.monotonic() - begin:.0f} s", flush=True)
-        return draft
+        return decode_chain(made.target, draft, made.prompts, DEPTH, MAX_NEW_TOKENS)
 
-    def _ours(self, target: str, name: str) -> Answers:
-        made = self.world(target)
-        return decode_chain(made.target, self.draft(target, name), made.prompts, DEPTH, MAX_NEW_TOKENS)
-
-    def prepare(self, case: Case) -> Path:
+    def prepare(self, case: Case) -> EngineSetting:
         """Exports the draft of a case and damages the export."""
-        made = self.world(case.target)
+        folder, format_ = self.world(case.target).folder, find_format(case.format, case.flavour)
         self.ours(case.target, case.draft)
-        out = made.folder / case.name
-        options = ExportOptions(
-            target=str(made.folder / "target"), dtype=torch.float32, flavour=case.flavour, allow_unserved=True
-        )
-        export(made.folder / f"{case.draft}-draft", out, case.format, options)
-        if case.damage is not None:
-            config = json.loads((out / "config.json").read_text())
-            case.damage(config, out)
-            (out / "config.json").write_text(json.dumps(config))
-        return out
+        draft, out = folder / f"{case.draft}-draft", folder / case.name
+        return exported(draft, folder / "target", out, format_, case.damage, max_model_len=1024)
 
-    def serve(self, case: Case, folder: Path) -> Row:
+    def serve(self, case: Case, setting: EngineSetting) -> Row:
         """Serves a case."""
-        begin, made = time.monotonic(), self.world(case.target)
-        setting = EngineSetting(
-            target=str(made.folder / "target"),
-            draft=folder,
-            depth=DEPTH,
-            speculative=find_format(case.format, case.flavour).vllm_options,
-            max_model_len=1024,
-            is_compiled=False,
-        )
-        kind = "control: " if case.damage else "fault: " if case.is_fault else ""
-        row = Row(
-            [f"{kind}{case.name}", case.format],
-            self.ours(case.target, case.draft),
-            self.engine.trace(setting, made.folder / PROMPTS_FILE),
-            is_control=case.damage is not None,
-            is_fault=case.is_fault,
-        )
+        begin, kind = time.monotonic(), "control: " if case.damage else "fault: " if case.is_fault else ""
+        labels, ours = [f"{kind}{case.name}", case.format], self.ours(case.target, case.draft)
+        theirs = self.engine.trace(setting, self.world(case.target).folder / PROMPTS_FILE)
+        row = Row(labels, ours, theirs, is_control=case.damage is not None, is_fault=case.is_fault)
         print(f"served {case.name}: {time.monotonic() - begin:.0f} s; {' | '.join(row.cells()[2:])}", flush=True)
         return row
 

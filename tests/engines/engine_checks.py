@@ -1,0 +1,171 @@
+"""What the checks of vLLM have in common: exports as it serves them, vLLM in a process, and the table that compares it with our
+decoder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from checkpoints.export.configs import LEVELS_KEY
+from checkpoints.export.exporter import export
+from checkpoints.export.formats.base import ExportFormat
+from checkpoints.export.result import ExportOptions
+from sage.io.tables import markdown_table
+from train.serve_check.acceptance import Answers
+from train.serve_check.prompts import PROMPTS_FILE
+from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
+
+DEPTH = 3  # drafted tokens per round
+TOLERANCE = 0.01  # of the rounds
+MIN_LOSS = 0.05  # of the tokens accepted per round
+ACCEPTANCE = 0.05, 0.98  # of the first drafted token; outside, a check would not see differences
+COMPARED = ("texts equal", "rounds: ours", "vLLM", "accepted: ours", "vLLM")
+Damage = Callable[[dict[str, Any], Path], None]  # changes the config.json of an export, or other files of its folder
+
+
+def new_parser(description: str | None, names: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the options that checks of several cases have in common; makes transformers print errors only."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine-python", type=Path, required=True, help="interpreter of the environment with vLLM")
+    parser.add_argument("--only", nargs="*", choices=names, help="only these cases")
+    return parser
+
+
+def exported(
+    draft: Path,
+    target: Path,
+    out: Path,
+    format_: ExportFormat,
+    damage: Damage | None = None,
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int = 2048,
+) -> EngineSetting:
+    """Exports a draft and damages the export; returns the setting that serves it."""
+    options = ExportOptions(target=str(target), dtype=dtype, flavour=format_.flavour, allow_unserved=True)
+    export(draft, out, format_.name, options)
+    if damage is not None:
+        config = json.loads((out / "config.json").read_text())
+        damage(config, out)
+        (out / "config.json").write_text(json.dumps(config))
+    sizes = {"depth": DEPTH, "max_model_len": max_model_len}
+    return EngineSetting(target=str(target), draft=out, speculative=format_.vllm_options, is_compiled=False, **sizes)
+
+
+def off_by_one_levels(config: dict[str, Any], folder: Path) -> None:
+    """Names the hidden states one layer below those that the draft was trained on, as SGLang's field does."""
+    config[LEVELS_KEY] = [level - 1 for level in config[LEVELS_KEY]]
+
+
+class Engine:
+    """vLLM in one process on one core, for the prompts of one target after the other; a context manager."""
+
+    def __init__(self, scratch: Path, python: Path, core: int, max_new_tokens: int) -> None:
+        self.scratch, self.python, self.core, self.max_new_tokens = scratch, python, core, max_new_tokens
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        self._process: VllmProcess | None = None
+        self._is_released = False
+        self.last_error = ""
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process is not None:
+            self._process.__exit__(None, None, None)
+            self._process = None
+
+    def trace(self, setting: EngineSetting, prompts: Path, is_released: bool = False) -> Answers | None:
+        """Returns the answers of vLLM, `is_released` without our plugin; None if it fails, which is printed."""
+        file = self.scratch / f"served_{PROMPTS_FILE}"
+        shutil.copy(prompts, file)
+        if is_released is not self._is_released:
+            self.__exit__()
+        if self._process is None:
+            log, self._is_released = self.scratch / f"vllm-{time.monotonic_ns()}.log", is_released
+            options = {"max_new_tokens": self.max_new_tokens, "cores": [self.core], "is_released": is_released}
+            self._process = VllmProcess(self.python, file, log, **options)
+        try:
+            return trace(self._process, setting)
+        except EngineFailed as error:
+            print(error, flush=True)
+            self.last_error = str(error)
+            self.__exit__()
+            return None
+
+
+def trace(engine: VllmProcess, setting: EngineSetting) -> Answers:
+    """Returns the answers of vLLM, whose own metrics of each request must agree with what it emitted; raises EngineFailed."""
+    engine.load(setting)
+    answers = engine.trace()
+    for one in answers:  # the last round emits less than it accepts where the answer ends
+        assert [emitted - 1 for emitted in one["rounds"][:-1]] == one["accepted"][: len(one["rounds"]) - 1]
+    return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: the answers of both sides.
+
+    Attributes:
+        theirs: None if vLLM failed.
+        is_control: vLLM must accept less than our decoder.
+        is_fault: a fault of vLLM, whose rounds must differ from ours.
+        is_refused: whether vLLM refused, where it must.
+        by_number: rounds are compared by their number, not one by one.
+    """
+
+    labels: list[str]
+    ours: Answers
+    theirs: Answers | None
+    is_control: bool = False
+    is_fault: bool = False
+    is_refused: bool | None = None
+    by_number: bool = False
+
+    def problems(self) -> list[str]:
+        """Returns what is wrong."""
+        ours, theirs = self.ours, self.theirs
+        if self.is_refused is not None:
+            return [] if self.is_refused else ["vLLM does not refuse it"]
+        if theirs is None:
+            return ["vLLM failed, see above"]
+        found = [] if theirs.tokens == ours.tokens else ["other texts"]
+        if self.is_fault:
+            return [*found, *([] if theirs.rounds != ours.rounds else ["drafts as our decoder: the correction can go"])]
+        if self.is_control:
+            loss = 1 - sum(theirs.accepted) / sum(ours.accepted)
+            return [*found, *([] if loss >= MIN_LOSS else [f"vLLM accepts only {loss:.1%} less than our decoder"])]
+        if theirs.num_rounds != ours.num_rounds or not self.by_number and theirs.rounds != ours.rounds:
+            found.append(f"other rounds, {theirs.num_rounds} and {ours.num_rounds} with our decoder")
+        gap = max(abs(a - b) for a, b in zip(ours.accepted, theirs.accepted, strict=True))
+        found += [] if gap <= TOLERANCE else [f"acceptance by position differs by {gap:.3f}"]
+        lowest, highest = ACCEPTANCE
+        return [*found, *([] if lowest < ours.accepted[0] < highest else ["the draft's acceptance is too low or too high"])]
+
+    def cells(self) -> list[str]:
+        """Returns the labels, and the cells of `COMPARED`."""
+        ours, theirs = self.ours, self.theirs or Answers([[] for _ in self.ours.tokens], [], DEPTH)
+        same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True))
+        shares = [" ".join(f"{share:.3f}" for share in one.accepted) for one in (ours, theirs)]
+        return [*self.labels, f"{same}/{len(ours.tokens)}", str(ours.num_rounds), str(theirs.num_rounds), *shares]
+
+
+def conclude(what: str, head: Sequence[str], rows: Sequence[Row], begin: float) -> int:
+    """Prints the table, the result, and the seconds since `begin`; returns the exit code."""
+    print(markdown_table([*head, *COMPARED], [row.cells() for row in rows], "<"))
+    failures = [f"FAILED {' '.join(row.labels)}: {problem}" for row in rows for problem in row.problems()]
+    print("\n".join(failures) or f"{what}: all checks pass")
+    print(f"{time.monotonic() - begin:.0f} s")
+    return 1 if failures else 0
