@@ -12,8 +12,8 @@ import torch
 import yaml
 from support.export_helpers import edit_json, save_draft
 from support.fake_vllm import install_fake_vllm
+from support.made_pages import NUM_TOKENS, made_check
 from support.messages import check_message, refused
-from support.serve_pages import NUM_TOKENS, made_check
 from support.traces import HOSTILE
 from support.train_helpers import make_target
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.slow_trees import SlowTree, add_next_level
-from support.toy_helpers import make_policy
+from support.toy_helpers import SlowTree, add_next_level, make_policy
 
 from sage.planning.base import Policy
 from sage.planning.tree import DROPPED, NextLevel, Tree, TreeBuilder

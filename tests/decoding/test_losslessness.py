@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from support.models import MAKERS, OracleSession, greedy_text, in_float64, make_inputs
-from support.slow_trees import SlowTree
 from support.toy_helpers import (
     EOS,
     PLAIN,
@@ -19,6 +18,7 @@ from support.toy_helpers import (
     VOCABULARY,
     Context,
     Distribution,
+    SlowTree,
     distance,
     drafted_tree,
     make_policy,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.messages import refused
-from support.slow_trees import SlowTree, add_next_level, paths_of
+from support.toy_helpers import SlowTree, add_next_level, paths_of
 
 import sage
 from sage.planning.base import Policy

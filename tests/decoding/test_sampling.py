@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.messages import refused
 from support.models import OracleSession, greedy_text, in_float64, make_inputs, make_qwen
 from support.processors import make_processor
-from support.slow_trees import tree_of
+from support.toy_helpers import tree_of
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import sage

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support.models import in_float64, make_inputs
-from support.slow_trees import tree_of
 from support.toy_helpers import (
     PROMPT,
     VOCABULARY,
@@ -24,6 +23,7 @@ from support.toy_helpers import (
     target_probs,
     toy_answer,
     toy_request,
+    tree_of,
 )
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 

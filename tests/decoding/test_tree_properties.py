@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import MAKERS, followed_by, in_float64, make_inputs
 from support.pass_helpers import tree_pass
-from support.slow_trees import SlowTree
-from support.toy_helpers import probability, target_probs
+from support.toy_helpers import SlowTree, probability, target_probs
 
 import sage
 from sage.decoding.sampling import Sampling, TargetSampler

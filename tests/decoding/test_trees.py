@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from support.messages import refused
-from support.slow_trees import grow_fully, paths_of, tree_of
+from support.toy_helpers import grow_fully, paths_of, tree_of
 
 import sage
 from sage.decoding.verify import accept

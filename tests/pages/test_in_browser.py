@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import browser as browsers
 from support.browser import Browser
-from support.hostile_pages import hostile_pages
+from support.made_pages import hostile_pages
 from support.traces import HOSTILE, made_trace
 
 from sage.replay.trace_page import Trace

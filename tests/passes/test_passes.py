@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.kernel_layouts import use_cuda_layouts
+from support.family_passes import use_cuda_layouts
 from support.messages import refused
 from support.models import EAGLE_3_1, in_float64, make_llava, make_qwen, near_draft
 from support.pass_helpers import answer, capture_with, head, run_chain, slow_except, without_compiler

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from support.models import followed_by
 from support.pass_helpers import tree_pass
-from torch import Tensor
+from torch import Tensor, nn
 
 import sage
 from sage.inputs.format import Inputs
@@ -55,3 +56,21 @@ def paths(target: sage.Target, inputs: Inputs) -> Tensor:
         states = hidden_states(target, followed_by(target, inputs, TREE.tokens[nodes]))[-1][0, -len(nodes) :]
         found |= dict(zip(nodes.tolist(), states, strict=True))
     return torch.stack([found[node] for node in range(len(TREE))])
+
+
+def use_cuda_layouts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Makes attention return results in the layout of CUDA's fused kernels; returns the list of their shapes, which grows.
+
+    These kernels allocate a result as [B, queries, heads, d] and return it transposed (torch 2.13:
+    `meta__scaled_dot_product_efficient_attention` in torch/_meta_registrations.py). A `view` that merges heads and queries
+    raises.
+    """
+    attend, shapes = nn.functional.scaled_dot_product_attention, []
+
+    def transposed(*args: Any, **options: Any) -> Tensor:
+        out = attend(*args, **options)
+        shapes.append(out.shape)
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", transposed)
+    return shapes

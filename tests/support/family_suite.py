@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers
 from support.data_helpers import assistant, train_step
-from support.family_passes import TREE, between_media, hidden_states, paths, tree
-from support.kernel_layouts import use_cuda_layouts
+from support.family_passes import TREE, between_media, hidden_states, paths, tree, use_cuda_layouts
 from support.models import OracleSession, cut, greedy_text, in_double, random_draft, text_sizes
 from support.processors import byte_tokenizer_of, image_part, random_image, user
 from support.toy_helpers import make_policy

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from train.config.schema import Config
     from train.launch.ranks import Ranks
+    from train.plan.estimate import LaunchPlan
     from train.validation.validate import Validate
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,23 @@ def configured(target: Path, run: Path, *overrides: str) -> Config:
     one_rank = ["deepspeed=zero0", "launch.device=cpu"]
     config: Config = compose("config", [*command(target, run), *one_rank, *overrides], Config)
     return config
+
+
+def configure(*overrides: str) -> Config:
+    """The configuration of a run that is planned and not started."""
+    from train.config.hydra_app import compose
+    from train.config.schema import Config
+
+    draft = [] if any(word.startswith(("draft=", "experiment=")) for word in overrides) else ["draft=eagle"]
+    config: Config = compose("config", ["launch.plan=true", "data.path=/no/data", *draft, *overrides], Config)
+    return config
+
+
+def big(target: str, *overrides: str) -> LaunchPlan:
+    """The plan of a run on a published target."""
+    from train.plan.search import plan
+
+    return plan(configure(f"target={target}", "data=llava_instruct", *overrides))
 
 
 def draft_weights(run: Path) -> dict[str, torch.Tensor]:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.messages import refused
-from support.plans import configure
-from support.train_helpers import command
+from support.train_helpers import command, configure
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from support.messages import refused
 from support.models import make_qwen, padded_batch
-from support.plans import configure
-from support.train_helpers import configured, draft_weights, metrics, train_quickly
+from support.train_helpers import configure, configured, draft_weights, metrics, train_quickly
 
 import sage
 from sage.drafts.model import shallow_model

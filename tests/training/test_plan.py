@@ -14,7 +14,7 @@ import torch
 from support.compressor_helpers import COMPRESSORS
 from support.messages import refused
 from support.models import EAGLE_3_1, make_qwen
-from support.plans import big, configure
+from support.train_helpers import big, configure
 
 import sage
 from data_prep.config import DataConfig

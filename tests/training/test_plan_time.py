@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.plans import big, configure
+from support.train_helpers import big, configure
 
 from train.config.schema import ShardOver
 from train.config.sharding import sharding_ranks, validation_line

@@ -1,22 +1,43 @@
-"""One page of every kind, in which every name and text is hostile."""
+"""Pages made by hand, without a model and an engine, in which every name and text can be hostile."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from support.data_helpers import assistant, make_image, make_processor, user
 from support.reports import example_report
-from support.serve_pages import made_check
-from support.traces import HOSTILE, made_trace
+from support.traces import HOSTILE, Words, made_trace
 
 from data_prep.chat import build_example
 from data_prep.conversation import Conversation
 from data_prep.tools.stats import measure, render_html
 from sage.bench.measurement import BenchPrompt
 from train.report import plots
+from train.serve_check.acceptance import Answers, Measured
+from train.serve_check.page import AskedPrompt, render_check
 from train.validation.traces import PromptTrace
 from train.validation.validate import write
+
+NAMED = ("draft", "export", "target", "engine")
+DEPTH, LENGTH = 3, 30
+OURS = [4, 1, 2, 3, 1, 4, 4, 2, 1, 3, 4]  # tokens per round
+THEIRS = [4, 1, 2, 1, 2, 1, 4, 4, 2, 1, 3, 4]  # three tokens by two rounds
+NUM_TOKENS = 3  # of the rounds of an answer that differ
+
+
+def made_check(texts: Sequence[str], fault: str = "engine bad: <b>") -> str:
+    """The page with a prompt for every text, in which the engine emits tokens 8 to 10 by two rounds."""
+    asked = []
+    for text in texts:
+        content = [{"type": "image", "image": make_image()}, {"type": "text", "text": text}]
+        talk = [{"role": "user", "content": content}]
+        asked.append(AskedPrompt.of(BenchPrompt(name=text, family=text, inputs={}, messages=talk)))
+    tokens = [list(range(LENGTH))] * len(texts)
+    ours, theirs = (Answers(tokens, [rounds] * len(texts), DEPTH) for rounds in (OURS, THEIRS))
+    rows = Measured(ours, ours, theirs, ours).rows("vLLM")
+    return render_check(rows, [fault], asked, Words(texts), dict.fromkeys(NAMED, texts[0]))
 
 
 def data_page() -> str:
