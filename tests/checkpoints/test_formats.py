@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.export_helpers import LEVELS, edit_json, export_draft, make_draft, outputs, save_target
+from support.export_helpers import edit_json, export_draft, make_draft, outputs, save_target
 from support.messages import check_message, refused
-from torch import Tensor
 
 import sage
 from checkpoints.export.checks import check_folder
-from checkpoints.export.configs import EngineConfig, TensorSpec, TensorSpecs, head_specs, layer_config
+from checkpoints.export.configs import EngineConfig
 from checkpoints.export.format_checks import LAYER_CHECKS, check_tensors
-from checkpoints.export.formats.base import CheckInput, ExportFormat, fixed_batch
+from checkpoints.export.formats.base import CheckInput
+from checkpoints.export.formats.eagle3 import Eagle3Format
 from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions, Obstacle
 from checkpoints.export.formats.registry import FORMATS, load_format
 from checkpoints.export.target import TargetFacts
-from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sage.drafts.registry import KINDS
 from train.serve_check.check import check_served
 
@@ -32,25 +31,18 @@ def block_size(given: CheckInput) -> Iterator[Finding]:
         yield Finding("block_size", "missing", "the engine drafts one token per round")
 
 
-class BlockFormat(ExportFormat):
+class BlockFormat(Eagle3Format):
     """EAGLE-3 drafts under names of their own, for an engine that needs a field of its own."""
 
-    draft = Eagle3Draft
     checks = (*LAYER_CHECKS, block_size, check_tensors)
-    expressed = ("feature_levels", "draft_vocab_size", "norm_before_residual")
-    own_layer, layer = "midlayer.", "block."
+    layer = "block."
+    engine_class = "BlockDraftModel"
     method = "block"
     output = "block"
-
-    engine_class = "BlockDraftModel"
-
-    @property
-    def vllm_options(self) -> dict[str, Any]:
-        return {"method": self.method, "parallel_drafting": True}
+    vllm_options = {"method": method, "parallel_drafting": True}
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-        classes = {"architectures": [self.engine_class], "model_type": "llama"}
-        return {**classes, **layer_config(draft, facts), "block_size": 4, "dtype": str(dtype).removeprefix("torch.")}
+        return super().config(draft, facts, dtype) | {"block_size": 4}
 
     def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:
         if draft.image_inputs != "token":
@@ -58,26 +50,6 @@ class BlockFormat(ExportFormat):
 
     def recognizes(self, config: EngineConfig) -> bool:
         return self.engine_class in config.classes
-
-    def specs(self, config: EngineConfig) -> TensorSpecs | None:
-        if config.sizes is None:
-            return None
-        hidden, inner, vocab, queries, keys = config.sizes
-        sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), (queries // 8, keys // 8), strict=True))
-        draft = Eagle3Draft(Eagle3Config(hidden_size=hidden, intermediate_size=inner, vocab_size=vocab, head_dim=8, **sizes))
-        shapes = self.tensors(draft.state_dict(), torch.float32)
-        return head_specs(config, config.sizes, 3) | {name: TensorSpec(tuple(one.shape)) for name, one in shapes.items()}
-
-    def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> Eagle3Config:
-        config = given.config
-        keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-        sizes = {key: config.size(key) for key in keys} | {"rms_norm_eps": config.get("rms_norm_eps")}
-        made_for = {"target": facts.fingerprint, "image_inputs": "token", "feature_levels": LEVELS, **facts.rope.fields}
-        return Eagle3Config(**sizes, **made_for, max_position_embeddings=facts.max_position_embeddings)
-
-    def outputs(self, draft: Any) -> Tensor:
-        embeds, levels, positions = fixed_batch(draft)
-        return draft(embeds, draft.fc(levels), positions)
 
 
 ROW = FormatRow(name="block", home=f"{__name__}:BlockFormat", engines={None: ("vLLM",)}, imports="block")

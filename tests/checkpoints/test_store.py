@@ -200,12 +200,6 @@ def test_uncommitted_states_are_ignored(tmp_path: Path) -> None:
     assert list(store.begin(2).iterdir()) == []  # the next attempt starts clean
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    store = StateStore(tmp_path)
-    save(store, 1, "old")
-    assert (save(store, 1, "new") / "a.bin").read_text() == "new"
-
-
 @pytest.mark.parametrize(
     ("corrupt", "parts"),
     [

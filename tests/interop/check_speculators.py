@@ -53,20 +53,12 @@ def main() -> int:
     """Runs every check; returns 0 if all pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = [POCKET / "pocket_qwen2_5_vl", POCKET / "pocket_llava_onevision"]
-    parser.add_argument(
-        "--targets",
-        nargs="*",
-        type=Path,
-        default=default,
-        help="target folders; default: Qwen2.5-VL's and LLaVA-OneVision's pocket targets",
-    )
-    parser.add_argument(
-        "--shape-7b", action="store_true", help="also a draft of the exact shape of Qwen2.5-VL-7B (15 GB of memory)"
-    )
+    text = "target folders; default: Qwen2.5-VL's and LLaVA-OneVision's pocket targets"
+    parser.add_argument("--targets", nargs="*", type=Path, default=default, help=text)
+    text = "also a draft of the exact shape of Qwen2.5-VL-7B (15 GB of memory)"
+    parser.add_argument("--shape-7b", action="store_true", help=text)
     args = parser.parse_args()
-    package_logger.remove()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    silence()
     for folder in args.targets:
         target = sage.Target(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32))
         for share in (None, 3):
@@ -74,7 +66,8 @@ def main() -> int:
             draft = noisy(sage.new_draft(target, "eagle3", seed=1, vocabulary=ids, feature_levels=levels_of(target)))
             what = "full" if share is None else f"{len(ids)} of {target.vocab_size}"
             run_case(f"{folder.name}, vocabulary {what}", draft, folder)
-        run_case(f"{folder.name}, norm_before_residual", with_normed_residual(draft), folder)
+        draft.config.norm_before_residual = draft.midlayer.norm_before_residual = True  # the default of speculators' trainer
+        run_case(f"{folder.name}, norm_before_residual", draft, folder)
         norms = {"fc_norm": True, "norm_output": True}
         draft = noisy(sage.new_draft(target, "eagle3", seed=1, feature_levels=levels_of(target), **norms))
         run_case(f"{folder.name}, EAGLE-3.1", draft, folder)
@@ -83,6 +76,13 @@ def main() -> int:
             run_case("shape of Qwen2.5-VL-7B, vocabulary 32000 of 152064", draft, folder)
     print("interop: all checks pass")
     return 0
+
+
+def silence() -> None:
+    """Leaves out what the packages print."""
+    package_logger.remove()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
 
 
 def levels_of(target: sage.Target) -> list[int]:
@@ -112,18 +112,12 @@ def run_case(name: str, draft: Eagle3Draft, target: Path) -> None:
     print(f"{name}: config, tensors, conversion, logits (largest relative difference {gap:.1e}); {spent:.0f} s", flush=True)
 
 
-def noisy(draft: Eagle3Draft) -> Eagle3Draft:
+def noisy(draft: Any, size: float = 0.02) -> Any:
     """Adds noise to every tensor, so that none keeps its initial values."""
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for weight in draft.parameters():
-            weight += 0.02 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    return draft
-
-
-def with_normed_residual(draft: Eagle3Draft) -> Eagle3Draft:
-    """Sets norm_before_residual, the default of speculators' trainer; `eagle3` cannot express it."""
-    draft.config.norm_before_residual = draft.midlayer.norm_before_residual = True
+            weight += size * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     return draft
 
 
@@ -143,10 +137,7 @@ def load_by_package(folder: Path, also_missing: set[str]) -> Eagle3DraftModel:
 def compare_conversion(folder: Path, target: Path) -> None:
     """Check 3."""
     convert_model(model=str(folder / "eagle3"), verifier=str(target), algorithm="eagle3", output_path=str(folder / "converted"))
-    theirs, ours = (
-        load_file(folder / "converted" / "model.safetensors"),
-        load_file(folder / "speculators" / "model.safetensors"),
-    )
+    theirs, ours = (load_file(folder / name / "model.safetensors") for name in ("converted", "speculators"))
     ours.pop("embed_tokens.weight")
     theirs.pop("embed_tokens.weight", None)
     expect(set(theirs), set(ours), "names of converted tensors")
@@ -170,7 +161,12 @@ def compare_logits(model: Eagle3DraftModel, draft: Any) -> float:
     on_axes = positions.expand(3, 1, TOKENS) if draft.config.mrope_section else positions
     hidden = draft(model.embed_tokens(ids), draft.combine(levels), on_axes)
     ours = draft.lm_head(draft.to_lm_head(hidden))
-    gap = float((seen[0] - ours).abs().max() / ours.abs().max())
+    return relative_gap(seen[0], ours)
+
+
+def relative_gap(theirs: torch.Tensor, ours: torch.Tensor) -> float:
+    """Returns the largest difference of logits, relative to the largest one; raises AssertionError beyond `TOLERANCE`."""
+    gap = float((theirs - ours).abs().max() / ours.abs().max())
     if not gap < TOLERANCE:
         raise AssertionError(f"logits differ by {gap:.2e} of the largest one, allowed are {TOLERANCE:.0e}")
     return gap
