@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,7 +34,8 @@ from sage.runtime.pass_modes import PassMode, resolve_pass_mode
 TEMPERATURES = (0.0, 1.0)
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """A text that differs: at token `index`, where the two best scores are `gap` apart."""
 
     policy: str
@@ -41,6 +43,10 @@ class Difference(NamedTuple):
     prompt: str
     index: int
     gap: float
+
+    def __str__(self) -> str:
+        where = f"{self.policy}, T = {self.temperature:g}, {self.prompt}"
+        return f"differs: {where}, token {self.index}: the two best scores are {self.gap:.2g} apart"
 
 
 @torch.inference_mode()
@@ -94,7 +100,7 @@ def report(target: Any, draft: Any, policies: Sequence[str], prompts: Sequence[B
     lines = [
         f"{target.name}, {target.dtype}: {mode} against eager passes, at most {tokens} new tokens, seed {seed}",
         text_table(("identical texts", *(f"T = {t:g}" for t in TEMPERATURES)), rows, "<>>", ruled=False),
-        *("differs: {}, T = {:g}, {}, token {}: the two best scores are {:.2g} apart".format(*one) for one in found),
+        *map(str, found),
         f"{total - len(found)} of {total} texts identical",
         f"passes: {describe_passes(target)}",
         describe_machine(target.device),

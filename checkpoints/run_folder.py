@@ -243,11 +243,7 @@ def read_reports(run: Path) -> list[tuple[int, Report]]:
 
 
 def read_report(path: Path) -> Report:
-    """Reads one report.json.
-
-    Raises:
-        ValueError: it is missing or cannot be parsed.
-    """
+    """Reads one report.json. Raises ValueError if it is missing or cannot be parsed."""
     try:
         report = read_json(path)
     except ValueError as error:
