@@ -228,5 +228,6 @@ def levels_problem(levels: Sequence[Any], num_layers: int | None, count: int | N
     if any(later <= earlier for earlier, later in pairwise(levels)) or levels[0] < 0:
         return "engines capture levels in increasing order, whatever order is written"
     if num_layers is not None and levels[-1] >= num_layers:
-        return f"the target has {num_layers} layers and engines only capture the inputs of layers 0 to {num_layers - 1}"
+        captured = f"the inputs of layers 0 to {num_layers - 1}, not what the final norm reads or yields"
+        return f"the target has {num_layers} layers and engines only capture {captured}"
     return ""

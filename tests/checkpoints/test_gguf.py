@@ -16,9 +16,8 @@ from checkpoints.export.formats.gguf import FILE
 from train.cli import export as command
 
 CONVERTER = """
-import json, sys
+import array, json, sys
 from pathlib import Path
-from safetensors.torch import load_file
 folder, out = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--outfile") + 1])
 assert (Path(sys.argv[sys.argv.index("--target-model-dir") + 1]) / "config.json").is_file()
 kind = sys.argv[sys.argv.index("--outtype") + 1].upper()
@@ -26,13 +25,19 @@ names = {"midlayer": "blk.0", "self_attn.": "attn_", "mlp.": "ffn_", "attn_o_pro
 names |= {"lm_head": "output", "input_layernorm": "attn_norm"}
 names |= {"hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"}
 written = {}
-for name, tensor in load_file(folder / "model.safetensors").items():
+content = (folder / "model.safetensors").read_bytes()
+start = 8 + int.from_bytes(content[:8], "little")
+header = json.loads(content[8:start])
+header.pop("__metadata__")
+for name, tensor in header.items():
     for old, new in names.items():
         name = "output_norm.weight" if name == "norm.weight" else name.replace(old, new)
     if name != "t2d":
-        written[name] = [list(tensor.shape)[::-1], "I64" if name == "d2t" else kind if tensor.dim() > 1 else "F32"]
+        shape = tensor["shape"]
+        written[name] = [shape[::-1], "I64" if name == "d2t" else kind if len(shape) > 1 else "F32"]
         if name == "d2t":
-            ids = [index + offset for index, offset in enumerate(tensor.tolist())]
+            first, last = (start + offset for offset in tensor["data_offsets"])
+            ids = [index + offset for index, offset in enumerate(array.array("q", content[first:last]))]
 levels = json.loads((folder / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
 DAMAGE
 out.write_text(json.dumps([written, ids, levels]))
