@@ -28,10 +28,10 @@ from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
 from sage.io.dtypes import torch_dtype
 from sage.io.machine import free_bytes
-from sage.runtime import kernels
-from sage.runtime.executor_choice import describe_passes
+from sage.runtime.cpu import kernels
+from sage.runtime.executors import describe_passes
+from sage.runtime.modes import PassMode
 from sage.runtime.package_folder import PACKAGE_SUFFIX, passes_folder
-from sage.runtime.pass_modes import PassMode
 from sage.runtime.timing import TimedCall, interleaved_s
 from sage.targets import Target
 from sage.targets.families import FAMILIES

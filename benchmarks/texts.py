@@ -28,8 +28,8 @@ from sage.decoding.noise import gumbel
 from sage.decoding.sampling import Sampling
 from sage.io.dtypes import torch_dtype
 from sage.io.tables import text_table
-from sage.runtime.executor_choice import describe_passes
-from sage.runtime.pass_modes import PassMode, resolve_pass_mode
+from sage.runtime.executors import describe_passes
+from sage.runtime.modes import PassMode, resolve_pass_mode
 
 TEMPERATURES = (0.0, 1.0)
 

@@ -34,8 +34,8 @@ from sage.commands.cli import resolve_device
 from sage.decoding.answer import PREFILL_PHASES
 from sage.decoding.sampling import Sampling
 from sage.io.machine import available_cores, pin
-from sage.runtime.executor_choice import describe_passes
-from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
+from sage.runtime.executors import describe_passes
+from sage.runtime.modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.runtime.timing import frozen_heap
 from sage.targets import Target
 from train.serve_check.prompts import prompt_data, validation_prompts, write_prompts

@@ -23,9 +23,9 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 import sage
 from benchmarks.figures import GIB, Figures, describe_machine, peak, reset_peak
 from sage.io.dtypes import torch_dtype
-from sage.runtime.attention import HALF
+from sage.runtime.modes import VisionAttention, resolve_attention
+from sage.runtime.prefix_attention import HALF
 from sage.runtime.timing import now_s
-from sage.runtime.vision_attention import VisionAttention, resolve_attention
 from sage.targets.families import family_of
 from sage.targets.loading import load_processor, set_attention
 from train.config.schema import Config

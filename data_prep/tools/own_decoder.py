@@ -10,8 +10,8 @@ from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message
 from data_prep.dialog import Answerer, Dialog, Drive, Outcome, TargetAnswer, one_by_one
 from sage.inputs.media import open_image_part, open_video_part
-from sage.runtime.executor_choice import passes_as
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.executors import passes_as
+from sage.runtime.modes import PassMode
 
 
 def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, num_answers: int) -> Drive:

@@ -20,7 +20,7 @@ from sage.commands.cli import find_models, load_options
 from sage.io.files import write_json
 from sage.io.progress import progress_callback
 from sage.planning.base import Policy
-from sage.runtime.pass_modes import resolve_pass_mode
+from sage.runtime.modes import resolve_pass_mode
 from sage.trees import AUTOREGRESSIVE
 
 

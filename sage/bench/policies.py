@@ -10,7 +10,7 @@ from typing import Any
 
 from sage.commands.cli import new_parser
 from sage.io.tables import markdown_table
-from sage.planning.options import defaults
+from sage.planning.base import defaults
 from sage.trees import POLICIES, policy_class
 
 START, END = "<!-- policies: written by `sage-bench policies --write FILE` -->", "<!-- end of policies -->"

@@ -32,7 +32,7 @@ from sage.io.machine import processor_name
 from sage.planning.base import Policy
 from sage.replay.recording import WIDE, Recording, record
 from sage.replay.replay import ReplayResult, replay
-from sage.runtime.executor_choice import describe_passes
+from sage.runtime.executors import describe_passes
 from sage.trees.cost_aware.policy import CostAware
 
 SCHEMA = 1

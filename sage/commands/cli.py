@@ -25,7 +25,7 @@ from sage.io.manifest import refuse_corrupt_draft
 from sage.io.names import did_you_mean
 from sage.io.ranges import field_types, plain_type
 from sage.io.target_paths import find_target
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
 
 if TYPE_CHECKING:
     import torch

@@ -28,8 +28,8 @@ from sage.decoding.generation import Generation, start
 from sage.drafts.draft import Draft
 from sage.inputs.format import Inputs
 from sage.io.dtypes import dtype_name
-from sage.runtime.executor_choice import describe_passes, executor_of
-from sage.runtime.executors import Eager, Executor
+from sage.runtime.executors import describe_passes, executor_of
+from sage.runtime.pass_function import Eager, Executor
 from sage.runtime.timing import TimedCall, interleaved_s
 from sage.targets import Target
 from sage.targets.tree_passes import TreePasses

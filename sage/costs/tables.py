@@ -5,8 +5,8 @@ verification a cost by number of nodes and context length.
 
 A pass whose numbers of nodes and keys are dynamic, eager or compiled, computes exactly its nodes, so its cost grows with every
 one of them and is interpolated between the measured counts. A captured pass computes the bucket that they are padded to
-(`sage.runtime.buckets`), so its cost is a step function: that of the bucket's edge. The keys of a target pass that reads their
-number from the device are not padded.
+(`node_bucket`), so its cost is a step function: that of the bucket's edge. The keys of a target pass that reads their number
+from the device are not padded.
 
 Shapes: N verified nodes (the root included), S context tokens.
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sage.runtime.buckets import key_bucket, node_bucket
+from sage.runtime.pass_function import key_bucket, node_bucket
 
 
 @dataclass

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage.costs.store import known_costs
-from sage.decoding.answer import Stats, StopCriterion
+from sage.costs.measure import known_costs
+from sage.decoding.answer import Detokenizer, Stats, StopCriterion
 from sage.decoding.decoder import Request, Round, decode
-from sage.decoding.detokenizer import Detokenizer
 from sage.decoding.sampling import Sampling, TargetSampler
 from sage.decoding.verify import Verifier
 from sage.drafts.draft import Draft, new_session

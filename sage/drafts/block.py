@@ -38,8 +38,8 @@ from sage.drafts.rope import Rope
 from sage.drafts.slots import SlotHead, mask_token_of
 from sage.drafts.unroll import at_rows
 from sage.drafts.vocabulary import DraftVocabulary
-from sage.runtime.attention import packed_attention, tile_mask
-from sage.runtime.packed import PackedCache
+from sage.runtime.attention import packed_attention
+from sage.runtime.cache import PackedCache, tile_mask
 from sage.targets import Features, Prompt, Target
 
 

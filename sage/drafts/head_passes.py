@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sage.drafts.layer import LastQuery
-from sage.runtime.attention import tile_mask
-from sage.runtime.packed import PackedCache, Queries, by_row
+from sage.runtime.cache import PackedCache, Queries, by_row, tile_mask
 from sage.runtime.packing import CachedInputs
 from sage.runtime.pass_function import (
     CALLS,

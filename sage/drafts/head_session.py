@@ -20,11 +20,10 @@ from sage.drafts.options import ImageInputs
 from sage.drafts.session import Candidates, DraftSession
 from sage.drafts.slots import SlotHead
 from sage.runtime.cache import TreeCache
-from sage.runtime.executor_choice import executor_of
-from sage.runtime.executors import EAGER
+from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer, read_together
 from sage.runtime.packing import BoundPass, Pass, run
-from sage.runtime.pass_function import PROMPT
+from sage.runtime.pass_function import EAGER, PROMPT
 from sage.targets import Features, Prompt, Target
 
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from sage.drafts.unroll import Chains
 from sage.runtime.attention import causal_attention, packed_attention
-from sage.runtime.packed import PackedCache
+from sage.runtime.cache import PackedCache
 
 
 class FusedLinear:

@@ -19,10 +19,10 @@ from transformers import AutoConfig
 from sage.drafts.registry import DraftKind
 from sage.drafts.session import DraftSession
 from sage.runtime.cache import TreeCache
-from sage.runtime.executor_choice import executor_of
-from sage.runtime.executors import EAGER
+from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.runtime.packing import Pass, run
+from sage.runtime.pass_function import EAGER
 from sage.targets import Features, Prompt, Target, load_target
 from sage.targets.loading import meta_target
 from sage.targets.prompt_pass import read_prompt

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from sage.drafts.unroll import Chains
-from sage.runtime.attention import causal_attention, tile_mask
+from sage.runtime.attention import causal_attention
+from sage.runtime.cache import tile_mask
 
 
 def steps_of_rows(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage.drafts.correction import Correction, lm_head_rows
 from sage.drafts.head_passes import HeadPass, PairInputs
-from sage.runtime.packed import PackedCache, Queries, by_row
+from sage.runtime.cache import PackedCache, Queries, by_row
 from sage.runtime.pass_function import CALLS, NODES, PER_ROW, ROWS, Padding, Result, argument
 from sage.targets import Target
 

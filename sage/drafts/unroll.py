@@ -21,7 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sage.runtime.attention import causal_attention, tile_mask
+from sage.runtime.attention import causal_attention
+from sage.runtime.cache import tile_mask
 
 EXTRA = 8  # additional columns: two are used, and fused kernels need a multiple of eight
 

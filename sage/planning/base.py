@@ -1,7 +1,13 @@
-"""The interface of tree policies: a policy decides depth, width and end of a draft tree from probabilities and its history.
+"""The interface of tree policies, their options, and the ranking by path probability that several of them share.
 
-A policy sees no token, except which candidates end the answer, and takes no part in acceptance. A poor policy makes decoding
-slow, never wrong.
+A policy decides depth, width and end of a draft tree from probabilities and its history. It sees no token, except which
+candidates end the answer, and takes no part in acceptance. A poor policy makes decoding slow, never wrong.
+
+Ranking is by the probability of the path, descending; ties go to the node that comes first in the tree. A parent always ranks
+before its children: it comes first, and its probability is at least theirs (a factor never exceeds 1, and rounding is monotone,
+so fl(x * p) <= x). Every prefix of the order is therefore a tree, with or without ties.
+
+Shapes: F frontier nodes, K candidates per node, M selected.
 """
 
 from __future__ import annotations
@@ -9,17 +15,19 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from sage.costs.tables import Costs
-from sage.planning.options import check_values
+from sage.io.ranges import FieldError, check_fields, field_types
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 
 
 class Policy(ABC):
     """Shapes the draft trees of one request at a time; `reset` starts a new request.
 
-    A policy with options is a `dataclass(eq=False, kw_only=True)` whose fields are the options, see `sage.planning.options`;
+    A policy with options is a `dataclass(eq=False, kw_only=True)` whose fields are the options, see `sage.planning.base`;
     `__post_init__` checks them and sets the attributes below.
 
     Attributes:
@@ -122,3 +130,86 @@ class Policy(ABC):
     def observe(self, outcome: RoundOutcome) -> dict[str, float]:
         """Learns from a verified round; returns figures of its plan for `Stats.rounds_log`."""
         return {}
+
+
+class OptionError(ValueError):
+    """An option that is unknown or has a value that is not allowed; `problem` holds value, what is allowed and remedy."""
+
+    def __init__(self, policy: str, option: str, problem: str) -> None:
+        super().__init__(f"policy.{policy}.{option}: {problem}")
+        self.policy, self.option, self.problem = policy, option, problem
+
+    def under(self, prefix: str) -> str:
+        """Returns the message with the option's dotted key under `prefix`, for example `decode.options`."""
+        return f"{prefix}.{self.policy}.{self.option}: {self.problem}"
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """Returns the options of a policy class with their default values."""
+    if not is_dataclass(kind):
+        return {}
+    values = {field.name: field.default for field in fields(kind) if field.init}
+    assert MISSING not in values.values(), f"every option of {kind.__name__} needs a default"
+    return values
+
+
+def check_names(kind: Any, options: Sequence[str]) -> None:
+    """Raises OptionError with the first of `options` that a policy class does not have, and the known ones."""
+    known = defaults(kind)
+    for option in options:
+        if option not in known:
+            raise OptionError(kind.name, option, f"unknown option; choose from {', '.join(known) or 'none'}")
+
+
+def check_values(policy: Any) -> None:
+    """Checks every option of a policy against its annotation; text becomes the member of an enum. Raises OptionError with the
+    option, the value and what is allowed.
+    """
+    if not is_dataclass(type(policy)):
+        return
+    try:
+        check_fields(policy)
+    except FieldError as error:
+        raise OptionError(policy.name, error.key, f"{error.value!r} is not allowed; {error.allowed}") from None
+    for option in defaults(type(policy)):
+        hint = field_types(type(policy))[option]
+        if isinstance(hint, type) and issubclass(hint, StrEnum):
+            setattr(policy, option, hint(getattr(policy, option)))
+
+
+def best(probs: Sequence[float], count: int) -> list[int]:
+    """Returns the indices of the `count` largest numbers, increasing."""
+    indices = range(len(probs))
+    if count >= len(probs):
+        return list(indices)
+    return sorted(sorted(indices, key=probs.__getitem__, reverse=True)[:count])  # stable: ties keep their order
+
+
+def best_children(
+    rows: Sequence[Sequence[float]], paths: Sequence[float], count: int, above: float = -1.0
+) -> tuple[list[int], list[float]]:
+    """Returns the `count` most probable paths among the children of the frontier nodes.
+
+    Args:
+        rows: [F, K], as in `Frontier`.
+        paths: [F], path probabilities of the frontier nodes.
+        above: paths that are not more probable are left out.
+
+    Returns:
+        `NextLevel.picks` [M], increasing, and their path probabilities [M]; M <= min(count, F * K).
+    """
+    picks: list[int] = []
+    found: list[float] = []
+    first = 0
+    for path, probs in zip(paths, rows, strict=True):
+        for pick, prob in enumerate(probs, first):
+            child = path * prob
+            if child <= above:  # as are all further ones
+                break
+            picks.append(pick)
+            found.append(child)
+        first += len(probs)
+    if len(found) > count:
+        kept = best(found, count)
+        picks, found = [picks[i] for i in kept], [found[i] for i in kept]
+    return picks, found

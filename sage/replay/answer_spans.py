@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sage.decoding.detokenizer import Detokenizer
+from sage.decoding.answer import Detokenizer
 from sage.io.page import visible
 
 MAX_STYLES = 6  # shades of depths

@@ -26,7 +26,7 @@ from sage.io.dtypes import dtype_name
 from sage.planning.base import Policy
 from sage.planning.tree import Drafted, TopK, Tree
 from sage.replay.trace_page import Choice, Race, Trace, TracedRound
-from sage.runtime.executor_choice import describe_passes
+from sage.runtime.executors import describe_passes
 from sage.targets import Target
 from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY
 from sage.trees import policy as new_policy

@@ -19,13 +19,11 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from sage.runtime.packed import Queries
-from sage.runtime.prefix_attention import PassKeys, attend_in_parts
+from sage.runtime.cache import Queries
+from sage.runtime.prefix_attention import HALF, PassKeys, attend_in_parts
 
 NAME = "sage_tree"
 VARLEN = "sage_flash_varlen"  # transformers packs windows for implementations named flash
-HALF = (torch.float16, torch.bfloat16)
-MASK_ALIGNMENT = 8  # elements; of the memory-efficient kernel of torch
 
 
 def tree_attention(
@@ -183,11 +181,6 @@ def select_backends(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def has_flash_kernel(device: torch.device) -> bool:
-    """Whether torch's flash kernel runs on the device: an NVIDIA GPU of compute capability 8.0 or higher."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
     """Returns causal attention of the last `queries` of `keys` tokens: for GPUs without a mask, elsewhere Bool [N, S]."""
     if device.type == "cuda":
@@ -235,23 +228,6 @@ class AttentionRecorder:
     def mean(self) -> Tensor:
         """[P], mean over layers, heads and text queries."""
         return self.total / max(self.num_layers * len(self.text), 1)
-
-
-def tile_mask(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """Bool [N, S] or [B, N, S] (True = attend) -> additive float [1 or B, 1, group * N, S], rows ordered like folded heads.
-
-    The row stride is a multiple of 8 elements: otherwise the fused kernel copies the mask in every layer. While a function is
-    exported its sizes are symbols, which the alignment would specialize.
-    """
-    lowest, hidden = torch.finfo(dtype).min, ~visible
-    if torch.compiler.is_exporting():
-        additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(hidden, lowest)
-        return additive.repeat(group, 1)[None, None] if additive.dim() == 2 else additive[:, None].repeat(1, 1, group, 1)
-    *batch, nodes, keys = visible.shape
-    shape = (batch[0] if batch else 1, 1, group * nodes, -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)
-    mask = torch.zeros(shape, dtype=dtype, device=visible.device)[..., :keys]
-    mask.unflatten(2, (group, nodes)).masked_fill_(hidden if not batch else hidden[:, None, None], lowest)
-    return mask
 
 
 @contextmanager

@@ -10,21 +10,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sage.io.model_files import in_one_line
-from sage.runtime.buckets import key_bucket
 from sage.runtime.cache import TreeCache
-from sage.runtime.executors import Executor, Run
 from sage.runtime.package_folder import warn_once
-from sage.runtime.pass_comparison import describe_difference
-from sage.runtime.pass_function import CAPACITY, KEYS, Argument, Dim, Padding, PassFunction, PassInputs, Result
-from sage.runtime.prefix_trial import why_masked
+from sage.runtime.pass_function import (
+    CAPACITY,
+    KEYS,
+    Argument,
+    Dim,
+    Executor,
+    Padding,
+    PassFunction,
+    PassInputs,
+    Result,
+    Run,
+    key_bucket,
+)
+from sage.runtime.prefix_attention import why_masked
 from sage.runtime.timing import preparation, synchronize
 
 Outputs = Sequence[Tensor]
@@ -312,3 +321,42 @@ class StaticCall:
 def masked_value(dtype: torch.dtype) -> float:
     """Returns the value that excludes a key from attention: False for a Boolean mask, the lowest value of an additive one."""
     return 0.0 if dtype is torch.bool else torch.finfo(dtype).min
+
+
+# of the norm of a row; kernels differ by the number of rows, and layers add up what they round
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
+
+
+class Replayed(Protocol):
+    """`sage.runtime.captured.StaticCall`."""
+
+    def write(self, inputs: PassInputs, sizes: dict[Dim, int]) -> None: ...
+
+    def run(self, sizes: dict[Dim, int]) -> Sequence[Tensor]: ...
+
+    def unchanged_cache(self) -> AbstractContextManager[None]: ...
+
+
+def describe_difference(function: PassFunction, call: Replayed, inputs: Any, sizes: dict[Dim, int]) -> str:
+    """Runs a pass eagerly, then captured; returns how the results differ, empty if they agree.
+
+    The cache is left as by the eager pass.
+    """
+    expected = [result for result in function.compute(inputs) if result.is_floating_point()]
+    call.write(inputs, sizes)
+    with call.unchanged_cache():
+        found = [result for result in call.run(sizes) if result.is_floating_point()]
+    error = max(row_error(*both) for both in zip(found, expected, strict=True))
+    allowed = max(TOLERANCES[result.dtype] for result in expected)
+    if error <= allowed:
+        return ""
+    shape = ", ".join(f"{dim.name} {size}" for dim, size in sizes.items())
+    return f"a captured pass of the {function.owner} ({shape}) differs from the eager one by {error:.2g} (allowed: {allowed:g})"
+
+
+def row_error(found: Tensor, expected: Tensor) -> float:
+    """Returns the largest distance of two rows [.., d] relative to the expected one's norm; NaN if only one of them has NaN."""
+    is_same = (found == expected) | (found.isnan() & expected.isnan())
+    distance = (found.double() - expected.double()).masked_fill(is_same, 0).norm(dim=-1)
+    norm = expected.double().masked_fill(~expected.isfinite(), 0).norm(dim=-1)
+    return float((distance / norm.clamp(min=torch.finfo(torch.float32).tiny)).amax())

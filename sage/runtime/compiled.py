@@ -23,20 +23,15 @@ from torch import Tensor, nn
 from sage.io.files import atomic_path, json_digest
 from sage.io.machine import environment
 from sage.io.model_files import in_one_line
-from sage.runtime import attention_layers, folded_attention, joint_linear, linear_layers
-from sage.runtime.executors import Executor, Run
-from sage.runtime.kernels import kernel_facts
+from sage.runtime.cpu import C_SHIMS, choose_kernels, kernel_facts
 from sage.runtime.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, warn_once, writable_path
-from sage.runtime.pass_function import PassFunction, PassInputs
+from sage.runtime.pass_function import Executor, PassFunction, PassInputs, Run
 from sage.runtime.timing import preparation
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,  # otherwise weights of up to 8 elements become part of the code
-    "aot_inductor.custom_ops_to_c_shims": {
-        joint_linear.JOINT_LINEAR: [joint_linear.C_FUNCTION],
-        folded_attention.FOLDED_ATTENTION: [folded_attention.C_FUNCTION],
-    },
+    "aot_inductor.custom_ops_to_c_shims": C_SHIMS,
     "realize_reads_threshold": 1,  # otherwise every layer computes cos and sin again, for every head, if they read little
 }
 SPARE_ROWS = 1  # a compiled pass assumes more cache rows than keys
@@ -217,10 +212,7 @@ def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tupl
             module, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
         if timed_rows:
-            for layers in (linear_layers, attention_layers):
-                choice = layers.choose(program, timed_rows)
-                is_certain &= choice.is_certain
-                print(f"passes: {choice.text}", file=sys.stderr)
+            is_certain = choose_kernels(program, timed_rows)
         package = BytesIO()  # torch ends the process where it cannot write a file
         torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=OPTIONS)
         temporary.write_bytes(package.getvalue())

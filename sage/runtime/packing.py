@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from sage.runtime.cache import CacheRow, TreeCache
-from sage.runtime.executors import Executor, Run
 from sage.runtime.host_tensors import CPU, cached_index, long_tensor, upload_together
 from sage.runtime.pass_function import (
     CAPACITY,
@@ -24,9 +23,11 @@ from sage.runtime.pass_function import (
     ROWS,
     Argument,
     Dim,
+    Executor,
     Padding,
     PassFunction,
     PassInputs,
+    Run,
     Value,
     argument,
 )

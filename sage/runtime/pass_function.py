@@ -1,4 +1,4 @@
-"""A pass as a function of tensors, with a description of its arguments.
+"""A pass as a function of tensors with described arguments, and the interface of executors, which run it.
 
 The decoder runs every pass over a tree, a draft level or accepted tokens as a `PassFunction`. Its arguments are the fields of a
 dataclass, described by their metadata. What executors need besides the function follows from the descriptions: example inputs
@@ -12,17 +12,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from sage.runtime.buckets import key_bucket, node_bucket
+from sage.runtime.cache import TreeCache
 
 MAX_NODES, MAX_KEYS = 4096, 1 << 20
+MIN_KEYS, KEY_STEP = 256, 1024
 LAYOUT = ("owners", "offsets", "numbers", "places", "ends", "calls")  # attributes of `sage.runtime.packing.Layout`
 MIN_PARENTS = 64  # rows of the static buffers of parents and of columns that levels see: one size for all common levels
 Value: TypeAlias = Tensor | Sequence[Tensor]  # of an argument; several tensors of one description
+
+
+def node_bucket(count: int) -> int:
+    """Returns the smallest power of two that is at least `count`."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def key_bucket(count: int) -> int:
+    """Returns the keys of a graph for `count` keys: a power of two up to `KEY_STEP`, else a multiple of it."""
+    if count <= KEY_STEP:
+        return max(node_bucket(count), MIN_KEYS)
+    return -(-count // KEY_STEP) * KEY_STEP
 
 
 @dataclass(frozen=True)
@@ -262,3 +275,60 @@ class PassFunction(nn.Module, ABC):
 
 def _tensor(value: Value) -> Tensor:
     return value[0] if isinstance(value, (list, tuple)) else value
+
+
+class Run(Protocol):
+    """A pass function bound to an executor and to the present weights of its model."""
+
+    def __call__(self, inputs: Any) -> Sequence[Tensor]:
+        """Runs the function on its described arguments, a dataclass of the type `PassFunction.inputs`."""
+
+
+class Executor(ABC):
+    """Runs pass functions in one way.
+
+    Attributes:
+        max_prompt: tokens of the longest prompt that it reads; in longer ones, products take most of the time.
+        has_buckets: whether sizes are padded to buckets, so that the time of a pass grows in steps.
+    """
+
+    max_prompt = 0
+    has_buckets = False
+
+    @abstractmethod
+    def bind(self, function: PassFunction) -> Run:
+        """Returns what runs `function`. Call it for every request: weights may have moved since the last one."""
+
+    def splits_keys(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether a target's pass attends to its keys in two parts (see `sage.runtime.prefix_attention`)."""
+        return False
+
+    def describe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+        """Returns how passes of a target run, for reports."""
+        return type(self).__name__.lower()
+
+    def capacity(self, num_tokens: int) -> int:
+        """Returns the capacity of a cache that is to hold `num_tokens` tokens."""
+        return num_tokens
+
+    def new_cache(self, owner: Any, num_tokens: int, make: Callable[[int], TreeCache]) -> TreeCache:
+        """Returns an empty cache for `num_tokens` tokens of a request.
+
+        Args:
+            owner: target or draft, whose caches all have the same layers.
+            make: returns a new cache of a capacity.
+        """
+        return make(self.capacity(num_tokens))
+
+    def release(self) -> None:  # noqa: B027
+        """Frees the memory that is kept for further requests."""
+
+
+class Eager(Executor):
+    """Kernel by kernel: the reference."""
+
+    def bind(self, function: PassFunction) -> Run:
+        return function.compute
+
+
+EAGER = Eager()

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from sage.runtime.cache import CacheRow, SharedCache, TreeCache
-from sage.runtime.delta_rule import Window, heads_of, tree_delta_rule
-from sage.runtime.linear_states import SLOTS, LinearSizes, LinearStates
-from sage.runtime.packed import PackedCache
+from sage.runtime.cache import CacheRow, PackedCache, SharedCache, TreeCache
+from sage.runtime.linear_states import SLOTS, LinearSizes, LinearStates, Window, heads_of, tree_delta_rule
 
 
 class LinearLayers:

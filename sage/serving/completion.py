@@ -8,8 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
-from sage.decoding.answer import Stats
-from sage.decoding.detokenizer import Detokenizer
+from sage.decoding.answer import Detokenizer, Stats
 from sage.decoding.settings import Sampling
 from sage.serving.errors import ApiError
 from sage.serving.request import Request

@@ -39,14 +39,14 @@ from transformers.utils import logging as transformers_logging
 
 import sage
 from sage.commands.cli import load_options, plain_warnings
-from sage.costs.store import known_costs
+from sage.costs.measure import known_costs
 from sage.decoding.answer import Stats
 from sage.decoding.batch import BatchDecoder, BatchRequest
 from sage.decoding.settings import Sampling
 from sage.drafts.draft import Draft, new_session
 from sage.io.machine import free_bytes
 from sage.planning.base import Policy
-from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
+from sage.runtime.modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.runtime.timing import frozen_heap
 from sage.serving.logs import start_logging
 from sage.serving.settings import DEFAULT_CONTEXT, ServerLimits

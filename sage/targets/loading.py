@@ -16,9 +16,9 @@ from sage.io.dtypes import SHORT_NAMES, dtype_name, loaded_dtype, torch_dtype
 from sage.io.hub import require_hub
 from sage.io.model_files import in_one_line, load_weights, read_config
 from sage.io.target_paths import find_target, path_of_target, refuse_without_config
-from sage.runtime.attention import HALF, VARLEN, has_flash_kernel
-from sage.runtime.pass_modes import PassMode, check_pass_mode, resolve_pass_mode
-from sage.runtime.vision_attention import VisionAttention, check_attention, resolve_attention
+from sage.runtime.attention import VARLEN
+from sage.runtime.modes import PassMode, VisionAttention, check_attention, check_pass_mode, resolve_attention, resolve_pass_mode
+from sage.runtime.prefix_attention import HALF, has_flash_kernel
 from sage.targets.adapters import with_adapter
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.placement import check_device_map

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from sage.runtime.attention import use_tree_attention
-from sage.runtime.cache import TreeCache
-from sage.runtime.executor_choice import executor_of
-from sage.runtime.packed import PackedCache
+from sage.runtime.cache import PackedCache, TreeCache
+from sage.runtime.executors import executor_of
 from sage.runtime.pass_function import CAPACITY, PROMPT, Padding, PassFunction, PassInputs, Result, argument
 from sage.targets.family import Prompt
 from sage.targets.target import Features, Target

@@ -20,13 +20,12 @@ from transformers import BatchFeature
 
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
-from sage.runtime.attention import AttentionRecorder, select_backends, tile_mask, use_tree_attention
-from sage.runtime.cache import TreeCache
+from sage.runtime.attention import AttentionRecorder, select_backends, use_tree_attention
+from sage.runtime.cache import Queries, TreeCache, tile_mask
+from sage.runtime.cpu import fast_prompts
 from sage.runtime.linear_states import LinearSizes
-from sage.runtime.packed import Queries
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
 from sage.runtime.prefix_attention import PassKeys
-from sage.runtime.prompt_linear import fast_prompts
 from sage.runtime.recurrent_cache import RecurrentCache
 from sage.targets.adapters import Adapter
 from sage.targets.delta_net import use_our_states

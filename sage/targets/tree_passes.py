@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from sage.runtime.attention import tile_mask, use_tree_attention
-from sage.runtime.cache import TreeCache
-from sage.runtime.delta_rule import Window
-from sage.runtime.executor_choice import executor_of
-from sage.runtime.executors import EAGER, Executor
-from sage.runtime.linear_states import LinearStates
-from sage.runtime.packed import PackedCache, Queries, by_row
+from sage.runtime.attention import use_tree_attention
+from sage.runtime.cache import PackedCache, Queries, TreeCache, by_row, tile_mask
+from sage.runtime.executors import executor_of
+from sage.runtime.linear_states import LinearStates, Window
 from sage.runtime.packing import BoundPass, CachedInputs, Pass, run
 from sage.runtime.pass_function import (
     CAPACITY,
+    EAGER,
     NODES,
     PER_ROW,
     ROWS,
@@ -31,6 +29,7 @@ from sage.runtime.pass_function import (
     SLOT_INPUTS,
     SLOTS,
     VISIBLE,
+    Executor,
     Padding,
     PassFunction,
     Result,

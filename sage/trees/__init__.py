@@ -67,7 +67,7 @@ def policy(name: str, **options: Any) -> Policy:
     """Returns a configured policy, given one of `POLICIES` and fields of its class. Raises ValueError for an unknown name or
     option, or a value that is not allowed.
     """
-    from sage.planning.options import check_names
+    from sage.planning.base import check_names
 
     kind = policy_class(name)
     check_names(kind, list(options))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from sage.io.ranges import PositiveInt, Range
-from sage.planning.options import OptionError
+from sage.planning.base import OptionError
 from sage.trees.eagle2 import Eagle2
 
 

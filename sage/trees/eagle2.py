@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from sage.io.ranges import PositiveInt, Range
-from sage.planning.base import Policy
-from sage.planning.ranking import best, best_children
+from sage.planning.base import Policy, best, best_children
 from sage.planning.tree import Frontier, NextLevel
 
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from sage.io.ranges import NonNegativeFloat, PositiveInt, Range
-from sage.planning.base import Policy
-from sage.planning.options import OptionError
+from sage.planning.base import OptionError, Policy
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 from sage.trees.static import STATIC_TREE, Static
 

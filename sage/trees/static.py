@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sage.io.ranges import NonNegativeInt
-from sage.planning.base import Policy
-from sage.planning.options import OptionError
+from sage.planning.base import OptionError, Policy
 from sage.planning.tree import Frontier, NextLevel
 
 Ranks = tuple[int, ...]

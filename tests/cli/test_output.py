@@ -13,7 +13,7 @@ from support.processors import make_processor
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from sage.decoding.detokenizer import REPLACEMENT_CHARACTER, Detokenizer
+from sage.decoding.answer import REPLACEMENT_CHARACTER, Detokenizer
 from sage.io.progress import progress_bar, progress_callback
 from sage.io.tables import RULE, markdown_table, text_table
 

@@ -29,7 +29,7 @@ from data_prep.tools.cli import regenerate_data
 from data_prep.tools.own_decoder import own_answers
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
 from sage.inputs.messages import text_of
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
 
 PROVENANCE = {"target": "t", "draft": None, "data": "d"}
 

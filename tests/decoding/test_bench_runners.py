@@ -19,7 +19,7 @@ from sage.bench.runners import (
     PolicyRunner,
     baseline_runner,
 )
-from sage.costs import store
+from sage.costs import measure
 from sage.costs.measure import measure_costs
 from sage.decoding.sampling import Sampling
 
@@ -95,7 +95,7 @@ def test_a_first_answer_includes_reading_costs_and_no_answer_measuring_them(
         calls.append(time.perf_counter() - start)
         return costs
 
-    monkeypatch.setattr(store, "measure_costs", timed)
+    monkeypatch.setattr(measure, "measure_costs", timed)
     target = make_qwen()
     draft = sage.new_draft(target, "eagle", seed=0)
     policy = sage.policy("cost_aware", fresh_costs=is_fresh)

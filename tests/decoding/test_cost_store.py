@@ -12,12 +12,12 @@ from support.messages import check_message
 from support.models import make_inputs, make_qwen, random_draft
 
 import sage
-from sage.costs import measure, store
-from sage.costs.store import ROOM, costs_folder, known_costs, rounded_contexts
+from sage.costs import measure
+from sage.costs.measure import ROOM, costs_folder, known_costs, rounded_contexts
 from sage.costs.tables import Costs
 from sage.drafts.model import ModelDraft
-from sage.runtime.buckets import key_bucket
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
+from sage.runtime.pass_function import key_bucket
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int,
         calls.append((context, longer))
         return Costs(measure.Curve([1, 2], [1.0, 1.1]), measure.Curve([1], [0.1]), context)
 
-    monkeypatch.setattr(store, "measure_costs", recorded)
+    monkeypatch.setattr(measure, "measure_costs", recorded)
     return calls
 
 
@@ -66,7 +66,7 @@ def test_measured_again_where_something_differs(
     if what == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     elif what == "processor":
-        monkeypatch.setattr(store, "processor_name", lambda device: "another one")
+        monkeypatch.setattr(measure, "processor_name", lambda device: "another one")
     elif what == "source":
         monkeypatch.setattr("sage.io.machine.source_digest", lambda *modules: "another one")
     elif what == "passes":

@@ -19,8 +19,8 @@ from sage.commands.cli import resolve_device
 from sage.decoding.generation import start
 from sage.drafts.model import ModelDraft, shallow_model
 from sage.io.model_files import load_weights
-from sage.runtime import attention, vision_attention
-from sage.runtime.vision_attention import VisionAttention, resolve_attention
+from sage.runtime import attention, modes
+from sage.runtime.modes import VisionAttention, resolve_attention
 from sage.targets import loading
 from sage.targets.families.qwen2_5_vl import PatchProjection
 from sage.targets.loading import set_attention
@@ -209,7 +209,7 @@ class TestLoading:
         expected: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(vision_attention, "has_flash_attention", lambda: is_installed)
+        monkeypatch.setattr(modes, "has_flash_attention", lambda: is_installed)
         assert resolve_attention(VisionAttention.auto, device, is_half, is_packed, is_ampere) == expected
 
     def test_varlen_attends_within_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +234,10 @@ class TestLoading:
     def test_mistakes(self, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with refused("target.attention: 'fast'", "auto, eager, sdpa, flash_attention_2, varlen"):
             sage.load_target(target, attention="fast")
-        monkeypatch.setattr(vision_attention, "has_flash_attention", lambda: False)
+        monkeypatch.setattr(modes, "has_flash_attention", lambda: False)
         with refused("target.attention: flash_attention_2", "flash-attn", "not installed"):
             sage.load_target(target, attention="flash_attention_2")
-        monkeypatch.setattr(vision_attention, "has_flash_attention", lambda: True)
+        monkeypatch.setattr(modes, "has_flash_attention", lambda: True)
         for choice in ("flash_attention_2", "varlen"):
             with refused(f"target.attention: {choice}", "GPU", "cpu"):
                 sage.load_target(target, attention=choice)

@@ -14,9 +14,7 @@ from support.messages import refused
 from support.toy_helpers import SlowTree, add_next_level, paths_of
 
 import sage
-from sage.planning.base import Policy
-from sage.planning.options import OptionError, defaults
-from sage.planning.ranking import best, best_children
+from sage.planning.base import OptionError, Policy, best, best_children, defaults
 from sage.planning.tree import Frontier, Tree
 from sage.trees import policy_class
 

@@ -54,7 +54,7 @@ def test_trace_is_what_the_decoder_did(ready: Any, name: str) -> None:
 
 
 def vars_of(policy: Any) -> dict[str, Any]:
-    from sage.planning.options import defaults
+    from sage.planning.base import defaults
 
     return {key: getattr(policy, key) for key in defaults(type(policy))}
 

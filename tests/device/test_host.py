@@ -20,7 +20,7 @@ from sage.commands.device_check import attention_used, synchronizations_per_roun
 from sage.commands.generate import main
 from sage.runtime import captured
 from sage.runtime.captured import call_again
-from sage.runtime.executor_choice import executor_of
+from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import (
     CPU,
     TokenStagingBuffer,
@@ -30,7 +30,7 @@ from sage.runtime.host_tensors import (
     take_runs,
     upload_together,
 )
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
 from sage.runtime.timing import TimedCall
 
 TOGETHER = (

@@ -14,7 +14,7 @@ from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new
 import sage
 from sage.runtime import captured
 from sage.runtime.captured import call_again
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
 
 
 def rounds_of(traffic: Traffic, name: str, kind: str = "near", **options: Any) -> list[RoundCounts]:

@@ -36,11 +36,10 @@ from sage.drafts.head import DraftHead
 from sage.drafts.registry import KINDS, DraftKind
 from sage.drafts.session import DraftSession
 from sage.runtime.captured import call_again
-from sage.runtime.executor_choice import executor_of
-from sage.runtime.executors import EAGER
+from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
-from sage.runtime.pass_function import NODES, PassFunction, PassInputs, Result, argument
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
+from sage.runtime.pass_function import EAGER, NODES, PassFunction, PassInputs, Result, argument
 from sage.targets import Features, Prompt
 from train.config import store
 from train.config.checks import check

@@ -19,7 +19,7 @@ from sage.drafts.draft import new_session
 from sage.drafts.rollout import visible_to_rows
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
 from sage.targets import Features
 
 POLICIES = [name for name in sage.POLICIES if name != "autoregressive"]

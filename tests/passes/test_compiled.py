@@ -21,10 +21,10 @@ from transformers import Qwen3VLConfig
 
 import sage
 from sage.drafts.draft import new_session
-from sage.runtime import attention_layers, kernels, linear_layers
 from sage.runtime import compiled as package
-from sage.runtime.executors import EAGER
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.cpu import choice, kernels
+from sage.runtime.modes import PassMode
+from sage.runtime.pass_function import EAGER
 from sage.runtime.timing import PREPARATIONS
 from sage.targets import prompt_pass
 from sage.targets.families import family_of
@@ -54,8 +54,8 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the passes that the tests of this file share, which run with the kernels for few rows."""
     monkeypatch.setattr(kernels, "MIN_BYTES", 0)
-    for layers in (linear_layers, attention_layers):
-        monkeypatch.setattr(layers, "timings", lambda *_: kernels.Timings(0.0, 1.0))
+    for name in ("linear_timings", "attention_timings"):
+        monkeypatch.setattr(choice, name, lambda *_: choice.Timings(0.0, 1.0))
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared_folder))
     return shared_folder / "sage-draft" / "passes"
 

@@ -13,13 +13,9 @@ import torch
 from support.pass_helpers import slow_except
 from torch import Tensor, nn
 
-from sage.runtime import attention_layers, kernels, linear_layers, prompt_linear
-from sage.runtime import folded_attention as attention_kernel
-from sage.runtime import joint_linear as linear_kernel
-from sage.runtime.attention import tile_mask
-from sage.runtime.folded_attention import FOLDED_ATTENTION, folded_attention
-from sage.runtime.joint_linear import JOINT_LINEAR, joint_linear
-from sage.runtime.kernels import DTYPES
+from sage.runtime.cache import tile_mask
+from sage.runtime.cpu import choice, kernels, prompts
+from sage.runtime.cpu.kernels import DTYPES, FOLDED_ATTENTION, JOINT_LINEAR, folded_attention, joint_linear
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a sum, relative to the sum of the magnitudes of its terms
 
@@ -38,8 +34,7 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             monkeypatch.setattr(kernels, "FLAGS", (*flags, "-mfma") if request.param == "AVX2" else tuple(flags))
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
             own = cache(kernels.kernels.__wrapped__)
-            for module in (linear_kernel, attention_kernel):
-                monkeypatch.setattr(module, "kernels", own)
+            monkeypatch.setattr(kernels, "kernels", own)
         yield
 
 
@@ -111,16 +106,16 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize(("seconds", "num_calls"), [((1.0, 2.0), 3), ((2.0, 1.0), 0)])
 def test_the_faster_kernel_is_chosen(seconds: tuple[float, float], num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_layers, "timings", lambda *_: kernels.Timings(*seconds))
+    monkeypatch.setattr(choice, "linear_timings", lambda *_: choice.Timings(*seconds))
     monkeypatch.setattr(nn.functional, "linear", torch._C._nn.linear)  # DeepSpeed replaces it under ZeRO-3
     block, x = Block(), torch.randn(3, 8)
     with torch.no_grad():
         program = torch.export.export(block, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=64)},))
-        text, is_certain = linear_layers.choose(program, (2, 5))
+        text, is_certain = choice.choose_linear(program, (2, 5))
         assert is_certain
         nodes = list(program.graph_module.graph.nodes)
         assert [node.target for node in nodes].count(JOINT_LINEAR) == num_calls
-        assert [node.target for node in nodes].count(linear_layers.CAT) == (1 if num_calls else 2)
+        assert [node.target for node in nodes].count(choice.CAT) == (1 if num_calls else 2)
         assert f"run by {'joint_linear' if num_calls else 'torch'}, in place" in text and "2, 5 row(s)" in text
         for rows in (3, 7):
             x = torch.randn(rows, 8)
@@ -139,7 +134,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize(("seconds", "num_calls"), [((1.0, 2.0), 2), ((2.0, 1.0), 0)])
 def test_the_faster_attention_is_chosen(seconds: tuple[float, float], num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_layers, "timings", lambda *_: kernels.Timings(*seconds, is_certain=False))
+    monkeypatch.setattr(choice, "attention_timings", lambda *_: choice.Timings(*seconds, is_certain=False))
     module = Attention()
     nodes, keys, capacity = (torch.export.Dim(name, min=2, max=64) for name in ("nodes", "keys", "capacity"))
 
@@ -149,7 +144,7 @@ def test_the_faster_attention_is_chosen(seconds: tuple[float, float], num_calls:
     with torch.no_grad():
         dims = ({2: nodes}, {2: capacity}, {2: 2 * nodes, 3: keys})
         program = torch.export.export(module, given(3, 6), dynamic_shapes=dims)
-        text, is_certain = attention_layers.choose(program, (2, 5))
+        text, is_certain = choice.choose_attention(program, (2, 5))
         assert not is_certain
         assert [node.target for node in program.graph_module.graph.nodes].count(FOLDED_ATTENTION) == num_calls
         assert f"attention of 2 layer(s) runs by {'folded_attention' if num_calls else 'torch'}" in text
@@ -187,24 +182,24 @@ class TestPrompts:
             return chosen, len(calls) > 1
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(prompt_linear, "MIN_BYTES", 0)
-        monkeypatch.setattr(prompt_linear, "measured", measured)
-        monkeypatch.setattr(prompt_linear, "_CHOICES", {})
+        monkeypatch.setattr(prompts, "MIN_BYTES", 0)
+        monkeypatch.setattr(prompts, "measured", measured)
+        monkeypatch.setattr(prompts, "_CHOICES", {})
         return calls
 
     def test_the_fastest_kernels_inside_the_block(self, measurements: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         used: list[str] = []
-        for name, run in list(prompt_linear.KERNELS.items()):
-            monkeypatch.setitem(prompt_linear.KERNELS, name, lambda *args, name=name, run=run: used.append(name) or run(*args))
+        for name, run in list(prompts.KERNELS.items()):
+            monkeypatch.setitem(prompts.KERNELS, name, lambda *args, name=name, run=run: used.append(name) or run(*args))
         with torch.no_grad():
             for rows, expected in ((64, "joint_linear"), (65, "onednn"), (64, "joint_linear")):
                 block, x = Block(), torch.randn(rows, 8)
-                with prompt_linear.fast_prompts(block, True):
+                with prompts.fast_prompts(block, True):
                     found = block(x)
                 torch.testing.assert_close(found, block(x))
                 assert used == [expected] * 4 and not any("forward" in vars(layer) for layer in block.modules())
                 used.clear()
-                monkeypatch.setattr(prompt_linear, "_CHOICES", {})  # the next block reads the choice from disk if it is certain
+                monkeypatch.setattr(prompts, "_CHOICES", {})  # the next block reads the choice from disk if it is certain
         assert len(measurements) == 2
 
 
@@ -212,5 +207,5 @@ class TestPrompts:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_measurement_of_prompts(dtype: torch.dtype) -> None:
     layers = [nn.Linear(8, 4, dtype=dtype), nn.Linear(16, 4, dtype=dtype)]
-    names = set(prompt_linear.KERNELS)
-    assert [set(choice) <= names and len(choice) for choice in prompt_linear.measured(layers)[0]] == [2, 2]
+    names = set(prompts.KERNELS)
+    assert [set(choice) <= names and len(choice) for choice in prompts.measured(layers)[0]] == [2, 2]

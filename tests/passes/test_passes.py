@@ -19,13 +19,11 @@ from support.processors import make_processor
 
 import sage
 from sage.decoding.chat import Chat
-from sage.runtime import captured, executor_choice
-from sage.runtime.buckets import key_bucket, node_bucket
+from sage.runtime import captured, executors
 from sage.runtime.captured import MAX_FAILURES, MAX_FREE, CachePool, Captured, CapturedFunction, StaticCall, call_again
-from sage.runtime.executor_choice import describe_passes, executor_of, passes_as
-from sage.runtime.executors import EAGER
-from sage.runtime.pass_function import Argument, Padding
-from sage.runtime.pass_modes import MANY_ANSWERS, PassMode, resolve_pass_mode
+from sage.runtime.executors import describe_passes, executor_of, passes_as
+from sage.runtime.modes import MANY_ANSWERS, PassMode, resolve_pass_mode
+from sage.runtime.pass_function import EAGER, Argument, Padding, key_bucket, node_bucket
 from sage.targets.tree_passes import TreePasses
 
 FORMS = ("functions", "captured")
@@ -188,7 +186,7 @@ class TestCaches:
     def test_memory_is_freed_at_the_end_of_a_measurement(
         self, tiny_qwen: sage.Target, form: PassMode, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(executor_choice, "resolve_pass_mode", lambda *_: form)
+        monkeypatch.setattr(executors, "resolve_pass_mode", lambda *_: form)
         draft, executor = head(tiny_qwen), executor_of(form)
         with passes_as("auto", tiny_qwen, num_answers=1):
             first = answer(tiny_qwen, draft, form, "static")

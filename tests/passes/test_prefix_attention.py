@@ -11,8 +11,8 @@ import torch
 from support.gpu_attention import use_gpu_kernels
 from torch import Tensor
 
-from sage.runtime import prefix_attention, prefix_trial
-from sage.runtime.attention import tile_mask
+from sage.runtime import prefix_attention
+from sage.runtime.cache import tile_mask
 from sage.runtime.prefix_attention import attend_in_parts, key_parts, merge, softmax_attention
 
 EXACT = {"rtol": 0, "atol": 1e-13}
@@ -99,10 +99,10 @@ def test_kernels_of_a_gpu_take_these_arguments(monkeypatch: pytest.MonkeyPatch, 
 def test_kernels_are_compared_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that fail, or that differ, are not used, with one warning; here in place of those of a GPU."""
     cpu, unmasked = torch.device("cpu"), prefix_attention._unmasked
-    monkeypatch.setattr(prefix_trial, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(prefix_trial, "has_flash_kernel", lambda device: True)
-    monkeypatch.setattr(prefix_trial, "kernel_problem", prefix_trial.kernel_problem.__wrapped__)
-    reason_of = partial(prefix_trial.why_masked, cpu, torch.bfloat16)
+    monkeypatch.setattr(prefix_attention, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(prefix_attention, "has_flash_kernel", lambda device: True)
+    monkeypatch.setattr(prefix_attention, "kernel_problem", prefix_attention.kernel_problem.__wrapped__)
+    reason_of = partial(prefix_attention.why_masked, cpu, torch.bfloat16)
     assert reason_of(64) == ""
 
     def failing(*_: object) -> tuple[Tensor, Tensor]:
@@ -130,6 +130,6 @@ def test_kernels_are_compared_with_the_reference(monkeypatch: pytest.MonkeyPatch
 def test_the_condition_that_is_not_met_is_named(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int, has_flash: bool, reason: str
 ) -> None:
-    monkeypatch.setattr(prefix_trial, "has_flash_kernel", lambda device: has_flash)
+    monkeypatch.setattr(prefix_attention, "has_flash_kernel", lambda device: has_flash)
     with pytest.warns(UserWarning, match=f"mask all keys.*{reason}"):
-        assert reason in prefix_trial.why_masked(torch.device("cuda"), dtype, head_dim)
+        assert reason in prefix_attention.why_masked(torch.device("cuda"), dtype, head_dim)

@@ -16,7 +16,7 @@ import sage
 from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
 from sage.runtime.compiled import CompiledFunction
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
 from sage.serving.decoding import Decoding, Plan, plan_decoding
 from sage.serving.errors import ApiError
 from sage.serving.metrics import Metrics

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sage
 from sage.inputs.format import Inputs
 from sage.planning.tree import Tree
-from sage.runtime.executors import EAGER, Executor
+from sage.runtime.pass_function import EAGER, Executor
 from sage.targets.family import Prompt
 
 TREE = Tree(*map(torch.tensor, ([70, 71, 72, 73, 74], [-1, 0, 0, 1, 3], [0, 1, 1, 2, 3])))

@@ -11,13 +11,12 @@ from support.models import make_inputs, random_draft
 
 import sage
 from sage.planning.tree import Columns, Tree
-from sage.runtime import compiled, executor_choice
+from sage.runtime import compiled, executors
 from sage.runtime.cache import TreeCache
 from sage.runtime.captured import Capture, Captured
 from sage.runtime.compiled import Compiled
-from sage.runtime.executors import EAGER, Executor, Run
-from sage.runtime.pass_function import PassFunction, PassInputs
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
+from sage.runtime.pass_function import EAGER, Executor, PassFunction, PassInputs, Run
 from sage.targets import Features
 from sage.targets.tree_passes import TreePasses
 
@@ -35,7 +34,7 @@ def head(target: sage.Target, *args: Any, **options: Any) -> Any:
 def capture_with(monkeypatch: pytest.MonkeyPatch, capture: Capture) -> None:
     """Captures passes of target and draft with another function than `cuda_graph`, which needs a GPU."""
     for mode in (PassMode.captured, PassMode.auto):
-        monkeypatch.setitem(executor_choice._EXECUTORS, mode, Captured(capture, mode is PassMode.auto))
+        monkeypatch.setitem(executors._EXECUTORS, mode, Captured(capture, mode is PassMode.auto))
 
 
 class Uncompiled(Compiled):
@@ -61,7 +60,7 @@ def quick_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Uncompiled:
     """Runs the functions of compiled passes, not compiled; returns their executor."""
     executor = Uncompiled()
-    monkeypatch.setitem(executor_choice._EXECUTORS, PassMode.compiled, executor)
+    monkeypatch.setitem(executors._EXECUTORS, PassMode.compiled, executor)
     return executor
 
 

@@ -29,7 +29,7 @@ from sage.drafts.session import DraftSession
 from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel, TopK, Tree
 from sage.runtime.host_tensors import Tokens
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
 from sage.runtime.timing import RoundTimes
 from sage.targets import Features, Prompt
 from sage.targets.tree_passes import TreeOutput

@@ -33,7 +33,7 @@ import sage
 from checkpoints.export.exporter import export
 from checkpoints.export.result import ExportOptions
 from sage.io import gguf_files
-from sage.runtime.pass_modes import PassMode
+from sage.runtime.modes import PassMode
 from sage.targets import loading
 from sage.targets.loading import meta_target
 from sage.targets.quantized import dense_weight, weight_bytes

@@ -23,9 +23,8 @@ import sage
 from sage.decoding.chat import Chat
 from sage.decoding.decoder import TURN_TOKENS
 from sage.planning.tree import Tree
-from sage.runtime.delta_rule import Window
-from sage.runtime.executors import Executor, Run
-from sage.runtime.pass_function import PassFunction
+from sage.runtime.linear_states import Window
+from sage.runtime.pass_function import Executor, PassFunction, Run
 from sage.targets.tree_passes import RecurrentTreeInputs, TreePasses
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}

@@ -17,7 +17,7 @@ from support.train_helpers import configure, configured, draft_weights, metrics,
 import sage
 from sage.drafts.model import shallow_model
 from sage.runtime import attention
-from sage.runtime.vision_attention import VisionAttention
+from sage.runtime.modes import VisionAttention
 from sage.targets.loading import set_attention
 from train.config.checks import check
 from train.config.schema import ObjectiveConfig

@@ -15,7 +15,7 @@ from support.streams import Stream
 import sage
 from sage.drafts.model import shallow_model
 from sage.runtime import attention
-from sage.runtime.vision_attention import VisionAttention
+from sage.runtime.modes import VisionAttention
 from sage.targets.loading import set_attention
 from train.config.schema import ObjectiveConfig, OptimConfig
 from train.distill.objective import Objective

@@ -15,8 +15,7 @@ from data_prep.config import DataConfig, RegenerateConfig
 from sage.bench.settings import MeasuredTokens, MeasurementSettings
 from sage.decoding.settings import AnswerSettings
 from sage.io.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
-from sage.runtime.pass_modes import PassMode
-from sage.runtime.vision_attention import VisionAttention
+from sage.runtime.modes import PassMode, VisionAttention
 from sage.trees import POLICIES
 from train.config.draft import DraftConfig
 

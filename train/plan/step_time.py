@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from sage.runtime.vision_attention import VisionAttention
+from sage.runtime.modes import VisionAttention
 from train.config.checks import MAX_STAGE, zero_stage
 from train.config.schema import Precision
 from train.distill.compiled_layers import is_compiling

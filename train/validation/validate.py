@@ -29,9 +29,8 @@ from sage.bench.running import RunningFigures
 from sage.decoding.sampling import Sampling
 from sage.io.dtypes import torch_dtype
 from sage.io.files import atomic_path, write_json
-from sage.planning.base import Policy
-from sage.planning.options import OptionError
-from sage.runtime.executor_choice import passes_as
+from sage.planning.base import OptionError, Policy
+from sage.runtime.executors import passes_as
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig

@@ -3,7 +3,7 @@
 // One or several weights [N, K] of the same input, whose results are adjacent. Weights are as nn.Linear stores them, so no copy
 // exists, and every thread has a contiguous part of their rows.
 //
-// Built by sage/runtime/kernels.py for the processor at hand. Compiled passes call `aoti_torch_cpu_joint_linear`.
+// Built by sage/runtime/cpu/kernels.py for the processor at hand. Compiled passes call `aoti_torch_cpu_joint_linear`.
 
 #include <omp.h>
 

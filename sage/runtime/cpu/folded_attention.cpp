@@ -5,7 +5,7 @@
 // views of a cache's buffers, and nothing is copied. Every thread has its own heads, or its own rows of a head. Scores, weights
 // and sums are float32 for every dtype.
 //
-// Built by sage/runtime/kernels.py for the processor at hand. Compiled passes call `aoti_torch_cpu_folded_attention`.
+// Built by sage/runtime/cpu/kernels.py for the processor at hand. Compiled passes call `aoti_torch_cpu_folded_attention`.
 
 #include <omp.h>
 

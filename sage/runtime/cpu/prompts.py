@@ -2,7 +2,7 @@
 
 In float32 torch uses MKL on x86, which is half as fast as oneDNN on some processors, and `joint_linear` is the fastest for few
 rows. All use the weights in place. The choice is measured once per processor and shape of a layer, for few and for many rows,
-and is kept on disk. Does not own: linear layers of compiled passes (sage.runtime.linear_layers).
+and is kept on disk.
 
 Shapes: M rows, K inputs, N outputs of a layer.
 """
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from sage.io.files import json_digest, read_json, write_json
 from sage.io.machine import environment, processor_name
-from sage.runtime.joint_linear import joint_linear
-from sage.runtime.kernels import CPU, DTYPES, MIN_BYTES, kernel_digest, kernels
+from sage.runtime.cpu.kernels import CPU, DTYPES, MIN_BYTES, joint_linear, kernel_digest, kernels
 from sage.runtime.package_folder import passes_folder, writable_path
 from sage.runtime.timing import fastest_s, preparation
 
