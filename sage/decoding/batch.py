@@ -17,7 +17,7 @@ from sage.decoding.decoder import Request, Round, attempt, prefill, read_chunk, 
 from sage.decoding.generation import Generation, Output, start
 from sage.drafts.draft import Draft
 from sage.planning.base import Policy
-from sage.runtime.cache import CacheRow, SharedCache, TreeCache
+from sage.runtime.cache import SharedCache, TreeCache
 from sage.runtime.timing import prepared_s
 from sage.targets import Target
 from sage.trees import DEFAULT_POLICY
@@ -35,7 +35,7 @@ class BatchRequest:
 
     generation: Generation
     has_started: bool = False
-    rows: list[CacheRow] = field(default_factory=list, repr=False)
+    rows: list[TreeCache] = field(default_factory=list, repr=False)
 
     @property
     def tokens(self) -> list[int]:
@@ -143,9 +143,9 @@ class BatchDecoder:
         if own.session is not None and own.session.cache is not None:
             own.session.cache = self._row("draft", own.session.cache, request)
 
-    def _row(self, owner: str, cache: TreeCache, request: BatchRequest) -> CacheRow:
+    def _row(self, owner: str, cache: TreeCache, request: BatchRequest) -> TreeCache:
         if owner not in self._caches:
-            self._caches[owner] = cache.share(self.max_requests)
+            self._caches[owner] = cache.shared.with_rows(self.max_requests)
         row = self._caches[owner].take(cache.capacity)
         request.rows.append(row)
         return row

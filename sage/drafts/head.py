@@ -23,7 +23,7 @@ from sage.drafts.head_passes import CommitPass, LevelPass
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
 from sage.drafts.unroll import Chains, at_rows
 from sage.io.model_files import load_weights, read_config
-from sage.runtime.cache import TreeCache
+from sage.runtime.cache import SharedCache, TreeCache
 from sage.runtime.pass_function import PassFunction
 from sage.targets import Features, Prompt, Target
 from sage.targets.tree_passes import without_paths
@@ -135,9 +135,8 @@ class DraftHead(PreTrainedModel):
 
     def new_cache(self, capacity: int) -> TreeCache:
         """Returns an empty cache of its layers, with a capacity in tokens."""
-        return TreeCache(
-            [self.device] * self.num_layers, self.config.num_key_value_heads, self.config.head_dim, capacity, self.dtype
-        )
+        devices = [self.device] * self.num_layers
+        return SharedCache(devices, self.config.num_key_value_heads, self.config.head_dim, capacity, self.dtype).take()
 
     @property
     def num_layers(self) -> int:

@@ -1,7 +1,8 @@
-"""Preallocated KV caches: `TreeCache` of one request, `SharedCache` of several, and `PackedCache`, their rows within one pass.
+"""Preallocated KV caches: `SharedCache` has a row per request, `TreeCache` is one row, `PackedCache` are the rows within one
+pass.
 
-`DynamicCache` copies itself in every step and cannot select by position; `StaticCache` attends over its full length.
-`TreeCache` writes into one buffer per device, returns views of the filled part, and moves accepted rows with one gather.
+`DynamicCache` copies itself in every step and cannot select by position; `StaticCache` attends over its full length. A
+`TreeCache` writes into a buffer, returns views of the filled part, and moves accepted rows with one gather.
 
 A pass takes the tokens of all its requests as one sequence without padding, so layers that work token by token compute what
 they have to. Attention alone is batched: queries are padded to the most of any request, keys are the rows of a `SharedCache`,
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,18 +29,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from sage.runtime.host_tensors import cached_index
 
+MASK_ALIGNMENT = 8  # elements; of the memory-efficient kernel of torch
 
-class _Layer(CacheLayerMixin):
-    is_sliding = False
+
+class BufferLayer(CacheLayerMixin):
+    """A layer of a cache whose keys and values are buffers [B, H, C, d]; of which `length` tokens are filled."""
+
+    is_sliding, length = False, 0
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values = keys, values
-        self.length = 0
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the buffer is allocated by `TreeCache`."""
+        """Does nothing: the buffers are allocated by `SharedCache`."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start, new = self.length, key_states.shape[-2]
@@ -57,56 +62,137 @@ class _Layer(CacheLayerMixin):
         return int(self.keys.shape[-2])
 
 
-class TreeCache(Cache):
-    """KV cache with room for `capacity` tokens: prompt, new tokens and the largest tree.
+class SharedCache:
+    """Buffers with a row for each of several requests, so that a pass can read their keys together.
+
+    With several rows, one is zeroed when a request takes it: a pass attends to places that it must not see with a weight of 0,
+    and 0 times the NaN of an earlier request is NaN.
 
     Args:
         devices: of each of the L layers.
 
     Attributes:
-        buffers: one for each device, [layers of the device, 2, B = 1, H, C, d].
+        buffers: one for each device, [layers of the device, 2, B, H, C, d].
+        steps: LongTensor [C], 0, 1, 2, ..
     """
 
     def __init__(
-        self, devices: Sequence[torch.device], num_kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype
+        self,
+        devices: Sequence[torch.device],
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        num_rows: int = 1,
     ) -> None:
-        self.devices = list(devices)
+        self.devices, self.num_rows = list(devices), num_rows
+        new = torch.empty if num_rows == 1 else torch.zeros
         self.buffers = [
-            torch.empty(self.devices.count(device), 2, 1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
+            new(self.devices.count(device), 2, num_rows, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
             for device in dict.fromkeys(self.devices)
         ]
-        self._make_layers()
+        self._rows: WeakValueDictionary[int, TreeCache] = WeakValueDictionary()  # that are taken
+        self._set_layers()
 
-    def _make_layers(self) -> None:
-        self.attention = [_Layer(rows[0], rows[1]) for rows in self._rows_of_layers()]
-        Cache.__init__(self, layers=self.attention)
-
-    def _rows_of_layers(self) -> list[Tensor]:
-        """Returns keys and values [2, 1, H, C, d] of every layer."""
-        return list(layers_in_order(self.devices, self.buffers))
+    def with_rows(self, num_rows: int) -> SharedCache:
+        """Returns an empty cache with the same layers and other rows."""
+        heads, capacity, size = self.buffers[0].shape[-3:]
+        return SharedCache(self.devices, heads, size, capacity, self.buffers[0].dtype, num_rows)
 
     @property
-    def keys(self) -> list[Tensor]:
-        """Keys of every layer, [1, H, C, d]."""
-        return [layer.keys for layer in self.attention]
+    def capacity(self) -> int:
+        """Number of tokens C that fit into each row."""
+        return int(self.buffers[0].shape[-2])
 
-    @property
-    def values(self) -> list[Tensor]:
-        """Values of every layer, [1, H, C, d]."""
-        return [layer.values for layer in self.attention]
+    def take(self, capacity: int = 0) -> TreeCache:
+        """Returns the first free row as an empty cache of at least `capacity` tokens."""
+        self.grow_to(capacity)
+        row = next(row for row in range(self.num_rows) if row not in self._rows)
+        cache = self._rows[row] = self._new_row(row)
+        if self.num_rows > 1:
+            cache.zero_to(cache.capacity)
+            cache.crop_to(0)
+        return cache
+
+    def _new_row(self, row: int) -> TreeCache:
+        return TreeCache(self, row)
+
+    def release(self, cache: TreeCache) -> None:
+        """Frees a row."""
+        self._rows.pop(cache.row, None)
+
+    def grow_to(self, capacity: int) -> None:
+        """Grows all rows to `capacity` tokens; keeps the cached ones, and the old buffers if memory runs out."""
+        if capacity <= self.capacity:
+            return
+        larger = [buffer.new_zeros(*buffer.shape[:-2], capacity, buffer.shape[-1]) for buffer in self.buffers]
+        for new, old in zip(larger, self.buffers, strict=True):
+            new[..., : old.shape[-2], :] = old
+        self.buffers = larger
+        self._set_layers()
+        self._refresh_rows()
+
+    def _refresh_rows(self) -> None:
+        for row in self._rows.values():
+            row.refresh()
+
+    def _set_layers(self) -> None:
+        self.steps = torch.arange(self.capacity, device=self.buffers[0].device)
+        self._layers: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def tensors(self, num_rows: int) -> dict[str, Any]:
+        """Returns keys and values [num_rows, H, C, d] of every layer, of the first rows, as arguments of a pass."""
+        if num_rows not in self._layers:
+            layers = list(layers_in_order(self.devices, [buffer.narrow(2, 0, num_rows) for buffer in self.buffers]))
+            self._layers[num_rows] = ([layer[0] for layer in layers], [layer[1] for layer in layers])
+        return dict(zip(("keys", "values"), self._layers[num_rows], strict=True))
+
+
+def layers_in_order(devices: Sequence[torch.device], buffers: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields the part of every layer, in order, of buffers [layers of the device, ..] that are one for each device."""
+    parts = {device: iter(buffer) for device, buffer in zip(dict.fromkeys(devices), buffers, strict=True)}
+    for device in devices:
+        yield next(parts[device])
+
+
+class TreeCache(Cache):
+    """The cache of one request, with room for prompt, new tokens and the largest tree: a row of a `SharedCache`.
+
+    Attributes:
+        buffers: one for each device, [layers of the device, 2, 1, H, C, d], views of the shared ones.
+        keys, values: of every layer, [1, H, C, d].
+        layers: those of the text model in order.
+    """
+
+    def __init__(self, shared: SharedCache, row: int) -> None:
+        self.shared, self.row = shared, row
+        self._look_up()
+        self.attention = [BufferLayer(keys, values) for keys, values in zip(self.keys, self.values, strict=True)]
+        super().__init__(layers=self.all_layers())
+
+    def _look_up(self) -> None:
+        self.buffers = [buffer.narrow(2, self.row, 1) for buffer in self.shared.buffers]
+        rows = list(layers_in_order(self.shared.devices, self.buffers))
+        self.keys, self.values = [row[0] for row in rows], [row[1] for row in rows]
+
+    def all_layers(self) -> list[Any]:
+        """Returns the layers of the cache, given those with attention."""
+        return list(self.attention)
+
+    def refresh(self) -> None:
+        """Looks up the row again after the shared buffers have been replaced."""
+        self._look_up()
+        for layer, keys, values in zip(self.attention, self.keys, self.values, strict=True):
+            layer.keys, layer.values = keys, values
 
     def tensors(self) -> dict[str, Any]:
         """Returns the buffers as arguments of a pass."""
         return {"keys": self.keys, "values": self.values}
 
-    def share(self, num_rows: int) -> SharedCache:
-        """Returns an empty cache of several requests with the same layers."""
-        return SharedCache(self, num_rows)
-
     @property
     def capacity(self) -> int:
         """Number of tokens C that fit."""
-        return int(self.buffers[0].shape[-2])
+        return self.shared.capacity
 
     @property
     def length(self) -> int:
@@ -139,22 +225,9 @@ class TreeCache(Cache):
         """Counts `length` tokens as cached, whatever the buffers hold; for measurements."""
         self.set_length(length)
 
-    def adopt(self, buffers: list[Tensor]) -> None:
-        """Replaces the buffers by those of another cache of the same layers; drops all cached tokens."""
-        self.buffers = buffers
-        self._set_rows()
-        self.crop_to(0)
-
     def grow_to(self, capacity: int) -> None:
-        """Grows the buffer to `capacity` tokens; keeps the cached ones."""
-        if capacity <= self.capacity:
-            return
-        self.buffers = grown(self.buffers, capacity)
-        self._set_rows()
-
-    def _set_rows(self) -> None:
-        for layer, rows in zip(self.attention, self._rows_of_layers(), strict=True):
-            layer.keys, layer.values = rows[0], rows[1]
+        """Grows the buffers to `capacity` tokens; keeps the cached ones."""
+        self.shared.grow_to(capacity)
 
     def zero_to(self, length: int) -> None:
         """Replaces the contents by `length` tokens of zeros."""
@@ -176,119 +249,6 @@ class TreeCache(Cache):
                 tree = buffer.narrow(-2, start, self.length - start)
                 tree.narrow(-2, 0, len(path)).copy_(tree.index_select(-2, rows))
         self.crop_to(end)
-
-
-def grown(buffers: Sequence[Tensor], capacity: int) -> list[Tensor]:
-    """Returns copies of buffers [.., C, d] with room for `capacity` tokens, zeros beyond C; the old ones stay whole if memory
-    runs out.
-    """
-    larger = [buffer.new_zeros(*buffer.shape[:-2], capacity, buffer.shape[-1]) for buffer in buffers]
-    for new, old in zip(larger, buffers, strict=True):
-        new[..., : old.shape[-2], :] = old
-    return larger
-
-
-def layers_in_order(devices: Sequence[torch.device], buffers: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the part of every layer, in order, of buffers [layers of the device, ..] that are one for each device."""
-    parts = {device: iter(buffer) for device, buffer in zip(dict.fromkeys(devices), buffers, strict=True)}
-    for device in devices:
-        yield next(parts[device])
-
-
-class SharedCache:
-    """The caches of several requests as rows of one buffer, so that a pass can read them together.
-
-    Rows are zeroed when a request takes them: a pass attends to places that it must not see with a weight of 0, and 0 times the
-    NaN of an earlier request is NaN.
-
-    Args:
-        like: a cache of one request, whose layers the rows have.
-        num_rows: B.
-
-    Attributes:
-        buffers: one for each device, [layers of the device, 2, B, H, C, d].
-        steps: LongTensor [C], 0, 1, 2, ..
-    """
-
-    def __init__(self, like: TreeCache, num_rows: int) -> None:
-        self.num_rows, self.devices = num_rows, like.devices
-        self.buffers = [
-            torch.zeros(*one.shape[:2], num_rows, *one.shape[3:], dtype=one.dtype, device=one.device) for one in like.buffers
-        ]
-        self._rows: list[CacheRow | None] = [None] * num_rows
-        self._set_layers()
-
-    @property
-    def capacity(self) -> int:
-        """Number of tokens C that fit into each row."""
-        return int(self.buffers[0].shape[-2])
-
-    def take(self, capacity: int) -> CacheRow:
-        """Returns the first free row as an empty cache of at least `capacity` tokens."""
-        self.grow_to(capacity)
-        row = self._rows.index(None)
-        cache = self._rows[row] = self._new_row(row)
-        cache.zero_to(cache.capacity)
-        cache.crop_to(0)
-        return cache
-
-    def _new_row(self, row: int) -> CacheRow:
-        return CacheRow(self, row)
-
-    def release(self, cache: CacheRow) -> None:
-        """Frees a row."""
-        self._rows[cache.row] = None
-
-    def grow_to(self, capacity: int) -> None:
-        """Grows all rows to `capacity` tokens; keeps the cached ones."""
-        if capacity <= self.capacity:
-            return
-        self.buffers = grown(self.buffers, capacity)
-        self._set_layers()
-        self._refresh_rows()
-
-    def _refresh_rows(self) -> None:
-        for row in self._rows:
-            if row is not None:
-                row.refresh()
-
-    def _set_layers(self) -> None:
-        self.steps = torch.arange(self.capacity, device=self.buffers[0].device)
-        self._layers: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-
-    def tensors(self, num_rows: int) -> dict[str, Any]:
-        """Returns the buffers of the first rows as arguments of a pass."""
-        return dict(zip(("keys", "values"), self.layers(num_rows), strict=True))
-
-    def layers(self, num_rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns keys and values of every layer, [num_rows, H, C, d], of the first rows."""
-        if num_rows not in self._layers:
-            found = list(layers_in_order(self.devices, [buffer.narrow(2, 0, num_rows) for buffer in self.buffers]))
-            self._layers[num_rows] = ([layer[0] for layer in found], [layer[1] for layer in found])
-        return self._layers[num_rows]
-
-
-class CacheRow(TreeCache):
-    """The cache of one request, a row of a `SharedCache`."""
-
-    def __init__(self, shared: SharedCache, row: int) -> None:
-        self.shared, self.row, self.devices = shared, row, shared.devices
-        self.buffers = self._views()
-        self._make_layers()
-
-    def _views(self) -> list[Tensor]:
-        return [buffer.narrow(2, self.row, 1) for buffer in self.shared.buffers]
-
-    def refresh(self) -> None:
-        """Looks up the row again after the shared buffers have been replaced."""
-        self.buffers = self._views()
-        self._set_rows()
-
-    def grow_to(self, capacity: int) -> None:
-        self.shared.grow_to(capacity)
-
-
-MASK_ALIGNMENT = 8  # elements; of the memory-efficient kernel of torch
 
 
 @dataclass(frozen=True)
@@ -337,16 +297,10 @@ def tile_mask(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return mask
 
 
-class _PackedLayer(CacheLayerMixin):
-    is_sliding = False
-
+class _PackedLayer(BufferLayer):
     def __init__(self, keys: Tensor, values: Tensor, place: Sequence[Tensor], length: int) -> None:
-        super().__init__()
-        self.keys, self.values, self.place, self.length = keys, values, tuple(place), length
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the buffer is that of a `TreeCache`."""
+        super().__init__(keys, values)
+        self.place, self.length = tuple(place), length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
@@ -358,12 +312,6 @@ class _PackedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return int(self.keys.shape[-2])
 
 
 class PackedCache(Cache):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sage.io.model_files import in_one_line
-from sage.runtime.cache import TreeCache
+from sage.runtime.cache import SharedCache, TreeCache
 from sage.runtime.package_folder import warn_once
 from sage.runtime.pass_function import (
     CAPACITY,
@@ -90,32 +90,30 @@ class CachePool:
     """
 
     def __init__(self) -> None:
-        self._free: list[list[Tensor]] = []  # the smallest first
+        self._free: list[SharedCache] = []  # the smallest first
         self._lent: weakref.WeakSet[TreeCache] = weakref.WeakSet()
 
     def __call__(self, size: int, make: Callable[[int], TreeCache]) -> TreeCache:
         """Returns an empty cache with a capacity of at least `size` tokens; `make` returns a new cache."""
-        fits = next((place for place, buffers in enumerate(self._free) if _capacity(buffers) >= size), None)
-        cache = make(size if fits is None else 0)
-        if fits is not None:
-            cache.adopt(self._free.pop(fits))
+        fits = next((shared for shared in self._free if shared.capacity >= size), None)
+        if fits is None:
+            cache = make(size)
+        else:
+            self._free.remove(fits)
+            cache = fits.take()
         with torch.inference_mode():
             cache.zero_to(cache.capacity)
         cache.crop_to(0)
         self._lent.add(cache)
-        weakref.finalize(cache, self._take_back, cache.buffers)
+        weakref.finalize(cache, self._take_back, cache.shared)
         return cache
 
-    def _take_back(self, buffers: list[Tensor]) -> None:
-        self._free = sorted([*self._free, buffers], key=_capacity)[-MAX_FREE:]
+    def _take_back(self, shared: SharedCache) -> None:
+        self._free = sorted([*self._free, shared], key=lambda each: each.capacity)[-MAX_FREE:]
 
     def addresses(self) -> set[int]:
         """Returns the addresses of the first layer's keys of all buffers, free and lent."""
-        return {buffers[0].data_ptr() for buffers in [*self._free, *(cache.buffers for cache in self._lent)]}
-
-
-def _capacity(buffers: list[Tensor]) -> int:
-    return int(buffers[0].shape[-2])
+        return {shared.buffers[0].data_ptr() for shared in [*self._free, *(cache.shared for cache in self._lent)]}
 
 
 class Captured(Executor):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.runtime.cache import CacheRow, TreeCache
+from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import CPU, cached_index, long_tensor, upload_together
 from sage.runtime.pass_function import (
     CAPACITY,
@@ -153,7 +153,7 @@ class BoundPass:
     def _packed(self, needed: Sequence[Pass]) -> PassInputs:
         """Returns the arguments of the pass of several requests."""
         function, values = self.function, dict[str, Value]()
-        caches = [each.cache for each in needed if isinstance(each.cache, CacheRow)]
+        caches = [each.cache for each in needed if each.cache is not None]
         rows, num_rows = tuple(range(len(needed))), len(needed)
         if caches:
             shared, rows = caches[0].shared, tuple(cache.row for cache in caches)

@@ -6,49 +6,24 @@ next pass begins. A cache that is cropped below its base states goes back to the
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
-from sage.runtime.cache import CacheRow, PackedCache, SharedCache, TreeCache
+from sage.runtime.cache import BufferLayer, PackedCache, SharedCache, TreeCache
 from sage.runtime.linear_states import SLOTS, LinearSizes, LinearStates, Window, heads_of, tree_delta_rule
 
 
-class LinearLayers:
-    """What a linear layer asks of a cache."""
-
-    sizes: LinearSizes
-
-    @abstractmethod
-    def mix(self, layer: Any, inputs: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Runs a layer's convolution and recurrence over the tokens of a pass, [1, T, C] -> [1, T, H, dv].
-
-        Args:
-            decay: [1, T, H], logarithms.
-            beta: [1, T, H].
-        """
-
-
-class _Counter(CacheLayerMixin):
+class _Counter(BufferLayer):
     """A linear layer in a cache: its number of tokens."""
 
-    is_sliding, length = False, 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing."""
+    def __init__(self) -> None:
+        super().__init__(torch.empty(0), torch.empty(0))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("a linear layer has no keys")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
 
     def get_max_length(self) -> int:
         return -1
@@ -61,48 +36,64 @@ def _with_counters(attention: Sequence[Any], sizes: LinearSizes) -> list[Any]:
     return [_Counter() if layer in sizes.layers else next(rest) for layer in range(count)]
 
 
-class RecurrentCache(TreeCache, LinearLayers):
-    """The cache of one request; arguments as of `TreeCache`.
+class SharedRecurrentCache(SharedCache):
+    """Buffers and states of several requests; arguments as of `SharedCache`.
 
     Args:
         devices: of each text layer. The states are on the first one, and copied to that of a layer in every pass.
+    """
+
+    def __init__(self, sizes: LinearSizes, devices: Sequence[torch.device], *shape: Any, num_rows: int = 1) -> None:
+        self.sizes, self._arguments = sizes, (sizes, devices, *shape)
+        self.states = LinearStates.zeros(sizes, num_rows, SLOTS, shape[-1], devices[0])
+        attention = [device for layer, device in enumerate(devices) if layer not in sizes.layers]
+        super().__init__(attention or devices[:1], *shape, num_rows)  # one of no use where all are linear
+
+    def with_rows(self, num_rows: int) -> SharedRecurrentCache:
+        return SharedRecurrentCache(*self._arguments, num_rows=num_rows)
+
+    def _new_row(self, row: int) -> RecurrentCache:
+        return RecurrentCache(self, row)
+
+    def tensors(self, num_rows: int) -> dict[str, Any]:
+        return super().tensors(num_rows) | vars(self.states.rows(0, num_rows))
+
+    def grow_slots(self, slots: int) -> None:
+        """Adds slots to all rows."""
+        self.states = self.states.grown(slots)
+        self._refresh_rows()
+
+
+class RecurrentCache(TreeCache):
+    """The cache of one request.
 
     Attributes:
         pending: number of tokens since the base states.
         marked: a number of tokens and the base states after them; None unless `mark` was called.
     """
 
+    shared: SharedRecurrentCache
     states: LinearStates
+    pending = 0
     marked: tuple[int, tuple[Tensor, Tensor]] | None = None
 
-    def __init__(
-        self,
-        devices: Sequence[torch.device],
-        num_kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        dtype: torch.dtype,
-        sizes: LinearSizes,
-    ) -> None:
-        self.sizes, self.pending = sizes, 0
-        self.states = LinearStates.zeros(sizes, 1, SLOTS, dtype, devices[0])
-        attention = [device for layer, device in enumerate(devices) if layer not in sizes.layers]
-        super().__init__(
-            attention or devices[:1], num_kv_heads, head_dim, capacity, dtype
-        )  # one of no use where all are linear
+    def _look_up(self) -> None:
+        super()._look_up()
+        self.sizes, self.states = self.shared.sizes, self.shared.states.rows(self.row)
 
-    def _make_layers(self) -> None:
-        super()._make_layers()
-        self.layers = _with_counters(self.attention, self.sizes)
+    def all_layers(self) -> list[Any]:
+        return _with_counters(self.attention, self.sizes)
 
     def tensors(self) -> dict[str, Any]:
         return super().tensors() | vars(self.states)
 
-    def share(self, num_rows: int) -> SharedRecurrentCache:
-        return SharedRecurrentCache(self, num_rows)
-
     def mix(self, layer: Any, inputs: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Reads a prompt by the model's own chunked kernel."""
+        """Runs a layer over a prompt by the model's own chunked kernel, [1, T, C] -> [1, T, H, dv].
+
+        Args:
+            decay: [1, T, H], logarithms.
+            beta: [1, T, H].
+        """
         self._fold()
         place, kept = self.sizes.layers.index(layer.layer_idx), self.sizes.kernel - 1
         before, state = self.states.linear_inputs[:, place, :kept], self.states.linear_state[:, place]
@@ -126,13 +117,8 @@ class RecurrentCache(TreeCache, LinearLayers):
         assert self.pending == hidden, "nodes of an earlier pass that the next one does not see"
         self.pending += count
         if self.pending > self.states.slots:
-            self._grow_slots(-(-self.pending // SLOTS) * SLOTS)
-        first = self.length
-        self.set_length(first + count)
-        return first
-
-    def _grow_slots(self, slots: int) -> None:
-        self.states = self.states.grown(slots)
+            self.shared.grow_slots(-(-self.pending // SLOTS) * SLOTS)
+        return super().reserve(count)
 
     def crop_to(self, length: int) -> None:
         dropped = self.length - length
@@ -172,46 +158,7 @@ class RecurrentCache(TreeCache, LinearLayers):
         super().keep_path(start, path)
 
 
-class SharedRecurrentCache(SharedCache):
-    """The caches of several requests."""
-
-    def __init__(self, like: RecurrentCache, num_rows: int) -> None:
-        self.sizes = like.sizes
-        inputs = like.states.linear_inputs
-        self.states = LinearStates.zeros(like.sizes, num_rows, SLOTS, inputs.dtype, inputs.device)
-        super().__init__(like, num_rows)
-
-    def _new_row(self, row: int) -> RecurrentRow:
-        return RecurrentRow(self, row)
-
-    def tensors(self, num_rows: int) -> dict[str, Any]:
-        return super().tensors(num_rows) | vars(self.states.rows(0, num_rows))
-
-    def grow_slots(self, slots: int) -> None:
-        """Adds slots to all rows."""
-        self.states = self.states.grown(slots)
-        self._refresh_rows()
-
-
-class RecurrentRow(RecurrentCache, CacheRow):
-    """The cache of one request, a row of a `SharedRecurrentCache`."""
-
-    shared: SharedRecurrentCache
-
-    def __init__(self, shared: SharedRecurrentCache, row: int) -> None:
-        self.sizes, self.pending = shared.sizes, 0
-        CacheRow.__init__(self, shared, row)
-        self.states = shared.states.rows(row)
-
-    def refresh(self) -> None:
-        super().refresh()
-        self.states = self.shared.states.rows(self.row)
-
-    def _grow_slots(self, slots: int) -> None:
-        self.shared.grow_slots(slots)
-
-
-class PackedRecurrentCache(PackedCache, LinearLayers):
+class PackedRecurrentCache(PackedCache):
     """The buffers of a cache within a pass over nodes; arguments as of `PackedCache`.
 
     Args:
@@ -225,6 +172,7 @@ class PackedRecurrentCache(PackedCache, LinearLayers):
         self.layers: list[Any] = _with_counters(self.layers, sizes)
 
     def mix(self, layer: Any, inputs: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Runs a layer over the nodes of the pass; arguments as of `RecurrentCache.mix`."""
         place, device = self.sizes.layers.index(layer.layer_idx), self.window.visible.device
         moved, decay, beta = (part[0].to(device) for part in (inputs, decay, beta))
         return tree_delta_rule(layer, place, moved, decay, beta, self.states, self.window)[None].to(inputs)

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from sage.runtime.recurrent_cache import LinearLayers
-
 CHUNKED = "torch_chunk_gated_delta_rule"  # in the model's module: transformers' own, or that of the package fla
 
 
@@ -21,7 +19,7 @@ class DeltaNet:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, D] -> [1, T, D]."""
         states = kwargs.get("cache", kwargs.get("cache_params"))  # its name since transformers 5.24, and before
-        if not isinstance(states, LinearLayers):
+        if not hasattr(states, "mix"):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         # In the model's order: ZeRO-3 gathers weights module by module, and ranks without requests run the model's forward.
         inputs, gate, beta, decay = self.projected(hidden_states)

@@ -21,12 +21,12 @@ from transformers import BatchFeature
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
 from sage.runtime.attention import AttentionRecorder, select_backends, use_tree_attention
-from sage.runtime.cache import Queries, TreeCache, tile_mask
+from sage.runtime.cache import Queries, SharedCache, TreeCache, tile_mask
 from sage.runtime.cpu import fast_prompts
 from sage.runtime.linear_states import LinearSizes
 from sage.runtime.modes import PassMode
 from sage.runtime.prefix_attention import PassKeys
-from sage.runtime.recurrent_cache import RecurrentCache
+from sage.runtime.recurrent_cache import SharedRecurrentCache
 from sage.targets.adapters import Adapter
 from sage.targets.delta_net import use_our_states
 from sage.targets.families import family_of
@@ -311,7 +311,8 @@ class Target:
     def new_cache(self, capacity: int) -> TreeCache:
         """Returns an empty cache for this target with a capacity in tokens."""
         given = (self.layer_devices, self.num_kv_heads, self.head_dim, capacity, self.dtype)
-        return TreeCache(*given) if self.linear is None else RecurrentCache(*given, self.linear)
+        shared = SharedCache(*given) if self.linear is None else SharedRecurrentCache(self.linear, *given)
+        return shared.take()
 
 
 def _cache_argument(text_model: Any) -> str:

@@ -14,7 +14,7 @@ from support.toy_helpers import make_policy
 import sage
 from sage.decoding.batch import BatchDecoder, BatchRequest
 from sage.runtime import packing
-from sage.runtime.cache import SharedCache, TreeCache
+from sage.runtime.cache import SharedCache
 from sage.runtime.packing import BoundPass, Pass
 from sage.targets.tree_passes import TreePass
 
@@ -188,11 +188,10 @@ def test_a_request_without_room_in_the_caches_fails_alone_and_frees_its_rows(
 
 
 def test_a_cache_that_cannot_grow_stays_as_it_is() -> None:
-    cache = TreeCache([torch.device("meta"), torch.device("cpu")], 1, 4, 8, torch.float32)
-    for one in (cache, SharedCache(cache, 2)):
-        with pytest.raises(RuntimeError):
-            one.grow_to(1 << 50)
-        assert [buffer.shape[-2] for buffer in one.buffers] == [8, 8]
+    shared = SharedCache([torch.device("meta"), torch.device("cpu")], 1, 4, 8, torch.float32, num_rows=2)
+    with pytest.raises(RuntimeError):
+        shared.take(1 << 50)
+    assert [buffer.shape[-2] for buffer in shared.buffers] == [8, 8]
 
 
 def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -209,7 +208,7 @@ def test_sizes_below_one_are_refused(name: str, tiny_qwen: sage.Target) -> None:
 
 def test_a_row_is_zeroed_for_every_request(tiny_qwen: sage.Target) -> None:
     """A pass attends to places that it must not see with a weight of 0, and 0 times the NaN of an earlier request is NaN."""
-    shared = SharedCache(tiny_qwen.new_cache(8), 2)
+    shared = tiny_qwen.new_cache(8).shared.with_rows(2)
     first = shared.take(8)
     for buffer in shared.buffers:
         buffer.fill_(float("nan"))
