@@ -65,8 +65,8 @@ FAULTS = [
     Fault("sage/decoding/noise.py", "noise.copy_(bits)", "noise.copy_(bits.abs() // 2)", SAMPLING),
     Fault("sage/decoding/noise.py", "kept = gumbel(self.seed, positions, self.num_tokens), self._rows[first - self._first :]", "kept = gumbel(self.seed, positions, self.num_tokens), self._rows", SAMPLING),
     Fault("sage/trees/chain.py", "frontier.level < self.depth", "frontier.level <= self.depth", POLICIES + " " + DECODER),
-    Fault("sage/trees/cost_aware/planner.py", "if total - price > best_net:", "if total + price > best_net:", POLICIES),
-    Fault("sage/trees/cost_aware/planner.py", "net = total - price * (verify_s(nodes) - start_s)", "net = total - price * verify_s(nodes + 1)", POLICIES),
+    Fault("sage/trees/cost_aware/policy.py", "if total - price > best_net:", "if total + price > best_net:", POLICIES),
+    Fault("sage/trees/cost_aware/policy.py", "net = total - price * (verify_s[nodes] - verify_s[0])", "net = total - price * verify_s[nodes]", POLICIES),
     Fault("sage/costs/calibration.py", "room -= acceptance", "room -= 0.0", POLICIES),
     # -- passes: masks, caches, several requests
     Fault("sage/runtime/cache.py", "tree = buffer.narrow(-2, start, self.length - start)", "tree = buffer.narrow(-2, start - 1, self.length - start)", PASSES + " tests/device/test_spread.py"),

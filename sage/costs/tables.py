@@ -126,16 +126,18 @@ class Costs:
         """Seconds of the draft pass that starts a round; its candidates are the first level."""
         return self.draft(1) if self.commit_s is None else self.commit_s
 
-    def joint(self, rows: int, requests: int) -> Costs:
-        """Returns the costs for one of several requests that share their passes.
+    def shared(self, rows: int, requests: int) -> Costs:
+        """Returns the costs for one of several requests that share their passes; these costs if there is one.
 
         A target pass costs that over all nodes, so that one more node costs what it adds to them; a draft pass costs the
-        request's share of the joint one, as if all drafted alike.
+        request's share of that of all, as if all drafted alike.
 
         Args:
             rows: nodes of the other requests.
             requests: number of requests, this one included.
         """
+        if requests == 1:
+            return self
         counts = [1, *(count - rows for count in self.verify.counts if count - rows > 1)]
         counts += [counts[-1] + 1]  # beyond the table, the last slope
         shares = [self.draft(requests * width) / requests for width in self.draft.counts]

@@ -5,7 +5,6 @@ Every request keeps its own policy, seed, sampling parameters, prompt length and
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from sage.decoding.generation import Generation, Output, start
 from sage.drafts.draft import Draft
 from sage.planning.base import Policy
 from sage.runtime.cache import SharedCache, TreeCache
-from sage.runtime.timing import prepared_s
 from sage.targets import Target
 from sage.trees import DEFAULT_POLICY
 from sage.trees import policy as new_policy
@@ -152,20 +150,10 @@ class BatchDecoder:
 
     def _run_rounds(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
         rows = [_num_nodes(request) for request in requests]
-        own = [request.generation.request for request in requests]
-        started = time.perf_counter()
-        for request, count in zip(own, rows, strict=True):
+        running = [request.generation.request for request in requests]
+        for request, count in zip(running, rows, strict=True):
             request.policy.share(sum(rows) - count, len(requests))
-        policies = [request.policy for request in own]
-        kind = type(policies[0]) if len(set(map(type, policies))) == 1 else None
-        if kind is not None:
-            kind.begin_shared(policies)
-        rounds = run_round(own)
-        if kind is not None:
-            ended = time.perf_counter()
-            tokens = sum(len(round_.tokens) for round_ in rounds)
-            kind.observe_shared(policies, tokens, ended - started - prepared_s(started, ended))
-        return list(zip(requests, rounds, strict=True))
+        return list(zip(requests, run_round(running), strict=True))
 
     def _read_prompts(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
         """Reads the prompts of new requests; with `prefill_tokens`, a part of the first one."""

@@ -116,7 +116,7 @@ def run_round(requests: Sequence[Request]) -> list[Round]:
     drafts = _each(requests, _begin)
     synchronize_drafts(requests, drafts)
     builders = grow(requests, drafts)
-    trees = _each(requests, selected_tree, builders, _select(requests, builders))
+    trees = _each(requests, selected_tree, builders)
     outputs = _run(requests, _each(requests, _verify_pass, trees))
     rounds = _each(requests, _accept, trees, outputs)
     return [Round([], 0) if found is None else found for found in rounds]
@@ -321,30 +321,11 @@ def _first_level(request: Request, drafts: bool) -> Growth | None:
     return growth
 
 
-def _select(requests: Sequence[Request], builders: Sequence[TreeBuilder | None]) -> list[Sequence[int] | None]:
-    """Returns the nodes that each request verifies, for all policies of a class at once; None for all."""
-    if len(requests) == 1:
-        return _each(requests, lambda request, builder: None if builder is None else request.policy.select(), builders)
-    selected: list[Sequence[int] | None] = [None] * len(requests)
-    places: dict[type[Policy], list[int]] = {}
-    for place, (request, builder) in enumerate(zip(requests, builders, strict=True)):
-        if request.error is None and builder is not None:
-            places.setdefault(type(request.policy), []).append(place)
-    if not places:
-        return selected
-    with shared_time([request.clock for request in requests]):
-        for kind, own in places.items():
-            found = kind.select_shared([requests[place].policy for place in own], len(requests))
-            for place, keep in zip(own, found, strict=True):
-                selected[place] = keep
-    return selected
-
-
-def selected_tree(request: Request, builder: TreeBuilder | None, keep: Sequence[int] | None) -> Tree:
-    """Returns the tree to verify: the nodes `keep` of the drafted one, or the root alone."""
+def selected_tree(request: Request, builder: TreeBuilder | None) -> Tree:
+    """Returns the tree to verify: the nodes of the drafted one that the policy selects, or the root alone."""
     if builder is None:
         return Tree.of_root(request.root, request.prompt.embeds.device)
-    tree = builder.tree(keep)
+    tree = builder.tree(request.policy.select())
     request.clock.lap("policy")
     return tree
 

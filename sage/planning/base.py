@@ -69,14 +69,6 @@ class Policy(ABC):
             requests: number of requests, this one included.
         """
 
-    @classmethod  # noqa: B027 (optional hook)
-    def begin_shared(cls, policies: Sequence[Any]) -> None:
-        """Starts a round of several requests, all of this class, after `share` of each."""
-
-    @classmethod  # noqa: B027 (optional hook)
-    def observe_shared(cls, policies: Sequence[Any], tokens: int, seconds: float) -> None:
-        """Learns from the time of a whole round of several requests, all of this class, and the tokens that it emitted."""
-
     def begin(self) -> None:  # noqa: B027 (optional hook)
         """Starts a round."""
 
@@ -101,16 +93,6 @@ class Policy(ABC):
         before children; keeping an accepted path in the cache is cheaper the earlier its nodes are.
         """
         return None
-
-    @classmethod
-    def select_shared(cls, policies: Sequence[Any], requests: int) -> list[Sequence[int] | None]:
-        """Returns the nodes that several requests verify in one pass, for each as `select`.
-
-        Args:
-            policies: of this class, those whose requests have drafted a tree.
-            requests: number of requests that share the pass, further ones included.
-        """
-        return [policy.select() for policy in policies]
 
     def explain(self, entry: dict[str, float]) -> str:
         """Returns the reason for the shape of a round's tree in a few words; `entry` is its entry of `Stats.rounds_log`."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.models import Operators, make_inputs, make_qwen, random_draft
+from support.models import Operators, make_qwen
 from support.toy_helpers import make_policy, toy_answer, toy_tree
 from torch import Tensor
 
@@ -25,9 +25,7 @@ from sage.planning.tree import Frontier, RoundOutcome, Tree
 from sage.runtime.timing import RoundTimes
 from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware import learner as learning
-from sage.trees.cost_aware.learner import LEARN_EVERY, Learner, labelled_candidates
-from sage.trees.cost_aware.pace import Pace
-from sage.trees.cost_aware.pricing import ChildMass, Prices
+from sage.trees.cost_aware.learner import LEARN_EVERY, ChildMass, Learner, Prices, labelled_candidates
 
 COUPLED = Sampling(temperature=1.0, seed=3, max_new_tokens=10)
 PLAIN = replace(COUPLED, couple=False)
@@ -125,13 +123,13 @@ class TestCurve:
             curve.correct(curve(2), seconds, 1.0)
             assert curve(3) == pytest.approx(2.4)
 
-    def test_nodes_of_a_joint_pass_cost_what_they_add_to_it(self) -> None:
+    def test_nodes_of_a_shared_pass_cost_what_they_add_to_it(self) -> None:
         """Four requests, 16 nodes of the three others; draft passes are shared by as many nodes of all."""
         costs = Costs(Curve([1, 8, 64], [1.0, 1.0, 8.0]), Curve([1, 64], [0.1, 0.73]), context=0, commit_s=0.2, overhead=0.01)
-        joint = costs.joint(16, 4)
-        assert [joint.verify(n) for n in (1, 9)] == pytest.approx([costs.verify(17), costs.verify(25)])
-        assert joint.draft(2) == pytest.approx(costs.draft(8) / 4) and joint.first_level_s == pytest.approx(0.05)
-        assert costs.joint(100, 2).verify(5) - costs.joint(100, 2).verify(1) == pytest.approx(4 * 7 / 56), "the last slope"
+        shared = costs.shared(16, 4)
+        assert [shared.verify(n) for n in (1, 9)] == pytest.approx([costs.verify(17), costs.verify(25)])
+        assert shared.draft(2) == pytest.approx(costs.draft(8) / 4) and shared.first_level_s == pytest.approx(0.05)
+        assert costs.shared(100, 2).verify(5) - costs.shared(100, 2).verify(1) == pytest.approx(4 * 7 / 56), "the last slope"
         policy = sage.policy("cost_aware")
         policy.costs = costs
         alone = policy.prices
@@ -304,7 +302,7 @@ class TestTree:
 
 
 class TestCoupledScores:
-    """Candidates scored with the noise of draws have statistics of their own, which start from the greedy ones."""
+    """Candidates scored with the noise of draws have statistics of their own."""
 
     def test_each_kind_has_its_own_state(self) -> None:
         policy = make_policy("cost_aware", {"max_depth": 3, "top_k": 3})
@@ -329,18 +327,6 @@ class TestCoupledScores:
             assert entry["expanded"] >= entry["levels"] >= entry["depth"] and entry["drafted"] >= entry["nodes"]
             assert (entry["drafted"] == 0) == (entry["levels"] == 0)
             assert ("no candidate was worth" in policy.explain(entry)) == (0 == entry["levels"] < entry["expanded"])
-
-    def test_a_new_kind_starts_from_the_statistics_of_the_other(self) -> None:
-        policy = make_policy("cost_aware", {"max_depth": 3, "top_k": 3})
-        toy_answer(policy, PLAIN)
-        before = policy.learner
-        policy.reset(is_coupled=True)
-        ours = policy.learner
-        assert ours is not before and ours.rounds == 0 and float(ours.calibrator.curvature.abs().max()) == 0
-        assert torch.equal(ours.calibrator.weights, before.calibrator.weights)
-        torch.testing.assert_close(ours.mass.table(3), before.mass.table(3), rtol=1e-6, atol=0)
-        assert ours.acceptance([0.6, 0.3], 1, 0.0) == before.acceptance([0.6, 0.3], 1, 0.0)
-        assert policy.learner is ours
 
 
 class TestLearning:
@@ -373,7 +359,9 @@ class TestLearning:
             policy.learner.rounds = 10**6 if is_batch else 0
             for accepted in (0, 2, 1):
                 outcome = RoundOutcome(accepted, tree, list(range(accepted + 1)), 9, times=lambda: times)
-                policy.learner.pending.append(learning.PendingRound(outcome, 0.04, [(0, 1.0, 0.7), (1, 0.6, 0.9)]))
+                masses = [(0, 1.0, 0.7), (1, 0.6, 0.9)]
+                plan = replace(policy.plan, drafting_s=0.04, masses=masses, left_out=0.0)
+                policy.learner.pending.append((outcome, plan))
                 if not is_batch:
                     policy._learn()
             policy._learn()
@@ -439,44 +427,3 @@ class TestLearning:
         table = mass.table(4)
         assert table[1] == pytest.approx([0.5, 0.5, (0.5 + 0.9) / 2, 0.5, 0.5])
         assert table[0] == table[2] == table[3] == table[4] == [0.5] * 5, "beyond the last row, the last row is repeated"
-
-
-@pytest.mark.parametrize(("price", "sizes"), [(0.5, [2, 1]), (0.7, [2, 0]), (1.0, [0, 0])])
-def test_the_nodes_of_a_pass_go_to_the_requests_with_the_most_probable_ones(price: float, sizes: list[int]) -> None:
-    """Two requests with drafted nodes of 0.9, 0.8, 0.1 and of 0.6, 0.05; every node takes a second, worth `price` tokens."""
-    policy = sage.policy("cost_aware")
-    policy.costs = Costs(Curve([1, 64], [1.0, 64.0]), Curve([1], [0.1]), context=0)
-    requests = [policy.for_request() for _ in range(2)]
-    for one, paths in zip(requests, ([0.9, 0.8, 0.1], [0.6, 0.05]), strict=True):
-        one.reset()
-        one.share(1, 2)
-        one.begin()
-        one.plan.paths, one.plan.prices = paths, one.prices._replace(time=price)
-    chosen = type(policy).select_shared(requests, 2)
-    assert chosen == [[0, *range(1, 1 + size)] for size in sizes]
-    assert requests[0].learner is requests[1].learner is policy.learner
-
-
-def test_requests_draft_together_or_not_as_their_rounds_were_faster() -> None:
-    """Rounds of eight requests are faster without drafting, those of one with it; trials become rare."""
-    pace, kinds = Pace(), dict[int, list[bool]]()
-    speeds = {(8, True): 900.0, (8, False): 1000.0, (1, True): 300.0, (1, False): 200.0}
-    for number in range(2000):
-        requests = 8 if number < 1000 else 1
-        kinds.setdefault(requests, []).append(pace.begin(requests))
-        assert number < 100 or number >= 1000 or not pace.drafts
-        pace.observe(24, 24 / speeds[requests, kinds[requests][-1]])
-    assert kinds[8][0] and kinds[8][:100].count(True) < 20 and kinds[8][100:].count(True) < 50
-    assert not kinds[1][0] and kinds[1][:100].count(False) < 20 and pace.drafts
-
-
-def test_the_draft_reads_the_prompt_when_it_drafts_first(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts = iter([False] * 3 + [True] * 100)
-    monkeypatch.setattr(Pace, "begin", lambda self, requests: next(drafts))
-    monkeypatch.setattr(Pace, "drafts", False)
-    inputs, draft, policy = make_inputs(tiny_qwen), random_draft(tiny_qwen), make_policy("cost_aware", {})
-    (out,) = sage.generate_batch(tiny_qwen, draft, [inputs], policy, max_new_tokens=16)
-    alone = sage.generate(tiny_qwen, draft, inputs, policy=make_policy("cost_aware", {}), max_new_tokens=16)
-    assert out.tokens.tolist() == alone.tokens.tolist()
-    drafted = [entry["drafted"] > 0 for entry in out.stats.rounds_log]
-    assert not any(drafted[:3]) and drafted[3] and out.stats.draft_context > 0

@@ -1,5 +1,4 @@
-"""The cost-aware policy: options and control flow in `policy`, one round in `planner`, statistics in `learner`, prices in
-`pricing`."""
+"""The cost-aware policy: options and planning of a round in `policy`, what it learns in `learner`."""
 
 from sage.trees.cost_aware.policy import CostAware
 

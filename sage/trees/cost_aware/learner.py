@@ -1,4 +1,4 @@
-"""Statistics of verified rounds: acceptance probabilities, acceptance mass, pass costs, and the price of time.
+"""What `cost_aware` learns from verified rounds: acceptance probabilities and mass, costs of passes, and prices.
 
 Shapes: M labelled candidates, R ranks.
 """
@@ -6,8 +6,8 @@ Shapes: M labelled candidates, R ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,8 +15,9 @@ from sage.costs.calibration import Acceptance, Calibrator, Reliability
 from sage.costs.tables import Costs
 from sage.planning.tree import RoundOutcome
 from sage.runtime.host_tensors import CPU, double_tensor, long_tensor
-from sage.trees.cost_aware.pricing import ChildMass
 
+CONFIDENCE_BINS = 4
+LEAST_SIZE = 4  # nodes of the smallest tree that the price of a node is taken from
 OFF_PATH_WEIGHT = 0.1
 LIVE_RATE = 0.05
 LABELLED_RANKS = 4
@@ -24,27 +25,116 @@ LEARN_ALL_ROUNDS = 128  # number of initial rounds that are all learned from; af
 LEARN_ONE_IN = 8
 LEARN_EVERY = 16  # pending rounds per learning step; the first steps are after 1, 2, 4, 8 and 16 rounds
 ALONE = (0, 1)  # rows of other requests in a pass, and number of requests
-OUTLIER = 3  # times an expected time: timings beyond are interruptions
 FIRST_TOKENS = 1.5  # tokens of a round without drafting, assumed before any round
 
 
-@dataclass
-class Extras:
-    """Seconds that a draft pass of a request takes beyond its share of the pass of several requests: work of the host."""
+class Prices(NamedTuple):
+    """Prices of one round; constant between two learning steps.
 
-    first_s: float = 0.0
-    level_s: float = 0.0
+    Attributes:
+        time: lambda, tokens per second.
+        node: price of one more node of a tree of usual size, in tokens.
+        levels: price of a level of 1, 2, .. expanded nodes, verification of as many nodes included, in tokens.
+        level_s: seconds of drafting such a level.
+        first_s: seconds of the draft pass over the accepted tokens, whose candidates are the first level.
+        verify_s: seconds of verifying 1, 2, .. nodes.
+        masses: acceptance mass of children, by depth and confidence (`ChildMass.table`).
+    """
+
+    time: float
+    node: float
+    levels: list[float]
+    level_s: list[float]
+    first_s: float
+    verify_s: list[float]
+    masses: list[list[float]]
+
+    @classmethod
+    def of(
+        cls, time: float, costs: Costs, usual_size: float, left_out: float, nodes: int, width: int, masses: list[list[float]]
+    ) -> Prices:
+        """Returns the prices under measured costs.
+
+        Args:
+            time: tokens per second.
+            usual_size: usual number of nodes of a tree. The mean slope of the cost curve up to it is the price of a node while
+                levels are drafted; the final selection uses the curve itself. Beyond it, a kernel may need one more tile of
+                rows, at the price of a third of a pass: no reason to draft less than fits into those that are needed anyway.
+            left_out: usual P of the best node that was drafted and not verified. A node must promise half of it at least:
+                where rows of a tile are free, the slope alone would let any number of nodes be drafted for a few rows.
+            nodes, width: maximum number of verified nodes, and of expanded nodes of a level.
+        """
+        size = max(round(usual_size), LEAST_SIZE)
+        node = max(time * (costs.verify(size) - costs.verify(2)) / (size - 2), left_out / 2, 0.0)
+        level_s = costs.draft.up_to(width)
+        levels = [time * seconds + count * node for count, seconds in enumerate(level_s, start=1)]
+        return cls(time, node, levels, level_s, costs.first_level_s, costs.verify.up_to(nodes + 1), masses)
 
 
-@dataclass
-class PendingRound:
-    """A round that the learner has not processed yet; fields as in `CostPlan`, `others` as in `ALONE`."""
+@dataclass(slots=True)
+class Plan:
+    """Plan of one round.
 
-    outcome: RoundOutcome
-    drafting_s: float
-    masses: list[tuple[int, float, float]]
-    left_out: float = 0.0
+    Attributes:
+        acceptance: acceptance probabilities of candidates, as learned before this round.
+        has_feedback: whether the round is used for learning.
+        others: rows of other requests in its passes, and number of requests.
+        gain, level_cost: expected tokens of the level considered last, and the price of its time in tokens.
+        expanded: deepest level for which the draft ran.
+        levels: deepest level with nodes worth verifying.
+        expected: expected accepted tokens of the selected nodes.
+        left_out: P of the most probable node that was drafted and not selected; 0 if all were.
+        drafting_s: seconds of the draft passes by the cost tables.
+        masses: depth, own acceptance probability and acceptance mass of the candidates of each expanded node, with feedback.
+        paths: P of each drafted node.
+        frontier: P and own acceptance probability of each frontier node.
+    """
+
+    prices: Prices
+    acceptance: Acceptance
+    has_feedback: bool
     others: tuple[int, int] = ALONE
+    gain: float = 0.0
+    level_cost: float = 0.0
+    expanded: int = 0
+    levels: int = 0
+    expected: float = 0.0
+    left_out: float = 0.0
+    drafting_s: float = 0.0
+    masses: list[tuple[int, float, float]] = field(default_factory=list)
+    paths: list[float] = field(default_factory=list)
+    frontier: list[tuple[float, float]] = field(default_factory=lambda: [(1.0, 1.0)])
+
+    def log_entry(self) -> dict[str, float]:
+        """Returns the figures for `Stats.rounds_log`."""
+        names = ("gain", "level_cost", "expanded", "levels", "expected")
+        return {"price": self.prices.time, "drafted": len(self.paths)} | {name: getattr(self, name) for name in names}
+
+
+class ChildMass:
+    """s(depth, confidence): mean acceptance mass of the candidates below a node, used before the node is expanded.
+
+    `confidence` is the acceptance probability of the node itself, in CONFIDENCE_BINS equal bins.
+    """
+
+    def __init__(self, most_depth: int, start: float = 0.75, weight: float = 2.0, memory: float = 0.995) -> None:
+        self.memory = memory
+        self.sums = [[start * weight] * CONFIDENCE_BINS for _ in range(most_depth + 1)]
+        self.counts = [[weight] * CONFIDENCE_BINS for _ in range(most_depth + 1)]
+
+    def table(self, most_depth: int) -> list[list[float]]:
+        """Returns, by depth, the mean mass below a node of acceptance probability a, at index int(a * CONFIDENCE_BINS)."""
+        cells = zip(self.sums, self.counts, strict=True)
+        means = [[total / count for total, count in zip(*row, strict=True)] for row in cells]
+        means = [[*row, row[-1]] for row in means]  # a = 1
+        return [means[min(depth, len(means) - 1)] for depth in range(most_depth + 1)]
+
+    def learn(self, depth: int, acceptance: float, mass: float) -> None:
+        """Adds the mass observed below one node."""
+        depth, column = min(depth, len(self.sums) - 1), min(int(acceptance * CONFIDENCE_BINS), CONFIDENCE_BINS - 1)
+        sums, counts = self.sums[depth], self.counts[depth]
+        sums[column] = self.memory * sums[column] + mass
+        counts[column] = self.memory * counts[column] + 1
 
 
 class Learner:
@@ -54,9 +144,8 @@ class Learner:
         before, after: reliability of the draft's own and of the calibrated probabilities.
         rounds: rounds observed.
         usual_size: moving average of the number of verified nodes.
-        left_out: moving average of `CostPlan.left_out`, of requests that do not share their passes.
-        pending: rounds that are not processed yet.
-        extras: of a request that shares its passes, by the number of requests.
+        left_out: moving average of `Plan.left_out`, of requests that do not share their passes.
+        pending: rounds that are not processed yet, and their plans.
     """
 
     def __init__(self, calibrate: bool, memory: float, max_depth: int) -> None:
@@ -67,21 +156,8 @@ class Learner:
         self.rounds = 0
         self.usual_size = 8.0
         self.left_out = 0.0
-        self.pending: list[PendingRound] = []
-        self.extras: dict[int, Extras] = {}
+        self.pending: list[tuple[RoundOutcome, Plan]] = []
         self._tokens = self._seconds = 0.0
-
-    def successor(self) -> Learner:
-        """Returns a learner for candidates of another kind. It starts from what this one knows and learns like a new one."""
-        other = Learner(self.calibrate, self.memory, len(self.mass.sums) - 1)
-        other.calibrator = Calibrator(start=self.calibrator.weights.clone())
-        means = self.mass.table(len(self.mass.sums) - 1)
-        other.mass.sums = [
-            [mean * count for mean, count in zip(*row, strict=False)] for row in zip(means, other.mass.counts, strict=True)
-        ]
-        other._tokens, other._seconds = self._tokens, self._seconds
-        other.usual_size, other.left_out = self.usual_size, self.left_out
-        return other
 
     def price(self, costs: Costs, requests: int = 1) -> float:
         """Returns lambda, the tokens per second of recent rounds; before any round, the speed without speculation. With several
@@ -96,10 +172,8 @@ class Learner:
 
     @property
     def acceptance(self) -> Acceptance:
-        """Returns the function from a node's candidates, their depth and a least probability to their acceptance probabilities
-        up to the first below it.
-        """
-        return self.calibrator.leading if self.calibrate else _own_leading
+        """Maps a node's candidates, their depth and a least probability to acceptance probabilities, up to the first below."""
+        return self.calibrator.leading if self.calibrate else _uncalibrated
 
     def is_due(self) -> bool:
         """Returns whether enough rounds are pending for a learning step."""
@@ -109,11 +183,11 @@ class Learner:
         """Processes the pending rounds and corrects `costs` in place; returns whether there were any."""
         if not self.pending:
             return False
-        for one in self.pending:
-            self.learn_prices(one, costs)
-            for depth, acceptance, mass in one.masses:
+        for outcome, plan in self.pending:
+            self._learn_prices(outcome, plan, costs)
+            for depth, acceptance, mass in plan.masses:
                 self.mass.learn(depth, acceptance, mass)
-        evidence = labelled_candidates(one.outcome for one in self.pending) if self.calibrate else None
+        evidence = labelled_candidates(outcome for outcome, _ in self.pending) if self.calibrate else None
         self.pending.clear()
         if evidence is not None:
             probs, depths, labels, weights = evidence
@@ -121,42 +195,16 @@ class Learner:
             self.after.add(depths, self.calibrator.learn(probs, depths, labels, weights), labels)
         return True
 
-    def costs_of(self, costs: Costs, others: tuple[int, int]) -> Costs:
-        """Returns the costs for a request that shares its passes with `others`."""
-        if others == ALONE:
-            return costs
-        joint, extras = costs.joint(*others), self.extras.get(others[1], Extras())
-        joint.commit_s = joint.first_level_s + extras.first_s
-        joint.draft.seconds = [seconds + extras.level_s for seconds in joint.draft.seconds]
-        return joint
-
-    def learn_prices(self, one: PendingRound, costs: Costs) -> None:
-        """Updates lambda. Times are those of the cost tables, because a single timing may include an interruption; those of
-        several requests, whose work on the host adds up, are measured unless they are far off.
-        """
-        outcome, size, requests = one.outcome, len(one.outcome.tree), one.others[1]
-        if one.others == ALONE:
+    def _learn_prices(self, outcome: RoundOutcome, plan: Plan, costs: Costs) -> None:
+        """Updates lambda. Times are those of the cost tables, because a single timing may include an interruption."""
+        size, requests = len(outcome.tree), plan.others[1]
+        if requests == 1:
             correct_costs(costs, outcome)
-            seconds = costs.verify_s(size, outcome.context) + one.drafting_s + costs.overhead
-            self.left_out += LIVE_RATE * (one.left_out - self.left_out)
-        else:
-            seconds = self._learn_joint(one, costs)
+            self.left_out += LIVE_RATE * (plan.left_out - self.left_out)
+        verify_s = costs.shared(*plan.others).verify_s(size, outcome.context)
         self._tokens = self.memory * self._tokens + requests * (outcome.accepted + 1)
-        self._seconds = self.memory * self._seconds + seconds
+        self._seconds = self.memory * self._seconds + verify_s + requests * (plan.drafting_s + costs.overhead)
         self.usual_size += LIVE_RATE * (size - self.usual_size)
-
-    def _learn_joint(self, one: PendingRound, costs: Costs) -> float:
-        """Updates `extras`; returns the seconds of the round of all requests, which are taken to be alike."""
-        outcome, requests, times = one.outcome, one.others[1], one.outcome.times()
-        joint, extras = costs.joint(*one.others), self.extras.setdefault(requests, Extras())
-        for width, measured in times.draft:
-            name = "level_s" if width else "first_s"
-            extra, (expected,) = getattr(extras, name), joint.drafting_s([width])
-            bound = OUTLIER * (expected + max(extra, expected))
-            setattr(extras, name, max(extra + LIVE_RATE * (min(measured, bound) - expected - extra), 0.0))
-        seconds = joint.verify_s(len(outcome.tree), outcome.context) + requests * (one.drafting_s + costs.overhead)
-        measured = requests * times.total_s
-        return measured if seconds / OUTLIER < measured < OUTLIER * seconds else seconds
 
     def state(self) -> dict[str, Any]:
         """Returns the learned state as plain numbers."""
@@ -180,7 +228,7 @@ class Learner:
         self.pending.clear()
 
 
-def _own_leading(probs: list[float], depth: int, least: float) -> list[float]:
+def _uncalibrated(probs: list[float], depth: int, least: float) -> list[float]:
     return [prob for prob in probs if prob >= least]
 
 
