@@ -126,14 +126,12 @@ def attempt(request: Request, step: Callable[..., Any], *values: Any) -> Any:
     """Runs a step of one request on its clock; returns None if it fails, and keeps the error."""
     if request.error is not None:
         return None
-    request.clock.resume()
     try:
-        return step(request, *values)
+        with request.clock.running():
+            return step(request, *values)
     except Exception as error:
         request.error = error
         return None
-    finally:
-        request.clock.pause()
 
 
 def _is_alone(requests: Sequence[Request]) -> bool:

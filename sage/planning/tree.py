@@ -240,34 +240,28 @@ class TreeBuilder:
 
     def tree(self, keep: Sequence[int] | None = None) -> Tree:
         """Returns the tree of the nodes `keep` [R], given by `Policy.select`; AssertionError if an ancestor is missing."""
-        tree = self._selected(keep)
-        tree.find_drafted = partial(self._drafted, keep)
+        if keep is None:
+            nodes: Sequence[int] = range(len(self._tokens))
+            columns = Columns(self._tokens, self._parents, self._depths)
+        else:
+            nodes, columns = keep, self._columns(keep)
+        tree = Tree.of(columns, self.device, partial(_topk_of, nodes, self._levels))
+        tree.find_drafted = partial(self._drafted, nodes)
         return tree
 
-    def _selected(self, keep: Sequence[int] | None) -> Tree:
-        if keep is None:
-            columns = Columns(self._tokens, self._parents, self._depths)
-            return Tree.of(columns, self.device, partial(_topk_of, range(len(self._tokens)), self._levels))
+    def _columns(self, nodes: Sequence[int]) -> Columns:
         parents: list[int] = []
         place = {-1: -1}
-        for index, node in enumerate(keep):
+        for index, node in enumerate(nodes):
             parent = self._parents[node]
             assert parent in place, DROPPED
             place[node] = index
             parents.append(place[parent])
-        columns = Columns([self._tokens[node] for node in keep], parents, [self._depths[node] for node in keep])
-        return Tree.of(columns, self.device, partial(_topk_of, keep, self._levels))
+        return Columns([self._tokens[node] for node in nodes], parents, [self._depths[node] for node in nodes])
 
-    def _drafted(self, keep: Sequence[int] | None) -> Drafted:
-        kept = range(len(self._tokens)) if keep is None else keep
+    def _drafted(self, kept: Sequence[int]) -> Drafted:
         order = [*kept, *sorted(set(range(len(self._tokens))) - set(kept))]
-        place = {-1: -1, **{node: index for index, node in enumerate(order)}}
-        return Drafted(
-            [self._tokens[node] for node in order],
-            [place[self._parents[node]] for node in order],
-            [self._depths[node] for node in order],
-            _topk_of(order, self._levels),
-        )
+        return Drafted(*self._columns(order), _topk_of(order, self._levels))
 
 
 def _topk_of(nodes: Sequence[int], levels: Sequence[_Level]) -> list[TopK | None]:
@@ -281,11 +275,8 @@ def _topk_of(nodes: Sequence[int], levels: Sequence[_Level]) -> list[TopK | None
 def _ends(candidates: list[list[int]], eos: frozenset[int]) -> Collection[int]:
     """Returns the candidates that end the answer, as row * K + rank."""
     width = len(candidates[0])
-    found: list[int] = []
-    for row, tokens in enumerate(candidates):
-        if not eos.isdisjoint(tokens):
-            found += [row * width + rank for rank, token in enumerate(tokens) if token in eos]
-    return found
+    rows = [(row, tokens) for row, tokens in enumerate(candidates) if not eos.isdisjoint(tokens)]
+    return [row * width + rank for row, tokens in rows for rank, token in enumerate(tokens) if token in eos]
 
 
 @lru_cache(maxsize=256)

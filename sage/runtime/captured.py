@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,6 @@ from sage.runtime.pass_function import (
     Padding,
     PassFunction,
     PassInputs,
-    Result,
     Run,
     key_bucket,
 )
@@ -42,6 +42,8 @@ Capture = Callable[[Callable[[], Outputs]], tuple[Replay, Outputs]]
 MAX_FREE = 4  # caches that wait for a request
 MAX_FAILURES = 3  # captures of a function; one that fails may be due to something else on the device
 NO_CACHE = 0  # in place of an address
+# of the norm of a row; kernels differ by the number of rows, and layers add up what they round
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 
 
 def cuda_graph(function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
@@ -257,7 +259,12 @@ class StaticCall:
     def __call__(self, inputs: PassInputs, sizes: dict[Dim, int]) -> Outputs:
         """Replays the function on `inputs`, whose dynamic dimensions have `sizes`."""
         self.write(inputs, sizes)
-        return self.run(sizes)
+        self._replay()
+        outputs = []
+        for result, out in zip(self._function.results, self._outputs, strict=True):
+            contents = self._contents(result.dims, out, sizes)
+            outputs.append(contents.clone() if result.is_kept else contents)
+        return outputs
 
     def write(self, inputs: PassInputs, sizes: dict[Dim, int]) -> None:
         """Copies arguments into the static ones."""
@@ -266,12 +273,10 @@ class StaticCall:
                 continue
             pairs = ((static, value),) if argument.count is None else zip(static, value, strict=True)
             for buffer, tensor in pairs:
-                self._write(argument, buffer, tensor, sizes)
-
-    def run(self, sizes: dict[Dim, int]) -> Outputs:
-        """Replays the function on the arguments that were written."""
-        self._replay()
-        return [self._read(result, out, sizes) for result, out in zip(self._function.results, self._outputs, strict=True)]
+                contents = self._contents(argument.dims, buffer, sizes)
+                if contents is not buffer:
+                    self._pad(argument, buffer)
+                contents.copy_(tensor)
 
     @contextmanager
     def unchanged_cache(self) -> Iterator[None]:
@@ -285,28 +290,20 @@ class StaticCall:
         for buffer, states in zip(buffers, before, strict=True):
             buffer.index_copy_(-2, torch.cat(columns), states)
 
-    def _write(self, argument: Argument, static: Tensor, value: Tensor, sizes: dict[Dim, int]) -> None:
-        contents = self._contents(argument.dims, static, sizes)
-        if contents is not static:
-            self._pad(argument, static)
-        contents.copy_(value)
-
     def _static(self, argument: Argument, value: Any) -> Any:
         """Returns the static buffers of an argument, filled with padding: the function runs on them while it is captured."""
         if argument.padding is Padding.cache:
             return value
-        if argument.count is None:
-            return self._pad(argument, argument.empty(self._sizes, value.device))
-        return [self._pad(argument, argument.empty(self._sizes, tensor.device)) for tensor in value]
+        if argument.count is not None:
+            return [self._static(replace(argument, count=None), tensor) for tensor in value]
+        return self._pad(argument, argument.empty(self._sizes, value.device))
 
     def _pad(self, argument: Argument, static: Tensor) -> Tensor:
         if argument.padding is Padding.spare:
             return static.fill_(self._sizes[KEYS if KEYS in self._sizes else CAPACITY] - 1)
-        return static.fill_(masked_value(argument.dtype)) if argument.padding is Padding.masked else static
-
-    def _read(self, result: Result, static: Tensor, sizes: dict[Dim, int]) -> Tensor:
-        contents = self._contents(result.dims, static, sizes)
-        return contents.clone() if result.is_kept else contents
+        if argument.padding is Padding.masked:  # excludes a key from attention
+            return static.fill_(False if argument.dtype is torch.bool else torch.finfo(argument.dtype).min)
+        return static
 
     def _contents(self, dims: Sequence[int | str | Dim], static: Tensor, sizes: dict[Dim, int]) -> Tensor:
         """Returns the part of a static tensor that is not padding."""
@@ -316,34 +313,15 @@ class StaticCall:
         return static
 
 
-def masked_value(dtype: torch.dtype) -> float:
-    """Returns the value that excludes a key from attention: False for a Boolean mask, the lowest value of an additive one."""
-    return 0.0 if dtype is torch.bool else torch.finfo(dtype).min
-
-
-# of the norm of a row; kernels differ by the number of rows, and layers add up what they round
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
-
-
-class Replayed(Protocol):
-    """`sage.runtime.captured.StaticCall`."""
-
-    def write(self, inputs: PassInputs, sizes: dict[Dim, int]) -> None: ...
-
-    def run(self, sizes: dict[Dim, int]) -> Sequence[Tensor]: ...
-
-    def unchanged_cache(self) -> AbstractContextManager[None]: ...
-
-
-def describe_difference(function: PassFunction, call: Replayed, inputs: Any, sizes: dict[Dim, int]) -> str:
+def describe_difference(function: PassFunction, call: StaticCall, inputs: Any, sizes: dict[Dim, int]) -> str:
     """Runs a pass eagerly, then captured; returns how the results differ, empty if they agree.
 
     The cache is left as by the eager pass.
     """
     expected = [result for result in function.compute(inputs) if result.is_floating_point()]
-    call.write(inputs, sizes)
+    call.write(inputs, sizes)  # which names the columns to restore
     with call.unchanged_cache():
-        found = [result for result in call.run(sizes) if result.is_floating_point()]
+        found = [result for result in call(inputs, sizes) if result.is_floating_point()]
     error = max(row_error(*both) for both in zip(found, expected, strict=True))
     allowed = max(TOLERANCES[result.dtype] for result in expected)
     if error <= allowed:

@@ -35,7 +35,6 @@ OPTIONS = {
     "realize_reads_threshold": 1,  # otherwise every layer computes cos and sin again, for every head, if they read little
 }
 SPARE_ROWS = 1  # a compiled pass assumes more cache rows than keys
-Example = Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 
 class Compiled(Executor):
@@ -69,7 +68,9 @@ class CompiledFunction:
 
     def __call__(self, inputs: PassInputs) -> Sequence[Tensor]:
         variant, tensors = self._function.variant(inputs), inputs.flat()
-        package = self.packages[variant] if variant in self.packages else self._compile(variant, tensors[0].device)
+        if variant not in self.packages:
+            self.packages[variant] = compiled(self._function, variant, tensors[0].device)
+        package = self.packages[variant]
         if package is None:
             return self._function.compute(inputs)
         try:
@@ -79,18 +80,6 @@ class CompiledFunction:
             warn_once(f"passes: {label} cannot run compiled ({_reason(error)}); it runs eagerly")
             self.packages[variant] = None
             return self(inputs)
-
-    def _compile(self, variant: tuple[bool, ...], device: torch.device) -> Package | None:
-        function = self._function
-
-        def example() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            return function.example(variant, device)
-
-        depends_on = (variant, function.depends_on)
-        self.packages[variant] = compiled(
-            function, example, function.label(variant), depends_on, function.modules, function.timed_rows
-        )
-        return self.packages[variant]
 
 
 class Package:
@@ -129,45 +118,30 @@ def _place(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 @preparation()
-def compiled(
-    module: nn.Module,
-    example: Example,
-    label: str,
-    depends_on: Any,
-    modules: Sequence[str] = (),
-    timed_rows: Sequence[int] = (),
-) -> Package | None:
-    """Returns `module` compiled, from disk if it was compiled before; None, with a warning, if that fails.
-
-    Args:
-        example: returns example arguments of `forward`, and of each the dynamic dimensions, as `dynamic_shapes` of
-            `torch.export.export`.
-        label: names the pass in messages.
-        depends_on: JSON-serializable description of the model.
-        modules: of the code that `module` runs; a package is used as long as this code is the same.
-        timed_rows: as of a `PassFunction`.
-    """
+def compiled(function: PassFunction, variant: tuple[bool, ...], device: torch.device) -> Package | None:
+    """Returns a variant compiled, from disk if it was compiled before; None, with a warning, if that fails."""
+    label = function.label(variant)
     try:
-        facts = (depends_on, environment(_device(module), __name__, *modules))
-        return _known_or_new(module, example, label, facts, timed_rows)
+        kernels = kernel_facts(function)
+        timed_rows = function.timed_rows if kernels is not None else ()
+        depends_on = [
+            type(function).__name__,
+            label,
+            variant,
+            function.depends_on,
+            str(next(function.parameters()).dtype),
+            kernels,
+        ]
+        digest = json_digest([depends_on, environment(device, __name__, *function.modules)])
+        path = passes_folder() / f"{digest}{PACKAGE_SUFFIX}"
+        if known := _loaded(path, function, device):
+            return known
+        path = writable_path(path)
+        with only_process(path, label):
+            return _loaded(path, function, device) or _newly_compiled(path, function, variant, device, timed_rows)
     except Exception as error:
         warn_once(f"passes: cannot be compiled ({_reason(error)}); they run eagerly")
         return None
-
-
-def _known_or_new(module: nn.Module, example: Example, label: str, depends_on: Any, timed_rows: Sequence[int]) -> Package:
-    with torch.inference_mode(False):  # an inference tensor cannot be traced
-        args, dims = example()
-    device = args[0].device
-    kernel = kernel_facts(module)
-    timed_rows = timed_rows if kernel is not None else ()
-    facts = [type(module).__name__, label, depends_on, str(next(module.parameters()).dtype), kernel]
-    path = passes_folder() / f"{json_digest(facts)}{PACKAGE_SUFFIX}"
-    if known := _loaded(path, module, device):
-        return known
-    path = writable_path(path)
-    with only_process(path, label):
-        return _loaded(path, module, device) or _newly_compiled(path, module, args, dims, label, timed_rows)
 
 
 def _reason(error: Exception) -> str:
@@ -187,17 +161,15 @@ def _loaded(path: Path, module: nn.Module, device: torch.device) -> Package | No
 
 
 def _newly_compiled(
-    path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], label: str, timed_rows: Sequence[int]
+    path: Path, function: PassFunction, variant: tuple[bool, ...], device: torch.device, timed_rows: Sequence[int]
 ) -> Package:
-    """Compiles to a file and loads it; deletes packages that are no longer used.
-
-    Args:
-        timed_rows: for the choice between kernels for few rows and torch's; empty for torch's.
-    """
-    print(f"passes: compiling {label}, once; kept in {path.parent}", file=sys.stderr)
-    is_certain = _compile_to(path, module, args, dims, timed_rows)
+    """Compiles to a file and loads it; deletes packages that are no longer used."""
+    print(f"passes: compiling {function.label(variant)}, once; kept in {path.parent}", file=sys.stderr)
+    with torch.inference_mode(False):  # an inference tensor cannot be traced
+        args, dims = function.example(variant, device)
+    is_certain = _compile_to(path, function, args, dims, timed_rows)
     prune(path.parent)
-    package = Package(path, module, args[0].device)
+    package = Package(path, function, device)
     if not is_certain:
         path.unlink(missing_ok=True)
         warn_once("passes: other processes disturbed the choice of kernels; passes compiled meanwhile are not kept on disk")
@@ -205,19 +177,13 @@ def _newly_compiled(
 
 
 def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], timed_rows: Sequence[int]) -> bool:
-    """Writes a package; returns whether the choice of its kernels is certain."""
-    is_certain = True
+    """Writes a package; returns whether the choice of its kernels, for which `timed_rows` are timed, is certain."""
     with atomic_path(path) as temporary, warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.no_grad():
         program = torch.export.export(
             module, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
-        if timed_rows:
-            is_certain = choose_kernels(program, timed_rows)
+        is_certain = choose_kernels(program, timed_rows) if timed_rows else True
         package = BytesIO()  # torch ends the process where it cannot write a file
         torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=OPTIONS)
         temporary.write_bytes(package.getvalue())
     return is_certain
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -95,42 +95,32 @@ def interleaved_s(calls: Sequence[TimedCall], repeats: int, device: torch.device
     """
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats + 1):
-        for own, call in zip(times, calls, strict=True):
+        for runs, call in zip(times, calls, strict=True):
             call.reset()
             start = now_s(device)
             call.run()
-            own.append(now_s(device) - start)
-    return [own[1:] for own in times]
+            runs.append(now_s(device) - start)
+    return [runs[1:] for runs in times]
 
 
-class Fastest(NamedTuple):
-    """The fastest runs of calls.
-
-    Attributes:
-        seconds: per sequence, of each call.
-        is_undisturbed: whether they are of runs in which no thread of this process waited for a processor.
-    """
-
-    seconds: list[list[float]]
-    is_undisturbed: bool
-
-
-def fastest_s(sequences: Sequence[Sequence[Callable[[], object]]], repeats: int) -> Fastest:
+def fastest_s(sequences: Sequence[Sequence[Callable[[], object]]], repeats: int) -> tuple[list[list[float]], bool]:
     """Times sequences of calls on the CPU in turns.
 
     Each call is timed alone, after those before it in its sequence, as in a pass. Another process delays threads that wait for
     each other by milliseconds: runs in which that happened count only if a call has no other. Calls without an undisturbed run
     are repeated up to `MORE` times as often.
+
+    Returns:
+        Per sequence, the seconds of the fastest run of each call, and whether no thread of this process waited in any of them.
     """
     fastest = [[(True, float("inf"))] * len(calls) for calls in sequences]
     for number in range(1 + MORE * repeats):  # the first ones warm up
-        for own, calls in zip(fastest, sequences, strict=True):
-            for place, call in enumerate(calls):
-                own[place] = min(own[place], _timed(call))
-        is_disturbed = any(disturbed for own in fastest for disturbed, _ in own)
+        for runs, calls in zip(fastest, sequences, strict=True):
+            runs[:] = [min(run, _timed(call)) for run, call in zip(runs, calls, strict=True)]
+        is_disturbed = any(disturbed for runs in fastest for disturbed, _ in runs)
         if number >= repeats and not is_disturbed:
             break
-    return Fastest([[seconds for _, seconds in own] for own in fastest], not is_disturbed)
+    return [[seconds for _, seconds in runs] for runs in fastest], not is_disturbed
 
 
 def _timed(call: Callable[[], object]) -> tuple[bool, float]:
@@ -178,15 +168,14 @@ class Clock:
     """
 
     def __init__(self, device: torch.device, left_out: Sequence[tuple[float, float]] = ()) -> None:
-        self._device, self._is_cuda, self._left_out = device, device.type == "cuda", left_out
+        self.device, self._is_cuda, self._left_out = device, device.type == "cuda", left_out
         self._laps: list[tuple[str, int]] = []
         self._seconds: list[float] = []  # of the laps resolved so far
         self._free: list[torch.cuda.Event] = []
         self._marks: list[float] = []  # ends of the other laps on the host, after the end of the last resolved one
         self._events: list[torch.cuda.Event] = []  # the same on the device
         self.is_shared = False
-        self.device = device
-        self._paused_s = self._started = 0.0
+        self._paused_s = self._paused_at = 0.0
         self._mark()
         self._round_start = 0
 
@@ -207,26 +196,23 @@ class Clock:
             self._resolve(len(self._marks) - RECENT_MARKS)
 
     def share(self) -> None:
-        """Stops counting until `resume`, and counts from now on the time between `resume` and `pause` alone, and shares of
-        `shared_time`: time of the host, also on a GPU, that leaves out preparations.
+        """Counts from now on only the time within `running` and shares of `shared_time`: time of the host, also on a GPU,
+        without preparations.
         """
         self._resolve(len(self._marks))
         self.is_shared, self._is_cuda, self._left_out = True, False, ()
-        self._started = time.perf_counter()
+        self._paused_at = time.perf_counter()
 
-    def pause(self) -> None:
-        """Stops counting until `resume`, if the time is shared."""
-        if self.is_shared:
-            now = time.perf_counter()
-            self._paused_s += prepared_s(self._started, now)
-            self._started = now
-
-    def resume(self) -> None:
-        """Continues after a pause, if the time is shared."""
-        if self.is_shared:
-            now = time.perf_counter()
-            self._paused_s += now - self._started
-            self._started = now
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts the time of the block, if the time is shared."""
+        start = time.perf_counter()
+        self._paused_s += start - self._paused_at
+        try:
+            yield
+        finally:
+            self._paused_at = time.perf_counter()
+            self._paused_s += prepared_s(start, self._paused_at)
 
     def count(self, seconds: float) -> None:
         """Counts further seconds."""
@@ -236,11 +222,24 @@ class Clock:
         """Returns a function that computes the timings from `start_round` to here; calling it may synchronize."""
         return partial(self._times_between, self._round_start, len(self._laps))
 
-    def _times_between(self, start: int, end: int) -> RoundTimes:
+    def round_phases(self) -> Callable[[], dict[str, float]]:
+        """Returns a function that computes the seconds of each phase from `start_round` to here; calling it may synchronize."""
+        return partial(self._phases_between, self._round_start, len(self._laps))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of every phase; synchronizes with the device."""
+        return dict.fromkeys(PHASES, 0.0) | self._phases_between(0, len(self._laps))
+
+    def _between(self, start: int, end: int) -> Iterator[tuple[str, int, float]]:
+        """Yields phase, nodes and seconds of laps."""
         if end > len(self._seconds):
             self._resolve(len(self._marks))
-        times, policy_s = RoundTimes(), 0.0
         for (phase, num_nodes), seconds in zip(self._laps[start:end], self._seconds[start:end], strict=True):
+            yield phase, num_nodes, seconds
+
+    def _times_between(self, start: int, end: int) -> RoundTimes:
+        times, policy_s = RoundTimes(), 0.0
+        for phase, num_nodes, seconds in self._between(start, end):
             times.total_s += seconds
             if phase == "policy":
                 policy_s += seconds
@@ -251,43 +250,31 @@ class Clock:
                 times.verify_s += seconds
         return times
 
-    def round_phases(self) -> Callable[[], dict[str, float]]:
-        """Returns a function that computes the seconds of each phase from `start_round` to here; calling it may synchronize."""
-        return partial(self._phases_between, self._round_start, len(self._laps))
-
     def _phases_between(self, start: int, end: int) -> dict[str, float]:
-        if end > len(self._seconds):
-            self._resolve(len(self._marks))
         total: dict[str, float] = {}
-        for (phase, _), seconds in zip(self._laps[start:end], self._seconds[start:end], strict=True):
+        for phase, _, seconds in self._between(start, end):
             if phase != UNTIMED:
                 total[phase] = total.get(phase, 0.0) + seconds
         return total
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds of every phase; synchronizes with the device."""
-        return dict.fromkeys(PHASES, 0.0) | self._phases_between(0, len(self._laps))
-
     def _resolve(self, count: int) -> None:
         """Computes the seconds of the laps between the first `count` marks; waits for the last of these."""
         done, self._marks = self._marks[:count], self._marks[count - 1 :]
-        seconds = self._device_seconds(count) if self._is_cuda else [now - before for before, now in pairwise(done)]
+        seconds = [now - before for before, now in pairwise(done)]
+        if self._is_cuda:
+            events, self._events = self._events[:count], self._events[count - 1 :]
+            events[-1].synchronize()
+            self._free += events[:-1]
+            seconds = [before.elapsed_time(now) / 1e3 for before, now in pairwise(events)]
         for start, end in self._left_out:
             if done[0] <= start < done[-1]:
                 lap = bisect(done, start) - 1
                 seconds[lap] = max(seconds[lap] - (end - start), 0.0)
         self._seconds += seconds
 
-    def _device_seconds(self, count: int) -> list[float]:
-        """Returns the seconds between the first `count` events; waits for the last of these."""
-        done, self._events = self._events[:count], self._events[count - 1 :]
-        done[-1].synchronize()
-        self._free += done[:-1]
-        return [before.elapsed_time(now) / 1e3 for before, now in pairwise(done)]
-
     def _mark(self) -> None:
         self._marks.append(time.perf_counter() - self._paused_s)
         if self._is_cuda:
             event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
+            event.record(torch.cuda.current_stream(self.device))
             self._events.append(event)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import make_inputs, make_qwen, random_draft, slot_head, text_sizes
-from support.pass_helpers import answer, head, quick_wrappers, run_chain
+from support.pass_helpers import LayerPass, answer, head, quick_wrappers, run_chain
 from torch import nn
 from transformers import Qwen3VLConfig
 
@@ -200,23 +200,21 @@ def test_small_weights_are_not_part_of_the_code(
     """Inductor writes up to 8 numbers into the code by default; a package serves any weights. A damaged file is
     compiled again.
     """
-    layer = nn.Linear(4, 4)
-
-    def example() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return (torch.zeros(3, 4),), (None,)
+    function, cpu = LayerPass("model"), torch.device("cpu")
+    layer = function.layer
 
     def damaged(*_: Any, package_path: BytesIO, **__: Any) -> None:
         package_path.write(b"damaged")
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="passes: cannot be compiled"):
         patch.setattr(torch._inductor, "aoti_compile_and_package", damaged)
-        assert package.compiled(layer, example, "a layer", "model") is None
+        assert package.compiled(function, (), cpu) is None
     assert [path.read_bytes() for path in own.glob("*.pt2")] == [b"damaged"]
     before = time.perf_counter()
-    run = package.compiled(layer, example, "a layer", "model")
+    run = package.compiled(function, (), cpu)
     start, end = PREPARATIONS[-1]
     assert before <= start < end <= time.perf_counter() and end - start > 0.5, "left out of the times of a generation"
-    assert run is not None and package.compiled(layer, example, "a layer", "model") is not None  # from disk
+    assert run is not None and package.compiled(function, (), cpu) is not None  # from disk
     assert capsys.readouterr().err.count("compiling a layer") == 2
     x = torch.randn(3, 4)
     for _ in range(2):
@@ -227,7 +225,7 @@ def test_small_weights_are_not_part_of_the_code(
     (kept,) = own.glob("*.pt2")
     monkeypatch.setattr(package, "_compile_to", lambda path, *_: not path.write_bytes(kept.read_bytes()))
     with pytest.warns(UserWarning, match="other processes disturbed the choice of kernels"):
-        assert package.compiled(layer, example, "a layer", "another model") is not None
+        assert package.compiled(LayerPass("another model"), (), cpu) is not None
     assert list(own.glob("*.pt2")) == [kept]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.messages import check_message
-from torch import nn
+from support.pass_helpers import LayerPass
 
 from sage.runtime import compiled as package
 from sage.runtime import package_folder
@@ -71,8 +71,8 @@ def test_a_second_process_waits(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_what_another_process_has_compiled_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package appears between the first look and the lock."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    theirs, module = object(), nn.Linear(2, 2)
+    theirs, function = object(), LayerPass("model")
     answers: list[Any] = [None, theirs]
     monkeypatch.setattr(package, "_loaded", lambda *args: answers.pop(0))
     monkeypatch.setattr(package, "_compile_to", lambda *args: pytest.fail("compiled twice"))
-    assert package.compiled(module, lambda: ((torch.zeros(2),), (None,)), "a pass", "model") is theirs
+    assert package.compiled(function, (), torch.device("cpu")) is theirs

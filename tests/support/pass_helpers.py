@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from support.models import make_inputs, random_draft
+from torch import Tensor, nn
 
 import sage
 from sage.planning.tree import Columns, Tree
@@ -16,7 +18,7 @@ from sage.runtime.cache import TreeCache
 from sage.runtime.captured import Capture, Captured
 from sage.runtime.compiled import Compiled
 from sage.runtime.modes import PassMode
-from sage.runtime.pass_function import EAGER, Executor, PassFunction, PassInputs, Run
+from sage.runtime.pass_function import EAGER, Executor, PassFunction, PassInputs, Result, Run, argument
 from sage.targets import Features
 from sage.targets.tree_passes import TreePasses
 
@@ -50,6 +52,23 @@ class Uncompiled(Compiled):
             return function.compute(inputs)
 
         return run
+
+
+@dataclass(kw_only=True)
+class LayerInputs(PassInputs):
+    x: Tensor = argument(3, 4, dtype=None)
+
+
+class LayerPass(PassFunction):
+    """A linear layer as a pass without dynamic sizes."""
+
+    def __init__(self, depends_on: str) -> None:
+        results = [Result((3, 4))]
+        super().__init__("target", ("a layer", "a layer"), LayerInputs, {}, torch.float32, results, depends_on)
+        self.layer = nn.Linear(4, 4)
+
+    def compute(self, inputs: LayerInputs) -> tuple[Tensor, ...]:
+        return (self.layer(inputs.x),)
 
 
 def quick_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:

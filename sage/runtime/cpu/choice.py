@@ -135,9 +135,8 @@ def linear_timings(groups: Sequence[Layers], counts: Sequence[int]) -> Timings:
         prepared = [prepared_linear(x, group.weights, threads) for x, group in zip(inputs, groups, strict=True)]
         ours = [call for _, call in prepared]
         theirs = [partial(_run_torch, x, group.weights) for x, group in zip(inputs, groups, strict=True)]
-        fastest = fastest_s([ours, theirs], LINEAR_REPEATS)
-        ours_s, theirs_s = ours_s + sum(fastest.seconds[0]), theirs_s + sum(fastest.seconds[1])
-        is_certain &= fastest.is_undisturbed
+        (of_ours, of_theirs), is_undisturbed = fastest_s([ours, theirs], LINEAR_REPEATS)
+        ours_s, theirs_s, is_certain = ours_s + sum(of_ours), theirs_s + sum(of_theirs), is_certain and is_undisturbed
     return Timings(ours_s, theirs_s, is_certain)
 
 
@@ -154,9 +153,8 @@ def attention_timings(call: AttentionCall, count: int) -> Timings:
     mask = None if call.mask is None else torch.zeros(1, 1, count, TIMED_KEYS, dtype=dtype)
     ours = prepared_attention(query, keys, keys, mask, call.scale, threads)  # with the result, which has to stay alive
     theirs = partial(nn.functional.scaled_dot_product_attention, query, keys, keys, attn_mask=mask, scale=call.scale)
-    fastest = fastest_s([[ours[1]], [theirs]], ATTENTION_REPEATS)
-    (ours_s,), (theirs_s,) = fastest.seconds
-    return Timings(ours_s, theirs_s, fastest.is_undisturbed)
+    ((ours_s,), (theirs_s,)), is_undisturbed = fastest_s([[ours[1]], [theirs]], ATTENTION_REPEATS)
+    return Timings(ours_s, theirs_s, is_undisturbed)
 
 
 def _groups(program: Any) -> list[Layers]:

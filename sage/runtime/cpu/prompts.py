@@ -150,8 +150,8 @@ def measured(layers: Sequence[nn.Linear]) -> tuple[list[Choice], bool]:
         choice = []
         for rows in TIMED_ROWS:
             x = torch.zeros(rows, layer.in_features, dtype=layer.weight.dtype)
-            found = fastest_s([[partial(KERNELS[name], layer, x)] for name in names], REPEATS)
-            choice.append(min(zip(found.seconds, names, strict=True))[1])
-            is_certain &= found.is_undisturbed
+            seconds, is_undisturbed = fastest_s([[partial(KERNELS[name], layer, x)] for name in names], REPEATS)
+            choice.append(min(zip(seconds, names, strict=True))[1])
+            is_certain &= is_undisturbed
         chosen.append(choice)
     return chosen, is_certain
