@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -68,11 +68,6 @@ class LinearSizes:
         return layers * (state * exact + (self.kernel - 1) * inputs), layers * (slot * exact + inputs)
 
 
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of states: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 @dataclass
 class LinearStates:
     """The states of several rows.
@@ -95,13 +90,10 @@ class LinearStates:
     def zeros(sizes: LinearSizes, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> LinearStates:
         """Returns states before the first token."""
         heads, dk, dv = sizes.value_heads, sizes.key_size, sizes.value_size
-        shapes = [(heads, dk, dv), (sizes.kernel - 1 + slots, sizes.channels), (slots, sizes.key_heads, dk)]
-        shapes += [(slots, heads, dv), (slots, 2, heads)]
-        dtypes, exact = [accumulated(dtype)] * len(shapes), (rows, len(sizes.layers))
-        dtypes[1] = dtype
-        return LinearStates(
-            *(torch.zeros(*exact, *shape, dtype=d, device=device) for shape, d in zip(shapes, dtypes, strict=True))
-        )
+        new = partial(torch.zeros, rows, len(sizes.layers), device=device, dtype=torch.promote_types(dtype, torch.float32))
+        inputs = new(sizes.kernel - 1 + slots, sizes.channels, dtype=dtype)
+        keys = new(slots, sizes.key_heads, dk)
+        return LinearStates(new(heads, dk, dv), inputs, keys, new(slots, heads, dv), new(slots, 2, heads))
 
     @property
     def slots(self) -> int:
@@ -189,11 +181,6 @@ class Window:
         """BoolTensor [B, N, X]."""
         return self.pad(self.visible)
 
-    @cached_property
-    def own(self) -> Tensor:
-        """LongTensor [B, N], the slots of a row's nodes."""
-        return self.pad(self.slots)
-
     def pad(self, flat: Tensor) -> Tensor:
         """[T, ..] -> [B, N, ..]."""
         if self.queries is None:
@@ -207,7 +194,7 @@ class Window:
         return padded[self.owners, self.queries.offsets]
 
 
-def convolve(layer: Any, inputs: Tensor) -> Tensor:
+def _convolve(layer: Any, inputs: Tensor) -> Tensor:
     """[.., K, C], the last inputs of each token -> [.., C]."""
     weight = layer.conv1d.weight.squeeze(1).t()
     mixed = (inputs * weight.to(inputs.dtype)).sum(-2, dtype=torch.promote_types(inputs.dtype, torch.float32))
@@ -222,11 +209,6 @@ def heads_of(layer: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sizes = (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim)
     query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip((query, key, value), sizes, strict=True))
     return query, key, value
-
-
-def normalized(states: Tensor) -> Tensor:
-    """Scales vectors [.., dk] to length 1."""
-    return states * torch.rsqrt((states * states).sum(-1, keepdim=True) + EPSILON)
 
 
 def tree_delta_rule(
@@ -245,9 +227,9 @@ def tree_delta_rule(
     """
     at, exact = (window.owners, place, window.slots), states.linear_state.dtype
     states.linear_inputs[window.owners, place, window.slots + window.kernel - 1] = inputs
-    mixed = convolve(layer, states.linear_inputs[window.owners[:, None], place, window.taps])
+    mixed = _convolve(layer, states.linear_inputs[window.owners[:, None], place, window.taps])
     query, key, value = (part.to(exact) for part in heads_of(layer, mixed))
-    query, key = normalized(query) * layer.head_k_dim**-0.5, normalized(key)
+    query, key = _normalized(query) * layer.head_k_dim**-0.5, _normalized(key)
     size = window.visible.shape[1]
     states.linear_keys[at], states.linear_decays[(*at, 0)] = key, decay.to(exact)
     total = window.seen.to(exact) @ states.linear_decays[:, place, :size, 0]  # [B, N, H]
@@ -264,13 +246,18 @@ def tree_delta_rule(
     if torch.compiler.is_exporting() or size > pairs.shape[2]:  # with nodes of earlier passes, of a target that is the draft
         states.linear_updates[at] = 0
         missing = missing - pairs @ states.linear_updates[:, place, :size].transpose(1, 2)
-        pairs = pairs.gather(-1, window.own[:, None, None].expand(*pairs.shape[:3], -1))
+        pairs = pairs.gather(-1, window.pad(window.slots)[:, None, None].expand(*pairs.shape[:3], -1))
     updates = beta * missing
     if pairs.shape[2] > 1:  # a single node has no other's update to subtract
         updates = torch.linalg.solve_triangular(beta * pairs, updates, upper=False, unitriangular=True)
     states.linear_updates[at] = window.unpad(updates.transpose(1, 2))
     added = ((query @ keys.transpose(-1, -2)) * later) @ states.linear_updates[:, place, :size].transpose(1, 2)
     return window.unpad((total * (query @ base) + added).transpose(1, 2))
+
+
+def _normalized(states: Tensor) -> Tensor:
+    """Scales vectors [.., dk] to length 1."""
+    return states * torch.rsqrt((states * states).sum(-1, keepdim=True) + EPSILON)
 
 
 def _by_head(states: Tensor, group: int) -> Tensor:

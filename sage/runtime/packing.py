@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -33,6 +33,9 @@ from sage.runtime.pass_function import (
 )
 
 
+_buffers = partial(argument, ROWS, "kv_heads", CAPACITY, "head_dim", dtype=None, padding=Padding.cache, count="num_layers")
+
+
 @dataclass(kw_only=True)
 class CachedInputs(PassInputs):
     """Arguments of every pass that extends a cache.
@@ -46,12 +49,8 @@ class CachedInputs(PassInputs):
     owners: Tensor = argument(NODES)
     columns: Tensor = argument(NODES, padding=Padding.spare)
     steps: Tensor = argument(KEYS, padding=Padding.counting)
-    keys: Sequence[Tensor] = argument(
-        ROWS, "kv_heads", CAPACITY, "head_dim", dtype=None, padding=Padding.cache, count="num_layers"
-    )
-    values: Sequence[Tensor] = argument(
-        ROWS, "kv_heads", CAPACITY, "head_dim", dtype=None, padding=Padding.cache, count="num_layers"
-    )
+    keys: Sequence[Tensor] = _buffers()
+    values: Sequence[Tensor] = _buffers()
 
 
 @dataclass(frozen=True)
@@ -105,15 +104,6 @@ def layout(
     return Layout(*upload_together(device, *of_tokens, grid, *of_calls))
 
 
-@lru_cache(maxsize=512)
-def layout_of_one(count: int, device: torch.device, slots: int = 0, has_token_queries: bool = True) -> Layout:
-    """Returns the layout of one request, without a copy to the device. `places` are not read in a pass over one row."""
-    offsets = torch.arange(count, device=device)
-    zeros = torch.zeros_like(offsets)
-    places = zeros.new_zeros(1, (count if has_token_queries else 0) + slots)
-    return Layout(zeros, offsets, zeros, places, offsets[-1:], zeros[:1])
-
-
 class BoundPass:
     """A pass function bound to an executor.
 
@@ -132,14 +122,19 @@ class BoundPass:
 
     def run_one(self, needed: Pass) -> Sequence[Tensor]:
         """Runs the pass of one request."""
-        function, count = self.of_one, needed.count
-        if count not in self._layouts_of_one:
-            own = layout_of_one(count, self._device, function.num_slots, function.has_token_queries)
-            self._layouts_of_one[count] = {name: getattr(own, name) for name in function.layout}
-        values = needed.tensors | self._layouts_of_one[count]
+        if needed.count not in self._layouts_of_one:
+            self._layouts_of_one[needed.count] = self._layout(self.of_one, (0,), (needed.count,), 1)
+        values = needed.tensors | self._layouts_of_one[needed.count]
         if needed.cache is not None:
             values |= needed.cache.tensors()
-        return self._run_one(function.inputs(**values))
+        return self._run_one(self.of_one.inputs(**values))
+
+    def _layout(
+        self, function: PassFunction, rows: tuple[int, ...], counts: tuple[int, ...], num_rows: int
+    ) -> dict[str, Tensor]:
+        """Returns the part of the layout that the function takes."""
+        whole = layout(rows, counts, num_rows, self._device, function.num_slots, function.has_token_queries)
+        return {name: getattr(whole, name) for name in function.layout}
 
     def run_several(self, needed: Sequence[Pass]) -> list[Sequence[Tensor]]:
         """Runs one pass of several requests; returns the results of each."""
@@ -160,9 +155,7 @@ class BoundPass:
             num_rows = max(rows) + 1
             values |= shared.tensors(num_rows)
             values["steps"] = shared.steps.narrow(0, 0, max(cache.length for cache in caches))
-        counts, kind = tuple(each.count for each in needed), (function.num_slots, function.has_token_queries)
-        own = layout(rows, counts, num_rows, self._device, *kind)
-        values |= {name: getattr(own, name) for name in function.layout}
+        values |= self._layout(function, rows, tuple(each.count for each in needed), num_rows)
         for described in function.arguments:
             if described.name not in values:
                 values[described.name] = self._joined(described, needed, rows, num_rows)
@@ -217,16 +210,16 @@ def run(needed: Sequence[Any]) -> list[Any]:
         while isinstance(alone, Pass):
             alone = alone.finish(alone.bound.run_one(alone))
         return [alone]
-    found = list(needed)
-    while waiting := [place for place, each in enumerate(found) if isinstance(each, Pass)]:
-        for function in dict.fromkeys(found[place].bound.function for place in waiting):
-            places = [place for place in waiting if found[place].bound.function is function]
-            own = [found[place] for place in places]
-            results = [own[0].bound.run_one(own[0])] if len(own) == 1 else own[0].bound.run_several(own)
-            for place, each, result in zip(places, own, results, strict=True):
-                found[place] = each.finish(result)
-            waiting = [place for place in waiting if place not in places]
-    return found
+    results = list(needed)
+    while waiting := [i for i, each in enumerate(results) if isinstance(each, Pass)]:
+        for function in dict.fromkeys(results[i].bound.function for i in waiting):
+            indices = [i for i in waiting if isinstance(results[i], Pass) and results[i].bound.function is function]
+            passes = [results[i] for i in indices]
+            bound = passes[0].bound
+            outputs = [bound.run_one(passes[0])] if len(passes) == 1 else bound.run_several(passes)
+            for i, each, output in zip(indices, passes, outputs, strict=True):
+                results[i] = each.finish(output)
+    return results
 
 
 def _concatenated(dims: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:

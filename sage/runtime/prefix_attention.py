@@ -15,9 +15,8 @@ heads times N), d head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,6 +30,9 @@ from sage.runtime.package_folder import warn_once
 MIN_BLOCK, MAX_BLOCKS = 1024, 16  # keys of a block where the cache is full, and blocks; not measured
 HALF = (torch.float16, torch.bfloat16)
 KERNEL_DEVICES = ("cuda",)  # others compute by `softmax_attention`
+MAX_HEAD_DIM = 256
+NODES, KV_HEADS, GROUP, CAPACITY = 4, 2, 3, 4096  # of a trial
+MAX_ERROR = 0.03  # results are averages of standard normal values, in half precision
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def key_parts(
     visible_rows: Tensor,
     capacity: int,
     group: int,
-    tile: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
     window: int | None = None,
     min_block: int = MIN_BLOCK,
 ) -> KeyParts:
@@ -78,7 +80,7 @@ def key_parts(
         visible_rows: LongTensor [X], these rows; all before the first of them are visible to all nodes.
         capacity: C.
         group: query heads per KV head.
-        tile: returns the additive mask of a Boolean one, see `sage.runtime.attention.tile_mask`.
+        dtype: of the mask.
         window: of a layer whose tokens attend to the last `window` ones, themselves included.
     """
     (nodes, seen), before = visible.shape, visible_rows[:1]
@@ -92,13 +94,14 @@ def key_parts(
     if seen == 1:
         return KeyParts(query_ends, key_ends, longest)
     if window is None:
-        return KeyParts(query_ends, key_ends, longest, visible_rows, tile(_seeing_something(visible)))
+        return KeyParts(query_ends, key_ends, longest, visible_rows, tile_mask(_seeing_something(visible), group, dtype))
     place = visible.long().cumsum(-1)  # of a row on the path of the node, from 1 on
     depth = place[:, -1:]
     border = before + 1 - window + torch.arange(min(seen, window) - 1, device=visible.device)
     is_near = (border >= 0) & (border >= before + depth - window)
     mask = _seeing_something(torch.cat((is_near, visible & (place > depth - window)), 1))
-    return KeyParts(query_ends, key_ends, longest, torch.cat((border.clamp(min=0), visible_rows)), tile(mask))
+    rows = torch.cat((border.clamp(min=0), visible_rows))
+    return KeyParts(query_ends, key_ends, longest, rows, tile_mask(mask, group, dtype))
 
 
 def _seeing_something(visible: Tensor) -> Tensor:
@@ -177,11 +180,6 @@ def has_flash_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-MAX_HEAD_DIM = 256
-NODES, KV_HEADS, GROUP, CAPACITY = 4, 2, 3, 4096  # of a trial
-MAX_ERROR = 0.03  # results are averages of standard normal values, in half precision
-
-
 def why_masked(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Returns why a target's captured passes mask all keys; empty if they attend in two parts. Warns once of each reason.
 
@@ -189,19 +187,17 @@ def why_masked(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """
     if device.type not in KERNEL_DEVICES:
         return ""
-    reason = _missing(device, dtype, head_dim) or kernel_problem(device, dtype, head_dim)
+    if dtype not in HALF:
+        reason = f"{dtype_name(dtype)} is not a dtype of the flash kernel; float16 and bfloat16 are"
+    elif head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        reason = f"a head size of {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    elif not has_flash_kernel(device):
+        reason = "torch's flash kernel needs an NVIDIA GPU of compute capability 8.0 or higher"
+    else:
+        reason = kernel_problem(device, dtype, head_dim)
     if reason:
         warn_once(f"passes: captured passes mask all keys, which slows those over one node as well: {reason}")
     return reason
-
-
-def _missing(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Returns the condition that is not met; empty if there is none."""
-    if dtype not in HALF:
-        return f"{dtype_name(dtype)} is not a dtype of the flash kernel; float16 and bfloat16 are"
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return f"a head size of {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
-    return "" if has_flash_kernel(device) else "torch's flash kernel needs an NVIDIA GPU of compute capability 8.0 or higher"
 
 
 @cache
@@ -221,7 +217,7 @@ def trial_error(device: torch.device, dtype: torch.dtype, head_dim: int, before:
     query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     rows = before + torch.arange(NODES, device=device)
     visible = torch.ones(NODES, NODES, dtype=torch.bool, device=device).tril()
-    parts = key_parts(visible, rows, CAPACITY, GROUP, partial(tile_mask, group=GROUP, dtype=dtype), window)
+    parts = key_parts(visible, rows, CAPACITY, GROUP, dtype, window)
     found = attend_in_parts(query, key, value, parts, head_dim**-0.5)
     place = torch.arange(CAPACITY, device=device)
     seen = (place <= rows[:, None]) & (place > rows[:, None] - (window or CAPACITY))

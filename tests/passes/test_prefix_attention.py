@@ -12,7 +12,6 @@ from support.gpu_attention import use_gpu_kernels
 from torch import Tensor
 
 from sage.runtime import prefix_attention
-from sage.runtime.cache import tile_mask
 from sage.runtime.prefix_attention import attend_in_parts, key_parts, merge, softmax_attention
 
 EXACT = {"rtol": 0, "atol": 1e-13}
@@ -63,8 +62,7 @@ def test_a_pass_in_parts_is_a_masked_pass(
     rows = torch.cat((before + torch.arange(nodes), torch.full((padding,), CAPACITY - 1)))
     query = torch.randn(1, HEADS * GROUP, nodes + padding, SIZE, dtype=torch.double)
     key, value = (torch.randn(1, HEADS, CAPACITY, SIZE, dtype=torch.double) for _ in range(2))
-    tile = partial(tile_mask, group=GROUP, dtype=torch.double)
-    parts = key_parts(visible, rows, CAPACITY, GROUP, tile, window, MIN_BLOCK)
+    parts = key_parts(visible, rows, CAPACITY, GROUP, query.dtype, window, MIN_BLOCK)
     assert (parts.rows is None) == (nodes == 1)
     assert len(parts.key_ends) - 1 == (8 if window is None else max(window // MIN_BLOCK, 1))
     assert int(parts.key_ends.diff().max()) <= parts.most
@@ -89,7 +87,7 @@ def test_kernels_of_a_gpu_take_these_arguments(monkeypatch: pytest.MonkeyPatch, 
         key, value = torch.empty(2, 1, 4, 2048, 128, dtype=torch.bfloat16)
         visible, rows = torch.ones(nodes, nodes, dtype=torch.bool), torch.arange(nodes)
         for window in (None, 600):
-            parts = key_parts(visible, rows, 2048, 7, partial(tile_mask, group=7, dtype=torch.bfloat16), window)
+            parts = key_parts(visible, rows, 2048, 7, torch.bfloat16, window)
             out = attend_in_parts(query, key, value, parts, 128**-0.5)
             assert out.shape == query.shape and out.dtype is torch.bfloat16 and out.is_meta
             assert parts.query_ends.dtype is parts.key_ends.dtype is torch.int32
