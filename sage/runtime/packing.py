@@ -32,7 +32,6 @@ from sage.runtime.pass_function import (
     argument,
 )
 
-
 _buffers = partial(argument, ROWS, "kv_heads", CAPACITY, "head_dim", dtype=None, padding=Padding.cache, count="num_layers")
 
 
