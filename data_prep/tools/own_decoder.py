@@ -70,10 +70,11 @@ def _decoded_together(
     target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, dialogs: Iterator[Dialog]
 ) -> Iterator[Dialog]:
     """Decodes the answers of several conversations together; a conversation that ends makes room for the next one."""
-    from sage.decoding.batch import BatchDecoder, BatchRequest
+    from sage.decoding.batch import BatchDecoder
+    from sage.decoding.generation import Generation
 
     decoder, options = BatchDecoder(target, draft, settings.batch_size), _options(draft, settings)
-    answering: dict[BatchRequest, Dialog] = {}
+    answering: dict[Generation, Dialog] = {}
 
     def is_asked(dialog: Dialog) -> bool:
         """Adds the dialog's next request; returns whether there is one."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,41 +19,6 @@ from sage.runtime.cache import SharedCache, TreeCache
 from sage.targets import Target
 from sage.trees import DEFAULT_POLICY
 from sage.trees import policy as new_policy
-
-
-@dataclass(eq=False)
-class BatchRequest:
-    """A request of a `BatchDecoder`, which identifies it.
-
-    Attributes:
-        has_started: whether its prompt is read.
-        rows: of the shared caches, which it occupies.
-    """
-
-    generation: Generation
-    has_started: bool = False
-    rows: list[TreeCache] = field(default_factory=list, repr=False)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Tokens emitted so far."""
-        return self.generation.tokens
-
-    @property
-    def error(self) -> Exception | None:
-        """What ended it early; its other figures are those until then."""
-        return self.generation.request.error
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the answer is complete, or has failed."""
-        return self.error is not None or self.generation.request.stop.is_over
-
-    def output(self) -> Output:
-        """Returns the answer so far; raises `error` if there is one."""
-        if self.error is not None:
-            raise self.error
-        return self.generation.output()
 
 
 class BatchDecoder:
@@ -76,9 +40,10 @@ class BatchDecoder:
                 raise ValueError(f"{name}: {value}; allowed: at least 1")
         self.target, self.draft, self.max_requests = target, draft, max_requests
         self.prefill_tokens = prefill_tokens
-        self._waiting: deque[BatchRequest] = deque()
-        self._active: list[BatchRequest] = []
+        self._waiting: deque[Generation] = deque()
+        self._active: list[Generation] = []
         self._caches: dict[str, SharedCache] = {}
+        self._rows: dict[Generation, list[TreeCache]] = {}  # of the shared caches
         self._policies: dict[str, Policy] = {}
 
     def __len__(self) -> int:
@@ -90,7 +55,7 @@ class BatchDecoder:
         """Whether a request that is added now would take part in the next step."""
         return len(self) < self.max_requests
 
-    def add(self, inputs: Any, policy: str | Policy = DEFAULT_POLICY, **options: Any) -> BatchRequest:
+    def add(self, inputs: Any, policy: str | Policy = DEFAULT_POLICY, **options: Any) -> Generation:
         """Adds a request, which joins in a following `step`; arguments and errors as of `sage.generate`.
 
         Args:
@@ -98,71 +63,71 @@ class BatchDecoder:
         """
         if isinstance(policy, str):
             policy = self._policies.setdefault(policy, new_policy(policy))
-        own = policy.for_request()
-        generation = start(self.target, self.draft if own.num_candidates else None, inputs, own, **options)
-        policy.costs = policy.costs or own.costs
+        of_request = policy.for_request()
+        draft = self.draft if of_request.num_candidates else None
+        generation = start(self.target, draft, inputs, of_request, **options)
+        policy.costs = policy.costs or of_request.costs
         generation.request.clock.share()
-        request = BatchRequest(generation)
-        self._waiting.append(request)
-        return request
+        self._waiting.append(generation)
+        return generation
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[BatchRequest, Round]]:
+    def step(self) -> list[tuple[Generation, Round]]:
         """Runs one round of every request; returns what each has emitted, the first time the token of its prefill.
 
         A request whose answer is over has left. One that has failed is returned with a round of no tokens.
         """
-        done = [(request, Round([], 0)) for request in self._admit()]
-        done += self._run_rounds([request for request in self._active if request.has_started])
-        done += self._read_prompts([request for request in self._active if not request.has_started])
-        for request, _ in done:
-            if request.is_over:
-                self.remove(request)
+        done = [(generation, Round([], 0)) for generation in self._admit()]
+        done += self._run_rounds([generation for generation in self._active if generation.tokens])
+        done += self._read_prompts([generation for generation in self._active if not generation.tokens])
+        for generation, _ in done:
+            if generation.is_over:
+                self.remove(generation)
         return done
 
-    def _admit(self) -> list[BatchRequest]:
+    def _admit(self) -> list[Generation]:
         """Gives waiting requests rows of the caches, as long as there is room; returns those that could not have any."""
         failed = []
         while self._waiting and len(self._active) < self.max_requests:
-            request = self._waiting.popleft()
+            generation = self._waiting.popleft()
             try:
-                self._take_rows(request)
+                self._take_rows(generation)
             except Exception as error:  # of memory; the others go on with the rows that they have
-                request.generation.request.error = error
-                failed.append(request)
+                generation.request.error = error
+                failed.append(generation)
             else:
-                self._active.append(request)
+                self._active.append(generation)
         return failed
 
-    def _take_rows(self, request: BatchRequest) -> None:
+    def _take_rows(self, generation: Generation) -> None:
         """Moves the empty caches of a request into rows of shared ones."""
-        own = request.generation.request
-        own.cache = self._row("target", own.cache, request)
-        if own.session is not None and own.session.cache is not None:
-            own.session.cache = self._row("draft", own.session.cache, request)
+        request, self._rows[generation] = generation.request, []
+        request.cache = self._row("target", request.cache, generation)
+        if request.session is not None and request.session.cache is not None:
+            request.session.cache = self._row("draft", request.session.cache, generation)
 
-    def _row(self, owner: str, cache: TreeCache, request: BatchRequest) -> TreeCache:
+    def _row(self, owner: str, cache: TreeCache, generation: Generation) -> TreeCache:
         if owner not in self._caches:
             self._caches[owner] = cache.shared.with_rows(self.max_requests)
         row = self._caches[owner].take(cache.capacity)
-        request.rows.append(row)
+        self._rows[generation].append(row)
         return row
 
-    def _run_rounds(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
-        rows = [_num_nodes(request) for request in requests]
-        running = [request.generation.request for request in requests]
-        for request, count in zip(running, rows, strict=True):
+    def _run_rounds(self, generations: Sequence[Generation]) -> list[tuple[Generation, Round]]:
+        logs = [generation.stats.rounds_log for generation in generations]
+        rows = [log[-1]["nodes"] + 1 if log else 1 for log in logs]  # of the last trees, with their roots
+        requests = [generation.request for generation in generations]
+        for request, count in zip(requests, rows, strict=True):
             request.policy.share(sum(rows) - count, len(requests))
-        return list(zip(requests, run_round(running), strict=True))
+        return list(zip(generations, run_round(requests), strict=True))
 
-    def _read_prompts(self, requests: Sequence[BatchRequest]) -> list[tuple[BatchRequest, Round]]:
+    def _read_prompts(self, generations: Sequence[Generation]) -> list[tuple[Generation, Round]]:
         """Reads the prompts of new requests; with `prefill_tokens`, a part of the first one."""
         done = []
-        for request in requests if self.prefill_tokens is None else requests[:1]:
-            round_ = attempt(request.generation.request, self._read_prompt)
-            request.has_started = round_ is not None
-            if request.has_started or request.error is not None:
-                done.append((request, round_ or Round([], 0)))
+        for generation in generations if self.prefill_tokens is None else generations[:1]:
+            round_ = attempt(generation.request, self._read_prompt)
+            if round_ is not None or generation.error is not None:
+                done.append((generation, round_ or Round([], 0)))
         return done
 
     def _read_prompt(self, request: Request) -> Round | None:
@@ -171,22 +136,14 @@ class BatchDecoder:
             return None
         return prefill(request)
 
-    def remove(self, request: BatchRequest) -> None:
+    def remove(self, generation: Generation) -> None:
         """Ends a request, whether it is complete or not; does nothing if it has left."""
-        if request in self._waiting:
-            self._waiting.remove(request)
-        if request in self._active:
-            self._active.remove(request)
-        for row in request.rows:
+        for requests in (self._waiting, self._active):
+            if generation in requests:
+                requests.remove(generation)
+        for row in self._rows.pop(generation, ()):
             row.shared.release(row)
-        request.rows.clear()
-        request.generation.stats.time_s = request.generation.request.clock.seconds()
-
-
-def _num_nodes(request: BatchRequest) -> int:
-    """Returns the nodes of a request's last tree, with the root."""
-    log = request.generation.stats.rounds_log
-    return log[-1]["nodes"] + 1 if log else 1
+        generation.stats.time_s = generation.request.clock.seconds()
 
 
 def generate_batch(
@@ -208,11 +165,11 @@ def generate_batch(
         ValueError: as `sage.generate`, or for a batch size below 1.
     """
     decoder = BatchDecoder(target, draft, batch_size)
-    requests = []
-    for one in inputs:
+    generations = []
+    for prompt in inputs:
         while not decoder.has_room:
             decoder.step()
-        requests.append(decoder.add(one, policy, **options))
+        generations.append(decoder.add(prompt, policy, **options))
     while len(decoder):
         decoder.step()
-    return [request.output() for request in requests]
+    return [generation.output() for generation in generations]

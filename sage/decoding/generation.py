@@ -90,9 +90,9 @@ class CachedPrefix:
         return self.cache, [self.features.at(kept)] if shared else []
 
 
-@dataclass
+@dataclass(eq=False)
 class Generation:
-    """A request in progress; iterate over `rounds()`, then call `output()`."""
+    """A request in progress; iterate over `rounds()`, then call `output()`. A `BatchDecoder` runs several."""
 
     target: Target
     request: Request
@@ -106,6 +106,16 @@ class Generation:
     def stats(self) -> Stats:
         """Counts so far; times once the answer is finished."""
         return self.request.stats
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended it early, of several requests; its other figures are those until then."""
+        return self.request.error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer is complete, or has failed."""
+        return self.error is not None or self.request.stop.is_over
 
     def rounds(self) -> Iterator[Round]:
         """Runs the request; yields each round as it is accepted."""
@@ -126,7 +136,9 @@ class Generation:
         return CachedPrefix(ids[: len(kept)], request.cache, features.at(kept), request.prompt)
 
     def output(self) -> Output:
-        """Returns the answer so far."""
+        """Returns the answer so far; raises `error` if there is one."""
+        if self.error is not None:
+            raise self.error
         tokenizer = self.target.processor.tokenizer if self.target.processor else None
         flags = bytearray(1)  # of the prefill's token, then of the accepted tokens and the bonus token of every round
         for accepted in self.stats.accepted:

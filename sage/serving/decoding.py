@@ -41,7 +41,8 @@ import sage
 from sage.commands.cli import load_options, plain_warnings
 from sage.costs.measure import known_costs
 from sage.decoding.answer import Stats
-from sage.decoding.batch import BatchDecoder, BatchRequest
+from sage.decoding.batch import BatchDecoder
+from sage.decoding.generation import Generation
 from sage.decoding.settings import Sampling
 from sage.drafts.draft import Draft, new_session
 from sage.io.machine import free_bytes
@@ -186,7 +187,7 @@ class _Loop:
     def __init__(self, plan: Plan, connection: Connection) -> None:
         self._plan, self._connection = plan, connection
         self._decoder = plan.new_decoder()
-        self._running: dict[int, BatchRequest] = {}
+        self._running: dict[int, Generation] = {}
         self._events: list[tuple[int, Event]] = []
 
     def run(self) -> None:
@@ -228,7 +229,7 @@ class _Loop:
                 self._decoder.remove(self._running.pop(numbers[request]))
                 if request.error is not None:
                     logger.error("a request failed", exc_info=request.error)
-                self._events.append((numbers[request], RuntimeError() if request.error else request.generation.stats))
+                self._events.append((numbers[request], RuntimeError() if request.error else request.stats))
 
 
 # -- what it decodes with --------------------------------------------------------------------------------------------------

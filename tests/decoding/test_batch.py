@@ -12,7 +12,8 @@ from support.models import make_inputs, make_llava, make_qwen, random_draft
 from support.toy_helpers import make_policy
 
 import sage
-from sage.decoding.batch import BatchDecoder, BatchRequest
+from sage.decoding.batch import BatchDecoder
+from sage.decoding.generation import Generation
 from sage.runtime import packing
 from sage.runtime.cache import SharedCache
 from sage.runtime.packing import BoundPass, Pass
@@ -55,8 +56,8 @@ def test_requests_that_join_and_leave_at_random_have_their_own_texts(family: str
         for number in range(len(inputs))
     ]
     decoder = BatchDecoder(target, draft, 4, prefill_tokens=6 if kind == "eagle3" else None)
-    requests: list[BatchRequest] = []
-    tokens: dict[BatchRequest, list[int]] = {}
+    requests: list[Generation] = []
+    tokens: dict[Generation, list[int]] = {}
     while len(requests) < len(inputs) or len(decoder):
         for _ in range(chance.randint(0, 2)):
             if len(requests) < len(inputs):
