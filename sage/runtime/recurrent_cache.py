@@ -47,7 +47,7 @@ class SharedRecurrentCache(SharedCache):
         self.sizes, self._arguments = sizes, (sizes, devices, *shape)
         self.states = LinearStates.zeros(sizes, num_rows, SLOTS, shape[-1], devices[0])
         attention = [device for layer, device in enumerate(devices) if layer not in sizes.layers]
-        super().__init__(attention or devices[:1], *shape, num_rows)  # one of no use where all are linear
+        super().__init__(attention or devices[:1], *shape, num_rows=num_rows)  # one of no use where all are linear
 
     def with_rows(self, num_rows: int) -> SharedRecurrentCache:
         return SharedRecurrentCache(*self._arguments, num_rows=num_rows)

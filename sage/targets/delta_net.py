@@ -18,7 +18,7 @@ class DeltaNet:
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, D] -> [1, T, D]."""
-        states = kwargs.get("cache", kwargs.get("cache_params"))  # its name since transformers 5.24, and before
+        states: Any = kwargs.get("cache", kwargs.get("cache_params"))  # its name since transformers 5.24, and before
         if not hasattr(states, "mix"):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         # In the model's order: ZeRO-3 gathers weights module by module, and ranks without requests run the model's forward.

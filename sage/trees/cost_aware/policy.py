@@ -74,6 +74,7 @@ class CostAware(Policy):
         self._others = ALONE  # nodes that other requests verify in the same passes, and number of requests
         self._learners: dict[bool, Learner] = {}  # by `is_coupled`: a score needs another calibration than a probability
         self._prices: dict[tuple[Any, ...], tuple[Costs, Prices]] = {}  # since something was learned last
+        self._is_coupled = False
         self.reset()
 
     def _learner(self, is_coupled: bool) -> Learner:
