@@ -43,14 +43,23 @@ class SharedRecurrentCache(SharedCache):
         devices: of each text layer. The states are on the first one, and copied to that of a layer in every pass.
     """
 
-    def __init__(self, sizes: LinearSizes, devices: Sequence[torch.device], *shape: Any, num_rows: int = 1) -> None:
-        self.sizes, self._arguments = sizes, (sizes, devices, *shape)
-        self.states = LinearStates.zeros(sizes, num_rows, SLOTS, shape[-1], devices[0])
+    def __init__(
+        self,
+        sizes: LinearSizes,
+        devices: Sequence[torch.device],
+        kv_heads: int,
+        size: int,
+        capacity: int,
+        dtype: torch.dtype,
+        num_rows: int = 1,
+    ) -> None:
+        self.sizes, self._arguments = sizes, (sizes, devices, kv_heads, size, capacity, dtype)
+        self.states = LinearStates.zeros(sizes, num_rows, SLOTS, dtype, devices[0])
         attention = [device for layer, device in enumerate(devices) if layer not in sizes.layers]
-        super().__init__(attention or devices[:1], *shape, num_rows=num_rows)  # one of no use where all are linear
+        super().__init__(attention or devices[:1], kv_heads, size, capacity, dtype, num_rows)  # of no use if all are linear
 
     def with_rows(self, num_rows: int) -> SharedRecurrentCache:
-        return SharedRecurrentCache(*self._arguments, num_rows=num_rows)
+        return SharedRecurrentCache(*self._arguments, num_rows)
 
     def _new_row(self, row: int) -> RecurrentCache:
         return RecurrentCache(self, row)

@@ -97,7 +97,7 @@ def test_kernels_of_a_gpu_take_these_arguments(monkeypatch: pytest.MonkeyPatch, 
 def test_kernels_are_compared_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that fail, or that differ, are not used, with one warning; here in place of those of a GPU."""
     cpu, unmasked = torch.device("cpu"), prefix_attention._unmasked
-    monkeypatch.setattr(prefix_attention, "KERNEL_DEVICES", ("cpu",))
+    use_gpu_kernels(monkeypatch, "cpu")
     monkeypatch.setattr(prefix_attention, "has_flash_kernel", lambda device: True)
     monkeypatch.setattr(prefix_attention, "kernel_problem", prefix_attention.kernel_problem.__wrapped__)
     reason_of = partial(prefix_attention.why_masked, cpu, torch.bfloat16)
