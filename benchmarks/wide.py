@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from data_prep.pocket.architecture import WEIGHTS
-from data_prep.pocket.families import FAMILIES, WIDTH
+from data_prep.pocket.architecture import FAMILIES, WEIGHTS, WIDTH
 from sage.bench.shapes import Shape, shape_of
 from sage.commands import cli
 from sage.io.files import locked, read_json, user_cache_dir, write_json, writing

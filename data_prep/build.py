@@ -17,13 +17,11 @@ from data_prep.cache import cache_dir
 from data_prep.chat import Lengths
 from data_prep.config import Cache, DataConfig, OnBad, validate
 from data_prep.conversation import BadItem, Conversation, TooLong
-from data_prep.dataset.dataset import ConversationDataset, StoredDataset, skip_path
-from data_prep.dataset.index import prepare_index
+from data_prep.dataset.dataset import ConversationDataset, StoredDataset, StreamDataset, is_stream, skip_path
+from data_prep.dataset.index import SKIPPED, SkipLog, count_reasons, prepare_index, read_skipped
 from data_prep.dataset.lengths import LongExamples, find_long
-from data_prep.dataset.mixing import alternate
+from data_prep.dataset.order import alternate
 from data_prep.dataset.prepare import prepare_examples
-from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons, read_skipped
-from data_prep.dataset.stream import StreamDataset, is_stream
 from data_prep.sources.base import Source, Stream, as_prompt, open_source, open_stream, with_validation_prompts
 from data_prep.splits import Split
 from sage.inputs.processing import Processor
@@ -34,18 +32,17 @@ NUM_LOGGED_REASONS = 5
 
 
 def build_dataset(config: DataConfig, processor: Processor, split: str = "train", logs_skipped: bool = True) -> Any:
-    """Returns the dataset of a split, `train`, `validation` or `test`, for `StepLoader`; its preparation is cached.
+    """Returns the cached dataset of a split, `train`, `validation` or `test`, for `StepLoader`.
 
-    From here on the processor renders prompts with `data.thinking`.
-
-    Skipped items are listed, and counted in the log unless the caller counts them (`logs_skipped=False`).
+    From here on the processor renders prompts with `data.thinking`. Skipped items are listed, and with `logs_skipped` logged.
     """
     validate(config)
     processor.thinking = config.thinking.flag
     part = Split(split)
-    if any(source.streaming for source in config.resolved(part).values()):
-        return _build_stream(config, processor, part)
     sources = open_sources(config, part)
+    if _is_streamed(config, part):
+        folder = cache_dir(config.cache_dir) / "streams" / json_digest([stream.fingerprint() for stream in sources])
+        return StreamDataset(config, sources, processor, Path(config.bad_list or folder / SKIPPED))
     index = prepare_index(config, sources, part)
     skip_logs = [index.folder / SKIPPED]
     weights = config.source_weights() if part is Split.train else None
@@ -53,7 +50,7 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
     if config.cache is Cache.examples:
         store = prepare_examples(config, index, processor)
         skip_logs.append(store.folder.parent / SKIPPED)
-        dataset = StoredDataset(store, weights, store.folder.parent.name, list(config.sources))
+        dataset = StoredDataset(config, store, weights)
     else:
         dataset = ConversationDataset(config, index, processor, weights)
     _report_skipped(skip_logs, skip_path(config, index), logs_skipped)
@@ -61,21 +58,15 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
 
 
 def check_rows(config: DataConfig, split: str = "train") -> None:
-    """Validates every row of a split, which needs no target; `build_dataset` finds the result in the cache. Streams pass.
-
-    Also raises ValueError if there is no valid row.
-    """
+    """Validates every row of a split, which needs no target, for the cache; ValueError without a valid one. Streams pass."""
     validate(config)
     part = Split(split)
-    if not any(source.streaming for source in config.resolved(part).values()):
+    if not _is_streamed(config, part):
         prepare_index(config, open_sources(config, part), part)
 
 
 def long_examples(config: DataConfig, dataset: Any) -> LongExamples | None:
-    """Returns the examples of a dataset of `build_dataset` that exceed `data.max_length`; None for a stream.
-
-    Also raises ValueError if all of them would be dropped.
-    """
+    """Returns the examples that exceed `data.max_length`, None for a stream; ValueError if all of them would be dropped."""
     if is_stream(dataset):
         return None
     lengths = [Lengths(*row) for row in dataset.full_lengths().tolist()]
@@ -96,77 +87,49 @@ def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8)
     found = list(islice(alternate(_prompt_readers(config, part, skipped)), num_prompts))
     if skipped.items:
         logger.warning("skipped %d prompts; listed in %s", len(skipped.items), listing)
-    if not found:
-        raise ValueError(_no_prompt_message(config, part))
-    return found
+    if found:
+        return found
+    if config.validation or not _is_streamed(config, part):
+        raise ValueError(f"data.validation: no prompt for split {part}; name prompt sources or raise data.holdout")
+    raise ValueError(
+        f"data.holdout: {config.holdout}; holds out no item of {', '.join(config.resolved(part))} for {part}; raise it, or "
+        "give prompt sources (+data/validation=NAME)"
+    )
 
 
-def open_sources(config: DataConfig, split: Split) -> list[Source]:
-    """Opens the sources of a split, in the order of the config; ValueError also for one that has no such split."""
-    resolved = config.resolved(split)
-    sources = [open_source(label, source, split, config.cache_dir) for label, source in resolved.items()]
-    for label, source in zip(resolved, sources, strict=True):
-        source.pixel_limits = config.pixel_limits()
-        _check_split(config, split, label, source.has_splits)
-    return sources
+def _is_streamed(config: DataConfig, split: Split) -> bool:
+    return any(source.streaming for source in config.resolved(split).values())
 
 
-def _check_split(config: DataConfig, split: Split, label: str, has_splits: bool) -> None:
-    """Raises ValueError where the test split of a source is requested and it has none (`has_splits`: of its own)."""
-    if split is Split.test and not (has_splits or config.validation or config.test_holdout or not config.holdout):
-        raise ValueError(f"data.test_holdout: 0.0; source {label} has no test split; give it a share, e.g. 0.1")
-
-
-def _check_prompts_held_out(config: DataConfig, label: str, has_splits: bool) -> None:
-    """Raises ValueError where the prompts of a source would be training items; `has_splits` as for `_check_split`."""
-    if not (config.validation or config.holdout or has_splits):
-        raise ValueError(
-            f"data.holdout: 0.0; holds out no item of source {label} for validation; allowed: above 0, or prompt sources "
-            f"(+data/validation=NAME, data.validation)"
-        )
-
-
-def _open_streams(config: DataConfig, split: Split) -> list[Stream]:
-    streams = [open_stream(label, source, split) for label, source in config.resolved(split).items()]
-    for stream in streams:
-        stream.pixel_limits = config.pixel_limits()
-    return streams
-
-
-def _build_stream(config: DataConfig, processor: Processor, split: Split) -> StreamDataset:
-    streams = _open_streams(config, split)
-    for label in config.resolved(split):
-        _check_split(config, split, label, has_splits=False)
-    folder = cache_dir(config.cache_dir) / "streams" / json_digest([stream.fingerprint() for stream in streams])
-    return StreamDataset(config, streams, processor, Path(config.bad_list or folder / SKIPPED))
+def open_sources(config: DataConfig, split: Split) -> list[Any]:
+    """Opens the sources (or streams) of a split, in the order of the config; ValueError also for one without such a split."""
+    opened: list[Source | Stream] = []
+    for label, source in config.resolved(split).items():
+        is_stream = source.streaming
+        opened.append(open_stream(label, source, split) if is_stream else open_source(label, source, split, config.cache_dir))
+        opened[-1].pixel_limits = config.pixel_limits()
+        has_split = opened[-1].has_splits or config.validation or config.test_holdout or not config.holdout
+        if split is Split.test and not has_split:
+            raise ValueError(f"data.test_holdout: 0.0; source {label} has no test split; give it a share, e.g. 0.1")
+    return opened
 
 
 def _prompt_readers(config: DataConfig, split: Split, skipped: SkipLog) -> list[Iterator[Conversation]]:
     """Opens all sources immediately, so that mistakes are found, and returns an iterator over the prompts of each."""
-    resolved = config.resolved(split)
-    if any(source.streaming for source in resolved.values()):
-        streams = _open_streams(config, split)
-        for label in resolved:
-            _check_prompts_held_out(config, label, has_splits=False)
-        return [_prompts(stream.iterate(0), as_prompt, partial(config.shares.has, split=split), skipped) for stream in streams]
     sources = open_sources(config, split)
-    for label, source in zip(resolved, sources, strict=True):
-        _check_prompts_held_out(config, label, source.has_splits)
+    for label, source in zip(config.resolved(split), sources, strict=True):
+        if not (config.validation or config.holdout or source.has_splits):  # they would be training items
+            raise ValueError(
+                f"data.holdout: 0.0; holds out no item of source {label} for validation; allowed: above 0, or prompt sources "
+                f"(+data/validation=NAME, data.validation)"
+            )
+    if _is_streamed(config, split):
+        return [_prompts(stream.iterate(0), as_prompt, partial(config.shares.has, split=split), skipped) for stream in sources]
     shares = with_validation_prompts(config.shares, sources)
     return [
         _prompts(range(len(source)), source.prompt, partial(source.belongs_to, split=split, shares=shares), skipped)
         for source in sources
     ]
-
-
-def _no_prompt_message(config: DataConfig, split: Split) -> str:
-    resolved = config.resolved(split)
-    if config.validation or not any(source.streaming for source in resolved.values()):
-        return f"data.validation: no prompt for split {split}; name prompt sources or raise data.holdout"
-    return (
-        f"data.holdout: {config.holdout}; holds out no item of {', '.join(resolved)} for {split}; raise it, or give prompt "
-        "sources (+data/validation=NAME)"
-    )
 
 
 def _prompts(
@@ -177,12 +140,12 @@ def _prompts(
         try:
             if isinstance(item, BadItem):
                 raise item
-            found = prompt_of(item)
+            prompt = prompt_of(item)
         except BadItem as error:
             skipped.add(error)
             continue
-        if belongs(found):
-            yield found
+        if belongs(prompt):
+            yield prompt
 
 
 def _report_skipped(skip_logs: list[Path], target: Path, logs_skipped: bool) -> None:

@@ -20,11 +20,8 @@ def cache_dir(configured: str = "") -> Path:
 def computed_once(
     path: Path, compute: Callable[[Path], object], is_outdated: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Holds the lock of a cached result, after computing it if it is absent or outdated; raises CannotWrite.
-
-    Args:
-        path: the file or folder of the result, complete or absent.
-        compute: writes the result to the path that it is given.
+    """Holds the lock of a cached result, a file or folder, after `compute` has written it to the given path if it is absent or
+    outdated; raises CannotWrite.
     """
     with locked(path, OTHER_CACHE):
         if not path.exists() or is_outdated():

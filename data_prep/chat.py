@@ -16,6 +16,8 @@ for it. Most templates drop the thoughts of earlier answers; then the last answe
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from data_prep.config import OnLong
-from data_prep.conversation import BadTemplate, Conversation, Message, TooLong, check_conversation
+from data_prep.conversation import BadItem, BadTemplate, Conversation, Message, TooLong, check_conversation
 from sage.inputs.media import open_media
 from sage.inputs.messages import escape, text_of
 from sage.inputs.processing import Processor, Segment, TemplateFault
@@ -55,7 +57,6 @@ class Lengths(NamedTuple):
     prompt: int
 
     def fit(self, max_length: int | None, on_long: OnLong) -> Fit:
-        """Returns the outcome of the example."""
         if max_length is None or self.total <= max_length:
             return Fit.kept
         has_turn = on_long is not OnLong.drop and self.first_turn <= max_length
@@ -112,7 +113,6 @@ def shorten_example(
 
 
 def example_lengths(example: Example) -> Lengths:
-    """Returns the lengths of a complete example."""
     mask = example["loss_mask"]
     return Lengths(len(mask), turn_ends(mask)[0], int(mask.int().argmax()))
 
@@ -131,11 +131,18 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
     messages = [_with_thoughts(message, i, processor) for i, message in enumerate(messages)]
     escaped, separator = escape(messages, processor.quotable)
     prompted = processor.render(escaped[:-1], True)
-    if prompted.rstrip().endswith(OPEN_THOUGHTS) or any(map(_is_rendered, messages)):
-        found = _rendered_segments(escaped, processor, separator)
+    # where the template does more with a message than to put its text between fixed texts
+    is_rendered = any(m["role"] == "tool" or any(map(m.get, ("has_thoughts", "tool_calls", "tools"))) for m in messages)
+    if is_rendered or prompted.rstrip().endswith(OPEN_THOUGHTS):
+        rendered = _rendered_segments(escaped, processor, separator)
     else:
-        found = _probed_segments(escaped, prompted, processor, chr(ord(separator) + 1))
-    return _split_escapes(found, separator)
+        rendered = _probed_segments(escaped, prompted, processor, chr(ord(separator) + 1))
+    return [
+        (piece, is_supervised)
+        for text, is_supervised in rendered
+        for piece in (text.split(separator) if isinstance(text, str) else [text])
+        if piece
+    ]
 
 
 def _with_thoughts(message: Message, index: int, processor: Processor) -> Message:
@@ -159,16 +166,15 @@ def _with_thoughts(message: Message, index: int, processor: Processor) -> Messag
     return kept | {"content": [{"type": "text", "text": text}], "has_thoughts": knows_thoughts and CLOSE_THOUGHTS in text}
 
 
-def _is_rendered(message: Message) -> bool:
-    """Returns whether the template does more with a message than to put its text between fixed texts."""
-    return bool(message.get("has_thoughts") or message.get("tool_calls") or message.get("tools") or message["role"] == "tool")
-
-
 def _probed_segments(messages: list[Message], prompted: str, processor: Processor, probe: str) -> list[Segment]:
     frame, answers = _split_answers(messages, processor, probe)
-    rendered_tail, prompted_tail = _header_tails(prompted, frame, answers)
+    header = _interleave(frame[:-1], answers[:-1])  # of the last answer, rendered and as a prompt: they may differ in blanks
+    common = len(os.path.commonprefix([header, prompted]))
+    rendered_tail, prompted_tail = header[common:], prompted[common:]
+    if rendered_tail.strip() or prompted_tail.strip():
+        raise TemplateFault("target: its chat template renders the prompt for an answer differently from the answer's header")
     blank = "" if prompted_tail or processor.prepends_blank else rendered_tail
-    found: list[Segment] = []
+    parts: list[Segment] = []
     begin = 0
     turns = [message for message in messages if message["role"] == "assistant"]
     for i, (turn, answer) in enumerate(zip(turns, answers, strict=True)):
@@ -177,10 +183,10 @@ def _probed_segments(messages: list[Message], prompted: str, processor: Processo
         if not end or not opening.endswith(rendered_tail):
             ends = " or ".join(map(repr, processor.end_texts))
             raise TemplateFault(f"target: its chat template does not end each answer with {ends} in the same way")
-        found.append((opening[: len(opening) - len(rendered_tail)] + prompted_tail, False))
-        found += _answer_segments(turn, blank + answer, close[:end])
+        parts.append((opening[: len(opening) - len(rendered_tail)] + prompted_tail, False))
+        parts += _answer_segments(turn, blank + answer, close[:end])
         begin = end
-    return found
+    return parts
 
 
 def _answer_segments(message: Message, text: str, end: str) -> list[Segment]:
@@ -255,36 +261,23 @@ def _split_answers(messages: list[Message], processor: Processor, probe: str) ->
     raise TemplateFault("target: its chat template rewrites or drops answers, so they cannot be located in the rendered text")
 
 
-def _header_tails(prompted: str, frame: list[str], answers: list[str]) -> tuple[str, str]:
-    """Returns the end of the header before the last answer, rendered and as a prompt; they may differ in blanks only."""
-    rendered = _interleave(frame[:-1], answers[:-1])
-    common = len(os.path.commonprefix([rendered, prompted]))
-    if rendered[common:].strip() or prompted[common:].strip():
-        raise TemplateFault("target: its chat template renders the prompt for an answer differently from the answer's header")
-    return rendered[common:], prompted[common:]
-
-
 def _interleave(frame: list[str], texts: list[str]) -> str:
     return "".join(part for pair in zip(frame, [*texts, ""], strict=True) for part in pair)
 
 
-def _split_escapes(found: list[Segment], separator: str) -> list[Segment]:
-    return [
-        (piece, is_supervised)
-        for text, is_supervised in found
-        for piece in (text.split(separator) if isinstance(text, str) else [text])
-        if piece
-    ]
-
-
 def _encode(conversation: Conversation, processor: Processor, num_frames: int) -> Example:
-    try:
+    with naming_faults(conversation):
         images, videos, fps = open_media(conversation.messages, num_frames, allow_urls=False)
         return processor.encode(segments(conversation.messages, processor), images, videos, fps)
-    except TemplateFault as error:
-        raise conversation.error(str(error), BadTemplate) from error
+
+
+@contextmanager
+def naming_faults(conversation: Conversation) -> Iterator[None]:
+    """Raises a ValueError as the BadItem of a conversation, as BadTemplate if it is the template's fault."""
+    try:
+        yield
     except ValueError as error:
-        raise conversation.error(str(error)) from error
+        raise conversation.error(str(error), BadTemplate if isinstance(error, TemplateFault) else BadItem) from error
 
 
 def turn_ends(mask: Tensor) -> list[int]:

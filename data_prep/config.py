@@ -205,7 +205,6 @@ class RegenerateConfig(AnswerSettings):
     key_variable: str = KEY_VARIABLE
 
     def urls(self) -> list[str]:
-        """Returns the base URLs of the servers."""
         listed = [self.server] if isinstance(self.server, str) else list(self.server)
         return [url.rstrip("/") for url in listed if url]
 
@@ -309,11 +308,7 @@ def is_key(key: str) -> bool:
 
 
 def url_problem(url: str, key_variable: str) -> str:
-    """Describes the problem of a server's URL without repeating the URL; empty if the URL is valid.
-
-    Args:
-        key_variable: environment variable for a key, named in the message.
-    """
+    """Describes what is wrong with the URL of a server without repeating it; "" for a valid one. Keys go to `key_variable`."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises ValueError for an invalid port

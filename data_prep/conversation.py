@@ -48,8 +48,7 @@ class BadItem(ValueError):
 
     Args:
         source: file or source name.
-        index: position of the item in the source (a line number in JSON lines), with its id where it has one: see
-            `item_label`.
+        index: position of the item in the source, with its id where it has one (`item_label`).
         reason: the fault and what is allowed.
     """
 
@@ -62,7 +61,6 @@ class BadItem(ValueError):
         self.source, self.index, self.reason = source, index, reason
 
     def as_row(self) -> dict[str, str]:
-        """Returns the row of a list of skipped items."""
         return {"source": self.source, "index": str(self.index), "kind": self.kind, "reason": self.reason}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,7 +136,10 @@ def check_conversation(conversation: Conversation, needs_answer: bool = True) ->
         _check_order([message["role"] for message in messages], needs_answer)
         check_media_roles(messages)
         for i, message in enumerate(messages):
-            _check_content(message, i)
+            if message["role"] == "user" and not any(
+                part["type"] in MEDIA or part["text"].strip() for part in message["content"]
+            ):
+                raise ValueError(f"message {i}: an empty user message")
             if needs_answer and message["role"] == "assistant" and not (text_of(message).strip() or "tool_calls" in message):
                 raise ValueError(f"message {i}: an empty answer; a draft learns nothing from it")
             if message.get("unfinished") and message is not messages[-1]:
@@ -154,7 +155,6 @@ def extras_of(message: Message) -> dict[str, Any]:
 
 
 def media_parts(messages: list[Message]) -> Iterator[Part]:
-    """Yields the image and video parts in reading order."""
     for message in messages:
         yield from parts_of(message, *MEDIA)
 
@@ -162,21 +162,16 @@ def media_parts(messages: list[Message]) -> Iterator[Part]:
 def expand_follow_ups(prompts: Iterable[Any], answer: Callable[[list[Message]], str]) -> Iterator[Any]:
     """Yields every prompt, followed by one prompt per follow-up question; prompts that are no conversations pass unchanged.
 
-    Args:
-        answer: messages -> the target's answer; called only when the next prompt is requested.
+    `answer` returns the target's answer to messages; it is called only when the next prompt is requested.
     """
     for prompt in prompts:
         yield prompt
-        if isinstance(prompt, Conversation):
-            yield from _follow_ups(prompt, answer)
-
-
-def _follow_ups(prompt: Conversation, answer: Callable[[list[Message]], str]) -> Iterator[Conversation]:
-    messages = prompt.messages
-    for number, question in enumerate(prompt.meta.get(FOLLOW_UPS, ()), start=2):
-        reply = {"role": "assistant", "content": [{"type": "text", "text": answer(messages)}]}
-        messages = [*messages, reply, {"role": "user", "content": [{"type": "text", "text": question}]}]
-        yield replace(prompt, id=f"{prompt.id}-turn-{number}", messages=messages, meta=prompt.meta | {FOLLOW_UPS: []})
+        questions = prompt.meta.get(FOLLOW_UPS, ()) if isinstance(prompt, Conversation) else ()
+        messages = prompt.messages if questions else []
+        for number, question in enumerate(questions, start=2):
+            reply = {"role": "assistant", "content": [{"type": "text", "text": answer(messages)}]}
+            messages = [*messages, reply, {"role": "user", "content": [{"type": "text", "text": question}]}]
+            yield replace(prompt, id=f"{prompt.id}-turn-{number}", messages=messages, meta=prompt.meta | {FOLLOW_UPS: []})
 
 
 def _message(message: Any, index: int) -> Message:
@@ -219,31 +214,24 @@ def _part(part: Any, index: int) -> Part:
         except UnicodeEncodeError as error:
             raise ValueError(f"message {index}: text is not valid Unicode at character {error.start}") from error
         return {"type": "text", "text": part["text"]}
-    if kind in MEDIA:
-        value = next((part[key] for key in (kind, *MEDIA_KEYS) if part.get(key) is not None), None)
-        _check_media(kind, value, index)
-        limits = {name: _pixels(part[name], name, index) for name in LIMIT_KEYS if part.get(name) is not None}
-        if kind == "image":
-            return {"type": kind, kind: value, **limits}
-        if limits:
-            raise ValueError(f"message {index}: {next(iter(limits))} of a video; it limits images; remove it")
-        video_times(part, f"message {index}: video")
-        return {"type": kind, kind: value, **{name: float(part[name]) for name in TIME_KEYS if part.get(name) is not None}}
-    raise ValueError(f"message {index}: part of type {kind!r}; allowed: text, image, video")
-
-
-def _pixels(value: Any, name: str, index: int) -> int:
-    if isinstance(value, int) and value > 0:
-        return value
-    raise ValueError(f"message {index}: {name} {value!r}, allowed: a number of pixels above 0")
-
-
-def _check_media(kind: str, value: Any, index: int) -> None:
+    if kind not in MEDIA:
+        raise ValueError(f"message {index}: part of type {kind!r}; allowed: text, image, video")
+    value = next((part[key] for key in (kind, *MEDIA_KEYS) if part.get(key) is not None), None)
     if kind == "image" and not isinstance(value, (str, Path, bytes, Image.Image)):
-        found = "nothing" if value is None else type(value).__name__
-        raise ValueError(f"message {index}: an image part with {found}; allowed: a path, bytes or a PIL image")
+        given = "nothing" if value is None else type(value).__name__
+        raise ValueError(f"message {index}: an image part with {given}; allowed: a path, bytes or a PIL image")
     if kind == "video" and (not isinstance(value, (str, Path, list, tuple)) or not value):
         raise ValueError(f"message {index}: a video part without frames; allowed: a list of frames, a folder, a file")
+    limits = {name: part[name] for name in LIMIT_KEYS if part.get(name) is not None}
+    for name, pixels in limits.items():
+        if not isinstance(pixels, int) or pixels <= 0:
+            raise ValueError(f"message {index}: {name} {pixels!r}, allowed: a number of pixels above 0")
+    if kind == "image":
+        return {"type": kind, kind: value, **limits}
+    if limits:
+        raise ValueError(f"message {index}: {next(iter(limits))} of a video; it limits images; remove it")
+    video_times(part, f"message {index}: video")
+    return {"type": kind, kind: value, **{name: float(part[name]) for name in TIME_KEYS if part.get(name) is not None}}
 
 
 def _check_order(roles: list[str], needs_answer: bool) -> None:
@@ -258,9 +246,3 @@ def _check_order(roles: list[str], needs_answer: bool) -> None:
         raise ValueError(f"ends with {roles[-1]!r}; the last message must be the assistant's")
     if not needs_answer and roles[-1] not in ("user", "tool"):
         raise ValueError(f"ends with {roles[-1]!r}; the last message must be the user's")
-
-
-def _check_content(message: Message, index: int) -> None:
-    role, parts = message["role"], message["content"]
-    if role == "user" and not any(part["type"] in MEDIA or part["text"].strip() for part in parts):
-        raise ValueError(f"message {index}: an empty user message")

@@ -32,6 +32,9 @@ class TargetAnswer:
     token_ids: tuple[int, ...] = ()
 
 
+REASONS = {Outcome.cut: "did not end within max_new_tokens", Outcome.empty: "is empty"}  # the others come with a reason
+
+
 class AnswerRequest(NamedTuple):
     """The messages before an answer, and the seed of the answer."""
 
@@ -71,11 +74,9 @@ class Dialog:
 
     @property
     def kept(self) -> int:
-        """Number of answers."""
         return sum(message["role"] == "assistant" for message in self._messages)
 
     def answered(self) -> Conversation:
-        """Returns the conversation with the answers so far."""
         return replace(self._conversation, messages=self._messages)
 
     def next_request(self) -> AnswerRequest | None:
@@ -84,7 +85,9 @@ class Dialog:
             self._messages.append(self._rest.pop(0))
         if not self._rest:
             return None
-        return AnswerRequest(self._messages, _seed(self._seed, self._conversation.id, len(self._messages)))
+        key = f"{self._seed}/{self._conversation.id}/{len(self._messages)}"  # neither the rank nor the order of conversations
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1
+        return AnswerRequest(self._messages, seed)
 
     def add(self, answer: TargetAnswer) -> None:
         """Adds the answer to the last request. Any but a complete answer ends the dialog after its last kept one."""
@@ -92,7 +95,7 @@ class Dialog:
         if outcome is Outcome.answered and not answer.text.strip():
             outcome = Outcome.empty
         is_kept = outcome is Outcome.answered or (outcome is Outcome.cut and self._keeps_cut and answer.text.strip())
-        reason = "" if outcome is Outcome.answered else f"answer {self.kept + 1}: {answer.reason or REASONS[outcome]}"
+        reason = f"answer {self.kept + 1}: {answer.reason or REASONS.get(outcome, outcome)}"
         if is_kept:
             self._rest.pop(0)
             extras: dict[str, Any] = {"token_ids": list(answer.token_ids)} if answer.token_ids else {}
@@ -106,29 +109,4 @@ class Dialog:
         self._messages, self._rest = self._messages[: last + 1], []
 
 
-REASONS = {
-    Outcome.cut: "did not end within max_new_tokens",
-    Outcome.empty: "is empty",
-    Outcome.refused: "refused",
-    Outcome.failed: "failed",
-    Outcome.invalid: "invalid",
-}
-Answerer = Callable[[list[Message], int], TargetAnswer]  # messages, seed
 Drive = Callable[[Iterator[Dialog]], Iterator[Dialog]]  # runs dialogs to their end and yields each, in any order
-
-
-def one_by_one(answer: Answerer) -> Drive:
-    """Returns a `Drive` that answers the requests one after the other."""
-
-    def drive(dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
-        for dialog in dialogs:
-            while (request := dialog.next_request()) is not None:
-                dialog.add(answer(*request))
-            yield dialog
-
-    return drive
-
-
-def _seed(seed: int, name: str, turn: int) -> int:
-    """Returns the seed of one answer, which depends neither on the rank nor on the order of the conversations."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{turn}".encode()).digest()[:4], "big") >> 1

@@ -27,11 +27,7 @@ REMEDY = "data.answers=target"
 
 @dataclass(frozen=True)
 class OwnShare:
-    """Counts of supervised tokens.
-
-    Attributes:
-        counts: label of a source -> (tokens that are the target's own choice, all tokens).
-    """
+    """Counts of supervised tokens, by the label of their source: (those that are the target's own choice, all)."""
 
     counts: Mapping[str, tuple[int, int]]
 
@@ -46,11 +42,9 @@ class OwnShare:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the answers are not the target's own."""
         return self.share < MIN_OWN_SHARE
 
     def by_source(self) -> dict[str, float]:
-        """Returns the share of every source with a supervised token."""
         return {label: own / total for label, (own, total) in self.counts.items() if total}
 
     def metrics(self) -> dict[str, float]:
@@ -59,11 +53,9 @@ class OwnShare:
         return {OWN_ANSWERS: self.share, **{f"{OWN_ANSWERS}/{label}": share for label, share in sources.items()}}
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the content of `own_answers` in the statistics of `sage-data`."""
         return {"share": self.share, "tokens": self.num_tokens, "sources": self.by_source()}
 
     def line(self) -> str:
-        """Returns the figures as one line."""
         listed = listed_shares(self.by_source()) if len(self.counts) > 1 else ""
         return f"own answers: {self.share:.0%} of {self.num_tokens:,} supervised tokens are the target's own choice{listed}"
 
@@ -89,11 +81,9 @@ def is_quickly_measured(target_path: str) -> bool:
 
 
 def own_choices(target: Any, features_SD: Tensor, ids_S: Tensor) -> Tensor:
-    """Returns BoolTensor [S], whether each token is the most likely one of the target.
+    """Returns BoolTensor [S], whether each token of `ids_S` is the most likely one of the target.
 
-    Args:
-        features_SD: last hidden states of the tokens before them, the input of the target's lm_head.
-        ids_S: the tokens.
+    `features_SD` are the last hidden states of the tokens before them.
     """
     import torch  # verdicts read the bound above without it
 

@@ -45,7 +45,6 @@ class Shares:
         return Split.test if position < self.validation + self.test else Split.train
 
     def has(self, conversation: Conversation, split: Split) -> bool:
-        """Returns whether a conversation belongs to a split."""
         return not self.validation or self.split_of(split_group(conversation)) is split
 
 

@@ -22,7 +22,6 @@ Result = TypeVar("Result")
 
 
 def num_processes() -> int:
-    """Returns the number of worker processes for preparing examples."""
     return min(num_cores(), MAX_PROCESSES)
 
 

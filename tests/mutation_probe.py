@@ -97,9 +97,9 @@ FAULTS = [
     Fault("train/distill/objective.py", "return decay_K / decay_K.sum()", "return decay_K", OBJECTIVE),
     Fault("train/distill/objective.py", "reached_CK @ from_KK * is_row_CK", "reached_CK @ from_KK.T * is_row_CK", "tests/drafts/test_block.py"),
     # -- loader: order, budgets, splits
-    Fault("data_prep/batching/grouping.py", "head = min(-start % step_size, len(part))", "head = 0", LOADER),
-    Fault("data_prep/batching/grouping.py", "np.argsort(-lengths[part], kind=\"stable\")", "np.argsort(lengths[part], kind=\"stable\")", LOADER),
-    Fault("data_prep/batching/grouping.py", "num_passes = -(-len(_cuts(longest_first, budget)) // world_size)", "num_passes = len(_cuts(longest_first, budget)) // world_size or 1", LOADER),
+    Fault("data_prep/dataset/order.py", "head = min(-start % step_size, len(part))", "head = 0", LOADER),
+    Fault("data_prep/dataset/order.py", "np.argsort(-lengths[part], kind=\"stable\")", "np.argsort(lengths[part], kind=\"stable\")", LOADER),
+    Fault("data_prep/dataset/order.py", "num_passes = -(-len(_cuts(longest_first, budget)) // world_size)", "num_passes = len(_cuts(longest_first, budget)) // world_size or 1", LOADER),
     Fault("data_prep/splits.py", "position < self.validation + self.test else", "position < self.test else", LOADER),
     Fault("data_prep/splits.py", "return hashlib.sha256(value).hexdigest()", "return conversation.id", LOADER),
     # -- store: atomic states, retention

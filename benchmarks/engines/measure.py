@@ -25,7 +25,7 @@ from checkpoints.export.result import ExportOptions
 from checkpoints.run_folder import run_of
 from data_prep.config import DataConfig, Images
 from data_prep.conversation import Conversation
-from data_prep.server.chat_request import MediaPolicy, request_messages
+from data_prep.server.client import MediaPolicy, request_messages
 from data_prep.splits import Split
 from sage.bench.measurement import BenchPrompt
 from sage.bench.options import Variant

@@ -23,7 +23,7 @@ from PIL import Image
 from transformers.utils import logging
 
 import sage
-from data_prep.pocket import architecture, training
+from data_prep.pocket import architecture
 from sage.commands.cli import new_parser, run
 from sage.serving.server import running
 from sage.serving.service import new_service
@@ -59,9 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _target(folder: Path) -> sage.Target:
-    tokenizer = architecture.new_tokenizer(FAMILY, training.world_texts(50))
-    model = architecture.new_model(FAMILY, tokenizer, 2, seed=0)
-    architecture.save(model, tokenizer, FAMILY, folder)
+    architecture.save_random(FAMILY, folder)
     return sage.load_target(folder, dtype=torch.float32)  # as sage-serve on a CPU; in bf16, near-ties flip
 
 

@@ -35,7 +35,7 @@ from benchmarks.wide import add_widen_option, widened
 from checkpoints.export.exporter import export
 from checkpoints.export.result import ExportOptions
 from data_prep.config import Images
-from data_prep.server.chat_request import MediaPolicy, request_messages
+from data_prep.server.client import MediaPolicy, request_messages
 from sage.bench.measurement import rotated
 from sage.bench.options import names
 from sage.bench.report import display_name, machine

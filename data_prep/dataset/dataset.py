@@ -1,14 +1,20 @@
-"""Map-style datasets: `ConversationDataset` encodes on access, `StoredDataset` reads cached examples; and the draft vocabulary,
-the most frequent tokens of the training answers.
+"""Datasets for `StepLoader`: `ConversationDataset` encodes on access, `StoredDataset` reads cached examples, `StreamDataset`
+reads sources in order.
 
-Ref. of the vocabulary: EAGLE-3, arXiv 2503.01840, as released.
+Reading an invalid item raises its BadItem where `data.on_bad` is `error`; else the item is skipped and listed.
+
+What is counted over a dataset: the draft vocabulary, which is the most frequent tokens of the training answers (Ref: EAGLE-3,
+arXiv 2503.01840, as released), and the time to prepare an image.
 
 Shapes: V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -19,24 +25,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data_prep.chat import Example, build_example, segments
+from data_prep.chat import Example, build_example, encode_example, segments
 from data_prep.config import DataConfig, OnBad
-from data_prep.conversation import BadItem, Conversation, check_conversation
-from data_prep.dataset.example_store import ExampleStore
-from data_prep.dataset.index import Index
-from data_prep.dataset.measure import Measuring, built_lengths, full_lengths
-from data_prep.dataset.mixing import MixedOrder
-from data_prep.dataset.prepare import LENGTHS
-from data_prep.dataset.skip_log import SKIPPED, SkipLog, read_skipped, unique_rows
-from data_prep.dataset.stream import is_stream
+from data_prep.conversation import BadItem, Conversation, check_conversation, media_parts
+from data_prep.dataset.index import SKIPPED, Index, SkipLog, read_skipped, unique_rows
+from data_prep.dataset.lengths import LENGTHS, Measuring
+from data_prep.dataset.order import MixedOrder, alternate, next_source, permutation
+from data_prep.dataset.prepare import ExampleStore
+from data_prep.sources.base import Stream, as_example
+from data_prep.splits import Split
 from sage.inputs.processing import Processor
+from sage.io.files import json_digest
 
+logger = logging.getLogger(__name__)
 MAX_INVALID_IN_A_ROW = 100
-NUM_SAMPLED = 4096  # examples to count where they are not cached
+NUM_CANDIDATES = 8  # an item of a stream and the replacements to try if its image is invalid
+NUM_SAMPLED = 4096  # examples whose tokens are counted where they are not cached
+NUM_PREPARED = 8  # examples whose preparation is timed
+RawItem = Conversation | BadItem
 
 
 def skip_path(config: DataConfig, index: Index) -> Path:
-    """Returns the path of the list of skipped items."""
     return Path(config.bad_list) if config.bad_list else index.folder / SKIPPED
 
 
@@ -54,6 +63,7 @@ class ConversationDataset(Dataset[Example]):
         self.skipped = SkipLog(skip_path(config, index), is_strict=config.on_bad is OnBad.error)
         self.epoch = MixedOrder(index.source, weights).epoch
         self._labels = list(config.sources)
+        self._measuring = Measuring(config, index, processor)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -65,13 +75,12 @@ class ConversationDataset(Dataset[Example]):
         """
         for offset in range(MAX_INVALID_IN_A_ROW):
             try:
-                return self._example((position + offset) % len(self))
+                return _built(self.conversation((position + offset) % len(self)), self.processor, self.config)
             except BadItem as error:
                 self.skipped.add(error)
         raise ValueError(f"{self.skipped.path}: {MAX_INVALID_IN_A_ROW} invalid items in a row; is data.media_root right?")
 
     def source_of(self, position: int) -> str:
-        """Returns the label of the source of an item of the training split."""
         return self._labels[self.index.source[position]]
 
     def conversation(self, position: int) -> Conversation:
@@ -84,36 +93,23 @@ class ConversationDataset(Dataset[Example]):
 
     def full_lengths(self) -> np.ndarray:
         """Returns the lengths of all valid examples before they are shortened, int64 [N, 3] (`Lengths`)."""
-        found = self._full_lengths
-        return found[found[:, 0] > 0]
+        return self._full_lengths[self._full_lengths[:, 0] > 0]
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens per example, int64 [N], measured once without decoding pixels."""
-        return built_lengths(self._measuring, self._full_lengths)
+        return self._measuring.built(self._full_lengths)
 
     @cached_property
     def _full_lengths(self) -> np.ndarray:
-        return full_lengths(self._measuring, self.skipped.add)
-
-    @property
-    def _measuring(self) -> Measuring:
-        return Measuring(self.config, self.index, self.processor)
-
-    def _example(self, position: int) -> Example:
-        config = self.config
-        return build_example(self.conversation(position), self.processor, config.max_length, config.on_long, config.num_frames)
+        return self._measuring.full(self.skipped.add)
 
 
 class StoredDataset(Dataset[Example]):
-    """Cached examples.
+    """Cached examples; `lengths`: tokens per example, int64 [N]."""
 
-    Attributes:
-        lengths: tokens per example, int64 [N].
-    """
-
-    def __init__(self, store: ExampleStore, weights: list[float] | None, fingerprint: str, labels: Sequence[str] = ()) -> None:
-        self.store, self.fingerprint, self._labels = store, fingerprint, labels
+    def __init__(self, config: DataConfig, store: ExampleStore, weights: list[float] | None) -> None:
+        self.store, self.fingerprint, self._labels = store, store.folder.parent.name, list(config.sources)
         self.lengths = store.lengths
         self.epoch = MixedOrder(store.sources, weights).epoch
 
@@ -125,12 +121,114 @@ class StoredDataset(Dataset[Example]):
         return np.load(self.store.folder.parent / LENGTHS)
 
     def source_of(self, position: int) -> str:
-        """Returns the label of the source of an item of the training split; "" without labels."""
-        number = int(self.store.sources[position])
-        return self._labels[number] if number < len(self._labels) else ""
+        return self._labels[int(self.store.sources[position])]
 
     def __getitem__(self, position: int) -> Example:
         return self.store[position]
+
+
+def is_stream(dataset: Any) -> bool:
+    """Returns whether a dataset has no length and yields its items in order."""
+    return hasattr(dataset, "items")
+
+
+class StreamDataset:
+    """A dataset without length: sources that are read in order, shuffled within blocks and mixed by weight.
+
+    The order is a pure function of sources and seed. Positions count raw items, invalid and held-out ones included, so that a
+    resumed run skips in every source to the right position without decoding any item.
+    """
+
+    def __init__(self, config: DataConfig, streams: list[Stream], processor: Processor, skip_path: Path) -> None:
+        self.config, self.streams, self.processor = config, streams, processor
+        self.fingerprint = json_digest([[stream.fingerprint() for stream in streams], config.shuffle_block])
+        self.skipped = SkipLog(skip_path, is_strict=config.on_bad is OnBad.error)
+        self.weights = config.source_weights() or [1.0] * len(streams)
+
+    def items(self, seed: int, start: int) -> Iterator[list[Conversation]]:
+        """Yields items without end, from position `start` on; each item with the replacements that follow it."""
+        size = self.config.shuffle_block
+        block, first = divmod(start, size)
+        raw = self._mixed(block * size)
+        while True:
+            order = permutation(size, seed, "block", block)
+            found = list(islice(raw, size))
+            usable = [self._usable(found[place]) for place in order]
+            for place in range(first, size):
+                rotated = (usable[(place + offset) % size] for offset in range(size))
+                item = list(islice((conversation for conversation in rotated if conversation is not None), NUM_CANDIDATES))
+                if not item:
+                    raise ValueError(f"data.sources: no valid item among {size} in a row; see {self.skipped.path}")
+                yield item
+            block, first = block + 1, 0
+
+    def __getitem__(self, candidates: list[Conversation]) -> Example:
+        """Returns the example of the first candidate, or of the next valid one if `on_bad` is `skip`."""
+        for conversation in candidates:
+            try:
+                return _built(conversation, self.processor, self.config)
+            except BadItem as error:
+                self.skipped.add(error)
+        raise ValueError(f"{self.skipped.path}: {len(candidates)} invalid items in a row; is data.media_root right?")
+
+    def source_of(self, candidates: list[Conversation]) -> str:
+        names = {stream.name: label for stream, label in zip(self.streams, self.config.sources, strict=False)}
+        return names.get(candidates[0].source, "")
+
+    def one_pass(self, split: Split) -> Iterator[Conversation]:
+        """Yields every valid item of a split once, alternating between the sources regardless of their weights."""
+        for raw in alternate(stream.iterate(0) for stream in self.streams):
+            if (found := self._usable(raw, split)) is not None:
+                try:
+                    yield as_example(found)
+                except BadItem as error:
+                    self.skipped.add(error)
+
+    def skipped_items(self) -> list[dict[str, str]]:
+        """Returns the items skipped by this process."""
+        return [item.as_row() for item in self.skipped.items]
+
+    def _mixed(self, position: int) -> Iterator[RawItem]:
+        """Yields the raw items of all streams, mixed by weight, from a position of the mix on."""
+        taken = [0] * len(self.streams)
+        for _ in range(position):
+            taken[next_source(self.weights, taken)] += 1
+        readers = [_endless(stream, count) for stream, count in zip(self.streams, taken, strict=True)]
+        while True:
+            chosen = next_source(self.weights, taken)
+            taken[chosen] += 1
+            yield next(readers[chosen])
+
+    def _usable(self, item: RawItem, split: Split = Split.train) -> Conversation | None:
+        if isinstance(item, BadItem):
+            self.skipped.add(item)
+            return None
+        return item if self.config.shares.has(item, split) else None
+
+
+def _endless(stream: Stream, start: int) -> Iterator[RawItem]:
+    """Yields a stream's raw items from number `start` on, restarting at its end; ValueError if it is empty."""
+    while True:
+        num_read = 0
+        for item in stream.iterate(start):
+            yield item
+            num_read += 1
+        if num_read or not start:
+            length = start + num_read
+            logger.info("%s ended after %d items; starting over", stream.name, length)
+            start = 0
+        else:  # `start` is in a later pass
+            length = sum(1 for _ in stream.iterate(0))
+            start %= max(1, length)
+        if not length:
+            raise ValueError(f"{stream.name}: not one item in it")
+
+
+def _built(conversation: Conversation, processor: Processor, config: DataConfig) -> Example:
+    return build_example(conversation, processor, config.max_length, config.on_long, config.num_frames)
+
+
+# -- draft vocabulary ----------------------------------------------------------------------------------------------------
 
 
 def count_tokens(dataset: Any, vocab_size: int) -> Tensor:
@@ -175,3 +273,47 @@ def _answers(dataset: Any) -> Iterable[np.ndarray]:
         except BadItem:  # skipped in training, too, or the error that ends it
             continue
         yield np.array(dataset.processor.supervised_tokens(segments(messages, dataset.processor)), dtype=np.int64)
+
+
+# -- time of preparation -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a few examples of a dataset took.
+
+    Attributes:
+        image_s: seconds of one core per image or video, text included.
+        images: images and videos per example.
+    """
+
+    image_s: float
+    images: float
+
+    def line(self, workers: int) -> str:
+        """Returns one line: the time of an image, and how many images this number of workers prepares per second."""
+        by = f"{workers} workers prepare" if workers else "the thread beside training prepares"
+        rate = max(1, workers) / self.image_s
+        return f"preparing an image takes {1e3 * self.image_s:.0f} ms of a core; {by} {rate:.0f} images/s (data.num_workers)"
+
+
+def measure_preparation(dataset: Any) -> Preparation | None:
+    """Prepares a few examples, evenly spaced; None if none of them has an image, for cached examples, and for a stream."""
+    if not isinstance(dataset, ConversationDataset):
+        return None
+    positions = range(0, len(dataset), max(1, len(dataset) // NUM_PREPARED))[:NUM_PREPARED]
+    timed = [_timed(dataset, position) for position in (0, *positions)][1:]  # the first call of all imports modules
+    images = sum(count for count, _ in timed)
+    return Preparation(sum(cpu_s for count, cpu_s in timed if count) / images, images / len(timed)) if images else None
+
+
+def _timed(dataset: ConversationDataset, position: int) -> tuple[int, float]:
+    """Returns the images and videos of an example and the seconds of a core that it takes; none of an invalid one."""
+    started_s = time.process_time()
+    try:
+        conversation = dataset.conversation(position)
+        count = sum(1 for _ in media_parts(conversation.messages))
+        encode_example(conversation, dataset.processor, dataset.config.num_frames)
+    except BadItem:  # training reports it
+        return 0, 0.0
+    return count, time.process_time() - started_s

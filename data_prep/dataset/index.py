@@ -1,23 +1,30 @@
-"""The index of a dataset: the valid items of all sources for one split, written once for all ranks and later runs."""
+"""The index of a dataset, written once for all ranks and later runs: the valid items of all sources for one split.
+
+Beside it lies `skipped.jsonl`, the list of the other items.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data_prep.cache import cache_dir, computed_once
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, BadSource, Conversation, TooLong
-from data_prep.dataset.skip_log import SKIPPED, SkipLog, count_reasons
 from data_prep.sources.base import Source, with_validation_prompts
 from data_prep.sources.kinds import KINDS
 from data_prep.splits import Shares, Split
+from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 from sage.io.progress import progress_bar
 from sage.io.source import source_digest
@@ -25,7 +32,10 @@ from sage.io.source import source_digest
 logger = logging.getLogger(__name__)
 INVALID = "bad.npy"  # the invalid items, which are checked again: a missing image may have been restored
 NUM_PROBED = 1000  # rows, to distinguish one invalid item from a source without valid ones
-VERSION = 2  # of the index: increase it with every change of the code that changes which items are valid
+# Increase these with every change of the code that changes which items are valid; an example, or the files of a store.
+INDEX_VERSION, EXAMPLE_VERSION = 2, 3
+SKIPPED = "skipped.jsonl"
+REMEDY = "; data.on_bad=skip skips and lists such items"
 
 
 class Index:
@@ -35,7 +45,7 @@ class Index:
         source: source of each item, int64 [N].
         row: index of each item in its source, int64 [N].
         sources: the sources by number.
-        folder: the folder of the index; its `skipped.jsonl` lists the other items.
+        folder: the folder of the index.
         fingerprint: content hash of the items.
     """
 
@@ -54,25 +64,34 @@ class Index:
 
 def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> Index:
     """Validates every item, except for its pixels, and returns the index; from the cache if no invalid item has changed.
-
-    Raises ValueError if there is no valid item.
+    ValueError without a valid item.
     """
     shares = with_validation_prompts(config.shares, sources)
     settings = {"split": split, "shares": asdict(shares), "on_bad": config.on_bad}
     content = [(source.fingerprint(), source.limit) for source in sources]
     readers = {KINDS[source.kind].module for source in config.resolved(split).values()}
     code = source_digest(*sorted(name for name in readers if not name.startswith("data_prep.")))
-    folder = cache_dir(config.cache_dir) / "index" / json_digest([settings, content, code, VERSION])
+    folder = cache_dir(config.cache_dir) / "index" / json_digest([settings, content, code, INDEX_VERSION])
     write = partial(_write_index, config, sources, split, shares)
     with computed_once(folder, write, lambda: has_repaired_item(folder, lambda number, row: sources[number].example(row))):
         return Index(folder, sources)
 
 
+def result_folder(config: DataConfig, index: Index, processor: Processor, kind: str, *settings: Any) -> Path:
+    """Returns the folder in the cache of a result that depends on the items of an index, the processor and these settings."""
+    backend = getattr(processor.tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else sorted(processor.tokenizer.get_vocab().items())
+    image = processor.image_processor.to_dict() if processor.image_processor is not None else {}
+    code = [vocabulary, processor.chat_template, image, processor.family.model_type, processor.thinking]
+    key = [index.fingerprint, config.num_frames, json_digest(code), EXAMPLE_VERSION, settings]
+    return cache_dir(config.cache_dir) / kind / json_digest(key)
+
+
 def has_repaired_item(folder: Path, use: Callable[..., object]) -> bool:
     """Returns whether an item that was invalid when `folder` was written is valid now."""
-    for place in np.load(folder / INVALID).tolist():
+    for position in np.load(folder / INVALID).tolist():
         try:
-            use(*place)
+            use(*position)
         except TooLong:
             pass
         except BadItem:
@@ -83,7 +102,6 @@ def has_repaired_item(folder: Path, use: Callable[..., object]) -> bool:
 
 
 def no_item_message(config: DataConfig, sources: list[Source], split: Split, skipped: list[BadItem]) -> str:
-    """Returns the message for sources without a valid item for a split."""
     names = ", ".join(source.name for source in sources)
     num_valid = sum(map(len, sources)) - len(skipped)
     if num_valid:  # all in other splits
@@ -121,8 +139,16 @@ def _write_index(config: DataConfig, sources: list[Source], split: Split, shares
 
 def _with_extent(error: BadItem, source: Source, row: int) -> BadItem:
     """Returns the error of a row with the number of invalid rows among those that follow."""
+
+    def is_invalid(other: int) -> bool:
+        try:
+            source.example(other)
+        except BadItem:
+            return True
+        return False
+
     last = min(row + NUM_PROBED, len(source))
-    num_invalid = 1 + sum(_is_invalid(source, other) for other in range(row + 1, last))
+    num_invalid = 1 + sum(map(is_invalid, range(row + 1, last)))
     if num_invalid == 1:
         return error
     if num_invalid == last:
@@ -131,9 +157,66 @@ def _with_extent(error: BadItem, source: Source, row: int) -> BadItem:
     return BadItem(error.source, error.index, f"{error.reason} ({extent})")
 
 
-def _is_invalid(source: Source, row: int) -> bool:
-    try:
-        source.example(row)
-    except BadItem:
-        return True
-    return False
+# -- skipped items -------------------------------------------------------------------------------------------------------
+
+
+class SkipLog:
+    """A JSON-lines file of {"source", "index", "kind", "reason"}, to which several processes may append.
+
+    Args:
+        path: the file, created with the first entry.
+        is_strict: whether invalid items are raised and not listed (`data.on_bad=error`). Items that are only too long are
+            always listed.
+
+    Attributes:
+        items: the items skipped by this process.
+    """
+
+    def __init__(self, path: Path, is_strict: bool) -> None:
+        self.path, self.is_strict = path, is_strict
+        self.items: list[BadItem] = []
+        self._listed = {(row["source"], row["index"]) for row in read_skipped(path)}
+
+    def add(self, item: BadItem) -> None:
+        """Lists an item, once; raises it with a remedy if invalid items are errors."""
+        if self.is_strict and not isinstance(item, TooLong):
+            remedy = "" if isinstance(item, BadSource) else REMEDY
+            raise type(item)(item.source, item.index, item.reason.removesuffix(REMEDY) + remedy) from item
+        self.items.append(item)
+        key = (item.source, str(item.index))
+        if key in self._listed:
+            return
+        self._listed.add(key)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:  # one short write in append mode: lines of several processes do not mix
+            file.write(json.dumps(item.as_row()) + "\n")
+        logger.debug("skipped %s", item)
+
+
+def read_skipped(path: Path) -> list[dict[str, str]]:
+    """Returns the listed items; an item listed by several processes counts once."""
+    return unique_rows([json.loads(line) for line in path.read_text().splitlines()]) if path.exists() else []
+
+
+def unique_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Returns one row per item, the last one."""
+    return list({(row["source"], row["index"]): row for row in rows}.values())
+
+
+def count_reasons(rows: list[dict[str, str]]) -> Counter[str]:
+    """Counts the skipped items by reason, regardless of the paths, numbers and quoted text in it.
+
+    The text of a group is the complete reason of its first item, with the index and id of that item.
+    """
+    groups: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        pattern = row["reason"]
+        for variable, placeholder in ((r"'[^']*'", "'..'"), (r"\S*/\S*", "..."), (r"(?<!UTF-)\d+", "N")):
+            pattern = re.sub(variable, placeholder, pattern)
+        groups.setdefault(pattern, []).append(row)
+    return Counter(
+        {
+            f"{first['reason']} ({'first: ' if others else ''}item {first['index']})": 1 + len(others)
+            for first, *others in groups.values()
+        }
+    )

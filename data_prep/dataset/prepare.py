@@ -1,78 +1,76 @@
-"""Examples of a dataset that are encoded once, for all ranks and later runs."""
+"""Examples of a dataset that are encoded once, for all ranks and later runs, and memory-mapped by every rank.
+
+Layout of a store: `examples.bin` (one safetensors file per example, concatenated), `columns.npz` (source, tokens and end of
+each, and the `PixelTable`), `meta.json` (ids).
+
+Image processors turn 8-bit pixels into normalized floats, 256 values per channel. Pixels are stored as their 8-bit levels and a
+table of these values; every image is verified, and values that are not in the table are stored unchanged.
+
+Shapes: P patches (or images), C colour channels.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from PIL import Image
+from safetensors.numpy import load, save
 
-from data_prep.cache import cache_dir, computed_once
-from data_prep.chat import Example, Lengths, encode_example, example_lengths, shorten_example
+from data_prep.cache import computed_once
+from data_prep.chat import Lengths, encode_example, example_lengths, shorten_example
 from data_prep.config import DataConfig, OnBad
-from data_prep.conversation import BadItem, Conversation, TooLong
-from data_prep.dataset.example_store import ExampleStore, Packed, PixelTable, pack, write_examples
-from data_prep.dataset.index import INVALID, Index, has_repaired_item, no_item_message
-from data_prep.dataset.lengths import as_array, find_long
-from data_prep.dataset.skip_log import SKIPPED, SkipLog
+from data_prep.conversation import BadItem, TooLong
+from data_prep.dataset.index import INVALID, SKIPPED, Index, SkipLog, has_repaired_item, no_item_message, result_folder
+from data_prep.dataset.lengths import LENGTHS, as_array, find_long
 from data_prep.splits import Split
 from data_prep.workers import mapped
 from sage.inputs.processing import Processor
-from sage.io.files import json_digest
 from sage.io.progress import progress_bar
 
 logger = logging.getLogger(__name__)
-Item = tuple[str, int, Packed]  # id, source number, fields
-Encoded = tuple[Item | BadItem, Lengths | None]
-STORE = "store"
-LENGTHS = "lengths.npy"  # of every example before it is shortened
+Packed = dict[str, np.ndarray]
+STORE, EXAMPLES, COLUMNS, META = "store", "examples.bin", "columns.npz", "meta.json"
 CHUNK_SIZE = 64  # examples per task of a worker
-VERSION = 3  # of cached examples: increase it with every change of the code that changes an example, or the files of a store
+PIXELS = ("pixel_values", "pixel_values_videos")
+LEVELS = 256
+PROBE_SIDE = 56
+# Encodings, part of the stored field names.
+STILL = "still"  # levels of one frame: a Qwen patch of an image repeats it along its temporal axis
+LEVEL = "level"  # levels
+RAW = ""  # unchanged
 
 
 def prepare_examples(config: DataConfig, index: Index, processor: Processor) -> ExampleStore:
     """Encodes every item of an index, or returns the cached examples if no invalid item has changed."""
     folder = result_folder(config, index, processor, "examples", config.max_length, config.on_long)
     write = partial(_write_examples, config, index, processor)
-    with computed_once(folder, write, lambda: has_repaired_item(folder, partial(_encode, config, index, processor))):
+
+    def encode(position: int) -> None:
+        encode_example(index.conversation(position), processor, config.num_frames)
+
+    with computed_once(folder, write, lambda: has_repaired_item(folder, encode)):
         os.utime(folder, ns=(time.time_ns(),) * 2)  # the file system's own time stamps have a resolution of milliseconds
         if config.cache_keep is not None:
             _prune(folder.parent, config.cache_keep)
         return ExampleStore(folder / STORE)
 
 
-def result_folder(config: DataConfig, index: Index, processor: Processor, kind: str, *settings: Any) -> Path:
-    """Returns the folder in the cache of a result that depends on the items of an index, the processor and these settings."""
-    key = [index.fingerprint, config.num_frames, _fingerprint(processor), VERSION, settings]
-    return cache_dir(config.cache_dir) / kind / json_digest(key)
-
-
-def _fingerprint(processor: Processor) -> str:
-    """Returns a hash of tokenizer, chat template, image processor and family."""
-    backend = getattr(processor.tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend is not None else sorted(processor.tokenizer.get_vocab().items())
-    image = processor.image_processor.to_dict() if processor.image_processor is not None else {}
-    return json_digest([vocabulary, processor.chat_template, image, processor.family.model_type, processor.thinking])
-
-
 def _prune(parent: Path, num_kept: int) -> None:
     """Deletes the least recently used subfolders but `num_kept`. Files that a process has open stay readable for it."""
-    found = sorted((path for path in parent.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for path in found[: max(0, len(found) - num_kept)]:
+    folders = sorted((path for path in parent.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for path in folders[: max(0, len(folders) - num_kept)]:
         shutil.rmtree(path, ignore_errors=True)
         logger.info("%s: deleted as least recently used", path)
-
-
-def _encode(config: DataConfig, index: Index, processor: Processor, position: int) -> tuple[Conversation, Example]:
-    """Returns the conversation at a position of the index and its example, however long it is; BadItem if it is invalid."""
-    conversation = index.conversation(position)
-    return conversation, encode_example(conversation, processor, config.num_frames)
 
 
 def _write_examples(config: DataConfig, index: Index, processor: Processor, folder: Path) -> None:
@@ -82,9 +80,8 @@ def _write_examples(config: DataConfig, index: Index, processor: Processor, fold
     invalid: list[int] = []
     measured: list[Lengths] = []
 
-    def valid() -> Iterator[Item]:
-        pack_one = partial(_pack, config, index, processor, table)
-        encoded = mapped(pack_one, range(len(index)), len(index), CHUNK_SIZE)
+    def valid() -> Iterator[tuple[str, int, Packed]]:
+        encoded = mapped(partial(_pack, config, index, processor, table), range(len(index)), len(index), CHUNK_SIZE)
         for position, (item, lengths) in enumerate(progress_bar(encoded, "preparing", len(index))):
             measured.extend([lengths] if lengths else [])
             if not isinstance(item, BadItem):
@@ -103,13 +100,144 @@ def _write_examples(config: DataConfig, index: Index, processor: Processor, fold
     logger.info("prepared %d examples, skipped %d", number, len(index) - number)
 
 
-def _pack(config: DataConfig, index: Index, processor: Processor, table: PixelTable, position: int) -> Encoded:
-    """Returns the packed example at a position of the index, or its error, and its lengths; runs in worker processes."""
+def _pack(
+    config: DataConfig, index: Index, processor: Processor, table: PixelTable, position: int
+) -> tuple[tuple[str, int, Packed] | BadItem, Lengths | None]:
+    """Returns (id, source number, packed example) at a position of the index, or its error, and its lengths; in workers."""
     lengths = None
     try:
-        conversation, full = _encode(config, index, processor, position)
+        conversation = index.conversation(position)
+        full = encode_example(conversation, processor, config.num_frames)
         lengths = example_lengths(full)
         example = shorten_example(conversation, full, processor, config.max_length, config.on_long, config.num_frames)
     except BadItem as error:
         return error, lengths
     return (conversation.id, int(index.source[position]), pack(example, table)), lengths
+
+
+# -- the store -----------------------------------------------------------------------------------------------------------
+
+
+def pack(example: dict[str, Any], table: PixelTable) -> Packed:
+    """Returns the tensors of one example as arrays by field; pixels are encoded."""
+    packed: Packed = {}
+    for key, value in example.items():
+        if key in PIXELS:
+            encoding, array = table.pack(value.numpy())
+            packed[f"{key}@{encoding}"] = array
+        elif isinstance(value, torch.Tensor):
+            packed[key] = value.numpy()
+    return packed
+
+
+def unpack(packed: Packed, table: PixelTable) -> dict[str, torch.Tensor]:
+    example = {}
+    for key, array in packed.items():
+        name, is_encoded, encoding = key.partition("@")
+        example[name] = torch.from_numpy(table.unpack(encoding, array) if is_encoded else array)
+    return example
+
+
+def write_examples(folder: Path, items: Iterable[tuple[str, int, Packed]], table: PixelTable) -> int:
+    """Writes (id, source number, packed example) items into a new folder; returns their number."""
+    folder.mkdir(parents=True)
+    ids, sources, lengths, ends = [], [], [], [0]
+    with (folder / EXAMPLES).open("wb") as file:
+        for name, source, packed in items:
+            ends.append(ends[-1] + file.write(save({key: np.ascontiguousarray(array) for key, array in packed.items()})))
+            ids.append(name)
+            sources.append(source)
+            lengths.append(len(packed["input_ids"]))
+    columns = np.array([sources, lengths, ends[1:]], dtype=np.int64)
+    np.savez(folder / COLUMNS, columns=columns, table=table.values)
+    (folder / META).write_text(json.dumps({"ids": ids, "frames": table.frames}))
+    return len(ids)
+
+
+class ExampleStore:
+    """The examples of a folder written by `write_examples`, memory-mapped; pixels are decoded on access.
+
+    Attributes:
+        ids: of the examples.
+        sources, lengths: number of the source and tokens of each example, int64 [N].
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        meta = json.loads((folder / META).read_text())
+        with np.load(folder / COLUMNS) as stored:
+            self.sources, self.lengths, ends = stored["columns"]
+            self.table = PixelTable(stored["table"], meta["frames"])
+        self._ends = np.concatenate(([0], ends))
+        self.ids: list[str] = meta["ids"]
+        self._data = np.memmap(folder / EXAMPLES, mode="r") if self.ids else np.zeros(0, dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"id": self.ids[index], **unpack(load(self._bytes(index)), self.table)}
+
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `input_ids` and `loss_mask` of an example without reading its pixels."""
+        data = self._data[self._ends[index] : self._ends[index + 1]]
+        start = 8 + int(data[:8].view(np.int64)[0])  # a safetensors file: the header's length, the header, the tensors
+        header = json.loads(data[8:start].tobytes())
+        places = {key: slice(*(start + offset for offset in header[key]["data_offsets"])) for key in ("input_ids", "loss_mask")}
+        return data[places["input_ids"]].view(np.int64), data[places["loss_mask"]].view(np.bool_)
+
+    def _bytes(self, index: int) -> bytes:
+        return self._data[self._ends[index] : self._ends[index + 1]].tobytes()
+
+
+class PixelTable:
+    """The value of each 8-bit level in each channel, float32 [C, 256]; `frames` per patch along the temporal axis."""
+
+    def __init__(self, values: np.ndarray, frames: int) -> None:
+        self.values, self.frames = values, frames
+
+    @classmethod
+    def measure(cls, processor: Processor) -> PixelTable:
+        """Runs the image processor on grey images, so that no formula of its normalization is assumed; empty without one."""
+        if processor.image_processor is None:
+            return cls(np.zeros((0, LEVELS), dtype=np.float32), 1)
+        channels = len(processor.image_processor.image_mean)
+        frames = int(getattr(processor.image_processor, "temporal_patch_size", 1))
+        columns = []
+        for level in range(LEVELS):
+            grey = Image.new("RGB", (PROBE_SIDE, PROBE_SIDE), (level,) * 3)
+            pixels, _ = processor.family.encode_images(processor.image_processor, [grey])
+            columns.append(_by_channel(pixels["pixel_values"].numpy(), channels)[0, :, 0])
+        return cls(np.stack(columns, axis=1), frames)
+
+    def pack(self, pixels: np.ndarray) -> tuple[str, np.ndarray]:
+        """Returns (encoding, array): levels if the table restores every value exactly, else the pixels."""
+        by_channel = _by_channel(pixels, len(self.values))
+        low, high = self.values[:, :1], self.values[:, -1:]
+        levels = np.rint((by_channel - low) * ((LEVELS - 1) / (high - low))).clip(0, LEVELS - 1).astype(np.uint8)
+        if not np.array_equal(self._look_up(levels), by_channel):
+            return RAW, pixels
+        if pixels.ndim == 2 and self.frames > 1:
+            frames = levels.reshape(len(pixels), len(self.values), self.frames, -1)
+            if (frames == frames[:, :, :1]).all():
+                return STILL, frames[:, :, 0].reshape(len(pixels), -1)
+        return LEVEL, levels.reshape(pixels.shape)
+
+    def unpack(self, encoding: str, stored: np.ndarray) -> np.ndarray:
+        if encoding == RAW:
+            return stored
+        channels = len(self.values)
+        if encoding == STILL:
+            frames = stored.reshape(len(stored), channels, 1, -1).repeat(self.frames, axis=2)
+            return self._look_up(frames.reshape(len(stored), channels, -1)).reshape(len(stored), -1)
+        return self._look_up(_by_channel(stored, channels)).reshape(stored.shape)
+
+    def _look_up(self, levels: np.ndarray) -> np.ndarray:
+        offsets = (np.arange(len(self.values), dtype=np.int32) * LEVELS)[None, :, None]
+        return self.values.reshape(-1)[levels + offsets]
+
+
+def _by_channel(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """[P, C * rest] (Qwen patches) or [..., C, H, W] (LLaVA images) -> [P, C, rest]."""
+    height_width: Any = pixels.shape[-2] * pixels.shape[-1] if pixels.ndim > 2 else pixels.shape[-1] // channels
+    return pixels.reshape(-1, channels, height_width)

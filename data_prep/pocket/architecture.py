@@ -6,19 +6,37 @@ Models are deep and narrow: one text layer has about a twelfth of the parameters
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Tokenizer
+from transformers import (
+    GenerationConfig,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
-from data_prep.pocket.families import CONTEXT, pocket_family
+from data_prep.pocket import world
+from data_prep.pocket.palette import SIDE
 from sage.inputs.processing import Processor
 from sage.io.files import atomic_path, write_json
 from sage.targets.families import family_of
+from sage.targets.families.qwen2_5_vl import PatchProjection
 
 VOCAB = 1280
+WIDTH, HEADS, KV_HEADS, INNER = 192, 6, 2, 512
+CONTEXT = 32768
+PATCH = 14  # pixels
+PIXELS = SIDE * SIDE
 WEIGHTS = "model.safetensors"
 MAX_WEIGHT_BYTES = 16 * 2**20  # the repository contains them
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -46,15 +64,125 @@ TEMPLATE = """\
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class PocketFamily:
+    """What differs from family to family.
+
+    Attributes:
+        media_tokens: entry of the configuration -> special token of the family's images and videos.
+        media_text: texts of an image and of a video in the chat template, as Jinja strings.
+        processors: class of the image processor, of the video processor, and of the Hugging Face processor.
+        image_settings: entries of `preprocessor_config.json`; an image is resized to at most 112 x 112 pixels.
+        processor_settings: entries of `processor_config.json`.
+        vision, rope, text, settings: entries of the configuration of the vision tower, of the text layers' rope, of the text
+            layers, and of the model.
+        num_front_layers: number of leading text layers that stay in place when layers are added.
+    """
+
+    config_class: type[PreTrainedConfig]
+    model_class: type[PreTrainedModel]
+    media_tokens: dict[str, str]
+    media_text: tuple[str, str]
+    processors: tuple[str, str, str]
+    image_settings: dict[str, Any]
+    processor_settings: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any]
+    rope: dict[str, Any] = field(default_factory=dict)
+    text: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    num_front_layers: int = 0
+
+    def config(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedConfig:
+        """Returns the configuration of the target with `layers` text layers."""
+        text = {
+            "vocab_size": len(tokenizer), "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": layers,
+            "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": CONTEXT,
+            "tie_word_embeddings": True, "bos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+            "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | self.rope,
+        } | self.text  # fmt: skip
+        ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in self.media_tokens.items()}
+        config: Any = self.config_class
+        return config(text_config=text, vision_config=dict(self.vision), tie_word_embeddings=True, **self.settings, **ids)
+
+    def processor_files(self) -> dict[str, dict[str, Any]]:
+        """Returns the contents of the JSON files of the Hugging Face processor; a video's is used with torchvision alone."""
+        image, video, processor = self.processors
+        shared = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_rescale": True, "do_normalize": True,
+                  "rescale_factor": 1 / 255, "do_resize": True, "do_convert_rgb": True, "resample": 3,
+                  "processor_class": processor}  # fmt: skip
+        of_videos = {key: value for key, value in self.image_settings.items() if key not in ("image_grid_pinpoints", "do_pad")}
+        return {
+            "preprocessor_config.json": shared | {"image_processor_type": image} | self.image_settings,
+            "video_preprocessor_config.json": shared | of_videos | {"video_processor_type": video},
+            "processor_config.json": {"processor_class": processor} | self.processor_settings,
+        }
+
+
+QWEN: dict[str, Any] = {
+    "media_tokens": {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
+                     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+    "media_text": ("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"),
+    "image_settings": {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2,
+                       "size": {"shortest_edge": PIXELS, "longest_edge": PIXELS}, "min_pixels": PIXELS, "max_pixels": PIXELS},
+}  # fmt: skip
+QWEN_VISION = {
+    "depth": 3, "hidden_size": 128, "intermediate_size": 384, "num_heads": 4, "patch_size": PATCH,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": WIDTH,
+}  # fmt: skip
+DEEPSTACK = [0, 1]  # of Qwen3-VL's three vision layers, added to the outputs of the first two text layers
+ANYRES: dict[str, Any] = {"image_grid_pinpoints": [[SIDE, SIDE]], "vision_aspect_ratio": "anyres_max_9"}
+FAMILIES = {
+    "qwen2_5_vl": PocketFamily(
+        config_class=Qwen2_5_VLConfig,
+        model_class=Qwen2_5_VLForConditionalGeneration,
+        processors=("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor"),
+        vision=QWEN_VISION | {"tokens_per_second": 2, "window_size": SIDE, "fullatt_block_indexes": [2]},
+        rope={"mrope_section": [4, 6, 6]},
+        **QWEN,
+    ),
+    "qwen3_vl": PocketFamily(
+        config_class=Qwen3VLConfig,
+        model_class=Qwen3VLForConditionalGeneration,
+        processors=("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor"),
+        vision=QWEN_VISION | {"num_position_embeddings": (SIDE // PATCH) ** 2, "deepstack_visual_indexes": DEEPSTACK},
+        rope={"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        text={"head_dim": WIDTH // HEADS},
+        num_front_layers=len(DEEPSTACK),
+        **QWEN,
+    ),
+    "llava_onevision": PocketFamily(
+        config_class=LlavaOnevisionConfig,
+        model_class=LlavaOnevisionForConditionalGeneration,
+        media_tokens={"image_token_index": "<image>", "video_token_index": "<video>"},
+        media_text=("<image>\\n", "<video>\\n"),
+        processors=("LlavaOnevisionImageProcessor", "LlavaOnevisionVideoProcessor", "LlavaOnevisionProcessor"),
+        image_settings={"size": {"height": SIDE, "width": SIDE}, "image_grid_pinpoints": [[SIDE, SIDE]], "do_pad": True},
+        processor_settings={
+            "num_image_tokens": 16, "image_token": "<image>", "video_token": "<video>",
+            "vision_feature_select_strategy": "full", "vision_aspect_ratio": ANYRES["vision_aspect_ratio"],
+        },
+        vision={
+            "model_type": "siglip_vision_model", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3,
+            "num_attention_heads": 6, "image_size": SIDE, "patch_size": 2 * PATCH, "vision_use_head": False,
+        },
+        text={"model_type": "qwen2"},
+        settings=ANYRES,
+    ),
+}  # fmt: skip
+
+
 def chat_template(family: str) -> str:
-    """Returns the ChatML template with the family's placeholders."""
-    text = pocket_family(family).media_text
-    return TEMPLATE.replace("IMAGE", text["image"]).replace("VIDEO", text["video"])
+    image, video = FAMILIES[family].media_text
+    return TEMPLATE.replace("IMAGE", image).replace("VIDEO", video)
 
 
-def new_tokenizer(family: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """Trains a byte-level BPE tokenizer like Qwen2's on `texts`; it encodes any text."""
-    special = [*CHAT_TOKENS, *pocket_family(family).media_tokens]
+def new_tokenizer(family: str, num_texts: int) -> PreTrainedTokenizerBase:
+    """Trains a byte-level BPE tokenizer like Qwen2's on the first training conversations; it encodes any text."""
+    conversations = (world.sample("train", index).messages for index in range(num_texts))
+    parts = (part for messages in conversations for message in messages for part in message["content"])
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    special = [*CHAT_TOKENS, *FAMILIES[family].media_tokens.values()]
     base = Qwen2Tokenizer(model_max_length=CONTEXT)
     tokenizer = base.train_new_from_iterator(texts, VOCAB - len(special), show_progress=False)
     tokenizer.add_special_tokens({"additional_special_tokens": special[1:]})
@@ -64,45 +192,29 @@ def new_tokenizer(family: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _preprocessing(family: str) -> dict[str, Any]:
-    return {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_rescale": True, "do_normalize": True,
-            "rescale_factor": 1 / 255, "do_resize": True, "do_convert_rgb": True, "resample": 3,
-            "processor_class": pocket_family(family).processors[2]}  # fmt: skip
-
-
-def preprocessor_config(family: str) -> dict[str, Any]:
-    """Returns the content of `preprocessor_config.json`."""
-    own = pocket_family(family)
-    return _preprocessing(family) | {"image_processor_type": own.processors[0]} | own.image_settings
-
-
-def video_preprocessor_config(family: str) -> dict[str, Any]:
-    """Returns the content of `video_preprocessor_config.json`, which is used with torchvision installed."""
-    own = pocket_family(family)
-    settings = {key: value for key, value in own.image_settings.items() if key not in ("image_grid_pinpoints", "do_pad")}
-    return _preprocessing(family) | settings | {"video_processor_type": own.processors[1]}
-
-
-def processor_config(family: str) -> dict[str, Any]:
-    """Returns the content of `processor_config.json`, for the family's Hugging Face processor."""
-    own = pocket_family(family)
-    return {"processor_class": own.processors[2]} | own.processor_settings
-
-
 def new_processor(family: str, tokenizer: PreTrainedTokenizerBase) -> Processor:
     """Returns the processor that the saved folder will have."""
-    config = pocket_family(family).config(tokenizer, 1)
+    settings, name = FAMILIES[family], "preprocessor_config.json"
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
-        write_json(Path(scratch) / "preprocessor_config.json", preprocessor_config(family))
-        return Processor.from_pretrained(scratch, family_of(config))
+        write_json(Path(scratch) / name, settings.processor_files()[name])
+        return Processor.from_pretrained(scratch, family_of(settings.config(tokenizer, 1)))
+
+
+class LinearPatchProjection(PatchProjection):
+    """A patch projection without convolution, whose backward pass takes a tenth of a training step on the CPU."""
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return self.linear(patches)
 
 
 def new_model(family: str, tokenizer: PreTrainedTokenizerBase, layers: int, seed: int) -> PreTrainedModel:
     """Returns a model of a family with `layers` text layers and random weights."""
-    own = pocket_family(family)
     torch.manual_seed(seed)
-    model = own.model(tokenizer, layers)
+    model: Any = FAMILIES[family].model_class(FAMILIES[family].config(tokenizer, layers))
+    if family == "qwen3_vl":
+        patch_embed = model.model.visual.patch_embed
+        patch_embed.proj = LinearPatchProjection(patch_embed.proj)
     # The backward pass of fused attention takes half of a step on short sequences.
     model.set_attn_implementation("eager")
     model.generation_config = GenerationConfig(
@@ -122,23 +234,19 @@ def deepen(model: PreTrainedModel, family: str, tokenizer: PreTrainedTokenizerBa
     """
     deep = new_model(family, tokenizer, layers, seed + 1)
     old, new = model.model.language_model.layers, deep.model.language_model.layers
-    places = _places(len(old), layers, pocket_family(family).num_front_layers)
+    front = FAMILIES[family].num_front_layers
+    rest, room = len(old) - front, layers - front
+    sources = {k: k for k in range(front)}  # new layer -> old layer
+    sources |= {front + round((k + 0.5) * room / rest - 0.5): front + k for k in range(rest)}
     state = {name: value for name, value in model.state_dict().items() if ".language_model.layers." not in name}
     deep.load_state_dict(state, strict=False)
-    for place, layer in enumerate(new):
-        if place in places:
-            layer.load_state_dict(old[places[place]].state_dict())
+    for number, layer in enumerate(new):
+        if number in sources:
+            layer.load_state_dict(old[sources[number]].state_dict())
         else:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     return deep
-
-
-def _places(before: int, after: int, front: int) -> dict[int, int]:
-    """Returns the places of `before` layers among `after` ones, place -> layer; the first `front` stay where they are."""
-    rest, room = before - front, after - front
-    spread = {front + round((k + 0.5) * room / rest - 0.5): front + k for k in range(rest)}
-    return {k: k for k in range(front)} | spread
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str, folder: Path) -> None:
@@ -150,9 +258,14 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: str
         rounded.to(torch.bfloat16).save_pretrained(inside)
         tokenizer.save_pretrained(inside)
         (inside / "chat_template.jinja").write_text(chat_template(family))
-        write_json(inside / "preprocessor_config.json", preprocessor_config(family))
-        write_json(inside / "video_preprocessor_config.json", video_preprocessor_config(family))
-        write_json(inside / "processor_config.json", processor_config(family))
+        for name, content in FAMILIES[family].processor_files().items():
+            write_json(inside / name, content)
         (inside / WEIGHTS).chmod(0o644)
         if (inside / WEIGHTS).stat().st_size > MAX_WEIGHT_BYTES:
             raise ValueError(f"{folder}: weights of {(inside / WEIGHTS).stat().st_size} bytes, allowed: {MAX_WEIGHT_BYTES}")
+
+
+def save_random(family: str, folder: Path, layers: int = 2) -> None:
+    """Writes a target with random weights, and a tokenizer of a few texts."""
+    tokenizer = new_tokenizer(family, 50)
+    save(new_model(family, tokenizer, layers, seed=0), tokenizer, family, folder)

@@ -1,55 +1,215 @@
 """`python -m data_prep.pocket.build --family qwen2_5_vl --out DIR --seed 0`: trains a pocket target from a seed.
 
-Writes the target's folder with `score.json`: command, seed, score by kind of fact, hash of the weights.
+The vision tower first, then short captions, then all task families, then more layers. One process, one thread, bfloat16 matrix
+products with float32 weights. Every stage has a fixed number of steps, so that the result depends on the recipe and the seed
+alone. The target's folder has a `score.json`: command, seed, score by kind of fact, hash of the weights.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import random
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
+from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import sage
-from data_prep.pocket import architecture, training
-from data_prep.pocket.families import FAMILIES
+from data_prep.chat import Example, build_example
+from data_prep.pocket import architecture, world
+from data_prep.pocket.architecture import FAMILIES, WIDTH
+from data_prep.pocket.probe import Probe, draw_labelled, probe_loss, visual_tokens
 from data_prep.pocket.score import score_table, score_target
 from sage.commands import cli
+from sage.inputs.processing import Processor
 from sage.io.files import write_json
 from sage.io.manifest import sha256
 
 logger = logging.getLogger(__name__)
 
 
-def train(family: str, seed: int, recipe: training.Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+@dataclass(frozen=True)
+class Stage:
+    """A number of language modelling steps on a mixture of task families."""
+
+    name: str
+    layers: int
+    steps: int
+    lr: float
+    mixture: dict[str, float]
+    vision_scale: float = 0.3  # of the learning rate, for the pretrained vision tower
+    warmup_steps: int = 50
+    min_lr_ratio: float = 0.05  # at the end of the cosine
+
+
+FULL_MIXTURE = {name: float(weight) for name, weight in world.WEIGHTS.items()}
+NAMING_MIXTURE = {"bare": 4.0, "compare": 1.0, "sign": 1.0, "chart": 1.0, "question": 1.0}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The hyper-parameters of a training run."""
+
+    probe_steps: int
+    stages: tuple[Stage, ...]
+    has_positions: bool  # of the probe; without them, the visual tokens must encode their positions
+    num_texts: int = 4000  # conversations for training the tokenizer
+    probe_batch_size: int = 48
+    probe_lr: float = 2e-3
+    batch_size: int = 32
+    num_pooled: int = 4  # batches drawn at a time and sorted by length
+    weight_decay: float = 0.01
+    is_autocast: bool = True  # bfloat16 matrix products
+    log_every: int = 50
+
+
+def stages(naming_steps: int, language_steps: int, deep_steps: int, deep_lr: float = 1e-3) -> tuple[Stage, ...]:
+    return (
+        Stage("naming", 4, naming_steps, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
+        Stage("language", 4, language_steps, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
+        Stage("deep", 12, deep_steps, deep_lr, FULL_MIXTURE, min_lr_ratio=0.02),
+    )
+
+
+RECIPES = {
+    "qwen2_5_vl": Recipe(probe_steps=1300, has_positions=True, stages=stages(250, 2000, 550)),
+    "qwen3_vl": Recipe(
+        probe_steps=900,
+        has_positions=True,
+        batch_size=16,
+        num_pooled=8,
+        is_autocast=False,
+        stages=stages(200, 3000, 550, deep_lr=1.5e-3),
+    ),
+    # Its patches are four times as large: shapes and digits take more steps to learn, but a step is cheap.
+    # Its language model has no two-dimensional positions, so the visual tokens must encode their positions.
+    "llava_onevision": Recipe(probe_steps=3000, has_positions=False, stages=stages(250, 3000, 900)),
+}
+
+
+def probe_batches(recipe: Recipe, seed: int) -> Iterator[tuple[list[Image.Image], dict[str, torch.Tensor]]]:
+    rng = random.Random(seed)
+    while True:
+        drawn = [draw_labelled(rng) for _ in range(recipe.probe_batch_size)]
+        labels = {name: torch.tensor([label[name] for _, label in drawn]) for name in drawn[0][1]}
+        yield [image for image, _ in drawn], labels
+
+
+def cosine(step: int, steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+    """Returns the learning rate of a step as a share of the highest one."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    angle = math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(angle))
+
+
+def vision_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    inner: Any = model.model
+    if hasattr(inner, "visual"):
+        return list(inner.visual.parameters())
+    return [*inner.vision_tower.parameters(), *inner.multi_modal_projector.parameters()]
+
+
+def pretrain_vision(model: PreTrainedModel, processor: Processor, recipe: Recipe, seed: int) -> None:
+    torch.manual_seed(seed)
+    probe = Probe(WIDTH, recipe.has_positions)
+    parameters = [*vision_parameters(model), *probe.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=recipe.probe_lr, weight_decay=recipe.weight_decay)
+    start = time.monotonic()
+    for step, (images, labels) in zip(range(recipe.probe_steps), probe_batches(recipe, seed), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.probe_lr * cosine(step, recipe.probe_steps, 50, 0.02)
+        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.is_autocast):
+            logits = probe(visual_tokens(model, processor, images))
+        loss, right = probe_loss(logits, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % recipe.log_every == 0 or step == recipe.probe_steps - 1:
+            shares = " ".join(f"{name} {share:.2f}" for name, share in right.items())
+            spent = time.monotonic() - start
+            logger.info("vision %d/%d %.0f s loss %.2f %s", step, recipe.probe_steps, spent, loss.item(), shares)
+
+
+def example_batches(processor: Processor, recipe: Recipe, stage: Stage, seed: int) -> Iterator[list[Example]]:
+    """Yields batches of examples of similar length."""
+    rng, index = random.Random(seed), 0
+    names, weights = list(stage.mixture), list(stage.mixture.values())
+    while True:
+        pool = []
+        for _ in range(recipe.batch_size * recipe.num_pooled):
+            conversation = world.sample("train", seed * 10**8 + index, rng.choices(names, weights))
+            pool.append(build_example(conversation, processor))
+            index += 1
+        pool.sort(key=lambda example: len(example["input_ids"]))
+        batches = [pool[k : k + recipe.batch_size] for k in range(0, len(pool), recipe.batch_size)]
+        rng.shuffle(batches)
+        yield from batches
+
+
+def padded(batch: dict[str, Any]) -> dict[str, Any]:
+    """Pads token fields [B, T] to a multiple of 8: few different lengths, for each of which oneDNN prepares its kernels."""
+    short = -batch["input_ids"].shape[1] % 8
+    fields = ("input_ids", "attention_mask", "loss_mask", "mm_token_type_ids")
+    return {key: pad(value, (0, short)) if key in fields else value for key, value in batch.items() if key != "id"}
+
+
+def answer_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the mean cross entropy over supervised tokens and the accuracy of greedy choices."""
+    inputs = dict(batch)
+    chosen = inputs.pop("loss_mask")[:, 1:]
+    with torch.autocast("cpu", torch.bfloat16, enabled=recipe.is_autocast):
+        hidden = model.model(**inputs, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden[:, :-1][chosen]).float()
+    truth = batch["input_ids"][:, 1:][chosen]
+    return cross_entropy(logits, truth), (logits.argmax(-1) == truth).float().mean()
+
+
+def run_stage(model: PreTrainedModel, processor: Processor, stage: Stage, recipe: Recipe, seed: int) -> None:
+    vision = {id(parameter) for parameter in vision_parameters(model)}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in vision]
+    groups = [{"params": rest, "scale": 1.0}, {"params": vision_parameters(model), "scale": stage.vision_scale}]
+    optimizer = torch.optim.AdamW(groups, lr=stage.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.98))
+    batches = example_batches(processor, recipe, stage, seed)
+    start, recent = time.monotonic(), []
+    for step, examples in zip(range(stage.steps), batches, strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = stage.lr * group["scale"] * cosine(step, stage.steps, stage.warmup_steps, stage.min_lr_ratio)
+        loss, right = answer_loss(model, padded(processor.collate(examples)), recipe)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent.append((loss.item(), right.item()))
+        if step % recipe.log_every == recipe.log_every - 1 or step == stage.steps - 1:
+            mean_loss, mean_right = np.mean(recent, axis=0)
+            recent.clear()
+            spent = time.monotonic() - start
+            logger.info("%s %d/%d %.0f s loss %.3f right %.3f", stage.name, step + 1, stage.steps, spent, mean_loss, mean_right)
+
+
+def train(family: str, seed: int, recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Runs all stages of a recipe; returns the model and its tokenizer."""
-    tokenizer = architecture.new_tokenizer(family, training.world_texts(recipe.num_texts))
+    tokenizer = architecture.new_tokenizer(family, recipe.num_texts)
     model = architecture.new_model(family, tokenizer, recipe.stages[0].layers, seed)
     processor = architecture.new_processor(family, tokenizer)
-    training.pretrain_vision(model, processor, recipe, seed)
+    pretrain_vision(model, processor, recipe, seed)
     for number, stage in enumerate(recipe.stages):
         if model.config.text_config.num_hidden_layers != stage.layers:
             model = architecture.deepen(model, family, tokenizer, stage.layers, seed)
-        training.run_stage(model, processor, stage, recipe, 100 * seed + number + 1)
+        run_stage(model, processor, stage, recipe, 100 * seed + number + 1)
     return model, tokenizer
-
-
-def report(folder: Path, family: str, seed: int, wall_s: float) -> dict[str, Any]:
-    """Scores the saved target, whose weights are rounded to bfloat16, and writes `score.json`."""
-    result = score_target(sage.load_target(folder, dtype=torch.float32))
-    facts = {
-        "command": f"python -m data_prep.pocket.build --family {family} --out {folder.name} --seed {seed}",
-        "family": family, "seed": seed, "wall_s": round(wall_s), "threads": torch.get_num_threads(),
-        "sha256": sha256(folder / architecture.WEIGHTS), "bytes": (folder / architecture.WEIGHTS).stat().st_size,
-        "torch": torch.__version__, "transformers": transformers.__version__,
-    }  # fmt: skip
-    write_json(folder / "score.json", facts | result)
-    return result
 
 
 def main() -> int:
@@ -58,13 +218,23 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path, help="the target's folder; an existing one is replaced")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    family, seed, folder = options.family, options.seed, options.out
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     # Matrices this small do not benefit from a second thread, and one thread gives the same sums on every machine.
     torch.set_num_threads(1)
     start = time.monotonic()
-    model, tokenizer = train(options.family, options.seed, training.RECIPES[options.family])
-    architecture.save(model, tokenizer, options.family, options.out)
-    print(score_table(report(options.out, options.family, options.seed, time.monotonic() - start)))
+    architecture.save(*train(family, seed, RECIPES[family]), family, folder)
+    wall_s = round(time.monotonic() - start)
+    result = score_target(sage.load_target(folder, dtype=torch.float32))  # of the weights rounded to bfloat16
+    weights = folder / architecture.WEIGHTS
+    facts = {
+        "command": f"python -m data_prep.pocket.build --family {family} --out {folder.name} --seed {seed}",
+        "family": family, "seed": seed, "wall_s": wall_s, "threads": torch.get_num_threads(),
+        "sha256": sha256(weights), "bytes": weights.stat().st_size,
+        "torch": torch.__version__, "transformers": transformers.__version__,
+    }  # fmt: skip
+    write_json(folder / "score.json", facts | result)
+    print(score_table(result))
     return 0
 
 

@@ -56,11 +56,7 @@ SPLITS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}
 
 
 def background(rng: random.Random, split: str) -> RGB:
-    """Draws a pale colour of a split.
-
-    A residue of the three channels determines the split. Every image shows its background in its corner, so that images of two
-    splits are never equal.
-    """
+    """Draws a pale colour of a split, which a residue of the channels determines: images of two splits are never equal."""
     while True:
         rgb = (rng.randrange(205, 256), rng.randrange(205, 256), rng.randrange(205, 256))
         if (rgb[0] + 3 * rgb[1] + 7 * rgb[2]) % 10 in SPLITS[split]:

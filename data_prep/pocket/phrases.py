@@ -79,10 +79,10 @@ class Phraser:
         """Returns True with probability `share`."""
         return self.rng.random() < share
 
-    def pick(self, options: Sequence[str], *about: object) -> str:
-        """Returns one of `options`: the one given by the checksum of the first of `about` ("": always the same), or random."""
-        if about and self.is_drawn(CHECKSUM_SHARE):
-            return options[zlib.crc32(repr((*options, about[0])).encode()) % len(options)]
+    def pick(self, options: Sequence[str], about: object = None) -> str:
+        """Returns one of `options` at random, or half of the time the one given by the checksum of `about`, if it is given."""
+        if about is not None and self.is_drawn(CHECKSUM_SHARE):
+            return options[zlib.crc32(repr((*options, about)).encode()) % len(options)]
         return options[int(self.rng.random() * len(options))]
 
 
@@ -98,29 +98,29 @@ def named(phraser: Phraser, obj: SceneObject, lead: str = "a") -> str:
     """Returns `a tiny red circle`; with lead `the`, without the size."""
     if lead == "the":
         return f"the {obj.colour} {obj.shape}"
-    size = phraser.pick(SIZE_WORDS[obj.size], obj.colour, obj.cell)
+    size = phraser.pick(SIZE_WORDS[obj.size], obj.colour)
     return f"{article(size)} {size} {obj.colour} {obj.shape}"
 
 
 def place(phraser: Phraser, obj: SceneObject) -> str:
     """Returns `the upper left region`."""
-    words = phraser.pick(CELL_WORDS[obj.cell], obj.shape, obj.size)
+    words = phraser.pick(CELL_WORDS[obj.cell], obj.shape)
     return f"the {words}{phraser.pick(AREAS, '')}"
 
 
 def statement(phraser: Phraser, obj: SceneObject) -> str:
     """Returns a clause that names an object and its place."""
-    form = phraser.pick(("thing", "place", "there", "area"), obj.shape, obj.cell)
+    form = phraser.pick(("thing", "place", "there", "area"), obj.shape)
     if form == "thing":
-        verb = phraser.pick(PLACE_VERBS, obj.colour, obj.size)
+        verb = phraser.pick(PLACE_VERBS, obj.colour)
         return f"{named(phraser, obj)} {verb} {_in(phraser, obj)} {place(phraser, obj)}"
     if form == "place":
         spot = f"{_in(phraser, obj)} {place(phraser, obj)}"
         return f"{spot} {phraser.pick(PLACE_VERBS + ('there is', 'we find', 'one sees'), obj.cell)} {named(phraser, obj)}"
     if form == "there":
-        start = phraser.pick(("there is", "we see", "one finds", "I notice", "you can spot"), obj.size, obj.colour)
+        start = phraser.pick(("there is", "we see", "one finds", "I notice", "you can spot"), obj.size)
         return f"{start} {named(phraser, obj)} {_in(phraser, obj)} {place(phraser, obj)}"
-    return f"{place(phraser, obj)} {phraser.pick(HOLD_VERBS, obj.shape, obj.colour)} {named(phraser, obj)}"
+    return f"{place(phraser, obj)} {phraser.pick(HOLD_VERBS, obj.shape)} {named(phraser, obj)}"
 
 
 def _in(phraser: Phraser, obj: SceneObject) -> str:
@@ -137,8 +137,8 @@ def relation(one: SceneObject, other: SceneObject, sideways: bool) -> str:
 def beside(phraser: Phraser, obj: SceneObject, other: SceneObject) -> str:
     """Returns a clause that relates an object to the one named before it."""
     way = relation(obj, other, phraser.is_drawn(0.5)) or relation(obj, other, True) or relation(obj, other, False)
-    lead = phraser.pick((", ", ", so it is ", ", that is ", ", which is "), other.shape, obj.cell)
-    return f"{lead}{phraser.pick(RELATIONS[way], obj.colour, other.cell)} {named(phraser, other, 'the')}"
+    lead = phraser.pick((", ", ", so it is ", ", that is ", ", which is "), other.shape)
+    return f"{lead}{phraser.pick(RELATIONS[way], obj.colour)} {named(phraser, other, 'the')}"
 
 
 def join(phraser: Phraser, parts: list[str]) -> str:

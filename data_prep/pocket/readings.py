@@ -35,26 +35,26 @@ def generate_sign(rng: random.Random, split: str) -> Dialogue:
 
 def _sign_turn(phraser: Phraser, kind: str, word: str, number: str, board: str) -> Turn:
     texts = [("sign", text) for text in (word, number) if text]
-    noun = phraser.pick(("sign", "board", "plate", "panel"), board, word)
-    verb = phraser.pick(("says", "reads", "bears", "carries", "spells"), word[:1], number[:1])
+    noun = phraser.pick(("sign", "board", "plate", "panel"), board)
+    verb = phraser.pick(("says", "reads", "bears", "carries", "spells"), word[:1])
     clause = f'{verb} "{word}"' if word else f'{verb} "{number}"'
     if word and number:
-        under = phraser.pick((" and below it ", ", with below ", " over ", ", and under that ", " above "), word, number[-1:])
+        under = phraser.pick((" and below it ", ", with below ", " over ", ", and under that ", " above "), word)
         clause += f'{under}"{number}"'
     if kind == "board":
-        start = phraser.pick(("it is", "the " + noun + " is", "its colour is", "that " + noun + " is"), board, word)
-        tail = phraser.pick(("", f" and it {clause}", f", and it {clause}", f"; it {clause}"), word, board)
+        start = phraser.pick(("it is", "the " + noun + " is", "its colour is", "that " + noun + " is"), board)
+        tail = phraser.pick(("", f" and it {clause}", f", and it {clause}", f"; it {clause}"), word)
         return Turn("What colour is the sign?", f"{capital(start)} {board}{tail}.", [("colour", board)])
     if kind == "read":
         questions = ("What does the sign say?", "Read the sign.", "What is written here?", "Which text do you see?")
         question = phraser.pick(questions)
-        colour = phraser.pick(("", "", board + " "), word, number)
+        colour = phraser.pick(("", "", board + " "), word)
         return Turn(question, f"{capital(phraser.pick(('the', 'this', 'that'), board))} {colour}{noun} {clause}.", texts)
-    start = phraser.pick(("this is a", "we see a", "there is a", "the picture shows a", "I see a", "here is a"), word, board)
-    bridge = phraser.pick((" that ", ", and it ", " which ", "; it "), board, number[:1])
+    start = phraser.pick(("this is a", "we see a", "there is a", "the picture shows a", "I see a", "here is a"), word)
+    bridge = phraser.pick((" that ", ", and it ", " which ", "; it "), board)
     shades = ("dark", "deep", "dim") if board in ("yellow", "pink", "orange") else ("white", "pale", "light")
     letters = phraser.pick(shades, board)
-    style = phraser.pick(("", f" in {letters} letters", f", in {letters} print", f", written in {letters}"), word, number)
+    style = phraser.pick(("", f" in {letters} letters", f", in {letters} print", f", written in {letters}"), word)
     return Turn(phraser.pick(DESCRIBE), f"{capital(start)} {board} {noun}{bridge}{clause}{style}.", [("colour", board), *texts])
 
 
@@ -68,12 +68,12 @@ def generate_chart(rng: random.Random, split: str) -> Dialogue:
 
 
 def _reach(phraser: Phraser, colour: str, height: int) -> str:
-    verb = phraser.pick(("reaches", "rises to", "goes up to", "stands at", "measures", "comes to", "is at"), colour, height)
+    verb = phraser.pick(("reaches", "rises to", "goes up to", "stands at", "measures", "comes to", "is at"), colour)
     return f"{verb} {height}{phraser.pick(('', '', ' units' if height > 1 else ' unit'), colour)}"
 
 
 def _bar(phraser: Phraser, colour: str, height: int) -> str:
-    return f"the {colour} {phraser.pick(('bar', 'column', 'one'), colour, height)}"
+    return f"the {colour} {phraser.pick(('bar', 'column', 'one'), colour)}"
 
 
 def _chart_turn(phraser: Phraser, kind: str, bars: Bars) -> Turn:
@@ -82,7 +82,7 @@ def _chart_turn(phraser: Phraser, kind: str, bars: Bars) -> Turn:
     if kind == "describe":
         return _describe_chart(phraser, bars)
     if kind == "count":
-        start = phraser.pick(("there are", "I count", "we see", "the chart has"), len(bars), bars[0][0])
+        start = phraser.pick(("there are", "I count", "we see", "the chart has"), len(bars))
         names = phraser.pick((": ", ", namely ", ", that is "), len(bars)) + ", ".join(colour for colour, _ in bars)
         number = NUMBERS[len(bars)]
         return Turn("How many bars are there?", f"{capital(start)} {number}{names}.", [("count", number)])
@@ -93,8 +93,8 @@ def _chart_turn(phraser: Phraser, kind: str, bars: Bars) -> Turn:
     if kind == "more":
         other, level = phraser.rng.choice([bar for bar in bars if bar[0] != colour])
         verdict = "Yes" if height > level else "No"
-        lead = phraser.pick((", because ", ": ", ", since ", ", as ", ", "), colour, other)
-        bridge = phraser.pick((" and ", ", while ", ", but ", ", whereas "), height, level)
+        lead = phraser.pick((", because ", ": ", ", since ", ", as ", ", "), colour)
+        bridge = phraser.pick((" and ", ", while ", ", but ", ", whereas "), height)
         clause = f"{_bar(phraser, colour, height)} {_reach(phraser, colour, height)}{bridge}"
         clause += f"{_bar(phraser, other, level)} {_reach(phraser, other, level)}"
         question = f"Is the {colour} bar higher than the {other} bar? Explain."
@@ -105,11 +105,11 @@ def _chart_turn(phraser: Phraser, kind: str, bars: Bars) -> Turn:
 def _extreme(phraser: Phraser, kind: str, by_height: Bars) -> Turn:
     (colour, height), (next_colour, next_height) = (by_height[-1], by_height[-2]) if kind == "highest" else by_height[:2]
     words = ("highest", "tallest") if kind == "highest" else ("lowest", "shortest")
-    is_it = f"{_bar(phraser, colour, height)} is the {phraser.pick(words, colour, next_colour)}"
-    lead = phraser.pick((": it ", ", because it ", ", as it ", "; it ", ", since it "), next_colour, height)
+    is_it = f"{_bar(phraser, colour, height)} is the {phraser.pick(words, colour)}"
+    lead = phraser.pick((": it ", ", because it ", ", as it ", "; it ", ", since it "), next_colour)
     reason = f"{lead}{_reach(phraser, colour, height)}"
     if phraser.is_drawn(0.6):
-        bridge = phraser.pick((", while ", ", and next ", " and ", ", but ", ", whereas "), colour, next_height)
+        bridge = phraser.pick((", while ", ", and next ", " and ", ", but ", ", whereas "), colour)
         reason += f"{bridge}{_bar(phraser, next_colour, next_height)} {_reach(phraser, next_colour, next_height)}"
     question = f"Which bar is the {words[0]}? {phraser.pick(('Explain.', 'Why?'))}"
     return Turn(question, f"{capital(is_it)}{reason}.", [("colour", colour)])
@@ -117,12 +117,12 @@ def _extreme(phraser: Phraser, kind: str, by_height: Bars) -> Turn:
 
 def _describe_chart(phraser: Phraser, bars: Bars) -> Turn:
     first = bars[0]
-    chart = phraser.pick(("chart", "bar chart", "diagram", "graph", "plot"), *first)
+    chart = phraser.pick(("chart", "bar chart", "diagram", "graph", "plot"), first[0])
     starts = (f"this {chart} has", f"the {chart} shows", f"we see a {chart} with", f"here is a {chart} with")
-    start = phraser.pick(starts, len(bars), first[0])
+    start = phraser.pick(starts, len(bars))
     parts = [f"{start} {NUMBERS[len(bars)]} {phraser.pick(('bars', 'columns'), first[0])}"]
-    order = bars if phraser.pick(("right", "back"), *bars[-1]) == "right" else bars[::-1]
-    parts[0] += phraser.pick(("", " from left to right" if order is bars else " from right to left"), *first)
+    order = bars if phraser.pick(("right", "back"), bars[-1][0]) == "right" else bars[::-1]
+    parts[0] += phraser.pick(("", " from left to right" if order is bars else " from right to left"), first[0])
     parts += [f"{_bar(phraser, *bar)} {_reach(phraser, *bar)}" for bar in order]
     return Turn(phraser.pick((*DESCRIBE, "Describe the chart.")), join(phraser, parts))
 
@@ -150,19 +150,19 @@ def _path(rng: random.Random) -> tuple[int, int, int]:
 
 
 def _video_text(phraser: Phraser, mover: SceneObject, end: int, still: SceneObject | None) -> str:
-    verb = phraser.pick(("moves", "travels", "goes", "glides", "slides", "drifts", "wanders"), mover.shape, mover.cell)
+    verb = phraser.pick(("moves", "travels", "goes", "glides", "slides", "drifts", "wanders"), mover.shape)
     goal = SceneObject(mover.size, mover.colour, mover.shape, end)
-    pace = phraser.pick(("", "", " slowly", " steadily", " straight", " smoothly"), mover.colour, end)
+    pace = phraser.pick(("", "", " slowly", " steadily", " straight", " smoothly"), mover.colour)
     start, target = place(phraser, mover), place(phraser, goal)
     moving = f"{named(phraser, mover)} {verb}{pace} from {start}"
-    parts = [f"{moving} {phraser.pick(('to', 'over to', 'towards'), mover.size, end)} {target}"]
+    parts = [f"{moving} {phraser.pick(('to', 'over to', 'towards'), mover.size)} {target}"]
     if still is not None:
-        verb = phraser.pick(("stays", "remains", "rests", "keeps still", "waits", "does not move"), still.shape, still.colour)
+        verb = phraser.pick(("stays", "remains", "rests", "keeps still", "waits", "does not move"), still.shape)
         resting = f"{named(phraser, still)} {verb} {phraser.pick(('in', 'at', 'within'), still.cell)} {place(phraser, still)}"
         parts.insert(int(phraser.is_drawn(0.6)), resting)
     if phraser.is_drawn(0.4):
         endings = ("nothing else happens", "the rest is empty", "then the clip ends", "that is all")
-        parts.append(phraser.pick(endings, mover.colour, end))
+        parts.append(phraser.pick(endings, mover.colour))
     return join(phraser, parts)
 
 

@@ -43,7 +43,7 @@ def draw_objects(rng: random.Random, count: int) -> list[SceneObject]:
 def ordered(phraser: Phraser, objects: list[SceneObject]) -> list[SceneObject]:
     """Returns the objects in the order of a caption: by rows, by columns, backwards, or by size."""
     rows = sorted(objects, key=lambda obj: obj.cell)
-    order = phraser.pick(("rows", "columns", "back", "size"), rows[0].colour, rows[-1].shape, len(objects))
+    order = phraser.pick(("rows", "columns", "back", "size"), rows[0].colour)
     if order == "columns":
         return sorted(objects, key=lambda obj: (obj.column, obj.row))
     if order == "back":
@@ -55,10 +55,10 @@ def ordered(phraser: Phraser, objects: list[SceneObject]) -> list[SceneObject]:
 
 def opening(phraser: Phraser, objects: list[SceneObject]) -> str:
     count, first = NUMBERS[len(objects)], objects[0]
-    kind = phraser.pick(KINDS, first.colour, first.cell) if len(objects) > 1 else "object"
-    scene = phraser.pick(SCENES, first.shape, len(objects))
+    kind = phraser.pick(KINDS, first.colour) if len(objects) > 1 else "object"
+    scene = phraser.pick(SCENES, first.shape)
     ground = phraser.pick(("", "", " on a pale background", " on a light ground", " and nothing else"), first.size)
-    form = phraser.pick(("this", "there", "we", "in"), first.colour, first.shape)
+    form = phraser.pick(("this", "there", "we", "in"), first.colour)
     if form == "there":
         return f"there {'are' if len(objects) > 1 else 'is'} {count} {kind} in {phraser.pick(('this', 'the'))} {scene}{ground}"
     if form == "we":
@@ -66,7 +66,7 @@ def opening(phraser: Phraser, objects: list[SceneObject]) -> str:
         return f"{who} {phraser.pick(('see', 'count', 'find'), first.size)} {count} {kind}{ground}"
     if form == "in":
         return f"in this {scene} {phraser.pick(('I see', 'one finds', 'we have'), first.cell)} {count} {kind}{ground}"
-    verb = phraser.pick(("shows", "contains", "has", "depicts", "presents"), first.cell, first.colour)
+    verb = phraser.pick(("shows", "contains", "has", "depicts", "presents"), first.cell)
     return f"{phraser.pick(('this', 'the'), first.size)} {scene} {verb} {count} {kind}{ground}"
 
 
@@ -76,7 +76,7 @@ def closing(phraser: Phraser, objects: list[SceneObject]) -> str:
         ("nothing else is visible", "nothing more can be seen", "no other shape appears", "that is all there is",
          "the rest stays empty", "the ground is plain", "all of them have different colours", "none of them touch",
          "the remaining places are empty", "everything else is blank"),
-        last.colour, last.cell,
+        last.colour,
     )  # fmt: skip
 
 
@@ -119,16 +119,16 @@ def relation_turn(phraser: Phraser, one: SceneObject, other: SceneObject) -> Tur
     form = phraser.pick(("Is the {} {} {}?", "Is there a {} {} {}?"))
     question = form.format(f"{one.colour} {one.shape}", RELATIONS[claimed][1 if sideways else 0], named(phraser, other, "the"))
     verdict = "Yes" if claimed == true else "No"
-    here = f"{named(phraser, one, 'the')} {phraser.pick(('is', 'sits', 'lies', 'stands'), one.cell, other.colour)} "
+    here = f"{named(phraser, one, 'the')} {phraser.pick(('is', 'sits', 'lies', 'stands'), one.cell)} "
     here += f"{phraser.pick(('in', 'at', 'within'), one.colour)} {place(phraser, one)}"
-    there = f"{named(phraser, other, 'the')} {phraser.pick(('is', 'sits', 'lies', 'stands'), other.cell, one.colour)} "
+    there = f"{named(phraser, other, 'the')} {phraser.pick(('is', 'sits', 'lies', 'stands'), other.cell)} "
     there += f"{phraser.pick(('in', 'at', 'within'), other.colour)} {place(phraser, other)}"
-    bridge = phraser.pick((", and ", ", while ", " and ", ", whereas ", ", but "), one.shape, other.shape)
-    lead = phraser.pick((", ", ", because ", ": ", ", since ", ", as "), verdict, one.cell, other.cell)
+    bridge = phraser.pick((", and ", ", while ", " and ", ", whereas ", ", but "), one.shape)
+    lead = phraser.pick((", ", ", because ", ": ", ", since ", ", as "), verdict)
     answer = f"{verdict}{lead}{here}{bridge}{there}"
     if phraser.is_drawn(0.5):
-        answer += phraser.pick((", so it is ", "; hence it is ", ", which puts it ", ". It is "), one.colour, other.shape)
-        answer += f"{phraser.pick(RELATIONS[true], one.shape, other.colour)} "
+        answer += phraser.pick((", so it is ", "; hence it is ", ", which puts it ", ". It is "), one.colour)
+        answer += f"{phraser.pick(RELATIONS[true], one.shape)} "
         answer += phraser.pick(("it", "the other", "that one"), one.cell)
     return Turn(f"{question} {phraser.pick(WHY)}", answer + ".", [("answer", verdict.lower())])
 
@@ -140,8 +140,8 @@ def missing_turn(phraser: Phraser, objects: list[SceneObject]) -> Turn:
     tail = phraser.pick(("nothing here is " + colour, "that colour is not used", f"I see no {colour} thing at all"), shape)
     if colour in used:
         tail = f"the only {colour} {phraser.pick(('thing', 'object', 'item'), shape)} is a {used[colour].shape}"
-    lead = phraser.pick(("No, there is no", "No, I see no", "No, the picture has no", "No, one finds no"), colour, shape)
-    bridge = phraser.pick((": ", ", ", "; ", ", because ", ", since "), colour, shape)
+    lead = phraser.pick(("No, there is no", "No, I see no", "No, the picture has no", "No, one finds no"), colour)
+    bridge = phraser.pick((": ", ", ", "; ", ", because ", ", since "), colour)
     question = f"Is there a {colour} {shape}? {phraser.pick(WHY)}"
     return Turn(question, f"{lead} {colour} {shape}{bridge}{tail}.", [("answer", "no")])
 
@@ -166,7 +166,7 @@ def detail_turn(phraser: Phraser, obj: SceneObject, kind: str) -> Turn:
     answers = {"colour": obj.colour, "shape": obj.shape, "size": obj.size, "place": str(obj.cell)}
     if kind == "size":
         clause = phraser.pick(("it is", "it looks", "it seems"), obj.colour)
-        clause += f" {phraser.pick(SIZE_WORDS[obj.size], obj.colour, obj.cell)}"
+        clause += f" {phraser.pick(SIZE_WORDS[obj.size], obj.colour)}"
     elif kind == "place":
         clause = f"{phraser.pick(('it is', 'it sits', 'you find it', 'it lies'), obj.shape)} in {place(phraser, obj)}"
     else:
@@ -189,11 +189,11 @@ def generate_comparison(rng: random.Random, split: str) -> Dialogue:
     images = [draw_scene([obj], background(rng, split), rng) for obj in pair]
     parts = []
     for which, obj in zip(("first", "second"), pair, strict=True):
-        noun = phraser.pick(SCENES, obj.colour, which)
-        if phraser.pick(("in", "the"), obj.shape, which) == "in":
+        noun = phraser.pick(SCENES, obj.colour)
+        if phraser.pick(("in", "the"), obj.shape) == "in":
             parts.append(f"in the {which} {noun} {statement(phraser, obj)}")
         else:
-            clause = f"{phraser.pick(SHOW_VERBS, obj.cell, which)} {named(phraser, obj)}"
+            clause = f"{phraser.pick(SHOW_VERBS, obj.cell)} {named(phraser, obj)}"
             parts.append(f"the {which} {noun} {clause} {phraser.pick(('in', 'at', 'within'))} {place(phraser, obj)}")
     questions = ("What differs between the two pictures?", "Compare the two images.", "How do the pictures differ?")
     question = phraser.pick(questions)

@@ -1,6 +1,6 @@
 """Answers of OpenAI-compatible servers to many conversations at the same time.
 
-At the start, `ServerCheck` checks that the servers answer, serve the target, and tokenize its prompts like the target's
+At the start, `ServerAnswers.check` checks that the servers answer, serve the target, and tokenize its prompts like the target's
 processor. Every problem is reported as a `ServerError`: one line with the remedy.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +20,17 @@ from transformers import AutoConfig
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message, media_parts
 from data_prep.dialog import AnswerRequest, Dialog, Outcome, TargetAnswer
-from data_prep.server.chat_request import MediaPolicy, answer_of, request_messages
-from data_prep.server.client import CHAT, MODELS, AttemptFailed, RequestRefused, Server, ServerError, ServerPool
+from data_prep.server.client import (
+    CHAT,
+    MODELS,
+    AttemptFailed,
+    MediaPolicy,
+    RequestRefused,
+    Server,
+    ServerError,
+    ServerPool,
+    request_messages,
+)
 from sage.inputs.processing import Processor
 from sage.targets.loading import load_processor
 from sage.targets.target import fingerprint_of
@@ -30,6 +39,21 @@ logger = logging.getLogger(__name__)
 NUM_SEARCHED, NUM_TRIED = 64, 4  # conversations that are searched for images at the start, and prompts that are sent
 MAX_LISTED = 200  # characters of the names of models
 TEXT_PROMPT: list[Message] = [{"role": "user", "content": [{"type": "text", "text": "Say hello, in 1 word: äöü <b>?"}]}]
+
+
+@dataclass(frozen=True)
+class ServedTarget:
+    """What answers of a server depend on: the target's folder or hub id, its `sage.Target.fingerprint`, and its processor."""
+
+    name: str
+    fingerprint: dict[str, Any]
+    processor: Processor
+
+    @classmethod
+    def load(cls, path: str) -> ServedTarget:
+        """Reads a target's folder or hub id, without its weights; ValueError as `sage.targets.loading.load_processor`."""
+        processor = load_processor(path)
+        return cls(path, fingerprint_of(AutoConfig.from_pretrained(path, trust_remote_code=False)), processor)
 
 
 class ServerAnswers:
@@ -44,7 +68,8 @@ class ServerAnswers:
         self._settings, self._target, self._policy = settings, target, policy
         self._runner = asyncio.Runner()
         self._pool = ServerPool(settings, key)
-        self._check = ServerCheck(self._pool, settings, target, policy)
+        self._model = settings.model  # id under which the target is served
+        self._options: dict[str, Any] = {}  # of sampling, which all servers accept
         self._has_refused = False
 
     def __enter__(self) -> ServerAnswers:
@@ -53,11 +78,6 @@ class ServerAnswers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._runner:
             self._runner.run(self._pool.close())
-
-    def check(self) -> str:
-        """Checks that every server serves the target; returns its id there."""
-        self._runner.run(self._check.check_text())
-        return self._check.model
 
     def drive(self, dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
         """Runs up to `settings.concurrency` dialogs at the same time, see data_prep.dialog; `check` comes first.
@@ -68,7 +88,7 @@ class ServerAnswers:
         """
         first = list(itertools.islice(dialogs, NUM_SEARCHED))
         prompts = itertools.islice(self._prompts_with_image(first), NUM_TRIED)
-        self._runner.run(self._check.check_images(list(prompts)))
+        self._runner.run(self._check_images(list(prompts)))
         waiting = itertools.chain(first, dialogs)
         tasks: set[asyncio.Task[Dialog]] = set()
         try:
@@ -108,9 +128,9 @@ class ServerAnswers:
             messages = request_messages(request.messages, self._policy)
         except ValueError as error:
             return TargetAnswer("", Outcome.invalid, str(error))
-        options = self._check.options | {"max_tokens": self._settings.max_new_tokens, "seed": request.seed}
+        options = self._options | {"max_tokens": self._settings.max_new_tokens, "seed": request.seed}
         try:
-            reply = await self._pool.complete({"model": self._check.model, "messages": messages, **options})
+            reply = await self._pool.complete({"model": self._model, "messages": messages, **options})
             answer = answer_of(reply, self._target.processor)
             return answer or TargetAnswer("", Outcome.failed, "the server's answer is no chat completion")
         except RequestRefused as refusal:
@@ -122,15 +142,11 @@ class ServerAnswers:
             return await self._failed(failure)
 
     async def _failed(self, failure: AttemptFailed) -> TargetAnswer:
-        """Returns the outcome of a request at which the server fails although it answers a short text.
-
-        Raises:
-            ServerError: the server does not answer a short text either.
-        """
+        """Returns the outcome of a request at which the server fails although it answers a short text, else ServerError."""
         attempts = f"{self._settings.retries + 1} attempts"
         if not (failure.is_busy or failure.is_down):
             try:
-                body = {"model": self._check.model, "messages": request_messages(TEXT_PROMPT, self._policy), "max_tokens": 1}
+                body = {"model": self._model, "messages": request_messages(TEXT_PROMPT, self._policy), "max_tokens": 1}
                 await self._pool.complete(body)
                 return TargetAnswer("", Outcome.failed, f"{attempts} failed: {failure}")
             except (AttemptFailed, RequestRefused):
@@ -138,65 +154,26 @@ class ServerAnswers:
         kept = "finished answers are kept, and the same command continues"
         raise ServerError(f"regenerate.server: {attempts} failed in a row: {failure}; {kept}")
 
+    # -- the check at the start ------------------------------------------------------------------------------------------
 
-async def _first_done(tasks: set[asyncio.Task[Dialog]]) -> None:
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    def check(self) -> str:
+        """Checks that every server serves the target, with the same tokenizer; returns its id there."""
+        self._runner.run(self._check_text())
+        return self._model
 
-
-def _has_failed(task: asyncio.Task[Dialog]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is not None
-
-
-# -- the check at the start ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ServedTarget:
-    """The properties of the target on which answers of a server depend.
-
-    Attributes:
-        name: folder or hub id.
-        fingerprint: as `sage.Target.fingerprint`.
-    """
-
-    name: str
-    fingerprint: dict[str, Any]
-    processor: Processor
-
-    @classmethod
-    def load(cls, path: str) -> ServedTarget:
-        """Reads a target's folder or hub id, without its weights; ValueError as `sage.targets.loading.load_processor`."""
-        processor = load_processor(path)
-        return cls(path, fingerprint_of(AutoConfig.from_pretrained(path, trust_remote_code=False)), processor)
-
-
-class ServerCheck:
-    """The check of all servers of a pool.
-
-    Attributes:
-        model: id under which the target is served.
-        options: sampling options that all servers accept.
-    """
-
-    def __init__(self, pool: ServerPool, settings: RegenerateConfig, target: ServedTarget, policy: MediaPolicy) -> None:
-        self._pool, self._settings, self._target, self._policy = pool, settings, target, policy
-        self.model = settings.model
-        self.options: dict[str, Any] = {}
-
-    async def check_text(self) -> None:
-        """Checks model and tokenizer; determines `model` and `options`."""
-        found = []
+    async def _check_text(self) -> None:
+        accepted = []
         for server in self._pool.servers:
-            self.model = await self._served_model(server)
-            found.append(await self._accepted_options(server))
-        self.options = min(found, key=len)
+            self._model = await self._served_model(server)
+            accepted.append(await self._accepted_options(server))
+        self._options = min(accepted, key=len)
 
-    async def check_images(self, prompts: Sequence[list[Message]]) -> None:
+    async def _check_images(self, prompts: list[list[Message]]) -> None:
         """Checks that every server accepts at least one of some prompts with an image."""
         for server in self._pool.servers:
             for number, prompt in enumerate(prompts, 1):
                 try:
-                    await self._check_prompt(server, prompt, self.options)
+                    await self._check_prompt(server, prompt, self._options)
                     break
                 except RequestRefused as refusal:
                     if number == len(prompts):
@@ -207,42 +184,43 @@ class ServerCheck:
 
     async def _served_model(self, server: Server) -> str:
         """Returns the id of the target on a server."""
+
+        def is_target(name: str | None) -> bool:
+            return Path(name or "").name.lower() == Path(self._target.name).name.lower()
+
         try:
             models = (await self._pool.ask(server, "GET", MODELS))["data"]
             known = {str(model["id"]): model for model in models}
-            same = [name for name, model in known.items() if self._is_target(name) or self._is_target(model.get("root"))]
+            same = [name for name, model in known.items() if is_target(name) or is_target(model.get("root"))]
         except (RequestRefused, LookupError, TypeError, AttributeError) as error:
             message = f"regenerate.server: {server.name} lists no models; give its URL up to and including /v1"
             raise ServerError(message) from error
         listed = ", ".join(known)[:MAX_LISTED] or "nothing"
-        if self.model and self.model not in known:
-            raise ServerError(f"regenerate.model={self.model}: {server.name} serves {listed}; give one of these")
-        if not self.model and len(same) != 1:
+        if self._model and self._model not in known:
+            raise ServerError(f"regenerate.model={self._model}: {server.name} serves {listed}; give one of these")
+        if not self._model and len(same) != 1:
             raise ServerError(
                 f"regenerate.server: {server.name} serves {listed}; the target is {self._target.name}; serve that, or if one "
                 "of these is the same model, give regenerate.model=ID"
             )
-        name = self.model or same[0]
+        name = self._model or same[0]
         longest, limit = known[name].get("max_model_len"), self._settings.max_new_tokens
         if isinstance(longest, int) and longest <= limit:
             message = f"regenerate.max_new_tokens={limit}: {server.name} has max_model_len={longest}, prompt included"
             raise ServerError(f"{message}; set a lower value, or serve with a higher one")
         return name
 
-    def _is_target(self, name: str | None) -> bool:
-        return Path(name or "").name.lower() == Path(self._target.name).name.lower()
-
     async def _accepted_options(self, server: Server) -> dict[str, Any]:
         """Returns the sampling options, without those of vLLM if the server accepts only the standard ones."""
         standard: dict[str, Any] = {"temperature": self._settings.temperature, "top_p": self._settings.top_p}
         # Without explicit values, vLLM applies those of generation_config.json.
-        own = {"top_k": self._settings.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
-        own |= {"skip_special_tokens": False}
+        of_vllm = {"top_k": self._settings.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
+        of_vllm |= {"skip_special_tokens": False}
         if arguments := self._target.processor.template_arguments:  # a server renders the prompt as training does
             standard["chat_template_kwargs"] = arguments
         try:
-            await self._check_prompt(server, TEXT_PROMPT, standard | own)
-            return standard | own
+            await self._check_prompt(server, TEXT_PROMPT, standard | of_vllm)
+            return standard | of_vllm
         except RequestRefused as refusal:
             reason = str(refusal)
         try:
@@ -256,19 +234,50 @@ class ServerCheck:
 
     async def _check_prompt(self, server: Server, messages: list[Message], options: dict[str, Any]) -> None:
         """Requests one token, and compares the prompt's token ids with the target's, or of a text at least their number."""
-        body = {"model": self.model, "messages": request_messages(messages, self._policy), "max_tokens": 1, **options}
+        body = {"model": self._model, "messages": request_messages(messages, self._policy), "max_tokens": 1, **options}
         reply = await self._pool.ask(server, "POST", CHAT, body)
         if answer_of(reply, self._target.processor) is None:
             raise ServerError(f"regenerate.server: {server.name}: its answer is no chat completion; give another server")
         expected = self._target.processor.prepare(messages)["input_ids"][0].tolist()
-        found = reply.get("prompt_token_ids")
-        if messages is TEXT_PROMPT and not found:
-            count = (reply.get("usage") or {}).get("prompt_tokens") or len(expected)
-        else:
-            count = len(found or expected)
-        if count != len(expected) or (found and found != expected):
+        ids = reply.get("prompt_token_ids")
+        count = len(ids or expected)
+        if messages is TEXT_PROMPT and not ids:
+            count = (reply.get("usage") or {}).get("prompt_tokens") or count
+        if count != len(expected) or (ids and ids != expected):
             differs = "as other tokens than" if count == len(expected) else f"as {count} tokens, {len(expected)} with"
             raise ServerError(
                 f"regenerate.server: {server.name} reads a prompt {differs} the target {self._target.name}: another tokenizer, "
                 "chat template or image size; serve the target itself"
             )
+
+
+async def _first_done(tasks: set[asyncio.Task[Dialog]]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _has_failed(task: asyncio.Task[Dialog]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
+
+
+def answer_of(reply: Any, processor: Processor) -> TargetAnswer | None:
+    """Returns the answer in a chat completion; None if `reply` is not a chat completion.
+
+    If the server returns token ids (vLLM's `return_token_ids`), they determine the text and the end of the answer, as in
+    `sage.generate`.
+    """
+    try:
+        choice = reply["choices"][0]
+        message, reason, ids = choice["message"], choice["finish_reason"], choice.get("token_ids")
+        text, thoughts = message["content"] or "", message.get("reasoning_content") or message.get("reasoning")
+    except (LookupError, TypeError):
+        return None
+    if thoughts:
+        text = f"<think>\n{thoughts.strip()}\n</think>\n\n{text}"
+    kept_ids: tuple[int, ...] = ()
+    if ids:
+        text, kept_ids = processor.answer_of(ids)
+    if reason == "stop" or (ids and ids[-1] in (*processor.end_token_ids, processor.tokenizer.eos_token_id)):
+        return TargetAnswer(text, token_ids=kept_ids)
+    if reason == "length":
+        return TargetAnswer(text, Outcome.cut)
+    return TargetAnswer(text, Outcome.refused, f"refused by the server: finish_reason {reason}")

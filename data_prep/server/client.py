@@ -1,24 +1,39 @@
-"""Requests to OpenAI-compatible servers: choice of the server, retries, errors that contain no address.
+"""Requests to OpenAI-compatible servers, such as vLLM's: messages with images, choice of the server, retries.
 
-No other module of data_prep sends HTTP requests.
+No other module of data_prep sends HTTP requests. Neither URLs nor the key reach a file, a log or a message: a message names a
+server by its place in `regenerate.server`.
+
+The server receives the pixels that training uses. An image file that every reader decodes in the same way is sent unchanged.
+Any other image (rotated by EXIF, transparent, 16 bits, animated) is converted to RGB and sent as PNG.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import logging
 import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
+from PIL import Image, UnidentifiedImageError
 
-from data_prep.config import RegenerateConfig
+from data_prep.config import DataConfig, Images, RegenerateConfig
+from data_prep.conversation import Message, Part, media_parts
+from data_prep.splits import Split
+from sage.inputs.media import LIMIT_KEYS, open_image, open_image_part
+from sage.inputs.messages import text_of
 
+PLAIN_FORMATS, PLAIN_MODES = ("JPEG", "PNG", "WEBP"), ("RGB", "L")
+ORIENTATION = 0x0112  # EXIF tag; 1 = upright
 CHAT, MODELS = "chat/completions", "models"
 CONNECT_S, CHECK_S = 10.0, 120.0  # timeouts of a connection and of each request of the check at the start
 MAX_DELAY_S = 60.0  # between two attempts
@@ -32,6 +47,103 @@ REMEDIES = {  # by status, for refusals that concern every request
 }
 BUSY = (429, 503)
 PASSING = (408, 409, 425, *BUSY)
+
+
+# -- messages ------------------------------------------------------------------------------------------------------------
+
+
+class OutsideMedia(PermissionError):
+    """An image outside the folders whose images may be sent."""
+
+
+@dataclass(frozen=True)
+class MediaPolicy:
+    """How images are sent, and which: files outside the resolved folders `roots` are never read or sent."""
+
+    roots: tuple[Path, ...]
+    images: Images
+
+    @classmethod
+    def of(cls, config: DataConfig, split: Split, images: Images) -> MediaPolicy:
+        """Returns the policy of a split: the `media_root` of each source, by default the folder of its file."""
+        roots = []
+        for source in config.resolved(split).values():
+            if source.media_root or source.path:
+                path = Path(source.path)
+                roots.append(Path(source.media_root or (path if path.is_dir() else path.parent)).resolve())
+        return cls(tuple(roots), images)
+
+    def url(self, image: Any) -> str:
+        """Returns the URL of an image for a request; ValueError if unreadable, OutsideMedia if outside, also by a link."""
+        if isinstance(image, Image.Image):
+            return _data_url(image)
+        if not isinstance(image, (str, Path)) or str(image).startswith("data:"):
+            try:
+                data = image if isinstance(image, bytes) else base64.b64decode(str(image).partition(",")[2], validate=True)
+            except ValueError as error:
+                raise ValueError("image data: not valid base64") from error
+            return _data_url(data, _plain_format(io.BytesIO(data)))
+        file = Path(image).resolve()
+        if not any(file.is_relative_to(root) for root in self.roots):
+            raise OutsideMedia(
+                f"image {image}: outside data.media_root, so it is not sent to a server; set data.media_root to a folder "
+                "above all images, or answer without regenerate.server"
+            )
+        kind = _plain_format(file)
+        if kind and self.images is Images.path:
+            return file.as_uri()
+        return _data_url(file.read_bytes() if kind else file, kind)
+
+
+def request_messages(messages: list[Message], policy: MediaPolicy) -> list[dict[str, Any]]:
+    """Returns the messages in the format of the API: messages with images as lists of parts, other messages as text.
+
+    Raises as `MediaPolicy.url`, and ValueError for a video.
+    """
+    return [
+        {
+            "role": message["role"],
+            "content": [_request_part(part, policy) for part in message["content"]]
+            if any(True for _ in media_parts([message]))
+            else text_of(message),
+        }
+        for message in messages
+    ]
+
+
+def _request_part(part: Part, policy: MediaPolicy) -> dict[str, Any]:
+    if part["type"] == "text":
+        return {"type": "text", "text": part["text"]}
+    if part["type"] == "video":
+        raise ValueError("a video; servers sample frames in their own way, so it is answered only without regenerate.server")
+    url = policy.url(part["image"])
+    if any(part.get(key) for key in LIMIT_KEYS):  # the pixels that training uses
+        url = _data_url(open_image_part(part))
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _plain_format(source: Any) -> str:
+    """Returns the format of an image file that every reader decodes in the same way; empty for any other file."""
+    try:
+        with Image.open(source) as image:
+            is_upright = image.getexif().get(ORIENTATION, 1) == 1
+            is_plain = image.mode in PLAIN_MODES and is_upright and getattr(image, "n_frames", 1) == 1
+            is_plain = is_plain and not image.has_transparency_data
+            return str(image.format) if is_plain and image.format in PLAIN_FORMATS else ""
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError):
+        return ""
+
+
+def _data_url(image: Any, kind: str = "") -> str:
+    """Returns the bytes of a file of format `kind`, or any other image as PNG, as a data URL."""
+    if not kind:
+        stream = io.BytesIO()
+        open_image(image).save(stream, "PNG")
+        image = stream.getvalue()
+    return f"data:image/{(kind or 'PNG').lower()};base64,{base64.b64encode(image).decode()}"
+
+
+# -- requests ------------------------------------------------------------------------------------------------------------
 
 
 class ServerError(ValueError):
@@ -90,18 +202,6 @@ class Server:
             raise AttemptFailed("the connection was cut") from error
         finally:
             self.num_active -= 1
-        return self._content(response, path)
-
-    def pause(self, delay_s: float, named_s: float | None) -> None:
-        """Delays the next request: by the time that the server names, or by one that doubles with every failure in a row."""
-        now = time.monotonic()
-        if now >= self.ready_at:  # requests at the same time fail together and count once
-            doubled = min(delay_s * 2**self.num_faults, MAX_DELAY_S) * random.uniform(0.5, 1.0)
-            self.num_faults += 1
-            self.ready_at = now + (doubled if named_s is None else 0.0)
-        self.ready_at = max(self.ready_at, now + min(named_s or 0.0, MAX_NAMED_DELAY_S))
-
-    def _content(self, response: httpx.Response, path: str) -> Any:
         status = response.status_code
         if status == httpx.codes.OK:
             try:
@@ -116,6 +216,15 @@ class Server:
             remedy = REMEDIES.get(status, "give the URL that it redirects to")
             raise ServerError(f"regenerate.server: {self.name}: {path}: {reason}; {remedy}")
         raise RequestRefused(reason)
+
+    def pause(self, delay_s: float, named_s: float | None) -> None:
+        """Delays the next request: by the time that the server names, or by one that doubles with every failure in a row."""
+        now = time.monotonic()
+        if now >= self.ready_at:  # requests at the same time fail together and count once
+            doubled = min(delay_s * 2**self.num_faults, MAX_DELAY_S) * random.uniform(0.5, 1.0)
+            self.num_faults += 1
+            self.ready_at = now + (doubled if named_s is None else 0.0)
+        self.ready_at = max(self.ready_at, now + min(named_s or 0.0, MAX_NAMED_DELAY_S))
 
 
 class ServerPool:
@@ -141,24 +250,16 @@ class ServerPool:
         self.servers = [Server(url, name, self._client, secrets) for url, name in zip(urls, names, strict=True)]
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._client.aclose()
 
     async def complete(self, body: Any) -> Any:
-        """Requests a chat completion, at every attempt from the server that is free then.
-
-        Raises:
-            AttemptFailed: the last attempt failed.
-            RequestRefused, ServerError: as `Server.request`.
-        """
+        """Requests a chat completion, at every attempt from the server that is free then; raises as `Server.request`."""
         return await self._request(self.servers, self._settings.retries, "POST", CHAT, body, self._settings.timeout_s)
 
     async def ask(self, server: Server, method: str, path: str, body: Any = None) -> Any:
         """Sends a request of the check at the start to one server; repeats it only if the server is busy.
 
-        Raises:
-            ServerError: the server cannot be used now.
-            RequestRefused: as `Server.request`.
+        Raises RequestRefused, and ServerError if the server cannot be used now.
         """
         try:
             return await self._request([server], 0, method, path, body, min(CHECK_S, self._settings.timeout_s))
@@ -175,17 +276,17 @@ class ServerPool:
         while True:
             server = await _free_server(servers)
             try:
-                found = await server.request(method, path, body, timeout_s)
+                answer = await server.request(method, path, body, timeout_s)
             except AttemptFailed as failure:
                 server.pause(self._settings.retry_delay_s, failure.delay_s)
                 num_failed += not failure.is_busy
                 # servers that are busy at every attempt, and not with our own requests
-                are_exhausted = all(one.num_faults > self._settings.retries and not one.num_active for one in servers)
+                are_exhausted = all(server.num_faults > self._settings.retries and not server.num_active for server in servers)
                 if num_failed > retries or (failure.is_busy and are_exhausted):
                     raise
             else:
                 server.num_faults = 0
-                return found
+                return answer
 
 
 async def _free_server(servers: Sequence[Server]) -> Server:
@@ -218,7 +319,6 @@ def keep_urls_out_of_logs() -> None:
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Returns the pause of the header Retry-After, in seconds or as a date."""
     value = response.headers.get("retry-after", "")
     for parse in (float, lambda text: parsedate_to_datetime(text).timestamp() - time.time()):
         with suppress(ValueError, TypeError):

@@ -72,6 +72,7 @@ class Stream(ABC):
 
     name: str
     pixel_limits: Mapping[str, int] = MappingProxyType({})
+    has_splits = False
 
     @abstractmethod
     def iterate(self, start: int) -> Iterator[Conversation | BadItem]:

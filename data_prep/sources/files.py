@@ -50,7 +50,6 @@ class DataFiles:
 
     @property
     def has_splits(self) -> bool:
-        """Whether training and held-out items are separate."""
         return "train" in self.splits and len(self.splits) > 1
 
     @property
@@ -61,14 +60,13 @@ class DataFiles:
 
     def of(self, split: str) -> tuple[str, ...]:
         """Returns the files of a split; ValueError names those that exist."""
-        found = self.splits.get(split) or self.splits.get(ALL)
-        if not found:
+        files = self.splits.get(split) or self.splits.get(ALL)
+        if not files:
             names = ", ".join(self.splits)
             raise ValueError(f"{self.path}: no split {split!r}; it has {names}; choose one as data.sources.NAME.split")
-        return found
+        return files
 
     def described(self) -> str:
-        """Returns the format and the number of files."""
         count = sum(map(len, self.splits.values()))
         names = ", ".join(filter(None, self.splits))
         return f"{self.form}, {count} file{'s' * (count > 1)}" + (f" ({names})" if names else "")
@@ -77,10 +75,11 @@ class DataFiles:
 def find_files(path: str, subset: str = "") -> DataFiles:
     """Returns the files of a path; ValueError if there is none that can be read."""
     if not os.path.exists(path):
-        found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
-        if not found and glob.has_magic(path):
+        if not glob.has_magic(path):
+            return DataFiles(path, Form.hub, {ALL: (path,)})
+        if not (files := sorted(glob.glob(path, recursive=True))):
             raise ValueError(f"{path}: no file of this pattern in {Path.cwd()}; set data.path to the data")
-        return _of_files(path, found, is_divided=False) if found else DataFiles(path, Form.hub, {ALL: (path,)})
+        return _of_files(path, files, is_divided=False)
     if os.path.isfile(path):
         return DataFiles(path, _form(path), {ALL: (path,)})
     if os.path.exists(info := os.path.join(path, "dataset_dict.json")):
@@ -93,14 +92,13 @@ def find_files(path: str, subset: str = "") -> DataFiles:
         return DataFiles(path, Form.hub, {ALL: (path,)})
     if subset and not (folder / subset).is_dir():
         raise ValueError(f"{path}: no folder {subset!r} in it")
-    folder = folder / subset
-    return _of_files(path, _row_files(folder), is_divided=True)
+    return _of_files(path, row_files(folder / subset), is_divided=True)
 
 
-def _row_files(folder: Path) -> list[str]:
+def row_files(folder: Path) -> list[str]:
     """Returns the data files in a folder, of one format; those of its subfolders where it has none itself."""
-    for found in (folder.iterdir(), folder.rglob("*")):
-        files = sorted(str(item) for item in found if item.is_file() and not item.name.startswith("."))
+    for items in (folder.iterdir(), folder.rglob("*")):
+        files = sorted(str(item) for item in items if item.is_file() and not item.name.startswith("."))
         files = [file for file in files if not file.endswith(".skipped.jsonl")]
         for suffix in SUFFIXES:
             if matching := [file for file in files if file.lower().removesuffix(".gz").endswith(suffix)]:
@@ -121,8 +119,8 @@ def _of_files(path: str, files: list[str], is_divided: bool) -> DataFiles:
 
 def _split_name(name: str) -> str:
     """Returns `validation` or `test` for the name of a held-out file or split, else ""."""
-    found = HELD_OUT.search(name.lower())
-    return "" if not found else "test" if found[1] == "test" else "validation"
+    match = HELD_OUT.search(name.lower())
+    return "" if not match else "test" if match[1] == "test" else "validation"
 
 
 def _form(file: str) -> Form:
@@ -139,14 +137,13 @@ def check_path(kind: str, path: str) -> None:
     content = KINDS[kind].content
     if content is Content.none or is_hub_name(kind, path):
         return
-    if content in (Content.rows, Content.table):
-        found = find_files(path)
-        if found.form is Form.hub and not os.path.exists(path):
-            raise ValueError(f"{path}: no such file or folder{_similar(path)}")
-        if found.form is Form.json:
-            check_json(Path(next(iter(found.splits.values()))[0]))
-    elif not os.path.exists(path):
+    is_rows = content in (Content.rows, Content.table)
+    if not os.path.exists(path) and not (is_rows and glob.has_magic(path)):
         raise ValueError(f"{path}: no such file or folder{_similar(path)}")
+    if is_rows:
+        files = find_files(path)
+        if files.form is Form.json:
+            check_json(Path(next(iter(files.splits.values()))[0]))
     elif content is Content.folder and not os.path.isdir(path):
         choice = "choose data=auto" if path.lower().endswith(SUFFIXES) else "give the folder"
         raise ValueError(f"{path}: a file, not a folder; data=folder reads images, each with a text file of its name; {choice}")
@@ -207,8 +204,3 @@ def _similar(path: str) -> str:
     names = difflib.get_close_matches(missing.name, sorted(item.name for item in missing.parent.iterdir()), 1, 0.75)
     suggestion = f"did you mean {Path(path).parent / names[0]}?" if names else "set data.path to the data"
     return f" in {missing.parent}; {suggestion}"
-
-
-def content_hint(folder: Path) -> str:
-    """Returns what to choose for a folder without images: `data=auto` if it has rows, else nothing."""
-    return f"give data=auto data.path={folder}" if _row_files(folder) else ""

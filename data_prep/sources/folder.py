@@ -17,9 +17,9 @@ from PIL import Image
 
 from data_prep.conversation import BadItem, Conversation, Message, Row
 from data_prep.sources.base import Source, as_example
-from data_prep.sources.files import content_hint
+from data_prep.sources.files import row_files
 from data_prep.sources.kinds import SourceConfig
-from data_prep.sources.rows import RowSource, require_path
+from data_prep.sources.rows import RawRows, RowSource, require_path
 from data_prep.splits import Split
 from sage.inputs.media import frame_files
 from sage.inputs.video import VIDEO_SUFFIXES
@@ -29,39 +29,29 @@ NUM_NAMED = 3  # files in a message
 PROMPT = "Describe it in detail."
 
 
-def shorten(names: list[str]) -> str:
-    """Returns the first names and the number of the others."""
-    return ", ".join(names[:NUM_NAMED]) + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
-
-
-class FolderRows:
+class FolderRows(RawRows):
     """The items of a folder in the order of their names: {"id", "kind", "path", "text"}."""
 
     def __init__(self, path: str) -> None:
-        self.name = path
-        files = sorted(Path(path).iterdir())
+        paths = sorted(Path(path).iterdir())
         known = Image.registered_extensions()
-        self.items = [(item, kind) for item in files if (kind := _kind(item, known))]
-        if not self.items:
-            hint = content_hint(Path(path))
-            raise ValueError(f"{path}: no image, frame folder or video in it; {hint or 'set data.path to another folder'}")
-        names = {item.stem for item, _ in self.items}
-        unused = [file.name for file in files if file.suffix == ".txt" and file.stem not in names]
+        items = [(item, kind) for item in paths if (kind := _kind(item, known))]
+        if not items:
+            remedy = f"give data=auto data.path={path}" if row_files(Path(path)) else "set data.path to another folder"
+            raise ValueError(f"{path}: no image, frame folder or video in it; {remedy}")
+        names = {item.stem for item, _ in items}
+        unused = [file.name for file in paths if file.suffix == ".txt" and file.stem not in names]
         if unused:
-            logger.warning("%s: %d text file(s) without an image or video of that name: %s", path, len(unused), shorten(unused))
-
-    @property
-    def digest(self) -> str:
-        """Names, sizes and modification times of the files."""
-        files = [path for item, _ in self.items for path in (item, item.with_suffix(".txt")) if path.exists()]
-        return str([(file.name, (s := file.stat()).st_size, s.st_mtime_ns) for file in files])
-
-    def __len__(self) -> int:
-        return len(self.items)
+            more = f" and {len(unused) - NUM_NAMED} more" if len(unused) > NUM_NAMED else ""
+            named = ", ".join(unused[:NUM_NAMED]) + more
+            logger.warning("%s: %d text file(s) without an image or video of that name: %s", path, len(unused), named)
+        files = [file for item, _ in items for file in (item, item.with_suffix(".txt")) if file.exists()]
+        digest = str([(file.name, (s := file.stat()).st_size, s.st_mtime_ns) for file in files])
+        super().__init__(path, digest, items)
 
     def row(self, index: int) -> Row:
         """Returns an item with its text, None if there is none; raises BadItem if the text is not UTF-8."""
-        item, kind = self.items[index]
+        item, kind = self._rows[index]
         text = item.with_suffix(".txt")
         try:
             answer = text.read_text(encoding="utf-8").strip() if text.exists() else None
@@ -82,17 +72,16 @@ class FolderSource(RowSource):
     """The items of a folder; those without a text are prompts only."""
 
     def example(self, index: int) -> Conversation:
-        found = self.conversation(index)
-        if found.messages[-1]["role"] == "user":
+        conversation = self.conversation(index)
+        if conversation.messages[-1]["role"] == "user":
             item = Path(self.rows.row(index)["path"])
             reason = f"no text file; write the answer to {item.with_suffix('.txt').name}"
             frames = f"; if its files are separate images, give data.path={item}" if item.is_dir() else ""
-            raise found.error(reason + frames)
-        return as_example(found)
+            raise conversation.error(reason + frames)
+        return as_example(conversation)
 
 
-def folder_messages(row: Row, prompt: str) -> list[Message]:
-    """Returns the image or video with the question and, if there is a text, the answer."""
+def _messages(row: Row, prompt: str) -> list[Message]:
     media = {"type": row["kind"], row["kind"]: row["path"]}
     messages = [{"role": "user", "content": [media, {"type": "text", "text": prompt}]}]
     if row["text"] is not None:
@@ -101,7 +90,6 @@ def folder_messages(row: Row, prompt: str) -> list[Message]:
 
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
-    """Opens one folder."""
-    path = require_path(label, config.path, "the folder")
     prompt = config.prompt or PROMPT
-    return FolderSource(FolderRows(path), partial(folder_messages, prompt=prompt), prompt)
+    rows = FolderRows(require_path(label, config.path, "the folder"))
+    return FolderSource(rows, partial(_messages, prompt=prompt), prompt)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from data_prep.conversation import BadItem, Conversation
@@ -24,26 +23,26 @@ from data_prep.splits import Split
 from sage.io.hub import HubUnreachable, require_hub
 
 BUILDERS = {Form.parquet: "parquet", Form.arrow: "arrow", Form.json: "json"}  # of `datasets`
-WHAT = "files of conversations, a folder or a pattern of them, or a hub name"
 
 
-class TableRows:
-    """Rows of a table by index, images undecoded; raises ValueError: no such data set, configuration or split."""
+class Rows(RowSource):
+    """Rows of files in any layout; where the files are divided into splits, those of one of them."""
 
-    def __init__(self, path: str, subset: str, split: str, cache_dir: str) -> None:
-        self.name = path
-        self.table = load_table(path, subset, split, cache_dir, streaming=False)
+    def __init__(self, rows: RawRows, config: SourceConfig, roots: Roots, files: DataFiles | None = None) -> None:
+        self._columns, self._files = config.columns, files
+        to_messages = partial(table_messages, columns=config.columns, media_root=roots)
+        id_key, family_key = config.columns.get("id", "id"), config.columns.get("family", "data_source")
+        super().__init__(rows, to_messages, (config.columns, roots), id_key, "", family_key)
+        self.has_splits = files is not None and files.has_splits
 
-    @property
-    def digest(self) -> str:
-        return str(self.table._fingerprint)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def row(self, index: int) -> Any:
-        """Returns the row at `index`."""
-        return self.table[index]
+    def description(self) -> str:
+        """Returns what was recognized: the format, the number of rows, and the layout of the first one."""
+        try:
+            layout = described(self.rows.row(0), self._columns) if len(self) else "empty"
+        except BadItem as error:
+            layout = error.reason
+        form = self._files.described() if self._files else "table"
+        return f"{self.name}: {form}, {len(self)} rows: {layout}"
 
 
 class HubStream(Stream):
@@ -53,7 +52,6 @@ class HubStream(Stream):
         self.name, self.source, self.subset, self.split, self.limit = path, source, subset, split, limit
 
     def iterate(self, start: int) -> Iterator[Conversation | BadItem]:
-        """Yields the items from `start` on; an invalid row as its error."""
         table = load_table(self.name, self.subset, self.split, "", streaming=True).skip(start)
         if self.limit:
             table = table.take(max(0, self.limit - start))
@@ -66,6 +64,12 @@ class HubStream(Stream):
 
     def fingerprint(self) -> str:
         return f"{self.name}:{self.subset}:{self.split}:{self.limit}:{self.source.settings}"
+
+
+def table_rows(path: str, subset: str, split: str, cache_dir: str) -> RawRows:
+    """Returns the rows of a table, images undecoded; raises ValueError: no such data set, configuration or split."""
+    table = load_table(path, subset, split, cache_dir, streaming=False)
+    return RawRows(path, str(table._fingerprint), table)
 
 
 def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bool) -> Any:
@@ -82,12 +86,10 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
         if files.form is Form.saved:
             table = datasets.load_from_disk(files.of(split)[0])
         elif files.form in BUILDERS:
-            parts = {split: list(files.of(split))}
-            options: dict[str, Any] = {"data_files": parts, "split": split, "streaming": streaming, "cache_dir": cache}
-            table = datasets.load_dataset(BUILDERS[files.form], **options)
+            options: dict[str, Any] = {"split": split, "streaming": streaming, "cache_dir": cache}
+            table = datasets.load_dataset(BUILDERS[files.form], data_files={split: list(files.of(split))}, **options)
         else:
-            is_cached = cache is not None and (Path(cache) / path.replace("/", "___").lower()).exists()
-            if not is_cached:
+            if cache is None or not (Path(cache) / path.replace("/", "___").lower()).exists():
                 require_hub(path, "data.path")
             table = datasets.load_dataset(path, subset or None, split=split, streaming=streaming, cache_dir=cache)
     except HubUnreachable:
@@ -96,80 +98,44 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
         given = f"subset {subset!r}, split {split!r}"
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"data set {path}: {reason}; check path, subset and split (here {given})") from error
-    return _undecoded(table)
-
-
-def _undecoded(table: Any) -> Any:
-    import datasets
-
     for name, feature in (table.features or {}).items():
-        inner = getattr(feature, "feature", None)
         if isinstance(feature, (datasets.Image, datasets.Video)):
             table = table.cast_column(name, type(feature)(decode=False))
-        elif isinstance(inner, datasets.Image):
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
             table = table.cast_column(name, datasets.List(datasets.Image(decode=False)))
     return table
 
 
-class Rows(RowSource):
-    """Rows of files in any layout; where the files are divided into splits, those of one of them."""
-
-    def __init__(self, rows: Any, columns: dict[str, str], roots: Roots, files: DataFiles | None = None) -> None:
-        to_messages = partial(table_messages, columns=columns, media_root=roots)
-        id_key, family_key = columns.get("id", "id"), columns.get("family", "data_source")
-        super().__init__(rows, to_messages, (columns, roots), id_key, "", family_key)
-        self._columns, self._files = columns, files
-        self.has_splits = files is not None and files.has_splits
-
-    def description(self) -> str:
-        """Returns what was recognized: the format, the number of rows, and the layout of the first one."""
-        try:
-            layout = described(self.rows.row(0), self._columns) if len(self) else "empty"
-        except BadItem as error:
-            layout = error.reason
-        form = self._files.described() if self._files else "table"
-        return f"{self.name}: {form}, {len(self)} rows: {layout}"
-
-
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
     """Opens the rows of a path, or the images and videos of a folder without rows."""
-    path = require_path(label, config.path, WHAT)
-    _check_columns(label, config)
+    path = _checked_path(label, config)
     files = find_files(path, config.subset)
     if files.form is Form.media and config.kind == "auto":
         folder: Source = import_module("data_prep.sources.folder").open_source(label, config, split, cache_dir)
         return folder
-    name = config.split or _split_of(files, split)
+    name = config.split or Split.train
+    if not config.split and files.has_splits:  # validation and test stand in for one another
+        name = split if split in files.splits else next(name for name in files.splits if name != Split.train)
     if files.form is Form.media:
         raise ValueError(f"{path}: no data file in it; for images with a text file each choose data=auto or data=folder")
-    rows = _json_rows(path, files.of(name), cache_dir) if files.form is Form.json else None
-    table = rows or TableRows(path, config.subset, name, cache_dir)
+    if files.form is Form.json:
+        parts = [JsonRows(file, cache_dir) for file in files.of(name)]
+        rows: RawRows = parts[0] if len(parts) == 1 else JoinedRows(path, parts)
+    else:
+        rows = table_rows(path, config.subset, name, cache_dir)
     roots = (config.media_root, files.folder) if config.media_root else (files.folder,)
-    return Rows(table, config.columns, roots, None if config.split else files)
-
-
-def _split_of(files: DataFiles, split: Split) -> str:
-    """Returns the split to open: of data with held-out items, validation and test stand in for one another."""
-    if not files.has_splits:
-        return Split.train
-    return split if split in files.splits else next(name for name in files.splits if name != Split.train)
-
-
-def _json_rows(path: str, files: Sequence[str], cache_dir: str) -> RawRows:
-    parts = [JsonRows(file, cache_dir) for file in files]
-    return parts[0] if len(parts) == 1 else JoinedRows(path, parts)
-
-
-def _check_columns(label: str, config: SourceConfig) -> None:
-    unknown = sorted(set(config.columns) - set(ROLES))
-    if unknown:
-        raise ValueError(f"data.sources.{label}.columns: role {unknown[0]!r}; allowed: {', '.join(ROLES)}")
+    return Rows(rows, config, roots, None if config.split else files)
 
 
 def open_stream(label: str, config: SourceConfig, split: Split) -> Stream:
     """Opens the same for reading in order, without a download."""
-    path = require_path(label, config.path, WHAT)
-    _check_columns(label, config)
+    path = _checked_path(label, config)
     roots = config.media_root or (path if os.path.isdir(path) else os.path.dirname(path))
-    source = Rows(SimpleNamespace(name=path), config.columns, roots)  # rows are given to `convert`
+    source = Rows(RawRows(path, "", ()), config, roots)  # rows are given to `convert`
     return HubStream(source, path, config.subset, config.split or "train", config.num_examples)
+
+
+def _checked_path(label: str, config: SourceConfig) -> str:
+    if unknown := sorted(set(config.columns) - set(ROLES)):
+        raise ValueError(f"data.sources.{label}.columns: role {unknown[0]!r}; allowed: {', '.join(ROLES)}")
+    return require_path(label, config.path, "files of conversations, a folder or a pattern of them, or a hub name")

@@ -1,7 +1,7 @@
 """The kinds of sources, and the configuration of one.
 
 Adding a source is one module with `open_source` (see `base.Source`; `open_stream` where it supports `streaming`) and one entry
-in `KINDS`; a prompt set is one entry in `prompt_layouts.LAYOUTS`.
+in `KINDS`; a prompt set is one entry in `prompt_sets.LAYOUTS`, and its name here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from data_prep.sources.prompt_layouts import LAYOUTS
 from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
 ALWAYS_USED = ("kind", "weight", "num_examples")  # fields of `SourceConfig`
@@ -81,11 +80,12 @@ _ROWS = Kind("data_prep.sources.hub", (*_ROW_OPTIONS, "prompt"), Content.rows)
 _TABLE = Kind("data_prep.sources.hub", _ROW_OPTIONS, Content.table)
 KINDS = {
     "auto": _ROWS,
-    "pocket": Kind("data_prep.sources.pocket", ("families", "joined")),
+    "pocket": Kind("data_prep.pocket.world", ("families", "joined")),
     **dict.fromkeys(("llava_json", "sharegpt", "messages"), _ROWS),  # the layout of a row is recognized by its keys
     **dict.fromkeys(("llava_onevision", "hub"), _TABLE),
     "folder": Kind("data_prep.sources.folder", ("path", "prompt"), Content.folder),
-    **dict.fromkeys(LAYOUTS, _PROMPT_SET),
+    **dict.fromkeys(("textvqa", "gqa", "chartqa", "seed_bench"), _PROMPT_SET),
+    **dict.fromkeys(("mvbench", "video_detail_caption", "mmspec"), _PROMPT_SET),
 }
 
 

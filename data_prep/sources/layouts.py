@@ -70,7 +70,6 @@ def table_messages(row: Row, columns: dict[str, str], media_root: Roots) -> list
 
 
 def described(row: Any, columns: dict[str, str]) -> str:
-    """Returns the layout of a row in a few words."""
     if not isinstance(row, dict):
         return "no objects"
     row = row | row["body"] if isinstance(row.get("body"), dict) else row
@@ -127,17 +126,14 @@ def _messages(turn: Any, index: int) -> list[Message]:
     if role is None:
         raise ValueError(f"message {index}: {speaker} {turn[speaker]!r}; allowed: {', '.join(SPEAKERS)}")
     extra = extras_of(turn)
-    if "tool_calls" in extra:
-        extra["tool_calls"] = [_call(call, index) for call in extra["tool_calls"]]
-    return [{"role": role, "content": turn.get(content, ""), **extra}]
-
-
-def _call(call: Any, index: int) -> dict[str, Any]:
-    """Returns a tool call with its arguments as an object, which chat templates expect."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    calls = extra.get("tool_calls", ())
+    functions = [call.get("function", call) if isinstance(call, dict) else None for call in calls]
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
         raise ValueError(f"message {index}: tool_calls without a function's name")
-    return {"type": "function", "function": function | {"arguments": _parsed(function.get("arguments")) or {}}}
+    if "tool_calls" in extra:  # with the arguments as an object, which chat templates expect
+        functions = [function | {"arguments": _parsed(function.get("arguments")) or {}} for function in functions]
+        extra["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+    return [{"role": role, "content": turn.get(content, ""), **extra}]
 
 
 def _parsed(value: Any) -> Any:
@@ -241,17 +237,14 @@ def _placeholders(texts: list[str], kind: str, number: int) -> list[list[tuple[i
         return [[] for _ in texts]
     counts = []
     for pattern in (token, rf"(?m)^(?:[ \t]*{token})+|(?:{token}[ \t]*)+$", rf"\A(?:\s*{token})+|(?:{token}\s*)+\Z"):
-        found = [[span for run in re.finditer(pattern, text) for span in _tokens_in(text, run.span(), token)] for text in texts]
+        runs = [[(text, *run.span()) for run in re.finditer(pattern, text)] for text in texts]
+        found = [[match.span() for run in of_text for match in re.compile(token).finditer(*run)] for of_text in runs]
         counts.append(sum(map(len, found)))
         if counts[-1] in (0, number):
             return found
     if counts[0] < number:
         raise ValueError(f"{number - counts[0]} {kind}(s) more than placeholders; write {token} in the question")
     raise ValueError(f"a {token} placeholder without {kind}: {counts[0]} of them and {number} {kind}(s)")
-
-
-def _tokens_in(text: str, run: tuple[int, int], token: str) -> list[tuple[int, int]]:
-    return [match.span() for match in re.compile(re.escape(token)).finditer(text, *run)]
 
 
 def _split_text(text: str, places: list[tuple[int, int, str]], media: dict[str, list[Any]]) -> list[Part]:
@@ -266,7 +259,6 @@ def _split_text(text: str, places: list[tuple[int, int, str]], media: dict[str, 
 
 
 def text_part(text: str) -> list[Part]:
-    """Returns a text part in a list, empty for an empty text."""
     return [{"type": "text", "text": text}] if text else []
 
 
@@ -280,14 +272,13 @@ def media_list(value: Any, media_root: Roots, kind: str) -> list[Any]:
 
 
 def _rooted(item: Any, media_root: Roots, kind: str) -> Any:
-    if not isinstance(item, str) or not item.strip() or item.startswith(("data:", "http://", "https://")):
-        return item
-    if os.path.isabs(item):
+    is_path = isinstance(item, str) and item.strip() and not item.startswith(("data:", "http://", "https://"))
+    if not is_path or os.path.isabs(item):
         return item
     roots = (media_root,) if isinstance(media_root, str) else media_root
     paths = [os.path.join(root, item) for root in roots]
-    found = next((path for path in paths if os.path.exists(path)), None)
-    if found is None:
-        tried = " and ".join(map(os.path.abspath, paths))
-        raise ValueError(f"{kind} {item}: no such file; tried {tried}; set data.media_root, or give absolute paths")
-    return found
+    for path in paths:
+        if os.path.exists(path):
+            return path
+    tried = " and ".join(map(os.path.abspath, paths))
+    raise ValueError(f"{kind} {item}: no such file; tried {tried}; set data.media_root, or give absolute paths")

@@ -1,7 +1,7 @@
-"""Raw rows of data files, and sources of rows: a container of raw rows, and a function that turns a row into messages.
+"""Raw rows of data files by index, and sources of rows, which turn each of them into messages.
 
-`JsonRows` reads the objects of a JSON array or a JSON-lines file on disk by index, `JoinedRows` those of several files. Their
-byte ranges are cached under the file's hash, so that a file of a million rows opens immediately the second time.
+`JsonRows` reads the objects of a JSON array or a JSON-lines file on disk by index. Their byte ranges are cached under the
+file's hash, so that a file of a million rows opens immediately the second time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,32 +25,38 @@ from data_prep.conversation import BadItem, Conversation, Message, Row, item_lab
 from data_prep.sources.base import Source
 from data_prep.sources.files import GZIP, is_array
 
-ToMessages = Callable[[Row], list[Message]]
 CHUNK_BYTES = 1 << 24
 BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 ROW_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 
-class RawRows(Protocol):
-    """Raw rows by index."""
+class RawRows:
+    """Raw rows by index, of a list or a table.
 
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        name: the file or data set.
+        digest: a text that changes whenever the rows change.
+    """
 
-    @property
-    def digest(self) -> str: ...
+    def __init__(self, name: str, digest: str, rows: Any) -> None:
+        self.name, self.digest, self._rows = name, digest, rows
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def row(self, index: int) -> Any:
         """Returns a row; raises BadItem if it cannot be read."""
+        return self._rows[index]
+
+    def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
+        """Returns the line of the file in which each of some rows begins, from 1 on; {} where rows are not lines."""
+        return {}
 
 
 class RowSource(Source):
     """Rows of one file or data set, each turned into messages.
 
     Args:
-        rows: the raw rows.
         to_messages: row -> messages; raises ValueError, KeyError or TypeError for a row of another layout, an unknown role or
             part, and different numbers of placeholders and files.
         settings: further settings that determine the result, for the fingerprint.
@@ -62,7 +67,7 @@ class RowSource(Source):
     def __init__(
         self,
         rows: RawRows,
-        to_messages: ToMessages,
+        to_messages: Callable[[Row], list[Message]],
         settings: Any = "",
         id_key: str = "id",
         family: str = "",
@@ -85,17 +90,16 @@ class RowSource(Source):
         name = row.get(self.id_key)
         try:
             family = str(row.get(self.family_key) or "") if self.family_key else self.family
-            own_name = printable(str(index) if name is None else str(name))
+            label = printable(str(index) if name is None else str(name))
             messages = [self._limited(message) for message in self.to_messages(row)]
-            return Conversation(own_name, messages, self.name, printable(family), {"index": index})
-        except KeyError as error:
-            reason = f"no key {error}; is the layout that of the source's kind?"
-            raise BadItem(self.name, item_label(index, name), reason) from error
+            return Conversation(label, messages, self.name, printable(family), {"index": index})
         except ROW_FAULTS as error:
-            raise BadItem(self.name, item_label(index, name), str(error)) from error
+            is_missing_key = isinstance(error, KeyError)
+            reason = f"no key {error}; is the layout that of the source's kind?" if is_missing_key else str(error)
+            raise BadItem(self.name, item_label(index, name), reason) from error
 
     def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
-        return self.rows.line_numbers(indices) if isinstance(self.rows, JsonRows) else {}
+        return self.rows.line_numbers(indices)
 
     def fingerprint(self) -> str:
         limits = f":{dict(self.pixel_limits)}" if self.pixel_limits else ""
@@ -109,35 +113,6 @@ class RowSource(Source):
         return message | {"content": parts}
 
 
-class ListRows:
-    """Rows of a JSON file that fits in memory.
-
-    Args:
-        select: parsed file -> list of rows.
-
-    Raises:
-        ValueError: the file is not JSON, or contains no rows.
-    """
-
-    def __init__(self, path: str, select: Callable[[Any], Sequence[Row]]) -> None:
-        self.name = path
-        try:
-            self._rows = list(select(json.loads(Path(path).read_bytes())))
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: not in the layout of the source's kind ({error})") from error
-
-    @cached_property
-    def digest(self) -> str:
-        return file_digest(Path(self.name))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> Any:
-        """Returns the row at `index`."""
-        return self._rows[index]
-
-
 def require_path(label: str, path: str, description: str) -> str:
     """Returns the path; raises ValueError with the key to set if it is empty."""
     if not path:
@@ -145,10 +120,22 @@ def require_path(label: str, path: str, description: str) -> str:
     return path
 
 
+def list_rows(path: str, select: Callable[[Any], Sequence[Row]]) -> RawRows:
+    """Returns the rows of a JSON file that fits in memory; ValueError if it is not JSON, or contains no rows.
+
+    Args:
+        select: parsed file -> list of rows.
+    """
+    try:
+        return RawRows(path, file_digest(Path(path)), list(select(json.loads(Path(path).read_bytes()))))
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not in the layout of the source's kind ({error})") from error
+
+
 # -- random access to the objects of a JSON file -------------------------------------------------------------------------
 
 
-class JsonRows:
+class JsonRows(RawRows):
     """The objects of one file.
 
     Args:
@@ -159,52 +146,43 @@ class JsonRows:
     """
 
     def __init__(self, path: str, configured_cache: str = "") -> None:
-        self.path = Path(path)
-        self.name = path
-        self.digest = file_digest(self.path)
-        folder = cache_dir(configured_cache) / "rows"
-        if is_packed(self.path):
-            packed, self.path = self.path, folder / f"{self.digest[:24]}.json"
+        self.path, digest = Path(path), file_digest(Path(path))
+        cached = cache_dir(configured_cache) / "rows" / f"{digest[:24]}.npy"
+        with self.path.open("rb") as file:
+            is_packed = file.read(len(GZIP)) == GZIP
+        if is_packed:
+            packed, self.path = self.path, cached.with_suffix(".json")
             with computed_once(self.path, lambda unpacked: _unpack(packed, unpacked)):
                 pass
-        cached = folder / f"{self.digest[:24]}.npy"
         with computed_once(cached, self._write_spans):
-            self.spans = np.load(cached, mmap_mode="r")
-
-    def __len__(self) -> int:
-        return len(self.spans)
+            super().__init__(path, digest, np.load(cached, mmap_mode="r"))
 
     def row(self, index: int) -> Any:
         """Returns the object at `index`; raises BadItem: not valid UTF-8 or not valid JSON."""
-        begin, end = (int(bound) for bound in self.spans[index])
+        begin, end = (int(bound) for bound in self._rows[index])
         with self.path.open("rb") as file:
             file.seek(begin)
             data = file.read(end - begin)
         try:
             return json.loads(data)
         except UnicodeDecodeError as error:
-            raise self.error(index, f"not UTF-8 at byte {begin + error.start}") from error
+            raise BadItem(self.name, index, f"not UTF-8 at byte {begin + error.start}") from error
         except json.JSONDecodeError as error:
             fault = error.msg.removesuffix(" at")
-            raise self.error(index, f"not valid JSON ({fault}, at character {error.pos} of the item)") from error
+            raise BadItem(self.name, index, f"not valid JSON ({fault}, at character {error.pos} of the item)") from error
         except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
-            raise self.error(index, f"JSON that cannot be read ({error})") from error
+            raise BadItem(self.name, index, f"JSON that cannot be read ({error})") from error
 
     def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
-        """Returns the number of the line, from 1 on, in which each of some objects begins."""
-        begins = sorted((int(self.spans[index][0]), index) for index in indices)
-        found, line, place = {}, 1, 0
+        begins = sorted((int(self._rows[index][0]), index) for index in indices)
+        lines, line, position = {}, 1, 0
         with self.path.open("rb") as file:
             for begin, index in begins:
-                while place < begin:
-                    chunk = file.read(min(CHUNK_BYTES, begin - place))
-                    line, place = line + chunk.count(b"\n"), place + len(chunk)
-                found[index] = line
-        return found
-
-    def error(self, index: int, reason: str) -> BadItem:
-        """Returns the error that names this file and item."""
-        return BadItem(self.name, index, reason)
+                while position < begin:
+                    chunk = file.read(min(CHUNK_BYTES, begin - position))
+                    line, position = line + chunk.count(b"\n"), position + len(chunk)
+                lines[index] = line
+        return lines
 
     def _write_spans(self, path: Path) -> None:
         spans = _array_spans(self.path) if is_array(self.path) else _line_spans(self.path)
@@ -212,27 +190,20 @@ class JsonRows:
             np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
 
 
-class JoinedRows:
+class JoinedRows(RawRows):
     """The objects of several files in order."""
 
-    def __init__(self, name: str, parts: Sequence[JsonRows]) -> None:
-        self.name, self._parts = name, parts
-        self._ends = list(itertools.accumulate(map(len, parts)))
-        self.digest = hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest()
+    def __init__(self, name: str, files: Sequence[JsonRows]) -> None:
+        super().__init__(name, hashlib.sha256("".join(file.digest for file in files).encode()).hexdigest(), files)
+        self._ends = list(itertools.accumulate(map(len, files)))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def row(self, index: int) -> Any:
-        """Returns the object at `index`; the error of one that cannot be read names its file and its place there."""
-        place = bisect.bisect_right(self._ends, index)
-        return self._parts[place].row(index - (self._ends[place - 1] if place else 0))
-
-
-def is_packed(path: Path) -> bool:
-    """Returns whether a file is compressed with gzip."""
-    with path.open("rb") as file:
-        return file.read(len(GZIP)) == GZIP
+        """Returns the object at `index`; the error of one that cannot be read names its file and its index there."""
+        number = bisect.bisect_right(self._ends, index)
+        return self._rows[number].row(index - (self._ends[number - 1] if number else 0))
 
 
 def _unpack(packed: Path, unpacked: Path) -> None:

@@ -1,4 +1,1 @@
-"""The actions of `sage-data`: check with statistics and an HTML report, convert to JSON lines, regenerate answers.
-
-Usable from a notebook, without Hydra.
-"""
+"""The actions of `sage-data` and the target's own answers; usable from a notebook, without Hydra."""

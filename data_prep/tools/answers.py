@@ -48,7 +48,7 @@ def decoder_origin(target: Any, settings: RegenerateConfig) -> dict[str, Any]:
     return {
         "target": target.name,
         "target_fingerprint": target.fingerprint,
-        "draft": draft_digest(find_draft(settings.draft)) if settings.draft else None,
+        "draft": _draft_digest(find_draft(settings.draft)) if settings.draft else None,
         "policy": settings.policy,
         "dtype": str(target.dtype),
     }
@@ -65,8 +65,7 @@ def provenance_of(dataset: Any, origin: dict[str, Any], settings: RegenerateConf
     return {**origin, **data, **settings.sampling()}
 
 
-def draft_digest(folder: Path) -> str:
-    """Returns the name of a draft folder and what identifies its weights."""
+def _draft_digest(folder: Path) -> str:
     return f"{folder.name}:{weights_digest(str(folder), None)[:16]}"
 
 
@@ -97,7 +96,6 @@ class SourceItems:
         return len(self.positions)
 
     def conversation(self, number: int) -> Conversation:
-        """Returns the conversation without opening its images."""
         found: Conversation = self.dataset.conversation(int(self.positions[number]))
         return found
 
@@ -110,8 +108,7 @@ class TargetAnswers:
         weights: `weights_digest` of the target.
 
     Attributes:
-        folder: holds the files.
-        files: label of a source -> its file.
+        files: label of a source -> its file in `folder`.
     """
 
     def __init__(
@@ -126,17 +123,14 @@ class TargetAnswers:
         self.files = {label: self.folder / f"{label}.jsonl" for label in config.sources}
 
     def __len__(self) -> int:
-        """Number of conversations."""
         return len(self._dataset)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every conversation is answered."""
         return all(file.exists() for file in self.files.values())
 
     @property
     def has_any(self) -> bool:
-        """Whether a finished answer is saved."""
         return any(has_answers(file) for file in self.files.values())
 
     def generate(

@@ -1,90 +1,62 @@
-"""Our own decoder as the source of the target's answers, several conversations at a time or one by one."""
+"""Our own decoder as the source of the target's answers, several conversations at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
+import torch
+
+import sage
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message
-from data_prep.dialog import Answerer, Dialog, Drive, Outcome, TargetAnswer, one_by_one
+from data_prep.dialog import Dialog, Drive, Outcome, TargetAnswer
+from sage.decoding.batch import BatchDecoder
+from sage.decoding.generation import Generation
 from sage.inputs.media import open_image_part, open_video_part
 from sage.runtime.executors import passes_as
 from sage.runtime.modes import PassMode
 
 
 def own_answers(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, num_answers: int) -> Drive:
-    """Returns the source of the target's answers by our decoder, `settings.batch_size` conversations at a time.
+    """Returns the source of the target's answers by our decoder, with speculative decoding if there is a draft.
 
-    While it answers, the target's passes run as is fastest for `num_answers` answers.
+    It answers `settings.batch_size` conversations at a time, and raises ValueError if they do not fit into the memory of the
+    device. While it answers, the target's passes run as is fastest for `num_answers` answers.
     """
-    if settings.batch_size == 1:
-        drive = one_by_one(answerer(target, draft, settings, num_frames))
-    else:
-        drive = partial(_together, target, draft, settings, num_frames)
 
-    def with_fast_passes(dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
-        with passes_as(PassMode.auto, target, num_answers):
-            yield from drive(dialogs)
-
-    return with_fast_passes
-
-
-def answerer(target: Any, draft: Any, settings: RegenerateConfig, num_frames: int) -> Answerer:
-    """Returns the function that generates the target's answer, with speculative decoding if there is a draft."""
-    import sage
-
-    options = _options(draft, settings)
-
-    def answer(messages: list[Message], seed: int) -> TargetAnswer:
+    def drive(dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
         try:
-            opened = with_open_media(messages, num_frames)
-        except ValueError as error:
-            return TargetAnswer("", Outcome.invalid, str(error))
-        return _as_answer(sage.generate(target, draft, target.prepare(opened), seed=seed, **options), target)
+            with passes_as(PassMode.auto, target, num_answers):
+                yield from _decoded(target, draft, settings, num_frames, dialogs)
+        except torch.OutOfMemoryError as error:
+            if settings.batch_size == 1:
+                raise
+            raise ValueError(
+                f"regenerate.batch_size={settings.batch_size}: so many conversations at once do not fit into the memory of "
+                f"{target.device}; halve it, and the same command continues after the finished answers"
+            ) from error
 
-    return answer
-
-
-def _together(
-    target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, dialogs: Iterator[Dialog]
-) -> Iterator[Dialog]:
-    """Answers several conversations at a time, as `Drive`.
-
-    Raises:
-        ValueError: they do not fit into the memory of the device.
-    """
-    import torch
-
-    try:
-        yield from _decoded_together(target, draft, settings, num_frames, dialogs)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"regenerate.batch_size={settings.batch_size}: so many conversations at once do not fit into the memory of "
-            f"{target.device}; halve it, and the same command continues after the finished answers"
-        ) from error
+    return drive
 
 
-def _decoded_together(
+def _decoded(
     target: Any, draft: Any, settings: RegenerateConfig, num_frames: int, dialogs: Iterator[Dialog]
 ) -> Iterator[Dialog]:
     """Decodes the answers of several conversations together; a conversation that ends makes room for the next one."""
-    from sage.decoding.batch import BatchDecoder
-    from sage.decoding.generation import Generation
-
-    decoder, options = BatchDecoder(target, draft, settings.batch_size), _options(draft, settings)
+    decoder = BatchDecoder(target, draft, settings.batch_size)
+    policy, sampling = settings.policy if draft is not None else "autoregressive", sage.Sampling.from_attributes(settings)
     answering: dict[Generation, Dialog] = {}
 
     def is_asked(dialog: Dialog) -> bool:
         """Adds the dialog's next request; returns whether there is one."""
         while (request := dialog.next_request()) is not None:
             try:
-                opened = with_open_media(request.messages, num_frames)
+                opened = _with_open_media(request.messages, num_frames)
             except ValueError as error:
                 dialog.add(TargetAnswer("", Outcome.invalid, str(error)))
                 continue
-            answering[decoder.add(target.prepare(opened), seed=request.seed, **options)] = dialog
+            answering[decoder.add(target.prepare(opened), policy, sampling=sampling, seed=request.seed)] = dialog
             return True
         return False
 
@@ -96,26 +68,15 @@ def _decoded_together(
             return
         for done in [request for request, _ in decoder.step() if request.is_over]:
             dialog = answering.pop(done)
-            dialog.add(_as_answer(done.output(), target))
+            tokens = done.output().tokens
+            is_finished = len(tokens) and int(tokens[-1]) in target.eos_token_ids
+            text, ids = target.processor.answer_of(tokens.tolist())
+            dialog.add(TargetAnswer(text, Outcome.answered if is_finished else Outcome.cut, token_ids=ids))
             if not is_asked(dialog):
                 yield dialog
 
 
-def _options(draft: Any, settings: RegenerateConfig) -> dict[str, Any]:
-    """Returns the arguments of `sage.generate` that all answers share."""
-    import sage
-
-    policy = settings.policy if draft is not None else "autoregressive"
-    return {"policy": policy, "sampling": sage.Sampling.from_attributes(settings)}
-
-
-def _as_answer(output: Any, target: Any) -> TargetAnswer:
-    is_finished = len(output.tokens) and int(output.tokens[-1]) in target.eos_token_ids
-    text, ids = target.processor.answer_of(output.tokens.tolist())
-    return TargetAnswer(text, Outcome.answered if is_finished else Outcome.cut, token_ids=ids)
-
-
-def with_open_media(messages: list[Message], num_frames: int) -> list[Message]:
+def _with_open_media(messages: list[Message], num_frames: int) -> list[Message]:
     """Opens images and videos as training does: the same rotation, the same frames of a video."""
 
     def opened(part: dict[str, Any]) -> dict[str, Any]:

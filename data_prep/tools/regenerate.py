@@ -58,7 +58,6 @@ class RegenerationResult:
     num_skipped: int
 
     def as_text(self, out: Path) -> str:
-        """Returns the summary as one line."""
         counts = ", ".join(f"{self.outcomes[outcome]} {outcome}" for outcome in Outcome if self.outcomes[outcome])
         lost = f"; {self.num_skipped} without a row, see {skipped_path(out)}" if self.num_skipped else ""
         return f"{self.total} conversations ({self.done_now} now): {counts or 'none'}: {out}{lost}"
@@ -89,7 +88,11 @@ def regenerate(
     remaining = [i for i in range(rank, len(dataset), world_size) if i not in done]
     part = part_path(out, rank, world_size)
     part.parent.mkdir(parents=True, exist_ok=True)
-    _drop_unfinished_line(part)
+    written = part.read_bytes() if part.exists() else b""
+    complete = written[: written.rfind(b"\n") + 1]
+    if complete != written:  # stopped within a line
+        with writing(part) as temporary:
+            temporary.write_bytes(complete)
     dialogs = (Dialog.open(dataset, position, seed, keeps_cut) for position in remaining)
     media = MediaFolder(out)
     for dialog in _with_progress(drive(dialogs), len(done), len(remaining), rank, world_size):
@@ -107,10 +110,7 @@ def regenerate(
 def _with_progress(
     dialogs: Iterable[Dialog], num_before: int, num_remaining: int, rank: int, world_size: int
 ) -> Iterator[Dialog]:
-    """Reports the number of conversations, the rate and the remaining time: as a bar on a terminal, elsewhere in the log.
-
-    Rank 0 reports, and counts its own share of those that remained.
-    """
+    """Reports rank 0's progress, rate and remaining time: as a bar on a terminal, elsewhere in the log."""
     start = last = time.monotonic()
     total, share, is_shown = num_before + num_remaining, f" of rank 0 of {world_size}" if world_size > 1 else "", rank == 0
     bar = progress_bar(dialogs, f"answering{share}", total, num_before, is_shown)
@@ -127,12 +127,10 @@ def _with_progress(
 
 
 def part_path(out: Path, rank: int, world_size: int) -> Path:
-    """Returns the file to which a rank appends its rows."""
     return out.with_name(f"{out.name}.part-{rank}-of-{world_size}.jsonl")
 
 
 def skipped_path(out: Path) -> Path:
-    """Returns the list of conversations without a row."""
     return out.with_name(f"{out.name}.skipped.jsonl")
 
 
@@ -156,31 +154,22 @@ def _parts(out: Path) -> list[Path]:
 
 
 def _read(out: Path, provenance: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Returns all finished rows by position, from `out`, the skipped rows and the parts."""
-    files = [path for path in (out, skipped_path(out)) if path.exists()] + _parts(out)
-    return {row["position"]: row for file in files for row in _rows(file, provenance)}
+    """Returns all finished rows by position, from `out`, the skipped rows and the parts.
 
-
-def _rows(file: Path, provenance: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows of a file to which another process may be appending: a line without its end is ignored."""
-    rows = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
-    for row in rows:
-        found = row.get("provenance") or {}
-        differs = [key for key in sorted({*found, *provenance} - NEUTRAL_KEYS) if found.get(key) != provenance.get(key)]
-        if differs:
-            raise ValueError(
-                f"{file}: contains rows with other settings ({', '.join(differs)}: {found.get(differs[0])} there, "
-                f"{provenance.get(differs[0])} here); give another out, or delete the file"
-            )
+    Another process may be appending to a part: a line without its end is ignored.
+    """
+    rows = {}
+    for file in [path for path in (out, skipped_path(out)) if path.exists()] + _parts(out):
+        for row in map(json.loads, file.read_bytes().split(b"\n")[:-1]):
+            there = row.get("provenance") or {}
+            differs = [key for key in sorted({*there, *provenance} - NEUTRAL_KEYS) if there.get(key) != provenance.get(key)]
+            if differs:
+                raise ValueError(
+                    f"{file}: contains rows with other settings ({', '.join(differs)}: {there.get(differs[0])} there, "
+                    f"{provenance.get(differs[0])} here); give another out, or delete the file"
+                )
+            rows[row["position"]] = row
     return rows
-
-
-def _drop_unfinished_line(part: Path) -> None:
-    data = part.read_bytes() if part.exists() else b""
-    complete = data[: data.rfind(b"\n") + 1]
-    if complete != data:
-        with writing(part) as temporary:
-            temporary.write_bytes(complete)
 
 
 def _merge(out: Path, provenance: dict[str, Any], total: int) -> dict[int, dict[str, Any]]:
@@ -218,8 +207,12 @@ class MediaFolder:
             return [self.store(frame) for frame in value]
         if isinstance(value, (str, Path)) and not str(value).startswith("data:"):
             return str(Path(value).absolute())
-        data = value if isinstance(value, bytes) else _png(value)
-        name = hashlib.sha256(data).hexdigest()[:32] + (".bin" if isinstance(value, bytes) else ".png")
+        data, suffix = value, ".bin"
+        if not isinstance(value, bytes):
+            image = value if isinstance(value, Image.Image) and value.mode == "RGB" else open_image(value)
+            image.save(stream := io.BytesIO(), "PNG")
+            data, suffix = stream.getvalue(), ".png"
+        name = hashlib.sha256(data).hexdigest()[:32] + suffix
         path = self.folder / name
         if not path.exists():
             with writing(path) as temporary:
@@ -238,14 +231,7 @@ def as_line(conversation: Conversation, media: MediaFolder, **extra: Any) -> str
 
 
 def _part_as_json(part: Part, media: MediaFolder) -> dict[str, Any]:
-    if part["type"] == "text":
-        return {"type": "text", "text": part["text"]}
     kind = part["type"]
+    if kind == "text":
+        return {"type": "text", "text": part["text"]}
     return {"type": kind, kind: media.store(part[kind]), **{key: part[key] for key in (*TIME_KEYS, *LIMIT_KEYS) if key in part}}
-
-
-def _png(image: Any) -> bytes:
-    stream = io.BytesIO()
-    rgb = image if isinstance(image, Image.Image) and image.mode == "RGB" else open_image(image)
-    rgb.save(stream, "PNG")
-    return stream.getvalue()

@@ -68,7 +68,6 @@ class Statistics:
 
     @property
     def headline(self) -> str:
-        """The number of examples in total and measured."""
         if self.total is None:
             return f"a stream, its first {self.num_measured} examples measured"
         return f"{self.total} examples, {self.num_measured} measured"
@@ -80,11 +79,9 @@ class Statistics:
 
     @property
     def own_warning(self) -> str:
-        """The warning about foreign answers; empty without one."""
         return self.own.warning() if self.own and self.own.is_foreign else ""
 
     def add(self, conversation: Conversation, example: Example, processor: Processor) -> None:
-        """Measures one example."""
         visual = processor.family.visual_mask(example["input_ids"])
         answer_tokens = int(example["loss_mask"].sum())
         found = {
@@ -110,7 +107,6 @@ class Statistics:
         return [[label, *map(format_number, self.summary(name))] for name, label in MEASURES.items()]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the content of `statistics.json`."""
         return {
             "total": self.total,
             "measured": self.num_measured,
@@ -123,7 +119,6 @@ class Statistics:
         }
 
     def as_text(self) -> str:
-        """Returns the statistics as text for a terminal."""
         lines = [self.headline]
         for title, counts in (("source", self.sources), ("family", self.families)):
             lines += [f"  {title} {name}: {count}" for name, count in counts.most_common() if set(counts) != {NO_FAMILY}]

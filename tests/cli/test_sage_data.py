@@ -24,11 +24,11 @@ import sage
 from data_prep.build import build_dataset
 from data_prep.config import DataConfig, OnBad, RegenerateConfig, check_server
 from data_prep.conversation import BadItem
-from data_prep.dataset.skip_log import InvalidItems
 from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.sources import SourceConfig
 from data_prep.splits import Split
-from data_prep.tools import cli
+from data_prep.tools import actions
+from data_prep.tools.actions import InvalidItems
 from sage.commands.cli import report as report_error
 from train.cli import data as data_cli
 
@@ -38,7 +38,7 @@ def test_convert_and_back(tmp_path: Path) -> None:
     config = DataConfig(num_examples=8, cache_dir=str(tmp_path / "cache"))
     processor = make_processor("qwen2_5_vl")
     out = tmp_path / "rows.jsonl"
-    assert cli.convert(config, processor, "train", out) == 8
+    assert actions.convert(config, processor, "train", out) == 8
     source = SourceConfig(kind="messages", path=str(out))
     back = build_dataset(DataConfig(sources={"it": source}, holdout=0.0, cache_dir=config.cache_dir), processor)
     fresh = build_dataset(config, processor)
@@ -46,7 +46,7 @@ def test_convert_and_back(tmp_path: Path) -> None:
     for i in range(8):
         assert {k: str(v) for k, v in back[i].items()} == {k: str(v) for k, v in fresh[i].items()}
     with refused("rows.jsonl", "out"):
-        cli.convert(config, processor, "train", out)
+        actions.convert(config, processor, "train", out)
 
 
 def invalid_rows(folder: Path) -> DataConfig:
@@ -63,15 +63,15 @@ def test_check_counts_skipped_items(tmp_path: Path) -> None:
     config = invalid_rows(tmp_path)
     processor = make_processor("qwen2_5_vl")
     with refused("rows.json: item 2, line 1:", "no.png", "2 of 3 items are invalid", error=InvalidItems) as caught:
-        cli.check_data(config, processor, "train", 0)
+        actions.check_data(config, processor, "train", 0)
     missing, corrupt = caught.value.details.splitlines()  # of the rows alone, then of their pixels
     assert "item 2, line 1: image" in missing and "item 1, line 1: image" in corrupt
     config.on_bad = OnBad.skip
     for _ in range(2):  # the second time from the cached index
-        found, dataset = cli.check_data(config, processor, "train", 0)
+        found, dataset = actions.check_data(config, processor, "train", 0)
         assert (found.total, found.num_measured) == (1, 1)
         assert sorted(found.skipped.values()) == [1, 1]
-    cli.write_report(tmp_path / "page.html", "mine.jsonl for tiny", found, dataset, "train", 5)
+    actions.write_report(tmp_path / "page.html", "mine.jsonl for tiny", found, dataset, "train", 5)
     assert "<h1>mine.jsonl for tiny</h1>" in (tmp_path / "page.html").read_text()
     assert str(tmp_path) not in (tmp_path / "page.html").read_text()
     assert json.loads((tmp_path / "page.json").read_text())["measured"] == 1
@@ -97,7 +97,7 @@ def test_check_names_all_invalid_rows_at_once(tmp_path: Path, capsys: pytest.Cap
         path.write_bytes(path.read_bytes()[:40])
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     with refused("rows.jsonl: item 8, line 9:", "5 of 11 items are invalid", error=InvalidItems) as caught:
-        cli.check_data(config, make_processor("qwen2_5_vl"), "train", 0)
+        actions.check_data(config, make_processor("qwen2_5_vl"), "train", 0)
     named = sorted(int(text.split("line ")[1].split(":")[0]) for text in caught.value.details.splitlines())
     assert named == sorted([*(place + 1 for place in corrupt), 9, 10, 12])
     assert "message 1: an empty answer" in caught.value.details
@@ -122,18 +122,18 @@ def streamed(tmp_path: Path) -> DataConfig:
 
 def test_check_measures_the_beginning_of_a_stream(streamed: DataConfig, tmp_path: Path) -> None:
     processor = make_processor("qwen2_5_vl")
-    found, dataset = cli.check_data(streamed, processor, "train", 5)
+    found, dataset = actions.check_data(streamed, processor, "train", 5)
     assert (found.total, found.num_measured) == (None, 5)
     assert dict(found.sources) == {str(tmp_path / "long.parquet"): 3, str(tmp_path / "short.parquet"): 2}
     assert "a stream, its first 5 examples measured" in found.as_text()
-    cli.write_report(tmp_path / "page.html", "s", found, dataset, "train", 3)
+    actions.write_report(tmp_path / "page.html", "s", found, dataset, "train", 3)
     assert (tmp_path / "page.html").read_text().count('<div class="example">') == 3
-    found, _ = cli.check_data(streamed, processor, "train", 0)  # all of it, once
+    found, _ = actions.check_data(streamed, processor, "train", 0)  # all of it, once
     assert found.num_measured == 13
     assert list(found.skipped.values()) == [1]
     streamed.on_bad = OnBad.error
     with refused("short.parquet: item 2 (id short2)", "gone.png", error=BadItem):
-        cli.check_data(streamed, processor, "train", 0)
+        actions.check_data(streamed, processor, "train", 0)
 
 
 def test_stream_is_split_by_hash(tmp_path: Path) -> None:
@@ -150,12 +150,12 @@ def test_stream_is_split_by_hash(tmp_path: Path) -> None:
 def test_stream_is_converted_in_one_pass_and_not_regenerated(streamed: DataConfig, tmp_path: Path) -> None:
     processor = make_processor("qwen2_5_vl")
     out = tmp_path / "rows.jsonl"
-    assert cli.convert(replace(streamed, num_examples=3), processor, "train", out) == 5  # the third of `short` is invalid
+    assert actions.convert(replace(streamed, num_examples=3), processor, "train", out) == 5  # the third of `short` is invalid
     source = SourceConfig(kind="messages", path=str(out))
     back = build_dataset(DataConfig(sources={"it": source}, holdout=0.0, cache_dir=streamed.cache_dir), processor)
     assert [back[i]["id"] for i in range(5)] == ["long0", "short0", "long1", "short1", "long2"]
     with refused("data.sources", "action=convert", "data.num_examples=N"):
-        cli.regenerate_data(streamed, SimpleNamespace(processor=processor), None, RegenerateConfig(), "train", out)
+        actions.regenerate_data(streamed, SimpleNamespace(processor=processor), None, RegenerateConfig(), "train", out)
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_interrupted_regeneration_exits_with_3_once_answers_are_saved(
             signal.raise_signal(number)
 
         with monkeypatch.context() as patch:
-            patch.setattr(cli, "regenerate", interrupted)
+            patch.setattr(actions, "regenerate", interrupted)
             assert command(*regeneration) == 130
             check_message(capsys.readouterr().err.splitlines()[-1], "stopped", str(out))
             part = out.with_name("own.jsonl.part-0-of-1.jsonl")

@@ -11,20 +11,17 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
-from PIL import Image
 from support.data_helpers import make_image, make_noise, make_processor, save_images, save_onevision, share_turns
 from support.messages import refused
 
-from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset
 from data_prep.config import Cache, DataConfig, OnBad
 from data_prep.conversation import BadItem
 from data_prep.dataset import index, prepare
-from data_prep.dataset.skip_log import count_reasons, read_skipped
+from data_prep.dataset.index import count_reasons, read_skipped
+from data_prep.loader import StepLoader
 from data_prep.sources import SourceConfig
 
-FAMILIES = ("qwen2_5_vl", "llava_onevision")
 INVALID_INDEX = 2  # valid rows precede and follow it
 
 
@@ -42,23 +39,11 @@ GOOD = row("good.png")
 INVALID: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "missing image": (row("gone.png"), ("gone.png",)),
     "truncated JPEG": (row("cut.jpg"), ("cut.jpg", "truncated")),
-    "not an image": (row("text.png"), ("text.png",)),
-    "1x1": (row("dot.png"), ("dot.png", "1x1")),
-    "20000x20": (row("strip.png"), ("strip.png", "20000x20")),
     "corrupt GIF": (video_row("cut.gif"), ("cut.gif",)),
-    "GIF cut inside a header": (video_row("header.gif"), ("header.gif",)),
     "wrong role": (row(None, share_turns("What?", "Red.", roles=("robot", "gpt"))), ("message 0", "'robot'", "human")),
-    "two user turns in a row": (
-        row(None, share_turns("What?", "Which?", "Red.", roles=("human", "human", "gpt"))),
-        ("message 1", "'user' after 'user'", "'assistant'"),
-    ),
-    "placeholder without image": (row(None), ("<image>",)),
-    "one placeholder for two images": (row(["good.png"] * 2, share_turns("<image>What?", "Red.")), ("1 image(s)",)),
     "not UTF-8": (row(None, share_turns("What?", "Red.")).replace(b"Red.", b"R\xe4d"), ("UTF-8",)),
     "invalid JSON line": (GOOD[:30], ("JSON",)),
 }
-# Valid images of unusual formats.
-UNUSUAL = ("cmyk.jpg", "deep.png", "animated.gif", "alpha.png", "palette.png", "turned.jpg")
 
 
 @pytest.fixture(scope="module")
@@ -67,20 +52,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_images(folder, "good.png")
     make_noise().save(folder / "cut.jpg")
     (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:900])
-    (folder / "text.png").write_text("not an image")
     make_image().save(folder / "clip.gif", save_all=True, append_images=[make_image(16, "blue")])
     (folder / "cut.gif").write_bytes((folder / "clip.gif").read_bytes()[:70])  # PIL: IndexError
-    (folder / "header.gif").write_bytes((folder / "clip.gif").read_bytes()[:78])  # PIL: struct.error
-    make_image(1).save(folder / "dot.png")
-    Image.new("RGB", (20000, 20)).save(folder / "strip.png")
-    Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(folder / "cmyk.jpg")
-    Image.new("I;16", (16, 16), 40000).save(folder / "deep.png")
-    make_image().save(folder / "animated.gif", save_all=True, append_images=[make_image(16, "blue")])
-    Image.new("RGBA", (16, 16), (255, 0, 0, 9)).save(folder / "alpha.png")
-    make_image().quantize(4).save(folder / "palette.png")
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (32, 16), "red").save(folder / "turned.jpg", exif=exif)
     return folder
 
 
@@ -102,7 +75,7 @@ def trained_on(settings: DataConfig, of: int = 4) -> list[str]:
 
 
 def test_fault_of_the_chat_template_does_not_suggest_skipping(images: Path, tmp_path: Path) -> None:
-    processor = make_processor(FAMILIES[0])
+    processor = make_processor("qwen2_5_vl")
     processor.chat_template = None
     with refused("chat_template.jinja", error=BadItem) as caught:
         build_dataset(config(tmp_path, images, [GOOD]), processor)[0]
@@ -154,24 +127,8 @@ def test_restored_image_is_used(broken: bytes | None, cache: Cache, tmp_path: Pa
     for _ in range(2):
         assert trained_on(settings, of=3) == ["0", "1", "3"]
     if not broken:
-        listed = build_dataset(replace(settings, cache=Cache.rows), make_processor(FAMILIES[0])).skipped_items()
+        listed = build_dataset(replace(settings, cache=Cache.rows), make_processor("qwen2_5_vl")).skipped_items()
         assert [item["index"].split()[0] for item in listed] == ["2"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_images_of_unusual_formats_become_examples(family: str, images: Path, tmp_path: Path) -> None:
-    """CMYK, 16 bits, animation, transparency, palette, EXIF rotation: the same number of visual tokens."""
-    processor = make_processor(family)
-    dataset = build_dataset(config(tmp_path, images, [row(name) for name in ("good.png", *UNUSUAL)]), processor)
-    plain, *unusual = [dataset[i] for i in range(len(dataset))]
-    assert len(unusual) == len(UNUSUAL)
-    for name, example in zip(UNUSUAL, unusual, strict=True):
-        if name != "turned.jpg":  # has another shape
-            assert torch.equal(example["input_ids"], plain["input_ids"]), name
-            assert torch.equal(example["loss_mask"], plain["loss_mask"]), name
-        assert torch.isfinite(example["pixel_values"]).all()
-    for name in ("animated.gif", "palette.png"):  # the same red
-        assert torch.allclose(unusual[UNUSUAL.index(name)]["pixel_values"], plain["pixel_values"], atol=0.02)
 
 
 # -- faults of the other layouts -----------------------------------------------------------------------------------------
@@ -195,7 +152,6 @@ def folder_of(folder: Path, name: str, content: bytes, text: bytes = b"Red.") ->
 def messages_of(folder: Path, part: dict[str, Any]) -> SourceConfig:
     save_images(folder, "a.png", "frames/1.png", "frames/2.png")
     (folder / "frames" / "2.png").write_bytes(b"corrupt")
-    (folder / "empty").mkdir()
     parts = [{"type": "image", "image": "a.png"}, part, {"type": "image", "image": "a.png"}]
     question, answer = {"type": "text", "text": "What?"}, {"role": "assistant", "content": "Red."}
     rows = [{"messages": [{"role": "user", "content": [part, question]}, answer]} for part in parts]
@@ -220,12 +176,9 @@ def hub_of(folder: Path, answer: str | None) -> SourceConfig:
 
 OTHER_LAYOUTS: dict[str, tuple[Callable[[Path], SourceConfig], str]] = {  # parts of the reason
     "folder, text not UTF-8": (lambda folder: folder_of(folder, "b.png", jpeg(1.0), b"R\xe4d"), "b.txt: not UTF-8"),
-    "folder, not a video": (lambda folder: folder_of(folder, "b.gif", b"GIF89a, no more"), "b.gif"),
     "messages, corrupt frame": (lambda folder: messages_of(folder, {"type": "video", "video": "frames"}), "2.png"),
-    "messages, no frames": (lambda folder: messages_of(folder, {"type": "video", "video": "empty"}), "empty"),
     "messages, not base64": (lambda folder: messages_of(folder, {"type": "image", "base64": "@@"}), "base64"),
     "onevision, truncated image": (lambda folder: onevision_of(folder, {"bytes": jpeg(0.5), "path": None}), "truncated"),
-    "onevision, no text": (lambda folder: onevision_of(folder, None, value=None), "message 0"),
     "hub, no answer": (lambda folder: hub_of(folder, None), "'user'"),
 }
 

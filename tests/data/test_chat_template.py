@@ -1,18 +1,19 @@
-"""Loss masks counted by hand, with one token per byte and the published templates of both families."""
+"""Conversations and their loss masks, counted by hand: one token per byte, published templates, those of thinking models."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import LLAVA_TEMPLATE, assistant, make_image, make_processor, user
+from support.data_helpers import LLAVA_TEMPLATE, QWEN_TEMPLATE, assistant, make_image, make_processor, user
 from support.messages import refused
 
 from data_prep.chat import build_example
 from data_prep.config import OnLong
-from data_prep.conversation import BadItem, BadTemplate, Conversation, TooLong
+from data_prep.conversation import BadItem, BadTemplate, Conversation, TooLong, check_conversation
 from sage.inputs.processing import Processor
 
 QWEN, LLAVA = "qwen2_5_vl", "llava_onevision"
@@ -222,3 +223,127 @@ def test_cut_shortens_the_answer_and_never_an_image() -> None:
     assert torch.equal(cut["pixel_values"], complete["pixel_values"])
     with pytest.raises(TooLong):  # the answer starts at 46: no supervised token would remain
         build_example(Conversation("c", MULTI), processor, 46, OnLong.cut)
+
+
+# As published: thoughts are found by their end, and those of earlier answers are dropped.
+DROPS = "{%- set ns.text = part.text.split('</think>')[-1].lstrip('\\n') if message.role == 'assistant' else part.text -%}"
+TEMPLATE = "{%- set ns = namespace(text='') -%}" + QWEN_TEMPLATE.replace("{{ part.text }}", DROPS + "{{ ns.text }}").replace(
+    "{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n<think>\\n' }}"
+)
+
+
+@pytest.fixture
+def processor() -> Processor:
+    processor = make_processor("qwen2_5_vl")
+    processor.tokenizer.add_tokens(["<think>", "</think>"])
+    processor.chat_template = TEMPLATE
+    return processor
+
+
+def supervised(processor: Processor, messages: list[dict[str, Any]], **options: Any) -> tuple[list[int], str]:
+    """Returns the ids before the answer, and the supervised text, which is one run at the end."""
+    example = build_example(Conversation("c", messages), processor, **options)
+    mask = example["loss_mask"]
+    start = int(mask.int().argmax())
+    assert not mask[:start].any() and mask[start:].all()
+    return example["input_ids"][:start].tolist(), processor.tokenizer.decode(example["input_ids"][start:])
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("Yes.", "\n</think>\n\nYes.<|im_end|>"),
+        ("It barks.\n</think>\n\nA dog.", "It barks.\n</think>\n\nA dog.<|im_end|>"),
+        ("<think>\nIt barks.\n</think>\n\nA dog.", "It barks.\n</think>\n\nA dog.<|im_end|>"),
+        ("\n</think>\n\nA dog.", "\n</think>\n\nA dog.<|im_end|>"),
+    ],
+)
+def test_the_answer_follows_its_prompt(processor: Processor, answer: str, expected: str) -> None:
+    """Prompt and pixels are those of decoding; thoughts end with their token; quoted special tokens stay text."""
+    question = user(make_image(), "Hi <|im_end|>?")
+    prompt, text = supervised(processor, [question, assistant(answer)])
+    plain = user(make_image(), "Hi?")
+    assert supervised(processor, [plain, assistant(answer)])[0] == processor.prepare([plain])["input_ids"][0].tolist()
+    assert text == expected
+    assert prompt.count(processor.tokenizer.convert_tokens_to_ids("<think>")) == 1
+
+
+def test_earlier_answers_are_context_without_thoughts(processor: Processor) -> None:
+    messages = [user("Hi?"), assistant("Hm.\n</think>\n\nYes."), user("No?"), assistant("So.\n</think>\n\nab")]
+    prompt, text = supervised(processor, messages)
+    assert prompt == processor.prepare(messages[:3])["input_ids"][0].tolist()
+    rendered = processor.tokenizer.decode(torch.tensor(prompt))
+    assert "Hm." not in rendered and "assistant\nYes.<|im_end|>" in rendered and text == "So.\n</think>\n\nab<|im_end|>"
+
+
+def test_a_long_answer_is_cut(processor: Processor) -> None:
+    messages = [user("Hi?"), assistant("Yes. " * 40)]
+    _, text = supervised(processor, messages, max_length=80, on_long=OnLong.cut)
+    assert text.startswith("\n</think>\n\nYes. Yes.") and not text.endswith("<|im_end|>")
+
+
+GOOD = [{"role": "system", "content": "Ok"}, user(make_image(), "Hi?"), assistant("Yes."), user("No"), assistant("Why?")]
+
+
+def test_contents_become_lists_of_parts() -> None:
+    found = check_conversation(Conversation("c", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]))
+    assert found.messages == [user("Hi"), assistant("Yes")]
+    assert check_conversation(Conversation("c", GOOD)).messages[1:] == GOOD[1:]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert check_conversation(Conversation("c", [user("Hi"), answer])).messages[1] == assistant("ab")
+
+
+def test_empty_answers_are_refused_in_training_alone() -> None:
+    empty: dict[str, Any] = {"role": "assistant", "content": []}
+    for answer in (empty, assistant(" ")):
+        with refused("message 1", "empty answer", error=BadItem):
+            check_conversation(Conversation("c", [user("Hi"), answer, user("And?"), assistant("Yes")]))
+        assert check_conversation(Conversation("c", [user("Hi"), answer, user("And?")]), needs_answer=False)
+
+
+@pytest.mark.parametrize(
+    ("messages", "parts"),
+    [
+        ([], ["no messages"]),
+        ([user("a")], ["'user'", "assistant"]),
+        ([user("a"), assistant("b"), assistant("c")], ["message 2", "'assistant' after 'assistant'", "'user'"]),
+        ([user("a"), {"role": "system", "content": "b"}, assistant("c")], ["message 1", "'system' after 'user'"]),
+        ([{"role": "tool", "content": "a"}], ["message 0", "'tool' after 'nothing'", "'user'"]),
+        ([{"role": "critic", "content": "a"}], ["message 0", "'critic'", "system, user, assistant"]),
+        ([{"content": "a"}], ["message 0", "{role, content}"]),
+        ([{"role": "user", "content": 3}], ["message 0", "int"]),
+        ([{"role": "user", "content": [{"type": "audio"}]}], ["message 0", "'audio'", "text, image, video"]),
+        ([{"role": "user", "content": [{"type": "text"}]}], ["message 0", "text"]),
+        ([{"role": "user", "content": [{"type": "image"}]}, assistant("a")], ["message 0", "image", "nothing"]),
+        ([{"role": "user", "content": [{"type": "video", "video": []}]}, assistant("a")], ["message 0", "video", "frames"]),
+        (
+            [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "start": "soon"}]}, assistant("a")],
+            ["message 0", "video", "start 'soon'"],
+        ),
+        ([user("  "), assistant("a")], ["message 0", "empty"]),
+        (
+            [user("a"), {"role": "assistant", "content": [{"type": "image", "image": "x"}]}],
+            ["message 1", "image", "'assistant'"],
+        ),
+        ([user("a\ud800"), assistant("b")], ["message 0", "character 1"]),
+    ],
+)
+def test_invalid_conversation_is_refused_with_file_item_and_reason(messages: list[dict[str, Any]], parts: list[str]) -> None:
+    with refused("chat.jsonl: item 4 (id c9): ", *parts, error=BadItem):
+        check_conversation(Conversation("c9", messages, "chat.jsonl", meta={"index": 4}))
+
+
+def test_prompt_ends_before_the_last_answer() -> None:
+    prompt = Conversation("c", GOOD[:3]).prompt()
+    assert prompt.messages == GOOD[:2]
+    assert prompt.meta["answer"] == "Yes."
+    assert check_conversation(prompt, needs_answer=False).messages[1] == GOOD[1]
+    with refused("'assistant'", "user", error=BadItem):
+        check_conversation(Conversation("c", GOOD[:3]), needs_answer=False)
+
+
+def test_errors_can_be_pickled() -> None:
+    for kind in (BadItem, TooLong):
+        error = pickle.loads(pickle.dumps(kind("file", 3, "why")))
+        assert type(error) is kind
+        assert str(error) == "file: item 3: why"

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from support.data_helpers import make_processor, save_target
+from support.data_helpers import save_target
 from support.messages import exit_code, refused
 
-from data_prep.build import build_dataset
 from data_prep.config import Answers, Cache, DataConfig, OnBad, validate
 from data_prep.sources import KINDS, Kind, SourceConfig
 from data_prep.splits import Split
@@ -99,30 +98,19 @@ def open_source(label, config, split, cache_dir):
 """
 
 
-@pytest.fixture
-def poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourceConfig:
+def test_a_kind_is_a_module_and_an_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "poem_source.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(KINDS, "poems", Kind("poem_source", ("path",)))
-    return SourceConfig(kind="poems", path="ode")
-
-
-def test_config_accepts_the_kind_and_its_options(poems: SourceConfig, tmp_path: Path) -> None:
-    config = DataConfig(sources={"it": poems}, holdout=0.0, cache_dir=str(tmp_path / "cache"))
-    validate(config)
-    validate(DataConfig())
-    dataset = build_dataset(config, make_processor("qwen2_5_vl"))
-    assert [dataset[i]["id"] for i in range(len(dataset))] == [f"poem-{i}" for i in range(4)]
-    with refused("data.sources.it.kind", "'prose'", "poems"):
-        validate(DataConfig(sources={"it": SourceConfig(kind="prose")}))
-    with refused("data.sources.it.prompt: x", "poems", "path"):
-        validate(DataConfig(sources={"it": SourceConfig(kind="poems", path="ode", prompt="x")}))
-
-
-def test_sage_data_reads_the_kind(poems: SourceConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = save_target("qwen2_5_vl", tmp_path / "target")
     words = ["data.sources.pocket.kind=poems", "data.path=ode", "data.num_examples=0", "data.holdout=0"]
     out = tmp_path / "page.html"
     assert exit_code(data_cli.main, f"target.path={target}", *words, f"out={out}", f"data.cache_dir={tmp_path}") == 0
     assert "4 examples, 4 measured" in capsys.readouterr().out
     assert "family poem" in out.read_text()
+    with refused("data.sources.it.kind", "'prose'", "poems"):
+        validate(DataConfig(sources={"it": SourceConfig(kind="prose")}))
+    with refused("data.sources.it.prompt: x", "poems", "path"):
+        validate(DataConfig(sources={"it": SourceConfig(kind="poems", path="ode", prompt="x")}))

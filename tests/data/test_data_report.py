@@ -10,7 +10,7 @@ from support.data_helpers import assistant, make_image, make_processor, user
 
 from data_prep.chat import build_example
 from data_prep.conversation import Conversation
-from data_prep.dataset.mixing import sample
+from data_prep.dataset.order import sample
 from data_prep.own_answers import OwnShare
 from data_prep.tools.stats import measure, render_html, without_folders
 

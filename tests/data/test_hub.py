@@ -25,14 +25,14 @@ from support.messages import refused
 
 import sage
 from checkpoints.export.target import TargetFacts
-from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset
 from data_prep.config import DataConfig
 from data_prep.conversation import BadItem, Conversation
-from data_prep.dataset.stream import StreamDataset
+from data_prep.dataset.dataset import StreamDataset
+from data_prep.loader import StepLoader
 from data_prep.sources import SourceConfig
 from data_prep.sources.base import Stream
-from data_prep.sources.hub import TableRows, load_table
+from data_prep.sources.hub import load_table, table_rows
 from sage.io import hub as model_hub
 from sage.io.hub import HubUnreachable
 
@@ -69,7 +69,7 @@ def test_configurations_and_splits_are_separate(repository: Path, tmp_path: Path
         assert [row["id"] for row in table] == [f"{config}-{i}" for i in expected]
     if not streaming:
         first, again, other = (
-            TableRows(str(repository), name, "train", str(tmp_path / "cache")) for name in ("ai2d", "ai2d", "geo")
+            table_rows(str(repository), name, "train", str(tmp_path / "cache")) for name in ("ai2d", "ai2d", "geo")
         )
         assert first.digest == again.digest != other.digest
     for config, split in (("nope", "train"), ("ai2d", "dev")):

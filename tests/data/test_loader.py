@@ -20,13 +20,12 @@ from support.data_helpers import Numbers, ids_by_step, make_processor, take
 from support.data_helpers import collate_numbers as collate
 from support.messages import check_message, refused
 
-from data_prep.batching import loader as loader_module
-from data_prep.batching.grouping import divide_step, group_by_length
-from data_prep.batching.loader import StepLoader, _Builder
+from data_prep import loader as loader_module
 from data_prep.build import build_dataset
 from data_prep.config import DataConfig
 from data_prep.conversation import BadItem
-from data_prep.dataset.mixing import MixedOrder, next_source, permutation
+from data_prep.dataset.order import MixedOrder, divide_step, group_by_length, next_source
+from data_prep.loader import StepLoader, _Builder
 
 
 @settings(max_examples=25, deadline=None)
@@ -279,18 +278,9 @@ def test_weights_are_shares_of_every_epoch() -> None:
         taken[expected] += 1
 
 
-def test_permutation_depends_on_its_key_alone() -> None:
-    torch.manual_seed(1)
-    first = permutation(20, 3, "a")
-    torch.manual_seed(2)
-    assert permutation(20, 3, "a").tolist() == first.tolist()
-    assert permutation(20, 3, "b").tolist() != first.tolist()
-    assert sorted(first) == list(range(20))
-
-
 KILLED = """
 import time, numpy, torch
-from data_prep.batching.loader import StepLoader
+from data_prep.loader import StepLoader
 
 class Numbers:
     def __len__(self): return 4

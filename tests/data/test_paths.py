@@ -62,18 +62,6 @@ def test_what_may_be_on_the_hub_passes(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("suffix", "content"), [(".jsonl", "array"), (".json", "lines"), (".txt", "indented array with a byte order mark")]
-)
-def test_arrays_and_lines_are_told_apart_by_content(suffix: str, content: str, tmp_path: Path) -> None:
-    path = tmp_path / f"r{suffix}"
-    lines = f"{json.dumps(CHAT)}\n{json.dumps(CHAT)}\n"
-    text = {"array": json.dumps([CHAT, CHAT]), "lines": lines}.get(content, "\ufeff" + json.dumps([CHAT, CHAT], indent=1))
-    path.write_text(text, encoding="utf-8")
-    source = open_source("it", SourceConfig(kind="messages", path=str(path)), Split.train, str(tmp_path / "cache"))
-    assert [source.example(row).id for row in range(len(source))] == ["0", "1"]
-
-
 def test_source_without_valid_rows_is_refused(tmp_path: Path) -> None:
     source = SourceConfig(kind="messages", path=put(tmp_path / "r.json", [{"text": "What?", "label": 1}] * 3))
     config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache"))
@@ -95,24 +83,12 @@ def test_folders_of_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         open_source("it", SourceConfig(kind="folder", path=str(tmp_path / "rows")), Split.train)
 
 
-def write_row(path: Path, kind: str, image: str) -> SourceConfig:
-    question, answer = "<image>What?", "Red."
-    if kind == "messages":
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        path.write_text(json.dumps({"messages": turns, "images": [image]}) + "\n")
-    else:
-        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-        path.write_text(json.dumps([{"image": image, "conversations": turns}]))
-    return SourceConfig(kind=kind, path=str(path))
-
-
-@pytest.mark.parametrize("kind", ["messages", "llava_json"])
 @pytest.mark.parametrize(("place", "has_root"), [("file", False), ("file", True), ("root", True), ("absolute", True)])
-def test_images_are_found(tmp_path: Path, kind: str, place: str, has_root: bool) -> None:
+def test_images_are_found(tmp_path: Path, place: str, has_root: bool) -> None:
     (tmp_path / "images").mkdir()
     save_images(tmp_path / "images" if place == "root" else tmp_path, "a.png")
-    image = str(tmp_path / "a.png") if place == "absolute" else "a.png"
-    config = write_row(tmp_path / ("rows.jsonl" if kind == "messages" else "rows.json"), kind, image)
+    row = LLAVA | {"image": str(tmp_path / "a.png") if place == "absolute" else "a.png"}
+    config = SourceConfig(kind="llava_json", path=put(tmp_path / "rows.json", [row]))
     config.media_root = str(tmp_path / "images") if has_root else ""
-    found = open_source("it", config, Split.train, str(tmp_path / "cache")).example(0)
-    assert Path(found.messages[0]["content"][0]["image"]).is_file()
+    example = open_source("it", config, Split.train, str(tmp_path / "cache")).example(0)
+    assert Path(example.messages[0]["content"][0]["image"]).is_file()

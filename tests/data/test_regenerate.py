@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import TwoTurnConversations, content, make_processor, make_target, rows
+from support.data_helpers import TwoTurnConversations, content, make_processor, make_target, one_by_one, rows
 from support.messages import check_message, refused
 
 import sage
@@ -22,10 +18,10 @@ from data_prep.build import build_dataset
 from data_prep.chat import build_example
 from data_prep.config import DataConfig, RegenerateConfig
 from data_prep.conversation import Conversation, Message
-from data_prep.dialog import Outcome, TargetAnswer, one_by_one
+from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.sources import SourceConfig
 from data_prep.tools import own_decoder
-from data_prep.tools.cli import regenerate_data
+from data_prep.tools.actions import regenerate_data
 from data_prep.tools.own_decoder import own_answers
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
 from sage.inputs.messages import text_of
@@ -92,29 +88,6 @@ def test_an_answer_that_is_cut_short_is_the_last_one_and_trained_on_without_an_e
         build_example(Conversation("c", [*kept["c4"][:1], kept["c4"][1] | {"unfinished": True}, *kept["c2"][:2]]), processor)
 
 
-@pytest.mark.parametrize(("num_answers", "mode"), [(299, PassMode.eager), (300, PassMode.compiled)])
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_many_answers_run_compiled(batch_size: int, num_answers: int, mode: PassMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until they are done, or fail."""
-    target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cpu"), is_plain=True)
-    monkeypatch.setattr(own_decoder, "answerer", lambda *args: None)
-    seen = []
-
-    def drive(*args: Any) -> Iterator[str]:
-        for part in ("first", "second"):
-            seen.append(target.passes)
-            yield part
-
-    monkeypatch.setattr(own_decoder, "one_by_one", lambda answer: drive)
-    monkeypatch.setattr(own_decoder, "_together", drive)
-    answers: Any = own_answers(target, None, RegenerateConfig(batch_size=batch_size), 8, num_answers)(iter(()))
-    assert target.passes is PassMode.eager and [next(answers), next(answers)] == ["first", "second"]
-    assert seen == [mode] * 2 and target.passes is mode
-    with pytest.raises(KeyboardInterrupt):
-        answers.throw(KeyboardInterrupt())
-    assert target.passes is PassMode.eager
-
-
 @pytest.mark.parametrize("stop", [0, 4, 7])
 def test_interrupted_and_resumed_run_gives_the_same_file(complete: dict[str, bytes], tmp_path: Path, stop: int) -> None:
     out = tmp_path / "again" / "out.jsonl"
@@ -137,31 +110,6 @@ def test_interrupted_and_resumed_run_gives_the_same_file(complete: dict[str, byt
     assert found.done_before == before
     assert content(out) == complete
     assert not part.exists()
-
-
-def _work(out: Path) -> None:
-    def slow(messages: list[Message], seed: int) -> TargetAnswer:
-        time.sleep(0.1)
-        return echo(messages, seed)
-
-    run(out, slow)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_killed_process_and_resumed(complete: dict[str, bytes], tmp_path: Path) -> None:
-    out = tmp_path / "killed" / "out.jsonl"
-    process = multiprocessing.get_context("fork").Process(target=_work, args=(out,))
-    process.start()
-    deadline = time.monotonic() + 30
-    while not part_path(out, 0, 1).exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert not out.exists()
-    assert run(out).done_before >= 1
-    assert content(out) == complete
 
 
 def test_ranks_in_any_order_give_the_same_file(complete: dict[str, bytes], tmp_path: Path) -> None:
@@ -188,20 +136,22 @@ def test_finished_file_is_not_regenerated(complete: dict[str, bytes], tmp_path: 
         run(tmp_path / "complete" / "out.jsonl", never, provenance=PROVENANCE | {"target": "u"})
 
 
-def test_too_many_conversations_for_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drive(*args: Any) -> Iterator[str]:
-        yield "first"
+@pytest.mark.parametrize(("num_answers", "mode"), [(299, PassMode.eager), (300, PassMode.compiled)])
+def test_many_answers_run_compiled(num_answers: int, mode: PassMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they are done, or fail: too many conversations for the memory are refused."""
+
+    def decoded(*args: Any) -> Iterator[PassMode]:
+        yield target.passes
         raise torch.OutOfMemoryError
 
-    target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cuda", 1), is_plain=True)
-    monkeypatch.setattr(own_decoder, "answerer", lambda *args: None)
-    monkeypatch.setattr(own_decoder, "one_by_one", lambda answer: drive)
-    monkeypatch.setattr(own_decoder, "_decoded_together", drive)
+    target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cpu"), is_plain=True)
+    monkeypatch.setattr(own_decoder, "_decoded", decoded)
     for batch_size, expected in ((16, refused("regenerate.batch_size", "halve")), (1, pytest.raises(torch.OutOfMemoryError))):
-        answers: Any = own_answers(target, None, RegenerateConfig(batch_size=batch_size), 8, 100)(iter(()))
-        assert next(answers) == "first"
+        answers: Any = own_answers(target, None, RegenerateConfig(batch_size=batch_size), 8, num_answers)(iter(()))
+        assert target.passes is PassMode.eager and next(answers) is target.passes is mode
         with expected:
             next(answers)
+        assert target.passes is PassMode.eager
 
 
 @pytest.mark.slow

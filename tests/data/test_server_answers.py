@@ -12,16 +12,25 @@ from typing import Any
 import pytest
 from PIL import Image
 from support.chat_server import MODEL, ChatServer, Reply, image_bytes, refusal, serving
-from support.data_helpers import TwoTurnConversations, assistant, content, make_image, make_noise, make_processor, rows, user
+from support.data_helpers import (
+    TwoTurnConversations,
+    assistant,
+    content,
+    make_image,
+    make_noise,
+    make_processor,
+    one_by_one,
+    rows,
+    user,
+)
 from support.messages import check_message, refused
 
 from data_prep.config import Images, RegenerateConfig
 from data_prep.conversation import Conversation, Message
-from data_prep.dialog import Outcome, TargetAnswer, one_by_one
+from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.server import answers as answers_module
 from data_prep.server.answers import TEXT_PROMPT, ServedTarget, ServerAnswers
-from data_prep.server.chat_request import MediaPolicy, OutsideMedia
-from data_prep.server.client import ServerError
+from data_prep.server.client import MediaPolicy, OutsideMedia, ServerError
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
 from sage.inputs.media import open_image
 from sage.inputs.messages import text_of

@@ -18,7 +18,7 @@ import sage
 from benchmarks import wide
 from benchmarks.wide import widened
 from data_prep.pocket import world
-from data_prep.pocket.families import FAMILIES, INNER
+from data_prep.pocket.architecture import FAMILIES, INNER
 from sage.bench.shapes import shape_of
 from sage.io.files import CannotWrite, read_json
 from sage.targets.loading import path_of_target

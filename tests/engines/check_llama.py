@@ -32,7 +32,7 @@ import sage
 from checkpoints.export.exporter import export
 from checkpoints.export.formats.gguf import FILE, SCRIPT
 from checkpoints.export.result import ExportOptions
-from data_prep.real.target import build_target as build_published
+from data_prep.real import build_target as build_published
 from sage.io.tables import markdown_table
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective

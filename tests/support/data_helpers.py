@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import sage
-from data_prep.batching.loader import StepLoader
-from data_prep.conversation import Conversation
-from data_prep.dataset.mixing import MixedOrder
+from data_prep.conversation import Conversation, Message
+from data_prep.dataset.order import MixedOrder
+from data_prep.dialog import Dialog, Drive, TargetAnswer
+from data_prep.loader import StepLoader
 from data_prep.tools.regenerate import skipped_path
 from sage.inputs.processing import Processor
 from sage.targets.families.llava_onevision import LlavaOnevision
@@ -224,6 +226,18 @@ class TwoTurnConversations:
         question = user(make_image(8, ("red", "blue")[number % 2]), f"q{number}?")
         messages = [question, assistant("old"), user("more"), assistant("older")]
         return Conversation(f"c{number}", messages[: 3 if number == 3 else 4], "chats", meta={"index": number})
+
+
+def one_by_one(answer: Callable[[list[Message], int], TargetAnswer]) -> Drive:
+    """Returns a source of answers that are a function of messages and seed."""
+
+    def drive(dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
+        for dialog in dialogs:
+            while (request := dialog.next_request()) is not None:
+                dialog.add(answer(*request))
+            yield dialog
+
+    return drive
 
 
 def take(loader: StepLoader, count: int) -> list[list[list[str]]]:

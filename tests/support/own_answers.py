@@ -14,7 +14,7 @@ from data_prep.chat import encode_example
 from data_prep.config import DataConfig, RegenerateConfig
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.sources import SourceConfig
-from data_prep.tools.cli import regenerate_data
+from data_prep.tools.actions import regenerate_data
 
 
 def own_answers(target: sage.Target, chats: list[list[Any]], folder: Path) -> tuple[OwnShare, list[int]]:

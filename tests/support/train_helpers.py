@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints.run_folder import read_metrics
-from data_prep.pocket import architecture, training
+from data_prep.pocket import architecture
 from train.state.resume import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ def train_quickly(config: Config, validate: Validate = quick_validation) -> int:
 
 def make_target(where: Path, family: str = "qwen2_5_vl", layers: int = 2) -> Path:
     """An untrained pocket target with its processor, as a folder."""
-    tokenizer = architecture.new_tokenizer(family, training.world_texts(50))
-    model = architecture.new_model(family, tokenizer, layers, seed=0)
-    architecture.save(model, tokenizer, family, where / f"target_{family}")
+    architecture.save_random(family, where / f"target_{family}", layers)
     return where / f"target_{family}"
 
 

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
-from data_prep.real.target import target_folder
+from data_prep.real import target_folder
 from sage.drafts.registry import KINDS as DRAFT_KINDS
 from sage.io.files import config_dir
 from train.config.checks import check, check_batch

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from support.data_helpers import make_target as tiny_target
+from support.data_helpers import one_by_one
 from support.messages import check_message, refused
 from support.train_helpers import configured, single_process, train_quickly
 
 from checkpoints.run_folder import read_metrics
 from data_prep.chat import encode_example
 from data_prep.conversation import Message
-from data_prep.dialog import TargetAnswer
+from data_prep.dialog import Dialog, TargetAnswer
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.pocket import world
 from data_prep.tools import own_decoder
@@ -28,7 +29,7 @@ from train.distill.teacher import Teacher
 from train.job.answers import AnswersStopped
 
 SHORT = ("data.sources.pocket.families=[caption]", "train.max_steps=3", "train.log_every=1")
-ANSWERED = (*SHORT, "data.answers=target", "regenerate.batch_size=1")  # by `own_decoder.answerer`
+ANSWERED = (*SHORT, "data.answers=target")
 
 
 @pytest.fixture(autouse=True)
@@ -84,19 +85,19 @@ def test_foreign_answers_are_named_in_log_and_metrics(target: Path, tmp_path: Pa
 
 
 class Model:
-    """Stands for the target's decoding; is interrupted before answer number `stop`."""
+    """Stands for the target's decoding (`own_decoder._decoded`); is interrupted before answer number `stop`."""
 
-    def __init__(self, stop: int | None = None) -> None:
-        self.stop, self.num_answers = stop, 0
+    def __init__(self, stop: int | None = None, text: str = "It is a red circle.") -> None:
+        self.stop, self.text, self.num_answers = stop, text, 0
 
-    def __call__(self, *_: Any) -> Any:
-        def answer(messages: list[Message], seed: int) -> TargetAnswer:
-            if self.num_answers == self.stop:
-                raise KeyboardInterrupt
-            self.num_answers += 1
-            return TargetAnswer("It is a red circle.")
+    def __call__(self, *args: Any) -> Iterator[Dialog]:
+        return one_by_one(self.answer)(args[-1])
 
-        return answer
+    def answer(self, messages: list[Message], seed: int) -> TargetAnswer:
+        if self.num_answers == self.stop:
+            raise KeyboardInterrupt
+        self.num_answers += 1
+        return TargetAnswer(self.text)
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
 ) -> None:
     words = (*ANSWERED, "data.cache=examples")
     for stop, error in ((0, KeyboardInterrupt), (5, AnswersStopped)):
-        monkeypatch.setattr(own_decoder, "answerer", Model(stop))
+        monkeypatch.setattr(own_decoder, "_decoded", Model(stop))
         with pytest.raises(error) as stopped:
             train_quickly(configured(target, tmp_path / "run", *words))
     assert stopped.value.exit_code == 3
@@ -114,7 +115,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     (part,) = (tmp_path / "cache" / "answers").glob("*/pocket.jsonl.part*")
     num_kept = sum(json.loads(line)["kept"] for line in part.read_text().splitlines())
     rest = Model()
-    monkeypatch.setattr(own_decoder, "answerer", rest)
+    monkeypatch.setattr(own_decoder, "_decoded", rest)
     train_quickly(configured(target, tmp_path / "run", *words))
     (file,) = (tmp_path / "cache" / "answers").glob("*/pocket.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -122,7 +123,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     assert rest.num_answers == sum(row["kept"] for row in rows) - num_kept
     assert {row["messages"][-1]["content"][0]["text"] for row in rows} == {"It is a red circle."}
     kept = Model(stop=0)
-    monkeypatch.setattr(own_decoder, "answerer", kept)
+    monkeypatch.setattr(own_decoder, "_decoded", kept)
     with caplog.at_level(logging.INFO):
         train_quickly(configured(target, tmp_path / "again", *words))
     assert "kept in" in caplog.text and not [r for r in caplog.records if "data.answers=target" in r.message]
@@ -149,7 +150,7 @@ def test_a_run_says_once_that_it_waits_for_answers_of_another_process(
     is_complete: Any = TargetAnswers.is_complete.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(TargetAnswers, "is_complete", property(hold))
     monkeypatch.setattr(files.logger, "warning", lambda *line: (log(*line), others[0].release()))
-    monkeypatch.setattr(own_decoder, "answerer", Model())
+    monkeypatch.setattr(own_decoder, "_decoded", Model())
     log = logging.getLogger("sage").warning
     train_quickly(configured(target, tmp_path / "run", *ANSWERED))
     (line,) = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
@@ -158,6 +159,6 @@ def test_a_run_says_once_that_it_waits_for_answers_of_another_process(
 
 
 def test_answers_that_all_fail_are_an_error(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_decoder, "answerer", lambda *_: lambda messages, seed: TargetAnswer(" "))
+    monkeypatch.setattr(own_decoder, "_decoded", Model(text=" "))
     with refused("data.answers: target", "pocket", "regenerate.max_new_tokens"):
         train_quickly(configured(target, tmp_path / "run", *ANSWERED))

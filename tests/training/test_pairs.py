@@ -13,7 +13,7 @@ from support.models import padded_batch
 from torch import Tensor, nn
 
 import sage
-from data_prep.batching.loader import StepLoader
+from data_prep.loader import StepLoader
 from sage.drafts.model import ModelDraft, shallow_model
 from sage.targets.family import NEXT_POSITION, POSITIONS
 from sage.targets.target import Features

@@ -18,7 +18,7 @@ from support.train_helpers import big, configure
 
 import sage
 from data_prep.config import DataConfig
-from data_prep.dataset.preparation import Preparation
+from data_prep.dataset.dataset import Preparation
 from sage.drafts.compressor.spans import PairMasks
 from sage.targets.loading import meta_target
 from train.cli.train import train

@@ -115,20 +115,20 @@ def run(config: DataCommand) -> int:
     check_writable(out)
     if config.action is Action.regenerate:
         return _regenerate_on_ranks(config)
-    from data_prep.tools import cli
+    from data_prep.tools import actions
     from sage.targets.loading import load_processor
 
     processor = load_processor(config.target.path)
     if config.action is Action.convert:
-        count = cli.convert(config.data, processor, str(config.split), out)
+        count = actions.convert(config.data, processor, str(config.split), out)
         print(f"{count} conversations: {out}")
         return EXIT_DONE
-    statistics, dataset = cli.check_data(config.data, processor, str(config.split), config.limit)
+    statistics, dataset = actions.check_data(config.data, processor, str(config.split), config.limit)
     if count := _num_own(config):
         target, _ = _load_models(config)
-        statistics.own = cli.measure_own_answers(dataset, target, str(config.split), count)
-    cli.write_report(out, f"{data_name} for {config.target.name}", statistics, dataset, str(config.split), config.shown)
-    print("\n".join(cli.described(dataset)))
+        statistics.own = actions.measure_own_answers(dataset, target, str(config.split), count)
+    actions.write_report(out, f"{data_name} for {config.target.name}", statistics, dataset, str(config.split), config.shown)
+    print("\n".join(actions.described(dataset)))
     print(statistics.as_text())
     print(f"page: {out}")
     if warning := statistics.own_warning:
@@ -229,14 +229,14 @@ def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     from transformers.utils import logging as transformers_logging
 
     from data_prep.server.answers import ServedTarget
-    from data_prep.tools import cli
+    from data_prep.tools import actions
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     settings = config.regenerate
     target, draft = (ServedTarget.load(config.target.path), None) if settings.server else _load_models(config)
     where = (str(config.split), Path(config.out), rank, world_size)
-    found = cli.regenerate_data(config.data, target, draft, settings, *where, key=read_key(settings, os.environ))
+    found = actions.regenerate_data(config.data, target, draft, settings, *where, key=read_key(settings, os.environ))
     if found.is_merged:
         print(found.as_text(Path(config.out)))
     return EXIT_DONE

@@ -128,7 +128,7 @@ class Teacher:
         self.lm_head = weight if token_map is None else weight[token_map.to(weight.device)]
 
     def __call__(self, batch: dict[str, Any]) -> Pairs:
-        """Runs the target on a micro-batch (see `data_prep.batching.loader`) and returns its pairs."""
+        """Runs the target on a micro-batch (see `data_prep.loader`) and returns its pairs."""
         return self.pairs(self.embed(batch))
 
     def embed(self, batch: dict[str, Any]) -> Prompt:

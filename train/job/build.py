@@ -23,11 +23,11 @@ import sage
 from checkpoints.export.serving import serving_line
 from checkpoints.run_folder import CONFIGS, is_run, locked_run, next_config, read_reports, state_folder
 from checkpoints.store import StateStore, remove_leftovers, saving
-from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, check_rows, long_examples
 from data_prep.build import prompts as held_out_prompts
 from data_prep.config import DROPPED, MAX_DROPPED
-from data_prep.dataset.preparation import measure_preparation
+from data_prep.dataset.dataset import measure_preparation
+from data_prep.loader import StepLoader
 from data_prep.workers import loader_workers
 from sage.drafts.options import ImageInputs
 from sage.io.dtypes import torch_dtype

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from checkpoints.run_folder import read_command, state_folder, step_name
 from checkpoints.store import StateStore
-from data_prep.batching.loader import StepLoader
 from data_prep.config import Answers
+from data_prep.loader import StepLoader
 from sage.commands.cli import EXIT_CRASH
 from sage.io.model_files import in_one_line
 from train.config.overrides import own_answers_command

@@ -2,7 +2,7 @@
 
 Owns: the decision whether the data can be opened without the hub. Does not own: their preparation (data_prep), whose result the
 run reuses from the cache, the share of own answers (data_prep.own_answers), and the division of steps over the ranks
-(data_prep.batching.loader), whose loader runs here over examples that have lengths only.
+(data_prep.loader), whose loader runs here over examples that have lengths only.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 import sage
-from data_prep.batching.loader import StepLoader
 from data_prep.build import build_dataset, long_examples, open_sources
 from data_prep.chat import Fit, Lengths
 from data_prep.config import MAX_DROPPED, Answers, Cache, DataConfig, check_paths
-from data_prep.dataset.mixing import permutation
-from data_prep.dataset.preparation import Preparation, measure_preparation
+from data_prep.dataset.dataset import Preparation, measure_preparation
+from data_prep.dataset.order import permutation
+from data_prep.loader import StepLoader
 from data_prep.own_answers import is_quickly_measured
 from data_prep.sources import KINDS, Content
 from data_prep.sources.files import is_hub_name
 from data_prep.splits import Split
-from data_prep.tools.cli import measure_own_answers
+from data_prep.tools.actions import measure_own_answers
 from sage.commands.cli import resolve_device
 from sage.inputs.video import Size
 from sage.io.dtypes import torch_dtype

@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoints.export.serving import serving_line
-from data_prep.dataset.preparation import Preparation
+from data_prep.dataset.dataset import Preparation
 from data_prep.workers import loader_workers
 from sage.io.tables import text_table
 from train.config.schema import RECIPE_LENGTH

@@ -18,26 +18,30 @@ from data_prep.build import build_dataset
 from data_prep.chat import Example, encode_example, example_lengths, shorten_example
 from data_prep.config import Cache, DataConfig, OnBad, OnCut, RegenerateConfig
 from data_prep.conversation import BadItem, BadTemplate, Conversation, Message, check_conversation
-from data_prep.dataset.dataset import ConversationDataset
+from data_prep.dataset.dataset import ConversationDataset, StreamDataset
+from data_prep.dataset.index import REMEDY, count_reasons, unique_rows
 from data_prep.dataset.lengths import LongExamples
-from data_prep.dataset.mixing import sample
-from data_prep.dataset.skip_log import InvalidItems, count_reasons, unique_rows
-from data_prep.dataset.stream import StreamDataset
+from data_prep.dataset.order import sample
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.server.answers import ServerAnswers
-from data_prep.server.chat_request import MediaPolicy
+from data_prep.server.client import MediaPolicy
 from data_prep.sources.base import Source
 from data_prep.splits import Split
 from data_prep.tools.answers import answerable_items, decoder_origin, provenance_of, server_origin
 from data_prep.tools.own_decoder import own_answers
 from data_prep.tools.regenerate import MediaFolder, RegenerationResult, as_line, finished_provenance, regenerate
 from data_prep.tools.stats import Statistics, measure, render_html
+from sage.commands.cli import EXIT_USER
 from sage.inputs.processing import Processor
 from sage.io.files import writing
 from sage.io.progress import progress_bar
 
 Data = ConversationDataset | StreamDataset
 NUM_ROWS_SHOWN, MAX_SHOWN = 3, 60  # rows of a source, and characters of each message
+MAX_INVALID_SHOWN = 50  # invalid items named in an error; the others are listed
+
+
+# -- check ---------------------------------------------------------------------------------------------------------------
 
 
 def check_data(config: DataConfig, processor: Processor, split: str, limit: int) -> tuple[Statistics, Data]:
@@ -57,14 +61,13 @@ def check_data(config: DataConfig, processor: Processor, split: str, limit: int)
     measured = _examples(dataset, progress_bar(conversations, "measuring", count), long, is_strict)
     statistics = measure(measured, total, processor)
     statistics.long = long
-    invalid = [row for row in dataset.skipped_items() if row["kind"] == BadItem.kind]
+    invalid = _invalid(dataset)
     if isinstance(dataset, ConversationDataset):
         statistics.total = len(dataset) - sum(item.kind == BadItem.kind for item in dataset.skipped.items)
         invalid = unique_rows(invalid + _held_out_invalid(config, dataset, split, limit))
         if invalid and is_strict:
-            total = sum(map(len, dataset.index.sources))
             note = "" if count == len(dataset) else f" (images of {count} items opened; limit=0 opens all)"
-            raise InvalidItems.of(invalid, _line_numbers(invalid, dataset.index.sources), total, dataset.skipped.path, note)
+            raise _invalid_items(invalid, dataset.index.sources, dataset.skipped.path, note)
     statistics.skipped = count_reasons(invalid)
     long.check()
     if not statistics.num_measured:
@@ -80,6 +83,10 @@ def _lenient_dataset(config: DataConfig, processor: Processor, split: str) -> Da
         return _dataset(config, processor, split)
 
 
+def _invalid(dataset: Data) -> list[dict[str, str]]:
+    return [row for row in dataset.skipped_items() if row["kind"] == BadItem.kind]
+
+
 def _held_out_invalid(config: DataConfig, dataset: ConversationDataset, split: str, limit: int) -> list[dict[str, str]]:
     """Returns the invalid items among the prompts that a training split holds out, whose images a run opens as well."""
     if split != Split.train or config.validation or any(source.has_splits for source in dataset.index.sources):
@@ -90,17 +97,35 @@ def _held_out_invalid(config: DataConfig, dataset: ConversationDataset, split: s
         return []
     for _ in _examples(held_out, _conversations(held_out, Split.validation, limit)[0]):
         pass
-    return [row for row in held_out.skipped_items() if row["kind"] == BadItem.kind]
+    return _invalid(held_out)
 
 
-def _line_numbers(rows: list[dict[str, str]], sources: list[Source]) -> dict[str, dict[int, int]]:
-    """Returns source -> index of an item -> its line in the file."""
-    found = {}
+class InvalidItems(BadItem):
+    """Several invalid items. The message names the first one, `details` all of them on lines of their own."""
+
+    exit_code = EXIT_USER
+    details = ""
+
+
+def _invalid_items(rows: list[dict[str, str]], sources: list[Source], listing: Path, note: str) -> InvalidItems:
+    """Returns the error for at least one listed row, with the lines of the items: `2 (id 7), line 3`."""
+    lines: dict[tuple[str, str], int] = {}
     for name in {row["source"] for row in rows}:
-        numbers = [row["index"].split()[0] for row in rows if row["source"] == name]
+        numbers = {row["index"].split()[0] for row in rows if row["source"] == name}
         source = next((source for source in sources if Path(source.name) == Path(name)), None)
-        found[name] = source.line_numbers([int(number) for number in numbers if number.isdigit()]) if source else {}
-    return found
+        found = source.line_numbers([int(number) for number in numbers if number.isdigit()]) if source else {}
+        lines |= {(name, str(number)): line for number, line in found.items()}
+    for row in rows:
+        if line := lines.get((row["source"], row["index"].split()[0])):
+            row["index"] += f", line {line}"
+    shown = [f"{row['source']}: item {row['index']}: {row['reason']}\n" for row in rows[:MAX_INVALID_SHOWN]]
+    if len(rows) > len(shown):
+        shown.append(f"and {len(rows) - len(shown)} more, listed in {listing}\n")
+    total = sum(map(len, sources))
+    count = f"; {len(rows)} of {total} items are invalid, all of them listed above" if len(rows) > 1 else ""
+    error = InvalidItems(rows[0]["source"], rows[0]["index"], f"{rows[0]['reason']}{count}{note}{REMEDY}")
+    error.details = "".join(shown) if len(rows) > 1 else ""
+    return error
 
 
 def described(dataset: Data) -> Iterator[str]:
@@ -124,8 +149,8 @@ def _short(message: Message) -> str:
 def measure_own_answers(dataset: Data, target: Any, split: str, count: int) -> OwnShare:
     """Returns the share of own answers in a sample of `count` examples, or in the first ones of a stream."""
     conversations, number = _conversations(dataset, split, count)
-    found = _examples(dataset, progress_bar(conversations, "comparing with the target", number))
-    return measure_own(target, ((conversation.source, example) for conversation, example in found))
+    examples = _examples(dataset, progress_bar(conversations, "comparing with the target", number))
+    return measure_own(target, ((conversation.source, example) for conversation, example in examples))
 
 
 def write_report(out: Path, title: str, statistics: Statistics, dataset: Data, split: str, num_shown: int) -> None:
@@ -138,6 +163,9 @@ def write_report(out: Path, title: str, statistics: Statistics, dataset: Data, s
     ):
         with writing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
+
+
+# -- convert and regenerate ----------------------------------------------------------------------------------------------
 
 
 def convert(config: DataConfig, processor: Processor, split: str, out: Path) -> int:
@@ -170,8 +198,7 @@ def regenerate_data(
     world_size: int = 1,
     key: str = "",
 ) -> RegenerationResult:
-    """Replaces a split's answers by the target's own, in an `out` without rows of other settings; see
-    data_prep.tools.regenerate.
+    """Replaces a split's answers by the target's own, in an `out` without rows of other settings (data_prep.tools.regenerate).
 
     Args:
         target: a loaded target; with `settings.server`, what every server has to serve (`ServedTarget`).
@@ -190,6 +217,9 @@ def regenerate_data(
         dataset = answerable_items(config, target.processor, split)
         provenance = provenance_of(dataset, server_origin(target, model), settings)
         return regenerate(dataset, servers.drive, out, provenance, settings.seed, rank, world_size, keeps_cut)
+
+
+# -- examples of a dataset -----------------------------------------------------------------------------------------------
 
 
 def _dataset(config: DataConfig, processor: Processor, split: str, logs_skipped: bool = True) -> Data:

@@ -6,12 +6,9 @@ ranks and any division:
 
     step s = [a b c d]    1 rank x 4: [abcd]    1 rank x 2 x 2: [ab] [cd]    2 ranks x 2: rank 0 [ab], rank 1 [cd]
 
-A micro-batch has either `micro_batch_size` examples, or as many as `micro_batch_tokens` allows; in the second case the number
-of micro-batches differs from step to step, and is the same on every rank (`divide_step`).
-
 Examples of similar length share a micro-batch, which reduces padding, and the longest of a step come first. Where the lengths
-are known, examples of similar length are grouped into steps (`group_by_length`) and sorted before a step is divided, and
-`largest` is what needs the most memory; where they are unknown, each rank sorts its share of a step after building it.
+are known, examples of similar length are grouped into steps (`group_by_length`) and sorted before a step is divided; where they
+are unknown, each rank sorts its share of a step after building it.
 
 Shapes: B batch, T tokens.
 """
@@ -30,9 +27,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from data_prep.batching.grouping import divide_step, fullest_micro_batch, group_by_length, largest_micro_batch
 from data_prep.chat import Example
-from data_prep.dataset.stream import is_stream
+from data_prep.dataset.dataset import is_stream
+from data_prep.dataset.order import divide_step, fullest_micro_batch, group_by_length, largest_micro_batch
 from data_prep.workers import start_worker, worker_context
 from sage.io.machine import num_cores
 
@@ -105,9 +102,7 @@ class StepLoader:
         self.accumulation = global_batch_size // (micro_batch_size * world_size)
         self.wait_s, self.num_tokens, self.num_padded_tokens = 0.0, 0, 0
         self._epoch = lru_cache(maxsize=2)(self._order)  # a step may span two epochs
-        self._divided = lru_cache(maxsize=NUM_STEPS_KEPT)(
-            self._divide
-        )  # read by the thread that builds ahead, and by `__iter__`
+        self._divided = lru_cache(maxsize=NUM_STEPS_KEPT)(self._divide)  # read ahead by a thread, and by `__iter__`
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -117,14 +112,13 @@ class StepLoader:
     @property
     def over_budget(self) -> str:
         """A line about the examples that exceed `micro_batch_tokens`; empty if there is none."""
-        if self.lengths is None or self.micro_batch_tokens is None:
-            return ""
-        number = int((self.lengths > self.micro_batch_tokens).sum())
-        if not number:
+        lengths, budget = self.lengths, self.micro_batch_tokens
+        number = 0 if lengths is None or budget is None else int((lengths > budget).sum())
+        if lengths is None or not number:
             return ""
         return (
-            f"train.micro_batch_tokens={self.micro_batch_tokens}: {number} of {len(self.lengths)} examples are longer and form "
-            f"micro-batches of their own; the longest has {self.lengths.max()} tokens"
+            f"train.micro_batch_tokens={budget}: {number} of {len(lengths)} examples are longer and form micro-batches of "
+            f"their own; the longest has {lengths.max()} tokens"
         )
 
     def largest(self) -> Batch | None:
@@ -154,7 +148,8 @@ class StepLoader:
         try:
             for number in count(self.start_step):
                 begin = time.perf_counter()
-                step = [next(batches) for _ in range(self._num_micro_batches(number))]
+                size = self.accumulation if self.micro_batch_tokens is None else len(self._divided(number))
+                step = [next(batches) for _ in range(size)]
                 self.wait_s += time.perf_counter() - begin
                 self.num_tokens += sum(int(batch["attention_mask"].sum()) for batch in step)
                 self.num_padded_tokens += sum(batch["attention_mask"].numel() for batch in step)
@@ -172,9 +167,6 @@ class StepLoader:
             for micro in range(self.accumulation):
                 first = (micro * self.world_size + self.rank) * size
                 yield step[first : first + size]
-
-    def _num_micro_batches(self, step: int) -> int:
-        return self.accumulation if self.micro_batch_tokens is None else len(self._divided(step))
 
     def _divide(self, step: int) -> list[list[int]]:
         """Returns the positions of this rank's micro-batches of a step under the budget of tokens."""
@@ -217,9 +209,10 @@ class StepLoader:
     def _micro_batches(self) -> Iterator[Batch]:
         needs_sorting = self.lengths is None and self.accumulation > 1
         build = _Builder(self.dataset, None if needs_sorting else self.collate)
-        found = self._from_workers(build) if self.num_workers else map(build.__getitem__, self._micro_batch_keys())
-        built = map(_raised, found)
-        batches = self._sorted(built) if needs_sorting else built
+        results = self._from_workers(build) if self.num_workers else map(build.__getitem__, self._micro_batch_keys())
+        batches = map(_raised, results)
+        if needs_sorting:
+            batches = self._sorted(batches)
         yield from batches if self.stage is None else map(self.stage, batches)
 
     def _sorted(self, built: Iterator[list[Example]]) -> Iterator[Batch]:
@@ -245,8 +238,7 @@ class StepLoader:
 
 def collate_examples(examples: list[Example], collate: Collate) -> Batch:
     """Returns one micro-batch with its `ids` and `sources`; removes `id` and `source` from the examples."""
-    ids = [example.pop("id") for example in examples]
-    sources = [example.pop("source", "") for example in examples]
+    ids, sources = ([example.pop(key) for example in examples] for key in ("id", "source"))
     return {**collate(examples), "ids": ids, "sources": sources}
 
 
@@ -260,19 +252,15 @@ class _Builder(torch.utils.data.Dataset[Any]):
         self.dataset, self.collate = dataset, collate
 
     def __getitem__(self, keys: list[Any]) -> Any:
+        source_of = getattr(self.dataset, "source_of", lambda key: "")
         try:
-            examples = [self._example(key) for key in keys]
+            examples = [{"id": str(key), **self.dataset[key], "source": source_of(key)} for key in keys]
             return examples if self.collate is None else collate_examples(examples, self.collate)
         except ValueError as error:
             return error
 
-    def _example(self, key: Any) -> Example:
-        source_of = getattr(self.dataset, "source_of", None)
-        named = {"id": str(key), **self.dataset[key]}
-        return named if source_of is None else {**named, "source": source_of(key)}
 
-
-def _raised(found: Any) -> Any:
-    if isinstance(found, ValueError):
-        raise found
-    return found
+def _raised(result: Any) -> Any:
+    if isinstance(result, ValueError):
+        raise result
+    return result

@@ -1,22 +1,128 @@
-"""The pocket targets: tokenizer, template, training, and the shipped folders."""
+"""The pocket world: deterministic, with disjoint splits and answers that match the images; and the targets trained on it."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from support.messages import refused
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import data_prep.pocket
 from data_prep.chat import build_example
-from data_prep.pocket import architecture, build, probe, training, world
-from data_prep.pocket.families import FAMILIES, WIDTH, pocket_family
-from data_prep.pocket.score import KINDS, score_target
+from data_prep.pocket import architecture, build, palette, probe, world
+from data_prep.pocket.architecture import FAMILIES, WIDTH
+from data_prep.pocket.phrases import Phraser, statement
+from data_prep.pocket.score import KINDS, score_answer, score_target
+from data_prep.sources import SourceConfig
+from data_prep.sources.base import open_source
+from data_prep.splits import Split
 from sage.io.manifest import sha256
 from sage.targets import load_target
+
+
+def images(conversation):
+    parts = [part for message in conversation.messages for part in message["content"]]
+    frames = [frame for part in parts if part["type"] == "video" for frame in part["video"]]
+    return [part["image"] for part in parts if part["type"] == "image"] + frames
+
+
+def texts(conversation):
+    return [part["text"] for m in conversation.messages for part in m["content"] if part["type"] == "text"]
+
+
+@pytest.mark.parametrize("family", world.FAMILIES)
+def test_each_family_generates_a_conversation(family):
+    conversation = world.sample("train", 3, [family])
+    assert conversation.family == family and conversation.source == "pocket"
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * (len(conversation.messages) // 2)
+    assert all(text.strip() == text and text for text in texts(conversation))
+    assert all(text[-1] in '."' for text in texts(conversation)[1::2])
+    assert bool(images(conversation)) == (family != "text")
+    assert all(image.size == (palette.SIDE, palette.SIDE) for image in images(conversation))
+    assert len(conversation.meta["expect"]) == len(conversation.messages) // 2
+
+
+def test_the_same_index_gives_the_same_conversation():
+    first, again = (world.sample("validation", 11) for _ in range(2))
+    assert texts(first) == texts(again)
+    assert [p.tobytes() for p in images(first)] == [p.tobytes() for p in images(again)]
+    assert texts(first) != texts(world.sample("validation", 12))
+
+
+def test_conversations_are_joined_into_one_of_several_turns():
+    source = open_source("pocket", SourceConfig(num_examples=10, joined=3), Split.train)
+    parts = [world.sample("train", index) for index in (6, 7, 8)]
+    assert texts(source.conversation(2)) == [text for part in parts for text in texts(part)]
+    alone = open_source("pocket", SourceConfig(num_examples=10), Split.train)
+    assert source.fingerprint() != alone.fingerprint() and texts(alone.conversation(7)) == texts(parts[1])
+
+
+def test_splits_share_no_image():
+    """The pixel in the corner, a background colour, belongs to one split."""
+    for split, residues in palette.SPLITS.items():
+        found = [image.getpixel((0, 0)) for index in range(60) for image in images(world.sample(split, index))]
+        assert {(red + 3 * green + 7 * blue) % 10 for red, green, blue in found} == set(residues)
+
+
+def test_wording_varies_but_facts_do_not():
+    rng = random.Random(5)
+    obj = palette.SceneObject("small", "red", "circle", 0)
+    statements = {statement(Phraser(rng), obj) for _ in range(60)}
+    assert len(statements) > 40
+    assert all("red circle" in text for text in statements)
+    for text in statements:
+        score = score_answer(text, {"scenes": [[vars(obj)]]}, [])
+        assert {kind for kind, right in score if right} == {"colour", "shape", "size", "position"}
+        assert not any(count for (_, right), count in score.items() if not right)
+
+
+@pytest.mark.parametrize("family", [name for name in world.FAMILIES if name != "text"])
+def test_grammar_scores_generated_answers_as_right(family):
+    for index in range(40):
+        conversation = world.sample("test", index, [family])
+        for turn, expected in enumerate(conversation.meta["expect"]):
+            text = conversation.messages[2 * turn + 1]["content"][0]["text"]
+            score = score_answer(text, conversation.meta["truth"], expected)
+            assert score and not [kind for kind, right in score if not right], text
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("A tiny blue circle sits in the top left.", "colour"),
+        ("A tiny red star sits in the top left.", "shape"),
+        ("A huge red circle sits in the top left.", "size"),
+        ("In the lower right area sits a tiny red circle.", "position"),
+    ],
+)
+def test_grammar_finds_a_wrong_fact(text, kind):
+    obj = vars(palette.SceneObject("small", "red", "circle", 0))
+    score = score_answer(text, {"scenes": [[obj]]}, [])
+    assert score[kind, False] == 1 and sum(n for (_, right), n in score.items() if not right) == 1
+
+
+def test_grammar_finds_a_wrong_sign_bar_and_answer():
+    assert score_answer('It says "STOP" over "12".', {"sign": ["STOP", "13"]}, []) == {
+        ("sign", True): 1,
+        ("sign", False): 1,
+    }
+    score = score_answer("The red bar reaches 3, while the blue one is at 5.", {"bars": {"red": 3, "blue": 4}}, [])
+    assert score == {("height", True): 1, ("height", False): 1}
+    assert score_answer("No, it is not.", {}, [("answer", "yes")]) == {("answer", False): 1}
+
+
+@pytest.mark.parametrize(
+    ("split", "families", "message"), [("dev", None, "split: 'dev'"), ("train", ["poem"], "poem"), ("train", [], "families")]
+)
+def test_unknown_names_are_refused(split, families, message):
+    with refused(message):
+        world.sample(split, 0, families)
+
 
 SHIPPED = Path(data_prep.pocket.__file__).parent / "targets"
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -25,8 +131,7 @@ LEARNED = {"qwen3_vl": ("colour", "shape", "size")}  # of KINDS; the pocket READ
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    texts = training.world_texts(60)
-    return {family: architecture.new_tokenizer(family, texts) for family in FAMILIES}
+    return {family: architecture.new_tokenizer(family, 60) for family in FAMILIES}
 
 
 def shipped(family):
@@ -34,7 +139,7 @@ def shipped(family):
 
 
 def encode(task, family, processor):
-    batch = training.padded(processor.collate([build_example(world.sample("train", 2, [task]), processor)]))
+    batch = build.padded(processor.collate([build_example(world.sample("train", 2, [task]), processor)]))
     del batch["loss_mask"]
     return batch
 
@@ -45,7 +150,7 @@ def test_tokenizer_and_template(tokenizers, family):
     for text in ("A red circle.", "Ünïcödé 日本語 \U0001f600", " two  spaces\n\n\tand 1234", "<|im_end|> x"):
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text and max(ids) < len(tokenizer)
-    image = pocket_family(family).media_text["image"].replace("\\n", "\n")
+    image = FAMILIES[family].media_text[0].replace("\\n", "\n")
     chat = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi."}]},
         {"role": "assistant", "content": "Ho."},
@@ -97,7 +202,7 @@ def test_visual_tokens_are_what_the_text_layers_read(tokenizers, family):
     assert both.shape == (2, probe.NUM_TOKENS, WIDTH)
     torch.testing.assert_close(both[1:], probe.visual_tokens(model, processor, images[1:]))
     both.square().sum().backward()
-    unused = [parameter for parameter in training.vision_parameters(model) if parameter.grad is None]
+    unused = [parameter for parameter in build.vision_parameters(model) if parameter.grad is None]
     assert len(unused) == (2 if family == "llava_onevision" else 0)  # the final norm, which this family does not use
 
 
@@ -105,10 +210,10 @@ def test_visual_tokens_are_what_the_text_layers_read(tokenizers, family):
 @families
 def test_small_recipe_builds_a_loadable_folder(family, tmp_path):
     stages = (
-        training.Stage("language", 3, 1, 1e-3, training.NAMING_MIXTURE),
-        training.Stage("deep", 4, 1, 1e-3, training.FULL_MIXTURE),
+        build.Stage("language", 3, 1, 1e-3, build.NAMING_MIXTURE),
+        build.Stage("deep", 4, 1, 1e-3, build.FULL_MIXTURE),
     )
-    recipe = training.Recipe(
+    recipe = build.Recipe(
         probe_steps=1, stages=stages, has_positions=False, num_texts=60, probe_batch_size=2, batch_size=2, num_pooled=1
     )
     model, tokenizer = build.train(family, 0, recipe)
