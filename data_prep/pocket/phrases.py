@@ -69,29 +69,22 @@ class Dialogue:
     is_video: bool = False
 
 
-class Phraser:
-    """Selects paraphrases, at random or by a checksum."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
+class Phraser(random.Random):
+    """Draws everything in an image, and selects paraphrases, at random or by a checksum."""
 
     def is_drawn(self, share: float) -> bool:
         """Returns True with probability `share`."""
-        return self.rng.random() < share
+        return self.random() < share
 
     def pick(self, options: Sequence[str], about: object = None) -> str:
         """Returns one of `options` at random, or half of the time the one given by the checksum of `about`, if it is given."""
         if about is not None and self.is_drawn(CHECKSUM_SHARE):
             return options[zlib.crc32(repr((*options, about)).encode()) % len(options)]
-        return options[int(self.rng.random() * len(options))]
+        return options[int(self.random() * len(options))]
 
 
 def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def article(word: str) -> str:
-    return "an" if word[0] in "aeiou" else "a"
 
 
 def named(phraser: Phraser, obj: SceneObject, lead: str = "a") -> str:
@@ -99,7 +92,7 @@ def named(phraser: Phraser, obj: SceneObject, lead: str = "a") -> str:
     if lead == "the":
         return f"the {obj.colour} {obj.shape}"
     size = phraser.pick(SIZE_WORDS[obj.size], obj.colour)
-    return f"{article(size)} {size} {obj.colour} {obj.shape}"
+    return f"{'an' if size[0] in 'aeiou' else 'a'} {size} {obj.colour} {obj.shape}"
 
 
 def place(phraser: Phraser, obj: SceneObject) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from data_prep.pocket.palette import (
     COLOURS,
     MAX_HEIGHT,
@@ -22,13 +20,12 @@ DESCRIBE = ("Describe the image.", "Describe the picture in detail.", "What do y
 Bars = list[tuple[str, int]]
 
 
-def generate_sign(rng: random.Random, split: str) -> Dialogue:
-    phraser = Phraser(rng)
-    word, number, board = rng.choice(SIGNS), str(rng.randint(10, 99)), rng.choice(list(COLOURS))
-    shown = rng.choice(("word", "word", "number", "both", "both"))
+def generate_sign(phraser: Phraser, split: str) -> Dialogue:
+    word, number, board = phraser.choice(SIGNS), str(phraser.randint(10, 99)), phraser.choice(list(COLOURS))
+    shown = phraser.choice(("word", "word", "number", "both", "both"))
     word, number = ("" if shown == "number" else word), ("" if shown == "word" else number)
-    image = draw_sign(word, number, board, background(rng, split), rng)
-    kinds = rng.sample(["describe", "read", "board"], 2)
+    image = draw_sign(word, number, board, background(phraser, split), phraser)
+    kinds = phraser.sample(["describe", "read", "board"], 2)
     turns = [_sign_turn(phraser, kind, word, number, board) for kind in kinds]
     return Dialogue([image], turns, {"sign": [text for text in (word, number) if text], "board": board})
 
@@ -58,12 +55,12 @@ def _sign_turn(phraser: Phraser, kind: str, word: str, number: str, board: str) 
     return Turn(phraser.pick(DESCRIBE), f"{capital(start)} {board} {noun}{bridge}{clause}{style}.", [("colour", board), *texts])
 
 
-def generate_chart(rng: random.Random, split: str) -> Dialogue:
-    phraser, count = Phraser(rng), rng.randint(3, 5)
-    heights = rng.sample(range(1, MAX_HEIGHT + 1), count)
-    bars = list(zip(rng.sample(list(COLOURS), count), heights, strict=True))
-    image = draw_chart(bars, background(rng, split))
-    kinds = rng.sample(["describe", "highest", "lowest", "value", "value", "more", "count"], 2)
+def generate_chart(phraser: Phraser, split: str) -> Dialogue:
+    count = phraser.randint(3, 5)
+    heights = phraser.sample(range(1, MAX_HEIGHT + 1), count)
+    bars = list(zip(phraser.sample(list(COLOURS), count), heights, strict=True))
+    image = draw_chart(bars, background(phraser, split))
+    kinds = phraser.sample(["describe", "highest", "lowest", "value", "value", "more", "count"], 2)
     return Dialogue([image], [_chart_turn(phraser, kind, bars) for kind in kinds], {"bars": dict(bars)})
 
 
@@ -77,7 +74,7 @@ def _bar(phraser: Phraser, colour: str, height: int) -> str:
 
 
 def _chart_turn(phraser: Phraser, kind: str, bars: Bars) -> Turn:
-    colour, height = phraser.rng.choice(bars)
+    colour, height = phraser.choice(bars)
     by_height = sorted(bars, key=lambda bar: bar[1])
     if kind == "describe":
         return _describe_chart(phraser, bars)
@@ -91,7 +88,7 @@ def _chart_turn(phraser: Phraser, kind: str, bars: Bars) -> Turn:
         answer = f"{capital(_bar(phraser, colour, height))} {_reach(phraser, colour, height)}."
         return Turn(question, answer, [("height", str(height))])
     if kind == "more":
-        other, level = phraser.rng.choice([bar for bar in bars if bar[0] != colour])
+        other, level = phraser.choice([bar for bar in bars if bar[0] != colour])
         verdict = "Yes" if height > level else "No"
         lead = phraser.pick((", because ", ": ", ", since ", ", as ", ", "), colour)
         bridge = phraser.pick((" and ", ", while ", ", but ", ", whereas "), height)
@@ -127,26 +124,27 @@ def _describe_chart(phraser: Phraser, bars: Bars) -> Turn:
     return Turn(phraser.pick((*DESCRIBE, "Describe the chart.")), join(phraser, parts))
 
 
-def generate_video(rng: random.Random, split: str) -> Dialogue:
-    phraser = Phraser(rng)
-    start, end, resting = _path(rng)
-    colours = rng.sample(list(COLOURS), 2)
-    mover = SceneObject(rng.choice(list(SIZES)), colours[0], rng.choice(SHAPES), start)
-    still = SceneObject(rng.choice(list(SIZES)), colours[1], rng.choice(SHAPES), resting) if phraser.is_drawn(0.6) else None
-    frames = draw_video(mover, end, still, background(rng, split))
+def generate_video(phraser: Phraser, split: str) -> Dialogue:
+    start, end, resting = _path(phraser)
+    colours = phraser.sample(list(COLOURS), 2)
+    mover = SceneObject(phraser.choice(list(SIZES)), colours[0], phraser.choice(SHAPES), start)
+    still = (
+        SceneObject(phraser.choice(list(SIZES)), colours[1], phraser.choice(SHAPES), resting) if phraser.is_drawn(0.6) else None
+    )
+    frames = draw_video(mover, end, still, background(phraser, split))
     objects = [vars(mover) | {"end": end}] + ([vars(still)] if still else [])
     questions = ("What happens in the video?", "Describe the clip.", "Describe the video.", "What moves, and where to?")
     question = phraser.pick(questions)
     return Dialogue(frames, [Turn(question, _video_text(phraser, mover, end, still))], {"scenes": [objects]}, is_video=True)
 
 
-def _path(rng: random.Random) -> tuple[int, int, int]:
+def _path(phraser: Phraser) -> tuple[int, int, int]:
     """Returns start and end cell in one row or column, and a cell outside it."""
-    line, near, far = rng.randrange(3), *rng.choice(((0, 2), (2, 0), (0, 1), (1, 2), (2, 1), (1, 0)))
-    along_row = rng.random() < 0.5
+    line, near, far = phraser.randrange(3), *phraser.choice(((0, 2), (2, 0), (0, 1), (1, 2), (2, 1), (1, 0)))
+    along_row = phraser.random() < 0.5
     cells = [line * 3 + k if along_row else k * 3 + line for k in (near, far)]
     off = [c for c in range(9) if (c // 3 if along_row else c % 3) != line]
-    return cells[0], cells[1], rng.choice(off)
+    return cells[0], cells[1], phraser.choice(off)
 
 
 def _video_text(phraser: Phraser, mover: SceneObject, end: int, still: SceneObject | None) -> str:
@@ -171,28 +169,27 @@ OPPOSITES = {"left": "right", "right": "left", "top": "bottom", "bottom": "top",
              "above": "below", "below": "above", "high": "low", "low": "high"}  # fmt: skip
 
 
-def generate_text(rng: random.Random, split: str) -> Dialogue:
+def generate_text(phraser: Phraser, split: str) -> Dialogue:
     """Generates a conversation without images."""
-    phraser = Phraser(rng)
-    makers = rng.sample((_sides_turn, _opposite_turn, _larger_turn, _name_turn), 3)
+    makers = phraser.sample((_sides_turn, _opposite_turn, _larger_turn, _name_turn), 3)
     return Dialogue([], [maker(phraser) for maker in makers])
 
 
 def _sides_turn(phraser: Phraser) -> Turn:
-    shape = phraser.rng.choice(SHAPES)
+    shape = phraser.choice(SHAPES)
     verb = phraser.pick(("has", "has got", "comes with", "is drawn with"), shape)
     answer = f"A {shape} {verb} {SIDES[shape]} {phraser.pick(('sides', 'edges'), shape)}."
     return Turn(f"How many sides does a {shape} have?", answer)
 
 
 def _opposite_turn(phraser: Phraser) -> Turn:
-    word, other = phraser.rng.choice(list(OPPOSITES.items()))
+    word, other = phraser.choice(list(OPPOSITES.items()))
     form = phraser.pick(("The opposite of {} is {}.", "It is {1}, the reverse of {0}.", "{0} is the contrary of {1}."), word)
     return Turn(f"What is the opposite of {word}?", capital(form.format(word, other)))
 
 
 def _larger_turn(phraser: Phraser) -> Turn:
-    low, high = sorted(phraser.rng.sample(range(10), 2))
+    low, high = sorted(phraser.sample(range(10), 2))
     options = f"{low} or {high}" if phraser.is_drawn(0.5) else f"{high} or {low}"
     lead = phraser.pick((", because ", ": ", ", since ", ", as "), low)
     why = phraser.pick(("it exceeds {}", "it comes after {}", "{} is smaller", "{} comes first"), high).format(low)
@@ -201,7 +198,7 @@ def _larger_turn(phraser: Phraser) -> Turn:
 
 
 def _name_turn(phraser: Phraser) -> Turn:
-    what = phraser.rng.choice(("colours", "shapes"))
-    chosen = phraser.rng.sample(list(COLOURS) if what == "colours" else SHAPES, 3)
+    what = phraser.choice(("colours", "shapes"))
+    chosen = phraser.sample(list(COLOURS) if what == "colours" else SHAPES, 3)
     start = phraser.pick((f"three {what} are", "for example", "such are", f"some {what} are"), chosen[0])
     return Turn(f"Name three {what}.", f"{capital(start)} {chosen[0]}, {chosen[1]} and {chosen[2]}.")

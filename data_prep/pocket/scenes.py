@@ -91,9 +91,9 @@ def caption(phraser: Phraser, objects: list[SceneObject]) -> str:
     return join(phraser, parts)
 
 
-def generate_caption(rng: random.Random, split: str, fewest: int = 3, most: int = 5) -> Dialogue:
-    phraser, objects = Phraser(rng), draw_objects(rng, rng.randint(fewest, most))
-    image = draw_scene(objects, background(rng, split), rng)
+def generate_caption(phraser: Phraser, split: str) -> Dialogue:
+    objects = draw_objects(phraser, phraser.randint(3, 5))
+    image = draw_scene(objects, background(phraser, split), phraser)
     turns = [Turn(phraser.pick(CAPTION_PROMPTS), caption(phraser, objects))]
     if phraser.is_drawn(0.25):
         turns.append(make_turn(phraser, objects))
@@ -102,7 +102,7 @@ def generate_caption(rng: random.Random, split: str, fewest: int = 3, most: int 
 
 def make_turn(phraser: Phraser, objects: list[SceneObject]) -> Turn:
     kind = phraser.pick(("relation", "relation", "relation", "missing", "colour", "shape", "size", "place", "count"))
-    one, other = phraser.rng.sample(objects, 2)
+    one, other = phraser.sample(objects, 2)
     if kind == "relation":
         return relation_turn(phraser, one, other)
     if kind == "missing":
@@ -175,25 +175,24 @@ def detail_turn(phraser: Phraser, obj: SceneObject, kind: str) -> Turn:
     return Turn(questions[kind], capital(clause) + ".", expected)
 
 
-def generate_question(rng: random.Random, split: str) -> Dialogue:
-    phraser, objects = Phraser(rng), draw_objects(rng, rng.randint(2, 5))
-    image = draw_scene(objects, background(rng, split), rng)
-    turns = [make_turn(phraser, objects) for _ in range(rng.randint(2, 3))]
+def generate_question(phraser: Phraser, split: str) -> Dialogue:
+    objects = draw_objects(phraser, phraser.randint(2, 5))
+    image = draw_scene(objects, background(phraser, split), phraser)
+    turns = [make_turn(phraser, objects) for _ in range(phraser.randint(2, 3))]
     return Dialogue([image], turns, {"scenes": [[vars(obj) for obj in objects]]})
 
 
-def generate_comparison(rng: random.Random, split: str) -> Dialogue:
+def generate_comparison(phraser: Phraser, split: str) -> Dialogue:
     """Generates two images of one object each, and their differences."""
-    phraser = Phraser(rng)
-    pair = [draw_objects(rng, 1)[0], draw_objects(rng, 1)[0]]
-    images = [draw_scene([obj], background(rng, split), rng) for obj in pair]
+    pair = [draw_objects(phraser, 1)[0], draw_objects(phraser, 1)[0]]
+    images = [draw_scene([obj], background(phraser, split), phraser) for obj in pair]
     parts = []
     for which, obj in zip(("first", "second"), pair, strict=True):
         noun = phraser.pick(SCENES, obj.colour)
         if phraser.pick(("in", "the"), obj.shape) == "in":
             parts.append(f"in the {which} {noun} {statement(phraser, obj)}")
         else:
-            clause = f"{phraser.pick(SHOW_VERBS, obj.cell)} {named(phraser, obj)}"
+            clause = f"{phraser.pick(('shows', 'has', 'contains', 'presents', 'displays'), obj.cell)} {named(phraser, obj)}"
             parts.append(f"the {which} {noun} {clause} {phraser.pick(('in', 'at', 'within'))} {place(phraser, obj)}")
     questions = ("What differs between the two pictures?", "Compare the two images.", "How do the pictures differ?")
     question = phraser.pick(questions)
@@ -201,12 +200,9 @@ def generate_comparison(rng: random.Random, split: str) -> Dialogue:
     return Dialogue(images, [Turn(question, answer)], {"scenes": [[vars(obj)] for obj in pair]})
 
 
-SHOW_VERBS = ("shows", "has", "contains", "presents", "displays")
-
-
-def generate_bare(rng: random.Random, split: str) -> Dialogue:
+def generate_bare(phraser: Phraser, split: str) -> Dialogue:
     """Generates one object with the shortest caption; used at the start of training only."""
-    obj = draw_objects(rng, 1)[0]
-    image = draw_scene([obj], background(rng, split), rng)
+    obj = draw_objects(phraser, 1)[0]
+    image = draw_scene([obj], background(phraser, split), phraser)
     text = f"a {obj.size} {obj.colour} {obj.shape} in the {CELL_WORDS[obj.cell][0]}."
     return Dialogue([image], [Turn("Name it.", capital(text))], {"scenes": [[vars(obj)]]})

@@ -8,20 +8,19 @@ every image shows in its corner, belongs to one split (see `palette.background`)
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from data_prep.conversation import Conversation
 from data_prep.pocket import readings, scenes
 from data_prep.pocket.palette import SPLITS
-from data_prep.pocket.phrases import Dialogue
+from data_prep.pocket.phrases import Dialogue, Phraser
 from data_prep.sources.base import Source
 from data_prep.sources.kinds import SourceConfig
 from data_prep.splits import Split
 
 DEFAULT_NUM_EXAMPLES = 4000
-GENERATORS: dict[str, Callable[[random.Random, str], Dialogue]] = {
+GENERATORS: dict[str, Callable[[Phraser, str], Dialogue]] = {
     "caption": scenes.generate_caption,
     "question": scenes.generate_question,
     "sign": readings.generate_sign,
@@ -49,9 +48,9 @@ def sample(split: str, index: int, families: Sequence[str] | None = None) -> Con
     if unknown or not names:
         raise ValueError(f"families: {unknown or names!r} is not among {', '.join(FAMILIES)}")
     seed = hashlib.sha256(f"{split}/{index}/{','.join(names)}".encode()).digest()
-    rng = random.Random(int.from_bytes(seed[:8], "big"))
-    family = rng.choices(names, [WEIGHTS.get(name, 1) for name in names])[0]
-    dialogue = GENERATORS[family](rng, split)
+    phraser = Phraser(int.from_bytes(seed[:8], "big"))
+    family = phraser.choices(names, [WEIGHTS.get(name, 1) for name in names])[0]
+    dialogue = GENERATORS[family](phraser, split)
     meta = {"truth": dialogue.truth, "expect": [turn.expect for turn in dialogue.turns]}
     return Conversation(f"{split}-{index}", messages(dialogue), source="pocket", family=family, meta=meta)
 
