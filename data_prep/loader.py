@@ -210,7 +210,7 @@ class StepLoader:
         needs_sorting = self.lengths is None and self.accumulation > 1
         build = _Builder(self.dataset, None if needs_sorting else self.collate)
         results = self._from_workers(build) if self.num_workers else map(build.__getitem__, self._micro_batch_keys())
-        batches = map(_raised, results)
+        batches: Iterator[Any] = map(_raised, results)
         if needs_sorting:
             batches = self._sorted(batches)
         yield from batches if self.stage is None else map(self.stage, batches)

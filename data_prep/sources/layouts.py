@@ -127,7 +127,7 @@ def _messages(turn: Any, index: int) -> list[Message]:
         raise ValueError(f"message {index}: {speaker} {turn[speaker]!r}; allowed: {', '.join(SPEAKERS)}")
     extra = extras_of(turn)
     calls = extra.get("tool_calls", ())
-    functions = [call.get("function", call) if isinstance(call, dict) else None for call in calls]
+    functions: list[Any] = [call.get("function", call) if isinstance(call, dict) else None for call in calls]
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
         raise ValueError(f"message {index}: tool_calls without a function's name")
     if "tool_calls" in extra:  # with the arguments as an object, which chat templates expect
