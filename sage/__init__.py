@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sage.decoding.chat import Chat
     from sage.decoding.generation import Output, generate, stream
     from sage.decoding.settings import Sampling
-    from sage.drafts.loading import load_draft, new_draft
+    from sage.drafts.draft import load_draft, new_draft
     from sage.drafts.pruning import Pruning
     from sage.replay.trace import trace
     from sage.targets import Target, load_target
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "sage.decoding.batch": ["BatchDecoder", "generate_batch"],
     "sage.decoding.chat": ["Chat"],
-    "sage.drafts.loading": ["load_draft", "new_draft"],
+    "sage.drafts.draft": ["load_draft", "new_draft"],
     "sage.drafts.pruning": ["Pruning"],
     "sage.decoding.generation": ["Output", "generate", "stream"],
     "sage.decoding.settings": ["Sampling"],

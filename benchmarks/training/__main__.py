@@ -26,8 +26,8 @@ from sage.runtime.timing import now_s
 from train.config.checks import MAX_STAGE, check, split_text
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.distill.pairs import count_supervised
 from train.distill.student import Student
+from train.distill.teacher import count_supervised
 from train.job.build import building
 from train.job.loop import MicroBatches, TrainingRun, train_step
 from train.launch.ranks import Ranks, pick_device, process_group

@@ -31,9 +31,8 @@ from sage.targets.loading import load_processor, set_attention
 from train.config.schema import Config
 from train.distill.build import fresh_draft, new_student, vocabulary_size
 from train.distill.compiled_layers import draft_layers
-from train.distill.pairs import count_supervised
 from train.distill.student import Student, supervised_features
-from train.distill.teacher import Staging, Teacher
+from train.distill.teacher import Staging, Teacher, count_supervised
 from train.job.build import build_teacher
 from train.plan.memory import Workload
 from train.plan.meta import MetaModels, target_architecture

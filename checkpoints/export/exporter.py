@@ -23,7 +23,7 @@ from checkpoints.export.serving import COMPRESSOR, check_compatible, image_input
 from checkpoints.export.target import TargetFacts
 from sage.drafts.head import DraftHead
 from sage.drafts.location import EXPORT_INFO, find_draft
-from sage.drafts.registry import head_kind
+from sage.drafts.registry import head_kind, resolve
 from sage.io.files import read_json, write_json, write_text
 from sage.io.manifest import refuse_corrupt_draft
 from sage.io.model_files import load_weights, read_config
@@ -212,5 +212,5 @@ def load_trained(folder: Path) -> DraftHead:
             f"{folder}: model_type {stored.get('model_type')!r} is not a draft of this package; --import reads "
             f"{imported_drafts()} drafts"
         )
-    head: DraftHead = load_weights(kind.draft_class(), folder, "draft", dtype="auto")
+    head: DraftHead = load_weights(resolve(kind.draft), folder, "draft", dtype="auto")
     return head.eval()

@@ -125,7 +125,7 @@ def find_models(args: argparse.Namespace) -> tuple[str, Path | None]:
         assert target is not None
         return target, None
     refuse_corrupt_draft(draft)
-    from sage.drafts.loading import kind_of_folder
+    from sage.drafts.draft import kind_of_folder
 
     kind_of_folder(draft)
     return target or find_target(target_of(draft, "--target"), "--target"), draft

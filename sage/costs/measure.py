@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from sage.costs.tables import Costs, Curve
-from sage.drafts.draft import Draft, new_session
+from sage.drafts.draft import Draft, DraftSession, new_session
 from sage.drafts.registry import draft_kind
-from sage.drafts.session import DraftSession
 from sage.io.files import json_digest, read_json, user_cache_dir, write_json
 from sage.io.machine import environment, processor_name
 from sage.runtime.cache import TreeCache

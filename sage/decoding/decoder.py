@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sage.decoding.answer import Stats, StopCriterion
 from sage.decoding.verify import Verdict, Verifier
+from sage.drafts.draft import DraftSession, check_probabilities
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.drafts.session import DraftSession, check_probabilities
 from sage.planning.base import Policy
 from sage.planning.tree import Columns, NextLevel, RoundOutcome, Tree, TreeBuilder
 from sage.runtime.cache import TreeCache

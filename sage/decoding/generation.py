@@ -15,8 +15,7 @@ from sage.decoding.answer import Detokenizer, Stats, StopCriterion
 from sage.decoding.decoder import Request, Round, decode
 from sage.decoding.sampling import Sampling, TargetSampler
 from sage.decoding.verify import Verifier
-from sage.drafts.draft import Draft, new_session
-from sage.drafts.loading import check_draft
+from sage.drafts.draft import Draft, check_draft, new_session
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.planning.base import Policy
 from sage.runtime.cache import TreeCache

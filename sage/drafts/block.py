@@ -14,8 +14,8 @@ f0 f1 f2, the anchor x3 and a block of three slots:
 
 Positions are indices in the sequence, also for a target with M-RoPE.
 
-Shapes: B batch, T context tokens, A anchors, S slots, R = A * S, K levels, M tokens committed, N nodes, D hidden, L feature
-levels, U draft vocabulary, V target vocabulary, H query heads, C key heads, G = H / C, d head size, r rank of the conditional.
+Shapes: B batch, T context tokens, A anchors, S slots, R = A * S, K levels, D hidden, L feature levels, U draft vocabulary, G
+query heads per key head, d head size, r rank of the conditional.
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from sage.drafts.block_heads import ConfidenceHead, Feed, MarkovHead, PathHead
-from sage.drafts.config import HeadConfig
-from sage.drafts.eagle3 import levels_for
-from sage.drafts.layer import MLP, FusedLinear, GatedLayer, rotate
+from sage.drafts.conditional import ConfidenceHead, MarkovHead, PathHead
+from sage.drafts.eagle import levels_for
+from sage.drafts.head import HeadConfig
+from sage.drafts.layer import MLP, Attention, FusedLinear, GatedLayer, Rope, rotate
 from sage.drafts.options import Conditional
-from sage.drafts.rollout import masked_attention, steps_of_rows, visible_to_rows
-from sage.drafts.rope import Rope
 from sage.drafts.slots import SlotHead, mask_token_of
-from sage.drafts.unroll import at_rows
-from sage.drafts.vocabulary import DraftVocabulary
-from sage.runtime.attention import packed_attention
-from sage.runtime.cache import PackedCache, tile_mask
+from sage.drafts.unroll import at_rows, steps_of_rows, visible_to_rows
+from sage.runtime.cache import tile_mask
 from sage.targets import Features, Prompt, Target
 
 
@@ -86,44 +82,25 @@ class BlockConfig(HeadConfig):
         return self.block_size - (not self.predicts_from_anchor)
 
 
-class BlockAttention(nn.Module):
-    """Grouped-query attention of slots to the context and to one another, with normalized queries and keys (Qwen3's)."""
+class BlockAttention(Attention):
+    """Attention of slots to the context and to one another, with normalized queries and keys (Qwen3's)."""
 
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        size, self.head_dim = config.hidden_size, config.head_dim
-        heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(size, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(size, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.head_dim, size, bias=False)
+    compilable = ()
+
+    def __init__(self, config: BlockConfig, layer: int) -> None:
+        super().__init__(config, config.hidden_size, layer)
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.key_value = FusedLinear(self.k_proj, self.v_proj)
+        self.qkv = FusedLinear(self.k_proj, self.v_proj)  # queries are those of the slots alone
 
-    def forward(
-        self, context: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None, layer: int
+    def forward(  # type: ignore[override]
+        self, context: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None
     ) -> Tensor:
         """Returns [B, R, D]; arguments as of `BlockDraft.run`."""
-        cos, sin = rope
-        slots = hidden.shape[1]
-        query = rotate(self.q_norm(self._heads(self.q_proj(hidden))), cos[:, :, -slots:], sin[:, :, -slots:])
-        key, value = self._heads(self.key_value(torch.cat((context, hidden), 1))).chunk(2, 1)
-        key = rotate(self.k_norm(key), cos, sin)
-        if cache is not None:
-            key, value = cache.update(key, value, layer)
-        if cache is None:
-            out = masked_attention(query, key, value, mask)
-        elif isinstance(cache, PackedCache) and cache.queries is not None:
-            out = packed_attention(query, key, value, mask, cache.queries).transpose(1, 2)
-        else:
-            folded = query.reshape(len(query), self.kv_heads, -1, self.head_dim)
-            out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask).reshape(query.shape)
-        return self.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1))
-
-    def _heads(self, states: Tensor) -> Tensor:
-        """[B, R, H * d] -> [B, H, R, d]."""
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        of_slots = (angles[:, :, -hidden.shape[1] :] for angles in rope)
+        query = rotate(self.q_norm(self._heads(self.q_proj(hidden))), *of_slots)
+        key, value = self._heads(self.qkv(torch.cat((context, hidden), 1))).chunk(2, 1)
+        return self.attend(query, rotate(self.k_norm(key), *rope), value, mask, cache)
 
 
 class BlockLayer(GatedLayer):
@@ -131,23 +108,47 @@ class BlockLayer(GatedLayer):
 
     compilable = ()
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: BlockConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = BlockAttention(config)
+        self.self_attn = BlockAttention(config, layer)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(
-        self, context: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None, layer: int
+        self, context: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None
     ) -> Tensor:
         """[B, R, D] -> [B, R, D]; arguments as of `BlockDraft.run`."""
-        hidden = hidden + self.self_attn(context, self.input_layernorm(hidden), rope, mask, cache, layer)
-        return self.feed_forward(hidden)
+        return self.feed_forward(hidden + self.self_attn(context, self.input_layernorm(hidden), rope, mask, cache))
 
 
-class BlockDraft(DraftVocabulary, SlotHead):
-    """fc over the target's feature levels, layers of slots, norm; embedding and lm_head are the target's and are not saved.
+class Feed(nn.Module):
+    """The inputs of slots as functions of the last fused feature and the anchor's embedding: one of the anchor's slot, one that
+    the other slots share, and a learned vector of each slot.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.feature = nn.Linear(size, 2 * size, bias=False)
+        self.anchor = nn.Linear(size, 2 * size, bias=False)
+        self.slot = nn.Parameter(torch.zeros(config.block_size, size))
+
+    @torch.no_grad()
+    def start_with_inputs(self) -> None:
+        """Adds the identity to the maps: every slot starts as feature + embedding."""
+        for linear in (self.feature, self.anchor):
+            linear.weight += torch.eye(self.slot.shape[1]).repeat(2, 1)
+
+    def forward(self, anchors: Tensor, context: Tensor) -> Tensor:
+        """Returns [B, A, S, D]; arguments as of `BlockDraft.slots`."""
+        both = (self.anchor(anchors) + self.feature(context)).unflatten(-1, (2, -1))
+        others = both[..., 1:, :].expand(*anchors.shape[:-1], len(self.slot) - 1, -1)
+        return torch.cat((both[..., :1, :], others), -2) + self.slot
+
+
+class BlockDraft(SlotHead):
+    """fc over the target's feature levels, layers of slots, norm; the lm_head is the target's and is not saved, either.
 
     With `feed`, slots start as the target's last feature, and the output replaces the next one as input of the lm_head, as in
     EAGLE: neither the fused feature nor the output is normalized.
@@ -159,24 +160,23 @@ class BlockDraft(DraftVocabulary, SlotHead):
     _no_split_modules = ["BlockLayer"]
     compressor = None
     computes_tokens = False
+    mask_embedding: Tensor
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
         self.fc = nn.Linear(len(config.feature_levels) * size, size, bias=False)
         self.hidden_norm = nn.Identity() if config.feed else nn.RMSNorm(size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(BlockLayer(config, number) for number in range(config.num_layers))
         self.norm = nn.Identity() if config.feed else nn.RMSNorm(size, config.rms_norm_eps)
         self.feed = Feed(config) if config.feed else None
-        has_conditional = config.conditional != Conditional.none
         self.markov_head = MarkovHead(config) if config.conditional == Conditional.markov else None
         self.path_head = PathHead(config) if config.conditional == Conditional.mlp else None
-        rank = config.conditional_rank if has_conditional else 0
+        rank = 0 if config.conditional == Conditional.none else config.conditional_rank
         self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
         self.rope = Rope(config)
-        self.register_vocabulary(config)
+        self.register_vocabulary()
         self.register_buffer("mask_embedding", torch.zeros(size), persistent=False)
-        self.mask_embedding: Tensor
         self.post_init()
 
     @classmethod
@@ -188,17 +188,18 @@ class BlockDraft(DraftVocabulary, SlotHead):
             levels = [*([0] if config.get("feed") else levels_for(target)), target.num_layers]
         token = mask_token_of(target, config.get("mask_token"))
         causal = config.get("causal")
-        own = {"feature_levels": levels, "mask_token": token, "causal": bool(config.get("feed")) if causal is None else causal}
+        chosen = {
+            "feature_levels": levels,
+            "mask_token": token,
+            "causal": bool(config.get("feed") if causal is None else causal),
+        }
         rope = {"mrope_section": None, "mrope_interleaved": False}
-        return {key: value for key, value in config.items() if key != "compressor"} | own | rope
+        return {key: value for key, value in config.items() if key != "compressor"} | chosen | rope
 
     @torch.no_grad()
     def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
         """Draws fresh weights: fc starts with the last level (alone, with feed), feed with its inputs, layers and conditional
         with zero.
-
-        Args:
-            vocabulary: LongTensor [U], increasing target ids of the draft vocabulary; None = the first U.
         """
         self.apply(self._init_weights)
         size = self.config.hidden_size
@@ -219,7 +220,6 @@ class BlockDraft(DraftVocabulary, SlotHead):
 
     @torch.no_grad()
     def borrow(self, target: Target) -> None:
-        """Copies the embedding of the mask token."""
         token = torch.tensor([self.config.mask_token], device=target.device)
         self.mask_embedding.copy_(target.embed_tokens(token)[0])
 
@@ -231,12 +231,7 @@ class BlockDraft(DraftVocabulary, SlotHead):
     def num_levels(self) -> int:
         return int(self.config.num_levels)
 
-    @property
-    def is_causal(self) -> bool:
-        return bool(self.config.causal)
-
     def placed(self, prompt: Prompt) -> Prompt:
-        """Returns the prompt with the indices of its tokens as positions."""
         length = prompt.input_ids.shape[1]
         steps = torch.arange(length + 1, device=prompt.input_ids.device)
         return replace(prompt, position_ids=steps[None, :length], next_position=steps[length:])
@@ -244,63 +239,41 @@ class BlockDraft(DraftVocabulary, SlotHead):
     def decode_positions(self, positions: Tensor, target: Target) -> Tensor:
         return positions[None]
 
-    @property
-    def levels(self) -> tuple[int, ...]:
-        return tuple(self.config.feature_levels)
-
-    def options(self) -> dict[str, Any]:
-        names = ("block_size", "num_layers", "conditional", "conditional_rank", "feed", "causal", "confidence")
-        return {name: getattr(self.config, name) for name in names}
-
     def fuse(self, features: Features) -> Tensor:
-        """Returns the context [B, T, D], fused from the target's feature levels."""
         *others, last = features.levels
         if self.feed is not None:
             others = [nn.functional.rms_norm(level, level.shape[-1:], eps=self.config.rms_norm_eps) for level in others]
         return self.hidden_norm(self.fc(torch.cat((*others, last), -1).to(self.fc.weight.dtype)))
 
     def slots(self, anchors: Tensor, context: Tensor) -> Tensor:
-        """Returns the inputs of blocks, [B, A, S, D].
-
-        Args:
-            anchors: [B, A, D], embeddings of the anchors.
-            context: [B, A, D], `fuse(..)` of the token before each.
-        """
+        """Returns the inputs [B, A, S, D] of blocks from the anchors' embeddings and `fuse(..)` before them, [B, A, D]."""
         if self.feed is not None:
-            slots: Tensor = self.feed(anchors, context)
-            return slots
+            return self.feed(anchors, context)
         masks = self.mask_embedding.expand(*anchors.shape[:-1], self.num_slots - 1, -1)
         return torch.cat((anchors[..., None, :], masks), -2)
 
     def run(
         self, context: Tensor, slots: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None = None
     ) -> Tensor:
-        """Runs the layers over slots.
+        """Runs the layers over slots [B, R, D] of one or more blocks; returns [B, R, D], before the final norm.
 
         Args:
             context: [B, T, D], `fuse(..)` of the tokens to read; in decoding those that the cache does not hold yet.
-            slots: [B, R, D], of one or more blocks.
             rope: cos and sin of context and slots, [B or 1, 1, T + R, d] each.
             mask: additive; without a cache [B, 1, R, T + R], with one [1, 1, G * R, keys], rows ordered like folded heads.
             cache: of all layers, to extend by context and slots.
-
-        Returns:
-            [B, R, D], before the final norm.
         """
-        for number, layer in enumerate(self.layers):
-            slots = layer(context, slots, rope, mask, cache, number)
+        for layer in self.layers:
+            slots = layer(context, slots, rope, mask, cache)
         return slots
-
-    def at_levels(self, slots: Tensor) -> Tensor:
-        """Returns the input [.., K, D] of the lm_head for the output [.., S, D] of blocks."""
-        return self.norm(slots[..., self.num_slots - self.num_levels :, :])
 
     def run_slots(
         self, embeds: Tensor, fused: Tensor, ends: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
     ) -> Tensor:
         assert mask is not None, "slots that attend to one another need a mask"
         slots = self.slots(embeds.index_select(1, ends), fused.index_select(1, ends)).flatten(1, 2)
-        return self.at_levels(self.run(fused, slots, rope, mask, cache)[0].unflatten(0, (ends.shape[0], self.num_slots)))
+        hidden = self.run(fused, slots, rope, mask, cache)[0].unflatten(0, (ends.shape[0], self.num_slots))
+        return self.norm(hidden[..., self.num_slots - self.num_levels :, :])
 
     def roll_out(
         self,
@@ -311,21 +284,10 @@ class BlockDraft(DraftVocabulary, SlotHead):
         sizes: Sequence[int],
         weight: Tensor | None = None,
     ) -> Tensor:
-        """Drafts from several pairs, as of `SlotHead`; `position_ids` are not read, and `weight` is None."""
         return self.read_blocks(features, roots + 1, at_rows(embeds_next, roots, 1), sizes)
 
     def read_blocks(self, context: Tensor, anchors: Tensor, embeds: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Runs the blocks of several anchors over complete sequences, for training.
-
-        Args:
-            context: [B, T, D], `fuse(..)` of complete, right-padded sequences.
-            anchors: LongTensor [B, A], number of context tokens before each anchor, at least 1; the anchor has this position.
-            embeds: [B, A, D], embeddings of the anchors.
-            sizes: as of `roll_out`.
-
-        Returns:
-            as `roll_out`.
-        """
+        """As `roll_out`, from anchors at positions [B, A], at least 1, with embeddings [B, A, D]; `context` [B, T, D]."""
         sizes = [sizes[0]] * (self.num_slots - self.num_levels) + list(sizes)
         blocks = self.slots(embeds, at_rows(context, anchors - 1, 1)).unbind(2)
         slots = torch.cat([slot[:, :count] for slot, count in zip(blocks, sizes, strict=True)], 1)

@@ -1,27 +1,34 @@
-"""The EAGLE draft head: predicts the target's next feature from its last feature and the next token.
+"""The EAGLE and EAGLE-3 draft heads.
 
-Ref: EAGLE, arXiv 2401.15077, section 4.1; with all visual tokens, SpecVLM, arXiv 2509.11815 (EagleVLM baseline).
+EAGLE predicts the target's next feature from its last feature and the next token. EAGLE-3 fuses three feature levels and has a
+norm and an lm_head of its own, and optionally a draft vocabulary. Its residual stream is the feature without
+`norm_before_residual`, as in all serving engines; with `fc_norm` and `norm_output` it is EAGLE-3.1, as vLLM and SGLang compute
+it.
 
 Index shift, for a prompt of three tokens x0 x1 x2 whose target features are f0 f1 f2, and a first answer token x3:
     pair 0 = (f0, e(x1)) predicts f1; pair 1 = (f1, e(x2)) predicts f2; pair 2 = (f2, e(x3)) predicts f3,
     and lm_head(f3) is the distribution of x4. Pair t sits at the rope position of token t.
+EAGLE-3 has pairs (g_t, e_{t+1}), where g_t fuses the target's feature levels of token t; deeper in a tree the head's own output
+replaces f or g.
 
-Shapes: B batch, T tokens, D hidden.
+Ref: EAGLE, arXiv 2401.15077, section 4.1; with all visual tokens, SpecVLM, arXiv 2509.11815 (EagleVLM baseline); EAGLE-3, arXiv
+2503.01840, section 3.
+
+Shapes: B batch, T tokens, D hidden, A feature levels, V target vocabulary, U draft vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.compressor.compressor import Compressor, check_compressor
-from sage.drafts.config import HeadConfig
-from sage.drafts.head import DraftHead
-from sage.drafts.layer import DraftLayer
+from sage.drafts.compressor import Compressor, check_compressor
+from sage.drafts.head import DraftHead, HeadConfig
+from sage.drafts.layer import MLP, Attention, DraftLayer, GatedLayer, Rope, queries_of
 from sage.drafts.options import ImageInputs
-from sage.drafts.rope import Rope
 from sage.targets import Features, Target
 
 
@@ -48,16 +55,9 @@ class EagleConfig(HeadConfig):
             check_compressor(self.compressor)
         super().__post_init__(**kwargs)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the content of config.json; `compressor` is written only if set."""
-        return {name: value for name, value in super().to_dict().items() if name != "compressor" or value is not None}
-
 
 class EagleDraft(DraftHead):
-    """One decoder layer over fc(concat(e(x_{t+1}), f_t)); the output predicts the target's feature f_{t+1}.
-
-    Embedding and lm_head are the target's and are not saved.
-    """
+    """One decoder layer over fc(concat(e(x_{t+1}), f_t)); the output predicts the target's feature f_{t+1}."""
 
     config_class = EagleConfig
     _no_split_modules = ["DraftLayer"]
@@ -79,7 +79,6 @@ class EagleDraft(DraftHead):
         self.layer.mlp.down_proj.weight.zero_()
 
     def fuse(self, features: Features) -> Tensor:
-        """Returns the target's last feature, [B, T, D]."""
         return features.last
 
     def read(
@@ -87,3 +86,131 @@ class EagleDraft(DraftHead):
     ) -> Tensor:
         hidden = self.fc(torch.cat((embeds_next, features), -1))
         return self.layer(hidden, rope, mask, cache)
+
+
+def default_levels(num_layers: int) -> list[int]:
+    """Returns the default of serving engines: hidden_states[2], [n // 2] and [n - 3] of n layers; ValueError if n < 7."""
+    levels = [2, num_layers // 2, num_layers - 3]
+    if not 2 < levels[1] < levels[2]:
+        raise ValueError(f"draft.feature_levels: a target of {num_layers} layers has no default; name three of 0..{num_layers}")
+    return levels
+
+
+def levels_for(target: Target) -> list[int]:
+    """Returns the default levels of a target: those of serving engines, the first one above the deepstack layers.
+
+    Engines differ in whether a level between deepstack layers contains the features that are added there.
+    """
+    first, *others = default_levels(target.num_layers)
+    above = target.family.leading_layers + 1
+    return [above if first < above < others[0] else first, *others]
+
+
+class Eagle3Config(EagleConfig):
+    """Configuration of an EAGLE-3 head; further arguments are those of `EagleConfig`.
+
+    Args:
+        feature_levels: the A indices k of the target's hidden_states[k] that are fused.
+        draft_vocab_size: U; `vocab_size` for the complete vocabulary.
+        norm_before_residual: whether the normed feature is the residual stream; only imported drafts have it.
+        norm_before_fc: whether all levels are normalized together before fc; only imported drafts have it.
+        fc_norm: whether each level is normalized before fc.
+        norm_output: whether the next level reads the normed output, from which logits are computed, instead of the output.
+    """
+
+    model_type = "sage_eagle3"
+
+    feature_levels: list[int] = field(default_factory=lambda: [2, 6, 9])
+    draft_vocab_size: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
+        super().__post_init__(**kwargs)
+
+
+class Eagle3Layer(GatedLayer):
+    """EAGLE-3's decoder layer: attention over (normed embedding, normed feature); the feature is the residual stream."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(self, embeds: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
+        """[B, T, D] each -> [B, T, D]; [B, R, D] where the cache selects R queries.
+
+        Mask and cache are those of `DraftLayer.forward`.
+        """
+        normed = self.hidden_norm(features)
+        pair = torch.cat((self.input_layernorm(embeds), normed), -1)
+        residual = normed if self.norm_before_residual else features
+        hidden = queries_of(cache, residual) + self.self_attn(pair, rope, mask, cache)
+        return self.feed_forward(hidden)
+
+
+class Eagle3Draft(DraftHead):
+    """fc over the target's feature levels, one layer, norm and lm_head."""
+
+    config_class = Eagle3Config
+    has_own_lm_head = True
+    _no_split_modules = ["Eagle3Layer"]
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        size, count, eps = config.hidden_size, len(config.feature_levels), config.rms_norm_eps
+        self.input_norm = nn.RMSNorm(count * size, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(count)) if config.fc_norm else None
+        self.fc = nn.Linear(count * size, size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = nn.RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.rope = Rope(config)
+        self.register_vocabulary()
+        self.compressor = None if config.compressor is None else Compressor(config)
+        self.post_init()
+
+    @classmethod
+    def with_defaults(cls, config: dict[str, Any], target: Target) -> dict[str, Any]:
+        return config if "feature_levels" in config else config | {"feature_levels": levels_for(target)}
+
+    @torch.no_grad()
+    def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
+        """Draws fresh weights; lm_head starts as a copy of the target's rows."""
+        self.apply(self._init_weights)
+        size = self.config.hidden_size
+        self.fc.weight[:, -size:] += torch.eye(size)
+        ids = torch.arange(self.config.draft_vocab_size) if vocabulary is None else vocabulary
+        self.set_vocabulary(ids)
+        self.lm_head.weight.copy_(target.lm_head_weight[ids.to(target.device)].to(self.lm_head.weight))
+
+    def fuse(self, features: Features) -> Tensor:
+        return self.combine(torch.cat(features.levels, -1).to(self.fc.weight.dtype))
+
+    def combine(self, levels: Tensor) -> Tensor:
+        """Returns g [.., D] of feature levels side by side, [.., A * D]."""
+        if self.input_norm is not None:
+            levels = self.input_norm(levels)
+        if self.fc_norm is not None:
+            chunks = levels.chunk(len(self.fc_norm), -1)
+            levels = torch.cat([norm(level) for norm, level in zip(self.fc_norm, chunks, strict=True)], -1)
+        return self.fc(levels)
+
+    def read(
+        self, embeds_next: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
+    ) -> Tensor:
+        hidden = self.midlayer(embeds_next, features, rope, mask, cache)
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def to_lm_head(self, hidden: Tensor) -> Tensor:
+        return hidden if self.config.norm_output else self.norm(hidden)
+
+    def lm_head_weight(self, target_rows: Tensor) -> Tensor:
+        return self.lm_head.weight

@@ -1,26 +1,25 @@
 """Base class of draft heads: from the target's features and the next tokens to hidden states for an lm_head.
 
-Owns: creation and loading of heads, and their forward pass, in decoding (with a cache, under a tree mask) and in training
-(unrolled). Does not own: layers (sage.drafts.layer), attention of unrolled steps (sage.drafts.unroll), visual compression
-(sage.drafts.compressor.compressor).
+Heads are created and loaded here, and run in decoding (with a cache, under a tree mask) and in training (unrolled).
 
-Shapes: B batch, T tokens, P pairs, Q rows after compression, D hidden, K unrolled steps.
+Shapes: B batch, T tokens, P pairs, Q rows after compression, D hidden, K unrolled steps, U draft vocabulary, V target
+vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from sage.drafts.compressor.compressor import Compressor, Gate
-from sage.drafts.compressor.operators import Conv, Resampler
-from sage.drafts.compressor.spans import HeadInput, PairMasks
+from sage.drafts.compressor import Compressor, Gate, Resampler
 from sage.drafts.head_passes import CommitPass, LevelPass
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
+from sage.drafts.spans import HeadInput, PairMasks
 from sage.drafts.unroll import Chains, at_rows
 from sage.io.model_files import load_weights, read_config
 from sage.runtime.cache import SharedCache, TreeCache
@@ -29,10 +28,46 @@ from sage.targets import Features, Prompt, Target
 from sage.targets.tree_passes import without_paths
 
 
+class HeadConfig(PreTrainedConfig):
+    """Configuration of a draft head: sizes after the target, its rope, and the target itself.
+
+    Args:
+        target: fingerprint of the target, which `load_draft` compares.
+        target_path: folder or hub id of the target, the default of `sage-generate`.
+        target_adapter: folder or hub id of the adapter that the target contained.
+        mrope_section, mrope_interleaved, scaled_rope: the target's rope (see `sage.targets.rope`).
+    """
+
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    vocab_size: int = 1024
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope_theta: float = 1e6
+    mrope_section: list[int] | None = None
+    mrope_interleaved: bool = False
+    scaled_rope: dict[str, Any] | None = None
+    initializer_range: float = 0.02
+    target: dict[str, Any] = field(default_factory=dict)
+    target_path: str | None = None
+    target_adapter: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the content of config.json; some fields are written only if set."""
+        optional = ("mrope_interleaved", "scaled_rope", "target_adapter", "compressor")
+        return {name: value for name, value in super().to_dict().items() if name not in optional or value}
+
+
 class DraftHead(PreTrainedModel):
     """A head over pairs (feature of token t, embedding of token t + 1) at the position of token t.
 
-    The embedding is the target's and is not saved. A subclass has a `rope` and implements `fuse` and `read`.
+    The embedding is the target's and is not saved. A subclass has a `rope` and implements `fuse` and `read`. With a vocabulary
+    of its own, buffers `d2t` [U] int64 (target id = draft id + d2t[draft id]) and `t2d` [V] bool are saved with the weights,
+    the layout of serving engines.
 
     Attributes:
         levels: indices k of the target's hidden_states[k] that it reads in addition to the last.
@@ -46,6 +81,8 @@ class DraftHead(PreTrainedModel):
     assistant = None
     rope: nn.Module
     compressor: Compressor | None
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -53,16 +90,12 @@ class DraftHead(PreTrainedModel):
 
     @classmethod
     def new(cls, target: Target, kind: DraftKind, vocabulary: Tensor | None, **config: Any) -> Self:
-        """Creates a head with fresh weights (none on the meta device) and the target's sizes, dtype and device.
-
-        Args:
-            vocabulary: LongTensor [U], target ids of the draft vocabulary; None = all.
-            config: overrides of the sizes; further options of the kind.
+        """Creates a head with the target's sizes, dtype and device, as of `Draft`; `config` overrides sizes.
 
         Raises:
             ValueError: an unknown key, or attention heads that are no multiple of the key-value heads.
         """
-        sizes = _sizes(target)
+        sizes = _sizes_after(target)
         known = {*sizes, *kind.keys, "compressor", "initializer_range"}
         unknown = [key for key in config if key not in known]
         if unknown:
@@ -83,7 +116,6 @@ class DraftHead(PreTrainedModel):
 
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> Self:
-        """Loads a trained head; ValueError for corrupt files, or a head for another target (names both)."""
         sizes = read_config(folder)
         check_target(sizes["target"], target, folder)
         if target.is_meta:
@@ -97,7 +129,7 @@ class DraftHead(PreTrainedModel):
 
     @classmethod
     def with_defaults(cls, config: dict[str, Any], target: Target) -> dict[str, Any]:
-        """The configuration with options filled in that depend on the target."""
+        """Returns the configuration with options filled in that depend on the target."""
         return config
 
     def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
@@ -105,12 +137,10 @@ class DraftHead(PreTrainedModel):
         raise NotImplementedError
 
     def check(self, target: Target) -> None:
-        """Raises ValueError, naming both, if the head was made for another target."""
         check_target(self.config.target, target, self.config._name_or_path or "the draft")
 
     @property
     def kind(self) -> str:
-        """Name of its row in `sage.drafts.registry.KINDS`."""
         return str(self.config.model_type).removeprefix(MODEL_TYPE_PREFIX)
 
     @property
@@ -124,10 +154,34 @@ class DraftHead(PreTrainedModel):
     @property
     def num_draft_tokens(self) -> int:
         """Size U of the draft vocabulary."""
-        return int(self.config.vocab_size)
+        return int(getattr(self.config, "draft_vocab_size", None) or self.config.vocab_size)
+
+    @property
+    def token_map(self) -> Tensor | None:
+        if self.num_draft_tokens == self.config.vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def register_vocabulary(self) -> None:
+        """Creates the buffers of a draft vocabulary of the first U tokens."""
+        self.register_buffer("d2t", torch.zeros(self.num_draft_tokens, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(self.config.vocab_size) < self.num_draft_tokens)
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Sets the draft vocabulary: U increasing target ids. Raises ValueError for anything else."""
+        is_ordered = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < self.config.vocab_size
+        if len(ids) != self.num_draft_tokens or not is_ordered:
+            raise ValueError(
+                f"draft.draft_vocab_size: need {self.num_draft_tokens} different ids below {self.config.vocab_size} in "
+                f"increasing order, got {len(ids)}"
+            )
+        self.d2t.copy_(ids.to(self.d2t) - torch.arange(len(ids)).to(self.d2t))
+        self.t2d.zero_()
+        self.t2d[ids.to(self.t2d.device)] = True
 
     def options(self) -> dict[str, Any]:
-        names = ("image_inputs", "input_norm", "fc_norm", "norm_output", "compressor")
+        names = ["image_inputs", "input_norm", "fc_norm", "norm_output", "compressor", "block_size", "num_layers"]
+        names += ["conditional", "conditional_rank", "feed", "causal", "confidence"]
         return {name: getattr(self.config, name) for name in names if hasattr(self.config, name)}
 
     def describe(self) -> dict[str, Any]:
@@ -141,7 +195,7 @@ class DraftHead(PreTrainedModel):
     @property
     def num_layers(self) -> int:
         """Decoder layers with a cache."""
-        return 1
+        return int(getattr(self.config, "num_layers", 1))
 
     def pass_functions(self, target: Target) -> tuple[PassFunction, ...]:
         """Returns the functions of its passes in decoding, which live as long as the head: of a commit, then of a level."""
@@ -166,11 +220,7 @@ class DraftHead(PreTrainedModel):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def token_map(self) -> Tensor | None:
-        return None
+        return tuple(getattr(self.config, "feature_levels", ()))
 
     def is_of_context(self, name: str) -> bool:
         """Whether the parameter `name` is applied to every pair, also to those from which nothing is drafted."""
@@ -183,7 +233,7 @@ class DraftHead(PreTrainedModel):
     def read(
         self, embeds_next: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """Runs the layer on pairs, [B, T, D] each -> [B, T, D]; mask and cache as in `DraftLayer.forward`."""
+        """Runs the layers on pairs, [B, T, D] each -> [B, T, D]; mask and cache as in `DraftLayer.forward`."""
         raise NotImplementedError
 
     def to_lm_head(self, hidden: Tensor) -> Tensor:
@@ -198,39 +248,23 @@ class DraftHead(PreTrainedModel):
         """Returns logits [.., U] for the head's output [.., D]."""
         return nn.functional.linear(self.to_lm_head(hidden), self.lm_head_weight(target.lm_head_weight))
 
-    def forward(
-        self,
-        embeds_next: Tensor,
-        features: Tensor,
-        position_ids: Tensor,
-        tree_mask: Tensor | None = None,
-        cache: Any = None,
-        rope: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Runs the head on pairs (features[t], embeds_next[t]).
+    def forward(self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, cache: Any = None) -> Tensor:
+        """Runs the head on pairs (features[t], embeds_next[t]), which attend causally.
 
         Args:
             embeds_next: [B, T, D], embeddings of tokens t + 1.
             features: [B, T, D], `fuse(..)` of tokens t that the target has read, outputs of this method for drafted ones.
             position_ids: rope positions of tokens t, [B, T] or [3, B, T].
-            tree_mask: additive, tiled mask [1, 1, G * T, S] from `tile_mask`; None attends causally, also in right-padded
-                batches, where no pair attends to the padding after it.
-            cache: one-layer KV cache to extend in decoding, or the `Chains` of an unrolled pass.
-            rope: cos and sin of `position_ids`, if precomputed.
+            cache: KV cache to extend in decoding, or the `Chains` of an unrolled pass.
 
         Returns:
             [B, T, D], the features of the next pairs and the input of `logits`; in step 0 of chains with roots, [B, R, D].
         """
-        return self.read(embeds_next, features, rope or self.rope(position_ids, embeds_next.dtype), tree_mask, cache)
+        return self.read(embeds_next, features, self.rope(position_ids, embeds_next.dtype), None, cache)
 
     def shorten(self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, pair_masks: PairMasks) -> HeadInput:
-        """Compresses complete sequences of P pairs to Q rows; without a compressor, Q = P.
-
-        In training mode the compressor samples what it prunes and selects.
-
-        Args:
-            embeds_next, features, position_ids: as in `forward`.
-            pair_masks: masks of the P pairs.
+        """Compresses complete sequences of P pairs, as in `forward`, to Q rows; without a compressor, Q = P. In training mode
+        the compressor samples what it prunes and selects.
         """
         if self.compressor is None:
             return HeadInput(embeds_next, features, position_ids)
@@ -249,9 +283,7 @@ class DraftHead(PreTrainedModel):
         """Drafts `steps` tokens ahead of every position in parallel, each step from the output of the previous one.
 
         Args:
-            embeds_next, features, position_ids: as in `forward`, of complete right-padded sequences of P pairs, or of the Q
-                rows returned by `shorten` (then P = Q).
-            steps: K.
+            embeds_next, features, position_ids: as in `forward`, of complete right-padded sequences, or the rows of `shorten`.
             weight: [B, P], factors of the attention values (`HeadInput.weight`); None for 1.
             roots: LongTensor [B, R], positions to draft from, different in each sequence; None for all.
 
@@ -280,19 +312,17 @@ class DraftHead(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-        elif isinstance(module, (Conv, Resampler, Gate)):  # after the linear layers within them
+        elif isinstance(module, (Resampler, Gate)):  # after the linear layers within them
             module.reset_parameters()
-
-
-ADAPTER_HINT = ", or the adapter it was trained with (--adapter, target.adapter)"
 
 
 def check_target(made_for: dict[str, Any], target: Target, where: Any) -> None:
     """Raises ValueError, naming both, if `made_for` is not the target's fingerprint."""
     if made_for != target.fingerprint:
+        hint = ", or the adapter it was trained with (--adapter, target.adapter)" if made_for.get("adapter") else ""
         raise ValueError(
             f"draft: {where} was made for {_describe(made_for)}, but the target is {_describe(target.fingerprint)}; "
-            f"give the draft trained for this target{ADAPTER_HINT if made_for.get('adapter') else ''}"
+            f"give the draft trained for this target{hint}"
         )
 
 
@@ -301,8 +331,8 @@ def _describe(fingerprint: dict[str, Any]) -> str:
     return f"{fingerprint.get('model_type', 'an unknown target')} ({sizes})"
 
 
-def _sizes(target: Target) -> dict[str, Any]:
-    """A head's sizes after its target, as arguments of its configuration class."""
+def _sizes_after(target: Target) -> dict[str, Any]:
+    """Returns the arguments of a head's configuration that are those of its target."""
     text = target.text_config
     return {
         "hidden_size": target.hidden_size,

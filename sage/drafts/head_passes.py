@@ -80,7 +80,6 @@ class PairInputs(CachedInputs):
 
     @property
     def features(self) -> Features:
-        """The target's features."""
         return Features(self.last, tuple(self.levels))
 
 
@@ -92,21 +91,10 @@ class CommitInputs(PairInputs):
 
 
 class HeadPass(PassFunction):
-    """A pass of a draft head.
-
-    Args:
-        draft: a `DraftHead`.
-        names, inputs, results: as of a `PassFunction`.
-    """
+    """A pass of a `DraftHead`; names, inputs and results as of a `PassFunction`."""
 
     def __init__(
-        self,
-        draft: Any,
-        target: Target,
-        names: tuple[str, str],
-        inputs: type[PassInputs],
-        results: Sequence[Result],
-        **sizes: int,
+        self, draft: Any, target: Target, names: tuple[str, str], inputs: type[PassInputs], results: Any, **sizes: int
     ) -> None:
         config, modules = draft.config, (type(draft).__module__, *family_modules(target))
         sizes |= {

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage.drafts.compressor.spans import HeadInput, PairMasks, ends_of_turn
+from sage.drafts.draft import Candidates, DraftSession
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import LastQuery, fuse_linears
 from sage.drafts.options import ImageInputs
-from sage.drafts.session import Candidates, DraftSession
 from sage.drafts.slots import SlotHead
+from sage.drafts.spans import HeadInput, PairMasks, ends_of_turn
 from sage.runtime.cache import TreeCache
 from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer, read_together
@@ -28,15 +28,13 @@ from sage.targets import Features, Prompt, Target
 
 
 class PairSession(DraftSession):
-    """Base class of sessions of a head that reads pairs: pair t = (feature of token t, embedding of token t + 1) at the
-    position of token t.
+    """Base class of sessions of a head: pair t = (feature of token t, embedding of token t + 1) at the position of token t.
 
     A draft in training runs eagerly. So does the prefill of a prompt that is long, pruned or compressed; others are read in the
     same way as accepted tokens.
 
     Args:
-        target: provides embedding, lm_head and pass mode.
-        capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
+        capacity: of the cache, in tokens, for prompt, answer and one drafted tree.
     """
 
     cache: TreeCache
@@ -58,7 +56,6 @@ class PairSession(DraftSession):
         self._set_capacity(capacity)
 
     def _set_capacity(self, capacity: int) -> None:
-        """Makes room for `capacity` tokens."""
         self.capacity = capacity
         self.cache.grow_to(self._executor.capacity(capacity))
         self._steps = torch.arange(self.cache.capacity, device=self.device)
@@ -82,26 +79,20 @@ class PairSession(DraftSession):
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
-        prompt = self.draft.placed(prompt)
-        if self._is_read_as_tokens(prompt):
-            embeds = next_embeds(self.draft, self.target, prompt, root)
+        prompt, needed = self.draft.placed(prompt), None
+        is_short = PROMPT.minimum <= prompt.input_ids.shape[1] <= self._executor.max_prompt
+        if is_short and prompt.kept is None and self.draft.compressor is None:
             self._set_origin(prompt.next_position, before=prompt.position_ids)
-            return self._logits_of(self._read(embeds, features, *self._rope(0, self.offset)))
-        pairs = pairs_of_prompt(self.draft, self.target, prompt, features, root)
-        more = pairs.features.shape[1] - prompt.input_ids.shape[1]
-        if more > 0:  # tiny images become longer
-            self._set_capacity(self.capacity + more)
-        self._set_origin(prompt.next_position)
-        return self._logits_of(self._read_pairs(pairs))
-
-    def _logits_of(self, needed: Pass | Tensor) -> Tensor:
-        """Runs a pass that gives logits."""
+            needed = self._read(self._next_embeds(prompt, root), features, *self._rope(0, self.offset))
+        else:
+            pairs = self._pairs_of_prompt(prompt, features, root)
+            more = pairs.features.shape[1] - prompt.input_ids.shape[1]
+            if more > 0:  # tiny images become longer
+                self._set_capacity(self.capacity + more)
+            self._set_origin(prompt.next_position)
+            needed = self._read_pairs(pairs)
         logits: Tensor = run([needed])[0]
         return logits
-
-    def _is_read_as_tokens(self, prompt: Prompt) -> bool:
-        is_short = PROMPT.minimum <= prompt.input_ids.shape[1] <= self._executor.max_prompt
-        return is_short and prompt.kept is None and self.draft.compressor is None
 
     def commit_pass(self, features: Features, tokens: Tokens) -> Pass:
         self.cache.crop_to(self.committed)
@@ -112,10 +103,8 @@ class PairSession(DraftSession):
         return self._read(embeds, features, *rope)
 
     @abstractmethod
-    def _read_pairs(self, pairs: HeadInput) -> Pass | Tensor:
-        """Reads a prompt into the empty cache, eagerly, and starts a tree; returns the logits [1, U] below the root, or a pass
-        that gives them.
-        """
+    def _read_pairs(self, pairs: HeadInput) -> Tensor:
+        """Reads a prompt into the empty cache, eagerly, and starts a tree; returns the logits [1, U] below the root."""
 
     @abstractmethod
     def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
@@ -123,7 +112,7 @@ class PairSession(DraftSession):
         gives the logits [1, U] below its root.
         """
 
-    def _pairs(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor, num_slots: int) -> dict[str, Any]:
+    def _arguments(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor, num_slots: int) -> dict[str, Any]:
         """Reserves columns for pairs and slots behind them; returns arguments of the pass over them."""
         length = embeds.shape[1]
         first = self.cache.reserve(length + num_slots)
@@ -137,9 +126,36 @@ class PairSession(DraftSession):
             "steps": self._steps.narrow(0, 0, first + length + num_slots),
         }
 
+    def _pairs_of_prompt(self, prompt: Prompt, features: Features, root: Tensor) -> HeadInput:
+        """Returns the pairs of a prompt and the first token [1] as the head reads them, without pruned tokens or compressed."""
+        embeds, positions, fused = self._next_embeds(prompt, root), prompt.position_ids, self.draft.fuse(features)
+        if prompt.kept is not None:  # pair t belongs to token t, so the last pair is always kept
+            embeds, fused, positions = embeds[:, prompt.kept], fused[:, prompt.kept], positions[..., prompt.kept]
+        if self.draft.compressor is None:
+            return HeadInput(embeds, fused, positions)
+        assert prompt.kept is None, "check_draft refuses pruning for a draft with a compressor"
+        tokens = torch.cat((prompt.input_ids, root[None]), 1)
+        is_answer = torch.zeros_like(tokens, dtype=torch.bool)
+        visual = torch.cat((prompt.visual_mask, is_answer[:, :1]), 1)
+        is_answer[:, -1] = True
+        masks = PairMasks.of(visual, ends_of_turn(tokens, self.target.eos_token_ids), is_answer)
+        compressed: HeadInput = self.draft.compressor(embeds, fused, positions, masks)
+        return compressed
+
+    def _next_embeds(self, prompt: Prompt, root: Tensor) -> Tensor:
+        """Returns the embeddings [1, T, D] of the prompt's second to last token and of the root, as the head reads them."""
+        embeds = prompt.embeds
+        if getattr(self.draft.config, "image_inputs", ImageInputs.embed) == ImageInputs.token:
+            embeds = torch.where(prompt.visual_mask[..., None], self.target.embed_tokens(prompt.input_ids), embeds)
+        return torch.cat((embeds[:, 1:], self.target.embed_tokens(root)[None]), 1)
+
 
 class HeadSession(PairSession):
-    """Session of a head that drafts level by level."""
+    """Session of a head that drafts level by level.
+
+    `visible` [F, X] is what the frontier sees of the X columns of the tree; a child inherits its parent's row. It is None as
+    long as every level has a single node, because then all columns are ancestors.
+    """
 
     _level: BoundPass
 
@@ -151,9 +167,7 @@ class HeadSession(PairSession):
 
     def _read_pairs(self, pairs: HeadInput) -> Tensor:
         hidden = self.draft(pairs.embeds_next, pairs.features, pairs.position_ids, cache=LastQuery(self.cache))[0]
-        self._start_tree(hidden)
-        logits: Tensor = self.draft.logits(hidden, self.target)
-        return logits
+        return self._start_tree((hidden, self.draft.logits(hidden, self.target)))
 
     def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass:
         width = len(rows)
@@ -177,7 +191,6 @@ class HeadSession(PairSession):
         return Pass(self._level, width, tensors, self._go_down, self.cache)
 
     def _go_down(self, results: Sequence[Tensor]) -> Tensor:
-        """Takes the results of a level; returns its logits."""
         self.hidden, logits = results
         return logits
 
@@ -193,13 +206,13 @@ class HeadSession(PairSession):
         return self.visible, self.committed
 
     def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
-        tensors = self._pairs(embeds, features, cos, sin, 0)
-        return Pass(self._commit, embeds.shape[1], tensors, self._start_from, self.cache)
+        tensors = self._arguments(embeds, features, cos, sin, 0)
+        return Pass(self._commit, embeds.shape[1], tensors, self._start_tree, self.cache)
 
-    def _start_from(self, results: Sequence[Tensor]) -> Tensor:
-        """Starts a tree from the results of a commit; returns its logits."""
-        hidden, logits = results
-        self._start_tree(hidden)
+    def _start_tree(self, results: Sequence[Tensor]) -> Tensor:
+        """Starts a tree below the last pair from its output [1, D] and its logits, which it returns."""
+        self.hidden, logits = results
+        self.committed, self.depth, self.visible = self.cache.length, 0, None
         return logits
 
     def set_synthetic_state(self, context: int, width: int) -> None:
@@ -207,14 +220,6 @@ class HeadSession(PairSession):
         self._set_origin(torch.zeros(1, dtype=torch.long, device=self.device))
         self.committed, self.depth, self.visible = context, 0, None
         self.hidden = self.hidden.new_zeros(width, self.draft.config.hidden_size)
-
-    def _start_tree(self, hidden: Tensor) -> None:
-        """Starts a tree from the output [1, D] of the last pair, which belongs to the root, and commits its cache row.
-
-        `visible` [F, X] is what the frontier sees of the X columns of the tree; a child inherits its parent's row. It is None
-        as long as every level has a single node, because then all columns are ancestors.
-        """
-        self.committed, self.depth, self.hidden, self.visible = self.cache.length, 0, hidden, None
 
 
 class SlotSession(PairSession):
@@ -243,20 +248,21 @@ class SlotSession(PairSession):
         self._last = torch.cat((self._last, staged))[-2:]
         return super().commit_pass(features, staged)
 
-    def _read_pairs(self, pairs: HeadInput) -> Pass | Tensor:
-        """Reads a prompt; causal attention needs no mask, whose size would be that of the prompt squared."""
+    def _read_pairs(self, pairs: HeadInput) -> Tensor:
         slots, length, function = self._num_slots, pairs.features.shape[1], self._commit.function
-        parts = zip(self.draft.rope(pairs.position_ids, self.dtype), self._rope(0, slots), strict=True)
-        cos, sin = (torch.cat(both, 2) for both in parts)
+        of_tokens = self.draft.rope(pairs.position_ids, self.dtype)
+        rope = tuple(torch.cat(both, 2) for both in zip(of_tokens, self._rope(0, slots), strict=True))
         steps = self._steps.narrow(0, 0, length + slots)
+        # causal attention needs no mask, whose size would be that of the prompt squared
         mask = None if self.draft.computes_tokens else function.mask(steps[:length], steps[None, length:], steps)
         self.committed = length
-        given = pairs.embeds_next, pairs.features, (cos, sin), mask, self.cache, self._last[None]
-        return self._start_tree(function.read_prompt(*given))
+        return self._start_tree(
+            function.read_prompt(pairs.embeds_next, pairs.features, rope, mask, self.cache, self._last[None])
+        )
 
     def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
         length, slots = embeds.shape[1], self._num_slots
-        tensors = self._pairs(embeds, features, cos, sin, slots)
+        tensors = self._arguments(embeds, features, cos, sin, slots)
         self.committed = self.cache.length - slots
         tensors["slot_cos"], tensors["slot_sin"] = self._rope(self.offset, slots)
         tensors["slot_columns"] = self._steps.narrow(0, self.committed, slots)[None]
@@ -313,7 +319,7 @@ class SlotSession(PairSession):
         self._frontier = staged.clone() if is_host else staged
         tensors = {"tokens": staged, "parents": parents}
         tensors |= {"hidden": self._hidden.narrow(0, self.depth, 1), "logits": self._logits.narrow(0, self.depth, 1)}
-        return Pass(self._level, len(tokens), tensors, _first)
+        return Pass(self._level, len(tokens), tensors, lambda results: results[0])
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         draft = self.draft
@@ -334,37 +340,3 @@ class SlotSession(PairSession):
 def _only_themselves(width: int, device: torch.device) -> Tensor:
     """Returns attention [F, F] among siblings, which do not see each other. Do not modify the result."""
     return torch.eye(width, dtype=torch.bool, device=device)
-
-
-def _first(results: Sequence[Tensor]) -> Tensor:
-    return results[0]
-
-
-def pairs_of_prompt(draft: DraftHead, target: Target, prompt: Prompt, features: Features, root: Tensor) -> HeadInput:
-    """Returns the pairs of a prompt and the first token [1] as a head reads them, without pruned tokens or compressed."""
-    embeds = next_embeds(draft, target, prompt, root)
-    positions, fused = prompt.position_ids, draft.fuse(features)
-    if prompt.kept is not None:  # pair t belongs to token t, so the last pair is always kept
-        embeds, fused, positions = embeds[:, prompt.kept], fused[:, prompt.kept], positions[..., prompt.kept]
-    if draft.compressor is None:
-        return HeadInput(embeds, fused, positions)
-    assert prompt.kept is None, "check_draft refuses pruning for a draft with a compressor"
-    short: HeadInput = draft.compressor(embeds, fused, positions, _pair_masks(target, prompt, root))
-    return short
-
-
-def next_embeds(draft: DraftHead, target: Target, prompt: Prompt, root: Tensor) -> Tensor:
-    """Returns the embeddings [1, T, D] of the prompt's second to last token and of the root, as the head reads them."""
-    embeds = prompt.embeds
-    if getattr(draft.config, "image_inputs", ImageInputs.embed) == ImageInputs.token:
-        embeds = torch.where(prompt.visual_mask[..., None], target.embed_tokens(prompt.input_ids), embeds)
-    return torch.cat((embeds[:, 1:], target.embed_tokens(root)[None]), 1)
-
-
-def _pair_masks(target: Target, prompt: Prompt, root: Tensor) -> PairMasks:
-    """Returns the masks of the prompt's pairs; the second token of the last pair is the root, the first of the answer."""
-    tokens = torch.cat((prompt.input_ids, root[None]), 1)
-    is_answer = torch.zeros_like(tokens, dtype=torch.bool)
-    visual = torch.cat((prompt.visual_mask, is_answer[:, :1]), 1)
-    is_answer[:, -1] = True
-    return PairMasks.of(visual, ends_of_turn(tokens, target.eos_token_ids), is_answer)

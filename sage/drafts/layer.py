@@ -1,6 +1,7 @@
-"""One decoder layer for draft heads: grouped-query attention without biases, and a gated MLP.
+"""One decoder layer for draft heads: grouped-query attention without biases, a gated MLP, and rope.
 
-The layer is Llama's, the one that serving engines use for every EAGLE draft; only the rope follows the target.
+The layer is Llama's, the one that serving engines use for every EAGLE draft; the rope has the target's frequencies, scaling and
+axes.
 
 Shapes: B batch, T tokens, N new tokens, S keys, D hidden, H heads, d head size.
 """
@@ -11,20 +12,22 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from sage.drafts.unroll import Chains
+from sage.drafts.unroll import Chains, masked_attention
 from sage.runtime.attention import causal_attention, packed_attention
 from sage.runtime.cache import PackedCache
+from sage.targets.rope import check_rope_type
 
 
 class FusedLinear:
     """Several linear layers of one input, computed as a single matrix product.
 
-    `fuse` moves the weights into one tensor and makes the layers' weights views of it. If a weight is moved elsewhere (by a
-    cast, another device, an optimizer that flattens parameters), the fused tensor is not used until the next `fuse`. The layers
-    have no bias.
+    `fuse` makes the layers' weights views of one tensor. If a weight is moved elsewhere (by a cast, another device, an
+    optimizer that flattens parameters), this tensor is not used until the next `fuse`. The layers have no bias.
     """
 
     def __init__(self, *maps: nn.Linear) -> None:
@@ -33,7 +36,6 @@ class FusedLinear:
         self.weight: Tensor | None = None
 
     def fuse(self) -> None:
-        """Moves the weights into one tensor, unless they are in it already."""
         if self.is_fused:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -47,9 +49,8 @@ class FusedLinear:
         return self.weight is not None and self.maps[0].weight.data_ptr() == self.weight.data_ptr()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[.., D] -> [.., sum of sizes]."""
-        is_traced = torch.compiler.is_compiling()  # the fused tensor is no parameter: a trace would keep its numbers
-        if not is_traced and self.is_fused and not torch.is_grad_enabled():  # nor has it a gradient
+        """[.., D] -> [.., sum of sizes]. The fused tensor is no parameter: a trace would keep its numbers, and no gradient."""
+        if self.is_fused and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
             return nn.functional.linear(hidden, self.weight)
         return torch.cat([linear(hidden) for linear in self.maps], -1)
 
@@ -74,7 +75,6 @@ class LastQuery:
         return states.narrow(dim, states.shape[dim] - 1, 1) if self.ends is None else states.index_select(dim, self.ends)
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Appends to the cache; returns all keys and values."""
         key, value = self.cache.update(keys, values, layer)
         return key, value
 
@@ -109,16 +109,11 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         """Returns [B, N, D]; of fewer rows where the cache selects queries."""
-        batch, length, _ = hidden.shape
-        if isinstance(cache, Chains | LastQuery) and cache.selects_queries:
-            rows = cache.queries(hidden)
-            length = rows.shape[1]
-            query = rotate(self._heads(self.q_proj(rows)), *(cache.queries(part, 2) for part in rope))
-            key, value = rotate(self._heads(self.k_proj(hidden)), *rope), self._heads(self.v_proj(hidden))
-        else:
-            query, key, value = self.project(hidden, rope)
-        out = self._attend(query, key, value, mask, cache).reshape(batch, -1, length, self.head_dim).transpose(1, 2)
-        return self.o_proj(out.reshape(batch, length, -1))
+        if not isinstance(cache, Chains | LastQuery) or not cache.selects_queries:
+            return self.attend(*self.project(hidden, rope), mask, cache)
+        query = rotate(self._heads(self.q_proj(cache.queries(hidden))), *(cache.queries(angles, 2) for angles in rope))
+        key, value = rotate(self._heads(self.k_proj(hidden)), *rope), self._heads(self.v_proj(hidden))
+        return self.attend(query, key, value, mask, cache)
 
     def project(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries [B, H, N, d], keys and values [B, H / G, N, d], rope applied to the first two."""
@@ -130,10 +125,17 @@ class Attention(nn.Module):
         """[B, T, H * d] -> [B, H, T, d]."""
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        """Returns [B, N, D] of queries [B, H, N, d]. Without a cache, all heads share the mask."""
+        heads = self._attend(query, key, value, mask, cache).reshape(query.shape).transpose(1, 2)
+        return self.o_proj(heads.reshape(*heads.shape[:2], -1))
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
-        """Returns [B, H, T, d] or, folded, [B, H / G, G * T, d]."""
+        """Returns [B, H, N, d] or, folded, [B, H / G, G * N, d]."""
         if isinstance(cache, Chains):
             return cache.attend(query, key, value)
+        if cache is None and mask is not None:
+            return masked_attention(query, key, value, mask)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         inner = cache.cache if isinstance(cache, LastQuery) else cache
@@ -212,3 +214,72 @@ def fuse_linears(draft: nn.Module) -> None:
         for part in vars(module).values():
             if isinstance(part, FusedLinear):
                 part.fuse()
+
+
+class Rope(nn.Module):
+    """Rotary embeddings; with `mrope_section` the frequencies are split among temporal, height and width positions.
+
+    Ref: Qwen2-VL, arXiv 2409.12191, section 2.1 (M-RoPE); Qwen3-VL, arXiv 2511.21631, section 2 (interleaved M-RoPE).
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        # Plain attributes, not buffers: loading on the meta device would leave a non-persistent buffer empty.
+        self.head_dim, self.theta = config.head_dim, config.rope_theta
+        self.max_position_embeddings, self.scaled = config.max_position_embeddings, config.scaled_rope
+        if self.scaled is not None:
+            check_rope_type(self.scaled.get("rope_type"))
+        self.axes = rope_axes(config.mrope_section or [], config.mrope_interleaved)
+        self._factors: dict[torch.device, tuple[Tensor, Tensor, float]] = {}
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
+        """Frequencies [d / 2], their axes (LongTensor [d / 2] or [0]), and the factor of cos and sin, on a device."""
+        if device not in self._factors:
+            frequency, factor = self._frequencies(device)
+            self._factors[device] = (frequency, torch.tensor(self.axes, device=device, dtype=torch.long), factor)
+        return self._factors[device]
+
+    def _frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        if self.scaled is None:
+            exponents = [i / self.head_dim for i in range(0, self.head_dim, 2)]
+            return self.theta ** -torch.tensor(exponents, device=device), 1.0
+        like_llama = LlamaConfig(
+            hidden_size=self.head_dim,
+            num_attention_heads=1,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters={"rope_theta": self.theta, **self.scaled},
+        )
+        with torch.device("cpu"):
+            frequency, factor = ROPE_INIT_FUNCTIONS[self.scaled["rope_type"]](like_llama, torch.device("cpu"))
+        return frequency.to(device), float(factor)
+
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Positions [B, T] or, only with `mrope_section` (else ValueError), [3, B, T] -> cos and sin, each [B, 1, T, d]."""
+        frequency, axes, factor = self._on(position_ids.device)
+        if position_ids.dim() == 3:
+            if not self.axes:
+                raise ValueError("draft.mrope_section: missing, but the target's positions have three axes")
+            angles = position_ids[axes].permute(1, 2, 0).float() * frequency
+        else:
+            angles = position_ids[..., None].float() * frequency
+        angles = torch.cat((angles, angles), -1)[:, None]
+        cos, sin = angles.cos(), angles.sin()
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return cos.to(dtype), sin.to(dtype)
+
+
+def rope_axes(section: list[int], is_interleaved: bool) -> list[int]:
+    """Returns the axis of every frequency [d / 2]: 0 temporal, 1 height, 2 width.
+
+    `section` [2, 1, 1] is 0 0 1 2, interleaved 0 1 2 0: height has the frequencies 1, 4, 7, .. and width 2, 5, 8, .. below
+    three times their number, as far as there are frequencies, and the temporal axis has the others.
+    """
+    if not is_interleaved:
+        return [axis for axis, size in enumerate(section) for _ in range(size)]
+    axes = [0] * sum(section)
+    for axis in (1, 2):
+        places = range(axis, min(3 * section[axis], len(axes)), 3)
+        axes[places.start : places.stop : 3] = [axis] * len(places)
+    return axes

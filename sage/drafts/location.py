@@ -1,7 +1,7 @@
 """The folder of the draft that a user names: a run, one of its drafts, or any other draft. The only place that resolves it.
 
 Imports no torch, so that a command answers a wrong name before it loads anything. Does not own: the other files of a run
-(checkpoints.run_folder), loading (sage.drafts.loading).
+(checkpoints.run_folder), loading (sage.drafts.draft).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def find_draft(path: str | Path, key: str = "draft") -> Path:
         key: of the setting, for the message.
 
     Raises:
-        ValueError: there is no such folder, or no draft in it.
+        ValueError: no such folder, or no draft in it.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -51,11 +51,11 @@ def target_of(draft: Path, options: str) -> str:
         ValueError: the file cannot be read or names no target.
     """
     try:
-        found = read_json(draft / DRAFT_CONFIG).get("target_path")
-        if not found and (draft / EXPORT_INFO).is_file():
-            found = (read_json(draft / EXPORT_INFO).get("target") or {}).get("name")
+        target = read_json(draft / DRAFT_CONFIG).get("target_path")
+        if not target and (draft / EXPORT_INFO).is_file():
+            target = (read_json(draft / EXPORT_INFO).get("target") or {}).get("name")
     except ValueError as error:
         raise ValueError(f"draft: {error}; save or copy the draft again") from error
-    if not found:
+    if not target:
         raise ValueError(f"target: missing; {draft / DRAFT_CONFIG} does not name it; give {options}")
-    return str(found)
+    return str(target)

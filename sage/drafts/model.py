@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from sage.drafts.draft import DraftSession
 from sage.drafts.registry import DraftKind
-from sage.drafts.session import DraftSession
 from sage.runtime.cache import TreeCache
 from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
@@ -64,9 +64,7 @@ class ModelDraft:
     def new(
         cls, target: Target, kind: DraftKind, vocabulary: Tensor | None, num_layers: int | None = None, **config: Any
     ) -> ModelDraft:
-        """Copies `num_layers` text layers of the target (see `shallow_model`); ValueError if missing or out of range, and for
-        any other option.
-        """
+        """Copies `num_layers` text layers of the target (see `shallow_model`)."""
         if config:
             raise ValueError(f"draft.{next(iter(config))}: unknown; choose from {', '.join(kind.keys)}")
         if num_layers is None:
@@ -75,13 +73,11 @@ class ModelDraft:
 
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> ModelDraft:
-        """Loads a smaller target; ValueError for corrupt files, or a model that cannot draft for `target`."""
         if target.is_meta:
             return cls(meta_target(AutoConfig.from_pretrained(folder)), target)
         return cls(load_target(folder, dtype, target.device), target)
 
     def check(self, target: Target) -> None:
-        """Raises ValueError, naming both, if the model cannot draft for `target`."""
         if self.target is not target:  # comparing vocabularies takes as long as a dozen passes
             check_pair(self.model, target)
 
@@ -91,10 +87,7 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
     """Builds a smaller target from `num_layers` evenly spaced text layers of a target and copies of all its other modules.
 
     The family's leading layers are included first, and with more layers the last one. Such a model starts closer to its target
-    than one with fresh layers, and shares its vocabulary, template and image processing.
-
-    Raises:
-        ValueError: `num_layers` is not between 1 and the target's number of layers less one.
+    than one with fresh layers, and shares its vocabulary, template and image processing. ValueError if it is not smaller.
     """
     if not 1 <= num_layers < target.num_layers:
         raise ValueError(
@@ -130,12 +123,7 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
 
 
 class ModelSession(DraftSession):
-    """Session of a smaller target; its logits have the vocabulary size of the target. A draft in training runs eagerly.
-
-    Args:
-        target: provides the pass mode.
-        capacity: capacity of the cache for prompt, answer and one drafted tree, in tokens.
-    """
+    """Session of a smaller target; its logits have the vocabulary size of the target. A draft in training runs eagerly."""
 
     cache: TreeCache
 
@@ -184,12 +172,9 @@ class ModelSession(DraftSession):
         self.ancestors = torch.zeros(width, 0, dtype=torch.bool, device=self.model.device)
 
     def _read(self, tokens: Tensor) -> Pass:
-        """Returns the pass that appends accepted tokens [M], the next root last, and gives the logits below it; starts a tree
-        there.
-        """
+        """Returns the pass that appends accepted tokens [M], starts a tree at the last one and gives the logits below it."""
         steps = torch.arange(len(tokens), device=tokens.device)
-        causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=tokens.device).tril()
-        needed = self._passes.over(tokens, self.position + steps, causal, self.cache)
+        needed = self._passes.over(tokens, self.position + steps, steps <= steps[:, None], self.cache)
         self._root_position = self.position + len(tokens) - 1
         self.position = self._root_position + 1
         self.committed = self.cache.length

@@ -112,7 +112,34 @@ class Eagle3Options(VocabularyOptions, HeadOptions):
 
 
 @dataclass(kw_only=True)
-class BlockOptions(VocabularyOptions, HeadSizes):
+class SlotOptions(VocabularyOptions):
+    """Keys of a head with slots, which drafts all levels of a round in one pass.
+
+    Attributes:
+        mask_token: token whose embedding fills the slots (of peagle in exports); null: one that the target does not use.
+        down_sample_ratio: share of the anchors that training keeps from one level of a block to the next; null: 0.5 where slots
+            are causal, else 1.
+        down_sample_ratio_min: share of the anchors that training keeps at every level.
+    """
+
+    feature_levels: list[Level] | None = None
+    block_size: Annotated[int, Range(ge=2, remedy="a block of one token drafts what draft=eagle3 does")] = 8
+    mask_token: NonNegativeInt | None = None
+    down_sample_ratio: Share | None = field(default=None, metadata=TRAINING_ONLY)
+    down_sample_ratio_min: Share = field(default=0.1, metadata=TRAINING_ONLY)
+
+    @property
+    def is_causal(self) -> bool:
+        return True
+
+    def kept_shares(self, num_levels: int) -> list[float]:
+        """Returns the share of the anchors from which training drafts each level."""
+        ratio = self.down_sample_ratio or (0.5 if self.is_causal else 1.0)
+        return [max(ratio**level, self.down_sample_ratio_min) for level in range(num_levels)]
+
+
+@dataclass(kw_only=True)
+class BlockOptions(SlotOptions, HeadSizes):
     """A few layers that predict all levels of a round in one pass (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147).
 
     `feed=false conditional=none` is DFlash, `feed=false conditional=markov` is DSpark.
@@ -128,59 +155,35 @@ class BlockOptions(VocabularyOptions, HeadSizes):
         feed: compute the slots from the last fused feature and the last token's embedding, instead of a mask's embedding.
         causal: a slot attends to the slots before it, instead of all slots; null: with `feed`.
         confidence: train a head that predicts the acceptance of each slot, for engines.
-        mask_token: token whose embedding fills the slots; null: one that the target does not use.
-        down_sample_ratio: share of the anchors that training keeps from one level of a block to the next; null: 0.5 where
-            slots are causal, else 1.
-        down_sample_ratio_min: share of the anchors that training keeps at every level.
     """
 
     trains_lm_head: ClassVar[bool] = False  # it takes the target's, of which engines have all rows
-    feature_levels: list[Level] | None = None
-    block_size: Annotated[int, Range(ge=2, remedy="a block of one slot drafts what draft=eagle3 does")] = 8
     num_layers: Annotated[int, Range(ge=1, le=5, remedy="1 is the usual value")] = 1
     conditional: Conditional = Conditional.mlp
     conditional_rank: PositiveInt = 128
     feed: bool = True
     causal: bool | None = None
     confidence: bool = False
-    mask_token: NonNegativeInt | None = None
-    down_sample_ratio: Share | None = field(default=None, metadata=TRAINING_ONLY)
-    down_sample_ratio_min: Share = field(default=0.1, metadata=TRAINING_ONLY)
 
     @property
     def is_causal(self) -> bool:
         return self.feed if self.causal is None else self.causal
 
-    def kept_shares(self, num_levels: int) -> list[float]:
-        """Returns the share of the anchors from which training drafts each level."""
-        ratio = self.down_sample_ratio or (0.5 if self.is_causal else 1.0)
-        return [max(ratio**level, self.down_sample_ratio_min) for level in range(num_levels)]
-
 
 @dataclass(kw_only=True)
-class PEagleOptions(VocabularyOptions, HeadOptions):
+class PEagleOptions(SlotOptions, HeadOptions):
     """EAGLE-3's layer with masked inputs, so that one pass drafts all levels of a round (P-EAGLE, arXiv 2602.01469).
 
     Attributes:
         feature_levels: indices of the target's hidden_states; null: low, middle and high.
         block_size: tokens that a pass drafts.
         num_layers: decoder layers.
-        mask_token: token whose embedding an export replaces by that of the masked inputs; null: one that the target does not
-            use.
         down_sample_ratio: share of the anchors that training keeps from one level of a block to the next.
-        down_sample_ratio_min: share of the anchors that training keeps at every level.
     """
 
-    feature_levels: list[Level] | None = None
-    block_size: Annotated[int, Range(ge=2, remedy="a block of one token drafts what draft=eagle3 does")] = 8
     num_layers: Annotated[int, Range(ge=1, le=4, remedy="1 is the usual value")] = 1
-    mask_token: NonNegativeInt | None = None
     down_sample_ratio: Share = field(default=0.7, metadata=TRAINING_ONLY)
     down_sample_ratio_min: Share = field(default=0.2, metadata=TRAINING_ONLY)
-
-    def kept_shares(self, num_levels: int) -> list[float]:
-        """Returns the share of the anchors from which training drafts each level."""
-        return [max(self.down_sample_ratio**level, self.down_sample_ratio_min) for level in range(num_levels)]
 
 
 @dataclass(kw_only=True)

@@ -1,9 +1,9 @@
 """The P-EAGLE draft head: EAGLE-3's layer on masked inputs, so that one pass drafts all levels of a round.
 
-Ref: P-EAGLE, arXiv 2602.01469. Differs by: the layer is that of `sage.drafts.eagle3`, with the target's rope; the embedding of
+Ref: P-EAGLE, arXiv 2602.01469. Differs by: the layer is that of `sage.drafts.eagle`, with the target's rope; the embedding of
 the masked inputs is a parameter of the head, since the target's embedding is frozen and shared.
 
-Pairs, index shift and positions are those of EAGLE-3 (see sage.drafts.eagle3). Where EAGLE-3 would read the last drafted token
+Pairs, index shift and positions are those of EAGLE-3 (see sage.drafts.eagle). Where EAGLE-3 would read the last drafted token
 and its own output, this head reads the mask: for a prompt x0 x1 x2 with fused features g0 g1 g2, a first answer token x3, and a
 block of three tokens
 
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from sage.drafts.eagle import Eagle3Config, Eagle3Draft
 from sage.drafts.layer import DraftLayer
-from sage.drafts.rollout import Rollout, steps_of_rows, visible_to_rows
 from sage.drafts.slots import SlotHead, mask_token_of
+from sage.drafts.unroll import Rollout, steps_of_rows, visible_to_rows
 from sage.targets import Target
 
 
@@ -80,11 +80,7 @@ class PEagleDraft(Eagle3Draft, SlotHead):
 
     @torch.no_grad()
     def reset_parameters(self, target: Target, vocabulary: Tensor | None = None) -> None:
-        """Draws fresh weights as EAGLE-3's head; further layers start as the identity.
-
-        Args:
-            vocabulary: LongTensor [U], increasing target ids of the draft vocabulary; None = the first U.
-        """
+        """Draws fresh weights as EAGLE-3's head; further layers start as the identity."""
         super().reset_parameters(target, vocabulary)
         for layer in self.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -99,10 +95,6 @@ class PEagleDraft(Eagle3Draft, SlotHead):
     @property
     def num_slots(self) -> int:
         return self.num_levels - 1
-
-    def options(self) -> dict[str, Any]:
-        own = ("block_size", "num_layers")
-        return super().options() | {name: getattr(self.config, name) for name in own}
 
     def is_of_context(self, name: str) -> bool:
         last = f"layers.{self.num_layers - 2}." if self.num_layers > 1 else "midlayer."

@@ -57,16 +57,11 @@ class Pruning:
         return self.ratio > 0 and self.method == PruneMethod.ATTENTION
 
     def __call__(self, prompt: Prompt, features: Features) -> Prompt:
-        """Returns the prompt with `kept` set to the text and the selected visual tokens.
-
-        Args:
-            prompt: batch 1.
-            features: features of the target's prefill, with `attention` if `needs_attention`.
+        """Returns a prompt of batch 1 with `kept` set to the text and the selected visual tokens; `features` of the target's
+        prefill, with `attention` if `needs_attention`.
         """
-        if self.ratio == 0:
-            return prompt
         visual = prompt.visual_mask[0].nonzero()[:, 0]
-        if len(visual) == 0:
+        if self.ratio == 0 or len(visual) == 0:
             return prompt
         budget = int(len(visual) * (1 - self.ratio))
         kept = ~prompt.visual_mask[0]

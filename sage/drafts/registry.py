@@ -10,11 +10,10 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
-from sage.drafts.options import BlockOptions, Eagle3Options, EagleOptions, ModelOptions, PEagleOptions
+from sage.drafts.options import BlockOptions, Eagle3Options, EagleOptions, ModelOptions, PEagleOptions, VocabularyOptions
 from sage.io.installed import import_installed
 
 MODEL_TYPE_PREFIX = "sage_"  # of `model_type` in the config.json of a draft head
-IMPORTER = "checkpoints.export.importer"  # module that reads drafts in the formats of engines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,35 +46,22 @@ class DraftKind:
 
     @property
     def model_type(self) -> str:
-        """`model_type` in config.json, where the draft is a head."""
         return MODEL_TYPE_PREFIX + self.name
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Options that `sage.new_draft` takes."""
-        return tuple(one.name for one in fields(self.options) if not one.metadata.get("training_only"))
+        return tuple(option.name for option in fields(self.options) if not option.metadata.get("training_only"))
 
     @property
     def has_vocabulary(self) -> bool:
         """Whether the draft can have a vocabulary of its own, smaller than the target's."""
-        return "draft_vocab_size" in {one.name for one in fields(self.options)}
+        return issubclass(self.options, VocabularyOptions)
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Modules of the draft and its session."""
         return tuple(path.partition(":")[0] for path in (self.draft, self.session))
-
-    def draft_class(self) -> Any:
-        """Imports the draft's class."""
-        return _resolve(self.draft)
-
-    def session_class(self) -> Any:
-        """Imports the session's class."""
-        return _resolve(self.session)
-
-    def student_class(self) -> Any:
-        """Imports the class that trains the kind."""
-        return _resolve(self.student)
 
 
 KINDS: dict[str, DraftKind] = {
@@ -93,7 +79,7 @@ KINDS: dict[str, DraftKind] = {
         DraftKind(
             name="eagle3",
             options=Eagle3Options,
-            draft="sage.drafts.eagle3:Eagle3Draft",
+            draft="sage.drafts.eagle:Eagle3Draft",
             session="sage.drafts.head_session:HeadSession",
             student="train.distill.student:HeadStudent",
             export_formats=("eagle3", "speculators", "gguf"),
@@ -103,7 +89,7 @@ KINDS: dict[str, DraftKind] = {
             options=PEagleOptions,
             draft="sage.drafts.peagle:PEagleDraft",
             session="sage.drafts.head_session:SlotSession",
-            student="train.distill.slots:SlotStudent",
+            student="train.distill.student:SlotStudent",
             is_parallel=True,
             export_formats=("peagle",),
         ),
@@ -112,7 +98,7 @@ KINDS: dict[str, DraftKind] = {
             options=BlockOptions,
             draft="sage.drafts.block:BlockDraft",
             session="sage.drafts.head_session:SlotSession",
-            student="train.distill.slots:SlotStudent",
+            student="train.distill.student:SlotStudent",
             is_parallel=True,
             takes_compressor=False,
             export_formats=("dflash", "dspark"),
@@ -144,10 +130,11 @@ def head_kind(model_type: Any) -> DraftKind | None:
 
 def importer() -> Any:
     """Imports the reader of exports and third-party drafts, with `is_export(folder)` and `load_export(folder, target)`."""
-    import_installed(IMPORTER.partition(".")[0])
-    return import_module(IMPORTER)
+    import_installed("checkpoints")
+    return import_module("checkpoints.export.importer")
 
 
-def _resolve(path: str) -> Any:
+def resolve(path: str) -> Any:
+    """Imports a class named "module:Class"."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)

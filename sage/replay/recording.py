@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sage.decoding.generation import start
-from sage.drafts.draft import Draft
-from sage.drafts.session import Candidates, DraftSession
+from sage.drafts.draft import Candidates, Draft, DraftSession
 from sage.planning.base import Policy
 from sage.runtime.host_tensors import Tokens
 from sage.runtime.packing import Pass

@@ -19,7 +19,7 @@ import torch
 
 from sage.costs.tables import Costs
 from sage.decoding.verify import Verdict
-from sage.drafts.session import Candidates
+from sage.drafts.draft import Candidates
 from sage.planning.base import Policy
 from sage.planning.tree import RoundOutcome, Tree, TreeBuilder
 from sage.replay.recording import RecordedRound, Recording, TokenPath

@@ -32,7 +32,7 @@ from checkpoints.export.formats.registry import find_format, variants
 from checkpoints.export.result import ExportOptions
 from checkpoints.export.serving import serving_line
 from checkpoints.export.target import TargetFacts
-from sage.drafts.eagle3 import Eagle3Config
+from sage.drafts.eagle import Eagle3Config
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 LAYER = "transformer_layer_config"

@@ -21,7 +21,7 @@ from sage.bench.__main__ import main as bench
 from sage.commands import generate
 from sage.commands.cli import find_models
 from sage.commands.generate import main as sage_generate
-from sage.drafts.loading import open_draft
+from sage.drafts.draft import open_draft
 from sage.drafts.location import find_draft, target_of
 from sage.io.manifest import write_manifest
 from sage.serving.command import main as sage_serve
@@ -89,7 +89,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         found.append(folder)
         raise ValueError("found")
 
-    for module in ("sage.commands.cli", "sage.drafts.loading", "train.cli.validate", "checkpoints.export.exporter"):
+    for module in ("sage.commands.cli", "sage.drafts.draft", "train.cli.validate", "checkpoints.export.exporter"):
         monkeypatch.setattr(f"{module}.refuse_corrupt_draft", refuse_corrupt_draft)
     return found
 

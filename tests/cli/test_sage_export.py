@@ -63,7 +63,7 @@ class TestCommand:
             raise error
 
         monkeypatch.setattr("checkpoints.export.exporter.save_file", full)
-        monkeypatch.setattr("sage.drafts.eagle3.Eagle3Draft.save_pretrained", full)
+        monkeypatch.setattr("sage.drafts.eagle.Eagle3Draft.save_pretrained", full)
         for arguments in (
             (home / "lone", "--format", "eagle3"),
             ("--import", home / "export", "--target", home / "target", "--levels", "0,1,2"),

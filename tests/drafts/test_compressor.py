@@ -23,12 +23,11 @@ from support.models import EOS, MAKERS, in_double
 from torch import Tensor
 
 import sage
-from sage.drafts.compressor.compressor import Compressor, Single, check_compressor, gumbel
-from sage.drafts.compressor.spans import HeadInput
+from sage.drafts.compressor import Compressor, Single, check_compressor, gumbel
 from sage.drafts.draft import new_session
+from sage.drafts.spans import HeadInput
 from sage.targets import Features, Prompt
-from train.distill.pairs import Pairs
-from train.distill.teacher import Teacher
+from train.distill.teacher import Pairs, Teacher
 
 LEVELS = (1, 2, 3)
 STEPS = 3
@@ -54,8 +53,8 @@ class World:
     answer: Tensor
 
     def shorten(self, draft: Any, pairs: Pairs | None = None) -> HeadInput:
-        one = pairs or self.pairs
-        return draft.shorten(one.embeds_next, draft.fuse(one.features), one.position_ids, one.pair_masks)
+        pairs = pairs or self.pairs
+        return draft.shorten(pairs.embeds_next, draft.fuse(pairs.features), pairs.position_ids, pairs.pair_masks)
 
     def pairs_of(self, pieces: list[Any]) -> Pairs:
         return Teacher(self.target, levels=LEVELS)(in_double(example(self.target, pieces)))
@@ -90,13 +89,6 @@ def make_undecided(draft: Any) -> None:
     gate = draft.compressor.mode.gate
     gate.outer.weight *= 1e-3
     gate.outer.bias.zero_()
-
-
-def sources(world: World, draft: Any) -> tuple[int, ...]:
-    """Returns the pairs whose positions the rows of the batch have."""
-    layout = world.shorten(draft).layout
-    assert layout is not None
-    return tuple(layout.source.flatten().tolist())
 
 
 def assert_equal(ours: Tensor, theirs: Tensor) -> None:
@@ -134,28 +126,6 @@ def test_training_equals_the_session(world: World, kind: str, mode: str) -> None
         session.commit(Features(read[0], tuple(read[1:])), ids[start + 1 : start + 3])
         assert_equal(session.hidden[0], unrolled[0][number, rows + 1])
     hook.remove()
-
-
-@pytest.mark.parametrize("mode", COMPRESSORS)
-@torch.no_grad()
-def test_rows_have_token_positions_and_text_is_unchanged(world: World, mode: str) -> None:
-    draft = compressed(world, "eagle", mode)
-    short, pairs = world.shorten(draft), world.pairs
-    assert short.layout is not None
-    visual, source, place = pairs.pair_masks.visual, short.layout.source, short.layout.place
-    for number in range(len(visual)):
-        text = (~visual[number]).nonzero()[:, 0]
-        slots = place[number, text]
-        assert torch.equal(short.features[number, slots], pairs.features.last[number, text])
-        assert torch.equal(short.embeds_next[number, slots], pairs.embeds_next[number, text])
-        length = int(slots[-1]) + 1
-        kept = source[number, :length]
-        assert torch.equal(short.position_ids[..., number, :length], pairs.position_ids[..., number, kept])
-        num_visual_rows = length - len(text)
-        assert bool(num_visual_rows) == bool(visual[number].any() and mode != "text_only")
-        assert num_visual_rows < int(visual[number].sum()) or mode in ("concat", "text_only") or not num_visual_rows
-    supervised = short.move_mask(pairs.mask).nonzero(as_tuple=True)
-    assert torch.equal(short.features[supervised], pairs.features.last[pairs.mask])  # in the order of the wanted features
 
 
 @pytest.mark.parametrize(("kind", "mode"), CASES)
@@ -214,9 +184,7 @@ def test_training_reaches_every_weight_of_a_compressor(world: World, kind: str, 
         short = world.shorten(draft)
         steps = draft.unroll(short.embeds_next, short.features, short.position_ids, 2, short.weight)
         torch.stack([step.square().sum() for step in steps]).sum().backward()
-    parts = dict(draft.compressor.named_parameters())
-    assert {name for name, parameter in parts.items() if parameter.grad is None} == set()
-    silent = {name for name, parameter in parts.items() if not parameter.grad.any()}
+    silent = {name for name, p in draft.compressor.named_parameters() if p.grad is None or not p.grad.any()}
     assert silent == set()
 
 
@@ -251,7 +219,7 @@ class TestGate:
         mode = draft.compressor.mode
         mode.gate.outer.bias[best] += 1e3
         alone = Compressor(draft.config)
-        alone.mode = Single([mode.operators[best]], {}, None)
+        alone.mode = Single([mode.operators[best]], None)
         ours, pairs = world.shorten(draft), world.pairs
         theirs = alone(pairs.embeds_next, draft.fuse(pairs.features), pairs.position_ids, pairs.pair_masks)
         assert torch.equal(ours.features, theirs.features) and torch.equal(ours.position_ids, theirs.position_ids)
@@ -264,7 +232,8 @@ class TestGate:
         torch.testing.assert_close(share, scores.softmax(-1), rtol=0, atol=0.015)
         draft = compressed(world, "eagle", "select")
         make_undecided(draft)
-        assert len({sources(world, draft.train()) for _ in range(8)}) > 1
+        layouts = [world.shorten(draft.train()).layout for _ in range(8)]
+        assert len({tuple(layout.source.flatten().tolist()) for layout in layouts if layout is not None}) > 1
         state = torch.get_rng_state()
         first, second = (world.shorten(draft.eval()).features for _ in range(2))
         assert torch.equal(first, second) and torch.equal(torch.get_rng_state(), state)

@@ -15,10 +15,9 @@ from support.models import EAGLE_3_1, in_float64, make_inputs, random_draft
 
 import sage
 from sage.commands import cli
-from sage.drafts.draft import new_session
-from sage.drafts.eagle3 import Eagle3Draft, default_levels
+from sage.drafts.draft import new_session, open_draft
+from sage.drafts.eagle import Eagle3Draft, default_levels
 from sage.drafts.layer import fuse_linears
-from sage.drafts.loading import open_draft
 from sage.drafts.model import ModelDraft
 
 

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 import sage
 from checkpoints.export.exporter import export
 from checkpoints.inspect import inspect_folder
+from sage.drafts.draft import DraftSession
 from sage.drafts.eagle import EagleConfig
 from sage.drafts.head import DraftHead
 from sage.drafts.registry import KINDS, DraftKind
-from sage.drafts.session import DraftSession
 from sage.runtime.captured import call_again
 from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
@@ -47,8 +47,8 @@ from train.config.errors import unknown_key
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.distill.objective import DraftOutput, Objective
-from train.distill.pairs import Pairs
 from train.distill.student import Student, gather_supervised
+from train.distill.teacher import Pairs
 from train.plan.search import plan
 from train.plan.text import render
 
@@ -176,8 +176,9 @@ def draft(tiny_qwen: sage.Target) -> Any:
     return sage.new_draft(tiny_qwen, "bigram", seed=0, scale=0.5).eval()
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled", "captured"])
-@pytest.mark.parametrize("policy", sage.POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "mode"), [*((policy, "eager") for policy in sage.POLICIES), ("static", "compiled"), ("static", "captured")]
+)
 def test_it_decodes(
     policy: str, mode: str, tiny_qwen: sage.Target, draft: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import sage
 from checkpoints.export.importer import read_draft
 from checkpoints.export.target import TargetFacts
 from sage.drafts.eagle import EagleConfig
-from sage.drafts.rope import Rope
+from sage.drafts.layer import Rope
 
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},

@@ -16,7 +16,7 @@ from support.synchronizations import count_rounds, new_policy
 import sage
 from sage.costs.measure import measure_costs
 from sage.drafts.draft import new_session
-from sage.drafts.rollout import visible_to_rows
+from sage.drafts.unroll import visible_to_rows
 from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.modes import PassMode

@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 
 import sage
 from checkpoints.export.formats.registry import find_format
-from sage.drafts.registry import draft_kind
+from sage.drafts.registry import draft_kind, resolve
 from sage.io.machine import available_cores
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
@@ -203,7 +203,7 @@ def train(made: World, kind: str, options: dict[str, Any]) -> Any:
             if "self_attn" in name and weight.dim() == 2:
                 weight += 0.1 * torch.randn(weight.shape, generator=generator)
     config = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=draft.num_levels, anchors=ANCHORS)
-    student = draft_kind(kind).student_class()(draft, Objective(config), [1.0] * draft.num_levels)
+    student = resolve(draft_kind(kind).student)(draft, Objective(config), [1.0] * draft.num_levels)
     torch.manual_seed(0)
     families.train(target, student, made.rows, STEPS)
     return draft.eval()

@@ -40,7 +40,7 @@ from checkpoints.export.exporter import export
 from checkpoints.export.importer import read_draft
 from checkpoints.export.result import ExportOptions
 from checkpoints.export.target import TargetFacts
-from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft, default_levels
+from sage.drafts.eagle import Eagle3Config, Eagle3Draft, default_levels
 
 ROOT = Path(__file__).resolve().parents[2]
 POCKET = ROOT / "data_prep" / "pocket" / "targets"

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 import sage
+from sage.drafts.draft import DraftSession
 from sage.drafts.model import ModelDraft
-from sage.drafts.session import DraftSession
 from sage.runtime.host_tensors import Tokens
 
 VOCABULARY = 330  # 64 ids for the tests and one per byte

@@ -25,7 +25,7 @@ from sage.decoding.answer import StopCriterion
 from sage.decoding.decoder import Request, decode, grow, selected_tree
 from sage.decoding.sampling import Sampling, TargetSampler
 from sage.decoding.verify import Verifier
-from sage.drafts.session import DraftSession
+from sage.drafts.draft import DraftSession
 from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel, TopK, Tree
 from sage.runtime.host_tensors import Tokens

@@ -16,8 +16,8 @@ from support.processors import user
 from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 import sage
-from sage.drafts.eagle3 import levels_for
-from sage.drafts.rope import Rope, rope_axes
+from sage.drafts.eagle import levels_for
+from sage.drafts.layer import Rope, rope_axes
 
 
 class TestQwen2VL(FamilySuite):

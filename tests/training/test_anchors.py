@@ -12,9 +12,8 @@ from torch import Tensor
 
 from train.config.schema import ObjectiveConfig
 from train.distill import student as students
-from train.distill.anchors import Anchors, draw_anchors, is_root_of
 from train.distill.objective import Objective, chain_counts
-from train.distill.rows import ChainRows
+from train.distill.rows import Anchors, ChainRows, draw_anchors, is_root_of
 from train.distill.student import HeadStudent
 from train.distill.teacher import Teacher
 from train.monitor.acceptance_estimate import expect
@@ -100,7 +99,7 @@ def test_dropped_chains_are_replaced_by_the_factor_of_those_kept() -> None:
     scales = anchors.scale_BR.split(anchors.sizes, 1)
     assert [one[0].sum().item() for one in scales] == pytest.approx([22, 22, 22])
     assert [one[1].tolist() for one in scales] == [[1, 1, 1] + [0] * 7, [1, 1, 1] + [0] * 4, [3, 0]]
-    (root_BR,) = anchors.per_row(anchors.root_BA)
+    root_BR = anchors.per_row(anchors.root_BA)
     first, second, third = (rows[0].tolist() for rows in root_BR.split(anchors.sizes, 1))
     assert second == first[:7] and third == first[:2]
     assert anchors.step_R.tolist() == [0] * 10 + [1] * 7 + [2] * 2

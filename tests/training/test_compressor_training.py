@@ -47,9 +47,10 @@ def configure(folder: Path, run: Path, *overrides: str) -> Config:
     return configured(folder / "target_qwen2_5_vl", run, f"data.cache_dir={folder}/cache", *overrides)
 
 
-@pytest.mark.parametrize(
-    ("mode", "draft"), [(mode, EAGLE3 if number % 2 else []) for number, mode in enumerate(COMPRESSORS)], ids=COMPRESSORS
-)
+MODES = {"text_only": EAGLE3, "resampler": [], "weighted": [], "concat": EAGLE3, "select": EAGLE3}
+
+
+@pytest.mark.parametrize(("mode", "draft"), MODES.items(), ids=MODES)
 def test_every_mode_reduces_the_loss(folder: Path, tmp_path: Path, mode: str, draft: list[str]) -> None:
     """The loop's own step, on one batch over and over: the loss falls and every weight of the compressor moves."""
     config = configure(folder, tmp_path / "run", *options(mode), *draft)
@@ -64,14 +65,7 @@ def test_every_mode_reduces_the_loss(folder: Path, tmp_path: Path, mode: str, dr
         assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
         if mode != "select":  # an operator may never have been drawn
             assert all(not torch.equal(value, before[name]) for name, value in head.compressor.named_parameters())
-        planned = build_on_meta(config)
-        assert planned.draft_parameters == sum(p.numel() for p in head.parameters()) > planned_without(config)
-
-
-def planned_without(config: Config) -> int:
-    """Parameters that are not the compressor's, less one so that `>` holds for those that have none."""
-    head: Any = build_on_meta(config).draft
-    return sum(p.numel() for name, p in head.named_parameters() if not name.startswith("compressor.")) - 1
+        assert build_on_meta(config).draft_parameters == sum(p.numel() for p in head.parameters())
 
 
 def test_the_saved_draft_decodes_and_resuming_is_exact(folder: Path, tmp_path: Path) -> None:

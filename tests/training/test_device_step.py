@@ -19,9 +19,8 @@ from sage.runtime.modes import VisionAttention
 from sage.targets.loading import set_attention
 from train.config.schema import ObjectiveConfig, OptimConfig
 from train.distill.objective import Objective
-from train.distill.pairs import Pairs, count_supervised
 from train.distill.student import HeadStudent, ModelStudent, Student
-from train.distill.teacher import DeviceCopies, Staging, Teacher
+from train.distill.teacher import DeviceCopies, Pairs, Staging, Teacher, count_supervised
 from train.job.loop import train_step
 from train.launch.signals import StopFlag
 from train.monitor.metrics import TrainingMetrics

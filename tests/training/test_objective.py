@@ -117,21 +117,6 @@ def test_chunk_size_and_a_borrowed_head_change_nothing(chunk: int, same_head: bo
 
 
 @pytest.mark.slow
-def test_gradcheck() -> None:
-    """Away from ties of p and q, where tv and lk are not differentiable."""
-    x = make()
-    config = ObjectiveConfig(ce_weight=0.5, tv_weight=0.7, lk_weight=0.2, feature_weight=0.0, temperature=1.5, chunk_tokens=2)
-    rows = Rows.of(torch.tensor([[1, 0, 1, 1], [1, 1, 0, 1]], dtype=torch.bool))
-    weight = torch.rand(6, dtype=torch.float64)
-
-    def loss(hidden: Tensor, head: Tensor) -> Tensor:
-        return ChunkedDistillation.apply(hidden, head, x["target_features"][:4], x["target_head"], weight, rows, config)[0]
-
-    hidden = x["hidden"].detach()[0, :6].clone().requires_grad_()
-    assert torch.autograd.gradcheck(loss, (hidden, x["head"]))
-
-
-@pytest.mark.slow
 def test_float32_is_accurate_to_float32_rounding() -> None:
     objective = objective_of(*WEIGHTS)
     small, wide = make(torch.float32), {k: v.double() if v.is_floating_point() else v for k, v in make(torch.float32).items()}

@@ -19,9 +19,8 @@ from sage.targets.family import NEXT_POSITION, POSITIONS
 from sage.targets.target import Features
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
-from train.distill.pairs import Pairs, count_supervised, make_pairs, with_noise
 from train.distill.student import ModelStudent
-from train.distill.teacher import Staging, Teacher
+from train.distill.teacher import Pairs, Staging, Teacher, count_supervised, make_pairs, with_noise
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -19,7 +19,7 @@ from support.train_helpers import big, configure
 import sage
 from data_prep.config import DataConfig
 from data_prep.dataset.dataset import Preparation
-from sage.drafts.compressor.spans import PairMasks
+from sage.drafts.spans import PairMasks
 from sage.targets.loading import meta_target
 from train.cli.train import train
 from train.config.checks import check

@@ -37,7 +37,7 @@ from support.train_helpers import (
 import sage
 from checkpoints.run_folder import read_metrics
 from train.config.schema import Config
-from train.distill.pairs import count_supervised
+from train.distill.teacher import count_supervised
 from train.engine.sharded_teacher import gathered_ahead
 from train.job.build import building
 from train.launch.cluster_env import RENDEZVOUS_PORTS

@@ -13,15 +13,20 @@ from support.models import in_double, make_inputs, make_qwen, random_draft
 from support.train_helpers import command, configured, draft_weights, metrics, single_process, train_quickly
 
 import sage
+from checkpoints.export.exporter import export
+from checkpoints.inspect import inspect_folder
 from data_prep.dataset.dataset import most_frequent
-from sage.drafts.eagle3 import Eagle3Draft
+from sage.drafts.eagle import Eagle3Draft
 from sage.drafts.model import ModelDraft, shallow_model
+from sage.drafts.peagle import PEagleDraft
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig
-from train.distill.build import end_tokens
+from train.distill.build import end_tokens, new_student
 from train.distill.objective import Objective
 from train.distill.student import HeadStudent, ModelStudent, roots_of
 from train.distill.teacher import Teacher
+from train.plan.search import plan
+from train.plan.text import render
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=200", "objective.steps=3"]
 MODEL = ["draft=model", "draft.num_layers=1"]
@@ -32,6 +37,7 @@ BLOCK = [
     "draft.draft_vocab_size=200",
     "draft.confidence=true",
 ]
+PEAGLE = ["draft=peagle", "draft.feature_levels=[0,1,2]", "draft.block_size=3", "draft.num_layers=2", "draft.mask_token=0"]
 KINDS = {"eagle3": EAGLE3, "model": MODEL, "block": [*BLOCK, "objective.anchors=99", "draft.down_sample_ratio=1"]}
 
 
@@ -108,12 +114,41 @@ def test_a_model_run_exports_a_complete_target_folder(folder: Path, plain: Calla
     assert torch.equal(sage.generate(target, draft, inputs, max_new_tokens=8).tokens, plain_text.tokens)
 
 
+@pytest.mark.slow
+def test_a_peagle_run_resumes_exactly_and_is_exported_as_peagle_only(folder: Path, tmp_path: Path) -> None:
+    """Six steps are three and three more, bit for bit, with random anchors and dropped levels."""
+    for name, lengths in (("straight", (6,)), ("resumed", (3, 6))):
+        for steps in lengths:
+            given = ["train.save_every=3", f"train.max_steps={steps}", f"run.resume={steps > lengths[0]}"]
+            train(folder, tmp_path / name, *PEAGLE, "objective.anchors=4", *given)
+    straight, resumed = (draft_weights(tmp_path / name) for name in ("straight", "resumed"))
+    assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
+    losses = [line["loss"] for line in metrics(tmp_path / "straight")]
+    assert losses[-1] < losses[0]
+    target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
+    draft = sage.load_draft(tmp_path / "straight", target)
+    assert isinstance(draft, PEagleDraft) and (draft.num_levels, draft.num_layers) == (3, 2)
+    sizes = {"block_size": 3, "num_layers": 2, "feature_levels": [0, 1, 2], "mask_token": 0}
+    fresh = sage.new_draft(target, "peagle", seed=0, **sizes).state_dict()
+    assert all(torch.equal(value, fresh[name]) == (name in ("d2t", "t2d")) for name, value in straight.items())
+    assert inspect_folder(tmp_path / "straight" / "draft").facts["architecture"] == "sage_peagle"
+    with refused("draft=peagle; its formats: peagle"):
+        export(tmp_path / "straight" / "draft", tmp_path / "out", "eagle3")
+
+
+def test_a_peagle_run_is_planned() -> None:
+    """Fewer parameters than EAGLE-3's head by its masks alone; its single pass takes less than seven unrolled steps."""
+    arguments = ["launch.plan=true", "target=qwen2_5_vl_7b", "launch.gpus=8"]
+    ours, eagle3 = (plan(compose("config", [*arguments, f"draft={kind}"], Config)) for kind in ("peagle", "eagle3"))
+    assert ours.models.draft_parameters == eagle3.models.draft_parameters + 4 * 3584
+    assert 0 < ours.flops["draft"] < eagle3.flops["draft"] / 2
+    assert "can be served by vLLM (sage-export --format peagle" in render(ours)
+
+
 @pytest.mark.parametrize(
     ("part", "still"), [("layers", ("visual", "embed_tokens", "lm_head")), ("text", ("visual",)), ("all", ())]
 )
 def test_the_trained_part_of_a_model(folder: Path, part: str, still: tuple[str, ...]) -> None:
-    from train.distill.build import new_student
-
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     arguments = [*command(folder / "target_qwen2_5_vl", folder / "none"), *MODEL, f"draft.train_part={part}"]
     student = new_student(shallow_model(target, 1), compose("config", arguments, Config))

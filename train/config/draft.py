@@ -12,7 +12,7 @@ from omegaconf import MISSING
 from sage.drafts.registry import KINDS, DraftKind
 from sage.io.ranges import PositiveInt, Range
 
-# The visual compressor of a draft head's input (see `sage.drafts.compressor.compressor`).
+# The visual compressor of a draft head's input (see `sage.drafts.compressor`).
 CompressorKind = StrEnum(
     "CompressorKind", ["none", "prune", "pool", "conv", "resampler", "text_only", "weighted", "concat", "select"]
 )

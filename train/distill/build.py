@@ -11,11 +11,10 @@ from torch import Tensor
 
 import sage
 from data_prep.dataset.dataset import count_tokens, most_frequent
-from sage.drafts.draft import Draft
-from sage.drafts.loading import open_draft
+from sage.drafts.draft import Draft, open_draft
 from sage.drafts.location import find_draft
 from sage.drafts.options import VocabularyOptions
-from sage.drafts.registry import KINDS
+from sage.drafts.registry import KINDS, resolve
 from train.config.draft import CompressorConfig, CompressorKind, DraftConfig
 from train.config.schema import Config, ConfigError
 from train.distill.compiled_layers import draft_layers
@@ -71,7 +70,7 @@ def _check_same(chosen: DraftConfig, draft: Draft) -> None:
 
 
 def compressor_options(chosen: CompressorConfig) -> dict[str, Any] | None:
-    """Returns `compressor` as in the `config.json` of a head (see `sage.drafts.compressor.compressor`); None for none."""
+    """Returns `compressor` as in the `config.json` of a head (see `sage.drafts.compressor`); None for none."""
     if chosen.kind is CompressorKind.none:
         return None
     return {"kind": str(chosen.kind)} | {key: value for key, value in asdict(chosen).items() if key != "kind"}
@@ -99,21 +98,18 @@ def draft_vocabulary(chosen: DraftConfig, target: sage.Target, dataset: Any, ran
         raise ConfigError(f"draft.draft_vocab_size={size}: allowed: at most the target's {target.vocab_size}; give 0 for all")
     if size == target.vocab_size:
         return None
-    ids = ranks.broadcast(_count(size, target, dataset) if ranks.is_main else None)
-    return torch.tensor(ids)
+    ids = None
+    if ranks.is_main:
+        counts = count_tokens(dataset, target.vocab_size)
+        ids = most_frequent(counts, size, end_tokens(target)).tolist()
+        share = 100 * float(counts[ids].sum() / counts.sum().clamp(min=1))
+        logger.info("draft vocabulary: %d of %d tokens, %.2f%% of the supervised ones", size, target.vocab_size, share)
+    return torch.tensor(ranks.broadcast(ids))
 
 
 def vocabulary_size(chosen: DraftConfig, target: sage.Target) -> int:
     """Returns the tokens of the draft's vocabulary."""
     return chosen.vocabulary_size(target.vocab_size) if isinstance(chosen, VocabularyOptions) else target.vocab_size
-
-
-def _count(size: int, target: sage.Target, dataset: Any) -> list[int]:
-    counts = count_tokens(dataset, target.vocab_size)
-    ids = most_frequent(counts, size, end_tokens(target))
-    share = float(counts[ids].sum() / counts.sum().clamp(min=1))
-    logger.info("draft vocabulary: %d of %d tokens, %.2f%% of the supervised ones", size, target.vocab_size, 100 * share)
-    return ids.tolist()
 
 
 def end_tokens(target: sage.Target) -> list[int]:
@@ -125,5 +121,5 @@ def end_tokens(target: sage.Target) -> list[int]:
 
 def new_student(draft: Draft, config: Config) -> Student:
     """Returns the student of a draft; its trained part is in float32 and requires gradients."""
-    student: Student = KINDS[draft.kind].student_class().of(draft, config)
+    student: Student = resolve(KINDS[draft.kind].student).of(draft, config)
     return student

@@ -61,13 +61,8 @@ class ChunkedDistillation(Function):
         state_RX: Tensor | None = None,
         correction_UX: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Differentiable w.r.t. `hidden_RD`, `lm_head_UD`, `state_RX` and `correction_UX`.
-
-        Args:
-            weight_R: weight of each row.
-            rows: the position of the target that each row predicts; a chunk has at most `chunk_tokens` rows, or one position.
-            config: weights of the terms, `temperature`, `chunk_tokens`.
-            state_RX, correction_UX: factors of a term of rank X that is added to the draft's logits; None for none.
+        """Differentiable w.r.t. `hidden_RD`, `lm_head_UD`, `state_RX` and `correction_UX`, the factors of a term of rank X that
+        is added to the draft's logits. A chunk has at most `chunk_tokens` rows, or one position.
 
         Returns:
             the sum; STATISTICS of every row [R, 4], unweighted; and BoolTensor [R], whether draft and target have the same most
@@ -79,14 +74,16 @@ class ChunkedDistillation(Function):
         grad_RD = torch.empty_like(hidden_RD) if hidden_RD.requires_grad else None
         grad_UD = torch.zeros_like(lm_head_UD, dtype=wide) if lm_head_UD.requires_grad else None
         term = None if state_RX is None or correction_UX is None else _Correction(state_RX, correction_UX, wide)
+        block_logits = BLOCK_LOGITS.get(hidden_RD.device.type, BLOCK_LOGITS["cuda"])
         scale_R1 = (weight_R.to(wide) / config.temperature)[:, None].to(lm_head_UD.dtype)
         for chunk in rows.parts(config.chunk_tokens):
             hidden_CD, scale_C1 = hidden_RD[chunk.rows].to(lm_head_UD.dtype), scale_R1[chunk.rows]
             slope_CU = nn.functional.linear(hidden_CD, lm_head_UD)  # logits, until each block replaces its own
             if term is not None:
                 term.add_to(slope_CU, chunk)
-            target_PU = _linear(target_hidden_SE[chunk.positions], target_lm_head_UE)
-            for block in rows.parts(_block_size(slope_CU), chunk):
+            target_PE = target_hidden_SE[chunk.positions].to(target_lm_head_UE.dtype)
+            target_PU = nn.functional.linear(target_PE, target_lm_head_UE)
+            for block in rows.parts(max(1, block_logits // len(lm_head_UD)), chunk):
                 own_rows, own_positions = (_within(*pair) for pair in zip(block, chunk, strict=True))
                 target = _Target.of(target_PU[own_positions], rows, block, config.temperature, wide)
                 figures = _evaluate_block(slope_CU[own_rows], target, config)
@@ -165,18 +162,11 @@ def _within(part: slice, whole: slice) -> slice:
     return slice(part.start - whole.start, part.stop - whole.start)
 
 
-def _block_size(logits_CU: Tensor) -> int:
-    """Returns the number of rows that are evaluated at a time."""
-    return max(1, BLOCK_LOGITS.get(logits_CU.device.type, BLOCK_LOGITS["cuda"]) // logits_CU.shape[1])
-
-
 def evaluate(
     config: ObjectiveConfig, p_CU: Tensor, q_CU: Tensor, cross_entropy_C: Tensor, slope_CU: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the weighted loss [C] and the overlap a [C].
-
-    Writes temperature * the gradient w.r.t. the draft logits to `slope_CU`. Modifies `q_CU` in place. C may be several
-    dimensions, of which `p_CU` may be broadcast.
+    """Returns the weighted loss [C] and the overlap a [C]; writes temperature * the gradient w.r.t. the draft logits to
+    `slope_CU`, and modifies `q_CU`. C may be several dimensions, of which `p_CU` may be broadcast.
     """
     ce, tv, lk = config.ce_weight, config.tv_weight, config.lk_weight
     if not (tv or lk):
@@ -191,10 +181,6 @@ def evaluate(
     overlap_gradient_CU = m_CU.sub_(row_dot(q_CU, m_CU)[..., None]).mul_(q_CU)
     torch.sub(overlap_gradient_CU.mul_((-tv - lk / overlap_C)[..., None]), difference_CU, alpha=ce, out=slope_CU)
     return loss_C, overlap_C
-
-
-def _linear(hidden_PE: Tensor, lm_head_UE: Tensor) -> Tensor:
-    return nn.functional.linear(hidden_PE.to(lm_head_UE.dtype), lm_head_UE)
 
 
 def log_softmax(logits_BU: Tensor, temperature: float, wide: torch.dtype) -> Tensor:

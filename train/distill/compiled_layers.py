@@ -34,11 +34,8 @@ class CompiledFunction:
     """A method of a class, compiled at its first call; it runs eagerly, after one warning, if it cannot be compiled.
 
     Sizes are symbols, so that another length needs no other code. torch.compile takes a size of 1 as a constant, so batches of
-    one sequence and of several have code of their own. A part of the method that cannot be traced makes all of it eager.
-
-    Args:
-        layer: the class.
-        name: of the method, which has to be a function of its arguments and the module alone.
+    one sequence and of several have code of their own. The method has to be a function of its arguments and the module alone; a
+    part of it that cannot be traced makes all of it eager.
     """
 
     def __init__(self, layer: type, name: str) -> None:
@@ -72,28 +69,23 @@ class CompiledFunction:
 
 @contextmanager
 def without_inner_hooks(module: nn.Module) -> Iterator[None]:
-    """Leaves out forward hooks of submodules within the block.
-
-    transformers registers hooks that collect the attention weights of a layer; they cannot be traced, and collect nothing here.
+    """Leaves out forward hooks of submodules within the block: transformers registers hooks that collect the attention weights
+    of a layer, which cannot be traced, and collect nothing here.
     """
-    hooked = [part for part in module.modules() if part._forward_hooks and part is not module]
-    kept = [part._forward_hooks for part in hooked]
-    for part in hooked:
-        vars(part)["_forward_hooks"] = OrderedDict()
+    kept = {inner: inner._forward_hooks for inner in module.modules() if inner._forward_hooks and inner is not module}
+    for inner in kept:
+        vars(inner)["_forward_hooks"] = OrderedDict()
     try:
         yield
     finally:
-        for part, hooks in zip(hooked, kept, strict=True):
-            vars(part)["_forward_hooks"] = hooks
+        for inner, hooks in kept.items():
+            vars(inner)["_forward_hooks"] = hooks
 
 
 class CompiledLayers:
-    """Methods of layers that run compiled within `installed`; without methods, nothing is compiled.
+    """Methods of layers that run compiled within `installed`; modules of one class share the compiled function.
 
     Hooks of the modules themselves stay outside of compiled code, since they surround the call of `forward`.
-
-    Args:
-        methods: modules and the names of their methods. Modules of one class share the compiled function.
     """
 
     def __init__(self, methods: Sequence[Method] = ()) -> None:
@@ -124,10 +116,8 @@ def label_of(layer: type, name: str) -> str:
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """Settings of torch.compile within the block.
-
-    Numbers of a configuration, such as the epsilon of a norm, are constants instead of inputs. A backward pass is compiled with
-    its forward pass, where a failure makes the method eager, instead of at its first call.
+    """Within the block, numbers of a configuration, such as the epsilon of a norm, are constants instead of inputs, and a
+    backward pass is compiled with its forward pass, where a failure makes the method eager, instead of at its first call.
     """
     from torch._dynamo import config as dynamo  # imported by the first pass: it takes a second
     from torch._functorch import config as functorch
@@ -156,9 +146,8 @@ def target_layers(config: Config, target: Target) -> CompiledLayers:
 
 
 def target_methods(target: Target) -> list[Method]:
-    """Returns the blocks of the vision tower and the text layers of a target.
-
-    Without the text layers of a sharded target, and without blocks that attend to each image and window in a call of its own.
+    """Returns the blocks of the vision tower and the text layers of a target, without the text layers of a sharded target, and
+    without blocks that attend to each image and window in a call of its own.
     """
     text: Any = target.text_model
     layers = list(text.layers) if target.is_plain else []

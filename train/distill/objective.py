@@ -1,8 +1,7 @@
 """The loss of a micro-batch: draft predictions at the supervised positions, compared with the target.
 
-Does not own: the terms and their chunked computation (train.distill.chunked_loss), the supervised positions
-(train.distill.pairs) and the rows that predict them (train.distill.rows), the division by the number of supervised tokens over
-all ranks (train.job.loop).
+Does not own: the terms and their chunked computation (train.distill.chunked_loss), the rows that predict the supervised
+positions (train.distill.rows), the division by the number of supervised tokens over all ranks (train.job.loop).
 
 Shapes: R rows, K steps, S supervised positions, D draft hidden size, E target hidden size, U draft vocabulary.
 """
@@ -31,9 +30,9 @@ class DraftOutput:
         hidden: [R, D], input of the draft's lm_head.
         lm_head: [U, D], the draft's own weight, trained or not, or the target's.
         rows: the position and the step of each prediction.
-        features: [R, E], predicted target features; None for a draft that predicts none.
-        correction: factors [R, X] and [U, X] of a term that is added to the logits; None for none.
-        confidence: [R], predicted logits of the acceptance probability; None for a draft that predicts none.
+        features: [R, E], predicted target features.
+        correction: factors [R, X] and [U, X] of a term that is added to the logits.
+        confidence: [R], predicted logits of the acceptance probability.
     """
 
     hidden: Tensor
@@ -93,17 +92,12 @@ class Objective:
         self.config = config
 
     def __call__(self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor) -> LossSums:
-        """Returns the sums over all rows.
-
-        Args:
-            target_features_SE: features of the target at the supervised positions, the input of its lm_head.
-            target_lm_head_UE: frozen lm_head rows of the draft vocabulary.
-        """
+        """Returns the sums over all rows; target features at the supervised positions, lm_head rows of the draft vocabulary."""
         rows, wide = output.rows, torch.promote_types(output.hidden.dtype, torch.float32)
-        weight_R, first_R = self.row_weights(rows, output.hidden.device, wide), (rows.step == 0).to(wide)
+        weight_R, first_R = self.step_weights(output.hidden.device, wide)[rows.step], (rows.step == 0).to(wide)
         count = first_R.sum()
         if isinstance(rows, ChainRows):
-            count, first_R = rows.num_supervised.to(wide), first_R * rows.scale
+            weight_R, count, first_R = weight_R * rows.scale, rows.num_supervised.to(wide), first_R * rows.scale
             first_R = first_R * (count / first_R.sum().clamp(min=1))  # the ratio estimator: no share exceeds 1
         if isinstance(rows, ChainRows) and self.config.dpace_alpha is not None:
             with torch.no_grad():
@@ -122,8 +116,13 @@ class Objective:
             distance_R = distance_RE.mean(-1)
             loss = loss + self.config.feature_weight * (weight_R * distance_R).sum()
             feature = (distance_R * first_R).sum()
+        if isinstance(rows, ChainRows):
+            agreements = chain_counts(agree_R, rows, self.config.steps)
+        else:
+            agreements = agree_R.new_zeros(self.config.steps, len(rows.counts))
+            agreements[rows.step, rows.position] = agree_R
         first = dict(zip(STATISTICS, (stats_RX * first_R[:, None]).sum(0), strict=True))
-        return LossSums(loss=loss, feature=feature, count=count, agreements=self._agreements(agree_R, rows), **first)
+        return LossSums(loss=loss, feature=feature, count=count, agreements=agreements, **first)
 
     def _distill(
         self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor, weight_R: Tensor
@@ -132,26 +131,13 @@ class Objective:
         if not torch.is_grad_enabled():
             factors = (output.hidden.detach(), output.lm_head.detach())
         inputs = (*factors, target_features_SE, target_lm_head_UE, weight_R, output.rows, self.config)
-        found: tuple[Tensor, Tensor, Tensor] = ChunkedDistillation.apply(*inputs, *(output.correction or ()))
-        return found
-
-    def _agreements(self, agree_R: Tensor, rows: Rows) -> Tensor:
-        """Returns `LossSums.agreements`."""
-        if isinstance(rows, ChainRows):
-            return chain_counts(agree_R, rows, self.config.steps)
-        agree_KS = agree_R.new_zeros(self.config.steps, len(rows.counts))
-        agree_KS[rows.step, rows.position] = agree_R
-        return agree_KS
+        results: tuple[Tensor, Tensor, Tensor] = ChunkedDistillation.apply(*inputs, *(output.correction or ()))
+        return results
 
     def step_weights(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns w_k, [K]."""
         decay_K = self.config.step_decay ** torch.arange(self.config.steps, device=device, dtype=dtype)
         return decay_K / decay_K.sum()
-
-    def row_weights(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns w_k of every row, [R], scaled for chains from anchors."""
-        weight_R = self.step_weights(device, dtype)[rows.step]
-        return weight_R * rows.scale if isinstance(rows, ChainRows) else weight_R
 
 
 def pace_weights(acceptance_R: Tensor, rows: ChainRows, num_steps: int, alpha: float) -> Tensor:
@@ -186,13 +172,9 @@ def confidence_loss(logits_R: Tensor, acceptance_R: Tensor, weight_R: Tensor) ->
 def chain_counts(agree_R: Tensor, rows: ChainRows, num_steps: int) -> Tensor:
     """Counts, per step, the chains whose earlier tokens all agree with the target's, and those of them that agree again.
 
-    Args:
-        agree_R: BoolTensor, whether draft and target have the same most probable token.
+    Returns float64 [2, K]. Worked example of three chains over three steps, whose second ends with the answer after two:
 
-    Returns:
-        float64 [2, K]. Worked example of three chains over three steps, whose second ends with the answer after two:
-
-            agree    [1 1 0] [1 1 .] [0 1 1]    reached 3 2 1, agreed 2 2 0
+        agree    [1 1 0] [1 1 .] [0 1 1]    reached 3 2 1, agreed 2 2 0
     """
     agree_KC, is_row_KC = agree_R.new_zeros(2, num_steps, rows.num_chains)
     agree_KC[rows.step, rows.chain] = agree_R

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from data_prep.own_answers import OwnShare, own_choices
 from sage import Target
-from train.distill.pairs import Pairs
+from train.distill.teacher import Pairs
 from train.launch.ranks import Ranks
 
 MAX_STEPS = 8  # the measurement is complete before the tenth step
@@ -29,7 +28,7 @@ class OwnAnswers:
     Args:
         labels: of the training sources, in the order of the configuration; other sources count for the first one.
         total_steps: of the run, if it has a limit; the last one completes the measurement.
-        first_step: step from which the run starts; a resumed run that has measured before measures nothing.
+        first_step: of the run; a resumed run that has measured before measures nothing.
 
     Attributes:
         found: the result, once it is complete.
@@ -52,14 +51,13 @@ class OwnAnswers:
         ids_S = pairs.inputs["input_ids"][:, 2:][mask_BP]
         own_S = own_choices(self.target, pairs.features_next[mask_BP], ids_S)
         figures_S2 = torch.stack((own_S.double(), torch.ones_like(own_S, dtype=torch.float64)), 1)
-        self._sums_L2.index_add_(0, self._label_numbers(batch)[mask_BP.nonzero()[:, 0]], figures_S2)
+        names = batch.get("sources") or [""] * len(batch["input_ids"])
+        label_B = torch.tensor([self.labels.index(name) if name in self.labels else 0 for name in names], device=mask_BP.device)
+        self._sums_L2.index_add_(0, label_B[mask_BP.nonzero()[:, 0]], figures_S2)
 
     def end_step(self, ranks: Ranks, step: int, num_supervised: float) -> OwnShare | None:
-        """Ends a step of the run; returns the result once, in the step that completes it. Collective in that step.
-
-        Args:
-            step: number of steps taken.
-            num_supervised: supervised tokens of the step over all ranks.
+        """Ends a step of the run, `step` of which are taken, with `num_supervised` tokens over all ranks; returns the result
+        once, in the step that completes it. Collective in that step.
         """
         self._tokens += num_supervised
         if not self._is_open or (step < self._last_step and self._tokens < MIN_TOKENS):
@@ -68,9 +66,3 @@ class OwnAnswers:
         totals = ranks.sum(self._sums_L2).tolist()
         self.found = OwnShare({label: (int(own), int(total)) for label, (own, total) in zip(self.labels, totals, strict=True)})
         return self.found
-
-    def _label_numbers(self, batch: dict[str, Any]) -> Tensor:
-        """Returns the number of the source of each example, LongTensor [B]."""
-        names = batch.get("sources") or [""] * len(batch["input_ids"])
-        numbers = [self.labels.index(name) if name in self.labels else 0 for name in names]
-        return torch.tensor(numbers, device=self._sums_L2.device)

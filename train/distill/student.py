@@ -3,12 +3,14 @@
 Draft and objective are one module because ZeRO-3 gathers parameters only within the forward pass of a module, and the
 objective reads the lm_head of a draft that has its own.
 
-Shapes: B batch, P pairs, K steps, S supervised positions, R rows of the objective, D hidden size, U draft vocabulary.
+Shapes: B batch, P pairs, K steps or levels, S supervised positions, A anchors, R rows of the objective or of all levels, N
+rows, D hidden size, U draft vocabulary, r rank of the conditional.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,14 +20,16 @@ from torch import Tensor, nn
 from sage.drafts.draft import Draft
 from sage.drafts.head import DraftHead
 from sage.drafts.model import ModelDraft
-from sage.drafts.options import ModelOptions, TrainedPart
+from sage.drafts.options import ModelOptions, SlotOptions, TrainedPart
 from sage.drafts.registry import KINDS
+from sage.drafts.slots import SlotHead
+from sage.drafts.spans import HeadInput
+from sage.drafts.unroll import at_rows
 from train.config.schema import Config
-from train.distill.anchors import draw_anchors, gather_chains, is_root_of
 from train.distill.compiled_layers import CompiledLayers, Method
 from train.distill.objective import DraftOutput, Objective
-from train.distill.pairs import Pairs, with_noise
-from train.distill.rows import ChainRows, Rows, indices_of
+from train.distill.rows import Anchors, ChainRows, Rows, draw_anchors, gather_chains, indices_of, is_root_of, within_turns
+from train.distill.teacher import Pairs, with_noise
 
 MAX_ROOTS = 0.8  # share of the pairs beyond which an unrolled pass computes all of them
 
@@ -58,10 +62,8 @@ class Student(nn.Module):
         raise NotImplementedError
 
     def forward(self, pairs: Pairs, target_lm_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the loss, a sum over supervised positions, `LossSums.stacked()`, and `LossSums.agreements`.
-
-        Args:
-            target_lm_head: [U, D], frozen rows of the target's lm_head for the draft vocabulary.
+        """Returns the loss, a sum over supervised positions, `LossSums.stacked()`, and `LossSums.agreements`, for the frozen
+        rows [U, D] of the target's lm_head for the draft vocabulary.
         """
         with self.layers.installed():
             output = self.predict(pairs, target_lm_head)
@@ -73,7 +75,7 @@ class Student(nn.Module):
         raise NotImplementedError
 
     def compilable(self) -> list[Method]:
-        """Returns the methods of the draft's layers that may be compiled; none unless a kind names them."""
+        """Returns the methods of the draft's layers that may be compiled."""
         return []
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -82,10 +84,7 @@ class Student(nn.Module):
 
 
 class HeadStudent(Student):
-    """An EAGLE or EAGLE-3 head; `objective.feature_noise` is added to the target's features.
-
-    With `objective.anchors` drafts start at anchors alone (see `train.distill.anchors`).
-    """
+    """An EAGLE or EAGLE-3 head. With `objective.anchors` drafts start at anchors alone (see `train.distill.rows`)."""
 
     def __init__(self, draft: DraftHead, objective: Objective) -> None:
         super().__init__(draft, objective)
@@ -104,10 +103,15 @@ class HeadStudent(Student):
     def decoding_draft(self) -> DraftHead:  # type: ignore[override]
         return self.draft
 
+    def head_input(self, pairs: Pairs) -> HeadInput:
+        """Returns the pairs as the head reads them, with `objective.feature_noise` and compressed."""
+        features = with_noise(pairs.features, self.objective.config.feature_noise)
+        embeds, fused = pairs.embeds_next.to(self.draft.dtype), self.draft.fuse(features).to(self.draft.dtype)
+        short: HeadInput = self.draft.shorten(embeds, fused, pairs.position_ids, pairs.pair_masks)
+        return short
+
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
-        draft, dtype, config = self.draft, self.draft.dtype, self.objective.config
-        fused = draft.fuse(with_noise(pairs.features, config.feature_noise)).to(dtype)
-        short = draft.shorten(pairs.embeds_next.to(dtype), fused, pairs.position_ids, pairs.pair_masks)
+        draft, config, short = self.draft, self.objective.config, self.head_input(pairs)
         mask, anchors = short.move_mask(pairs.mask), None
         if config.anchors is not None:
             keep = [1.0] * min(config.steps, mask.shape[1])
@@ -122,7 +126,6 @@ class HeadStudent(Student):
         return DraftOutput(draft.to_lm_head(hidden_RD), draft.lm_head_weight(target_lm_head), rows, features)
 
     def compilable(self) -> list[Method]:
-        """Returns those that the modules of the head name."""
         return [(module, name) for module in self.draft.modules() for name in getattr(module, "compilable", ())]
 
 
@@ -173,12 +176,8 @@ def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
 
         supervised [. . 1 1 .] [1 . . . .]    roots [1 2 3] [0 . .], filled up with other pairs: [1 2 3] [0 1 2]
 
-    Args:
-        mask_BP: supervised pairs.
-
-    Returns:
-        LongTensor [B, R]; None if computing all pairs costs less, since causal attention needs no mask. R is read from the
-        device, and at least 1: attention kernels need a query.
+    Returns LongTensor [B, R]; None if computing all pairs costs less, since causal attention needs no mask. R is read from the
+    device, and at least 1: attention kernels need a query.
     """
     is_root_BP = is_root_of(mask_BP, steps)
     num_roots = max(1, int(is_root_BP.sum(1).max()))
@@ -190,27 +189,22 @@ def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
 def supervised_features(pairs: Pairs, output: DraftOutput) -> Tensor:
     """Returns the target's features at the supervised positions of a draft's output, [S, D]."""
     rows = output.rows
-    if isinstance(rows, ChainRows):
-        places = indices_of(pairs.mask, pairs.mask.numel())[rows.among]
-    else:
-        places = indices_of(pairs.mask, len(rows.counts))
+    places = indices_of(pairs.mask, pairs.mask.numel() if isinstance(rows, ChainRows) else len(rows.counts))
+    places = places[rows.among] if isinstance(rows, ChainRows) else places
     return pairs.features_next.flatten(0, 1).index_select(0, places)
 
 
 def gather_supervised(
     steps_BPD: list[Tensor], mask_BP: Tensor, history_BP: Tensor | None = None, roots_BR: Tensor | None = None
 ) -> tuple[Tensor, Rows]:
-    """Gathers the predictions of the supervised positions from an unrolled pass.
+    """Gathers the predictions [R, D] of the supervised positions from an unrolled pass: those of every step for which a chain
+    can start so many pairs earlier.
 
     Args:
         steps_BPD: K tensors [B, P - i, D]; row s of the i-th belongs to pair s + i. With `roots_BR`, K tensors [B, R', D] that
             have the rows of R' roots only.
-        mask_BP: supervised pairs.
         history_BP: LongTensor, number of preceding pairs at which a chain to this pair may start; None = all of them.
         roots_BR: LongTensor, the roots in increasing order; None = all pairs.
-
-    Returns:
-        [R, D], and their rows: those of every step for which a chain can start so many pairs earlier.
     """
     batch_S, pair_S = mask_BP.nonzero(as_tuple=True)
     if len(steps_BPD) == 1:
@@ -231,3 +225,63 @@ def gather_supervised(
     flat = [states.flatten(0, 1) for states in steps_BPD]
     states_XD = torch.cat(flat) if len(flat) > 1 else flat[0]
     return states_XD.index_select(0, torch.stack(sources)[rows.step, rows.position]), rows
+
+
+class SlotStudent(HeadStudent):
+    """A head with slots, which drafts K tokens from random anchors of each sequence in one pass.
+
+    An anchor is a supervised pair, as in
+    decoding, where the target has emitted the second token of the pair. Anchor pair t is (feature of token t, embedding of
+    token t + 1); level k of its block predicts token t + 2 + k, the label of pair t + k. Rows end with the turn: a slot never
+    predicts a token of the answer to another question. Worked example for one sequence, K = 3:
+
+        pair         0 1 2 3 4 5 6
+        supervised   . . 1 1 1 . 1      two answers
+        anchor 2         k k k          rows of levels 0 1 2 at pairs 2 3 4
+        anchor 4             k          the turn ends: no rows of levels 1 and 2, although pair 6 is supervised again
+
+    `keep` is the share of the anchors whose blocks have each level.
+    """
+
+    def __init__(self, draft: SlotHead, objective: Objective, keep: Sequence[float]) -> None:
+        super().__init__(draft, objective)
+        self.keep = keep
+
+    @classmethod
+    def of(cls, draft: SlotHead, config: Config) -> Self:
+        assert isinstance(config.draft, SlotOptions)
+        objective = Objective(replace(config.objective, steps=draft.num_levels))
+        return cls(draft.float().train().requires_grad_(True), objective, config.draft.kept_shares(draft.num_levels))
+
+    def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
+        draft, short = self.draft, self.head_input(pairs)
+        mask = short.move_mask(pairs.mask)
+        anchors = within_turns(draw_anchors(mask, self.objective.config.anchors, self.keep), mask)
+        inputs = (short.embeds_next, short.features, short.position_ids)
+        hidden_BRD = draft.roll_out(*inputs, anchors.root_BA, anchors.sizes, short.weight)
+        state_BRX = hidden_BRD[..., :0]
+        if draft.markov_head is not None:
+            state_BRX = draft.markov_head(last_tokens(pairs.inputs["input_ids"], anchors))
+        if draft.path_head is not None:
+            state_BRX = draft.path_head(*last_embeds(pairs.embeds_next.to(draft.dtype), anchors), hidden_BRD)
+            hidden_BRD = hidden_BRD + draft.path_head.out(state_BRX)
+        both_NX, rows = gather_chains(torch.cat((hidden_BRD, state_BRX), -1), mask, anchors)
+        hidden_ND, state_NX = both_NX.split((hidden_BRD.shape[-1], state_BRX.shape[-1]), -1)
+        correction = None if draft.markov_head is None else (state_NX, draft.markov_head.markov_w2.weight)
+        confidence = None if draft.confidence_head is None else draft.confidence_head(both_NX.detach())
+        weight = draft.lm_head_weight(target_lm_head)
+        return DraftOutput(draft.to_lm_head(hidden_ND), weight, rows, correction=correction, confidence=confidence)
+
+
+def last_tokens(input_ids: Tensor, anchors: Anchors) -> Tensor:
+    """Returns the token before the predicted one of every row, LongTensor [B, R]."""
+    return input_ids.gather(1, (anchors.pair_BR + 1).clamp(max=input_ids.shape[1] - 1))
+
+
+def last_embeds(embeds_next: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
+    """Returns the embeddings of the token before the predicted one, and of the one before that, of every row, [B, R, D] each.
+
+    The first token of a sequence has no embedding among the pairs; the second one stands for it.
+    """
+    last_BR = anchors.pair_BR.clamp(max=embeds_next.shape[1] - 1)
+    return at_rows(embeds_next, last_BR, 1), at_rows(embeds_next, (last_BR - 1).clamp(min=0), 1)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from checkpoints.store import write_tensors
 from train.config.checks import zero_stage
 from train.config.schema import Config, Offload, OptimizerKind, Precision
-from train.distill.pairs import Pairs
 from train.distill.student import Student
+from train.distill.teacher import Pairs
 from train.engine.muon import Muon, matrices_of
 from train.engine.optimizer_state import KINDS, WEIGHT, OptimizerState
 from train.launch.ranks import Ranks

@@ -22,8 +22,7 @@ from train.config.overrides import own_answers_command
 from train.config.run_length import RunLength
 from train.config.schema import Config
 from train.distill.own_answers import OwnAnswers
-from train.distill.pairs import count_supervised
-from train.distill.teacher import DeviceCopies, Teacher
+from train.distill.teacher import DeviceCopies, Teacher, count_supervised
 from train.engine.engine import Engine
 from train.job.callbacks import Callback
 from train.job.schedule import Due, RunSchedule, learning_rate

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sage.drafts.compressor.operators import Conv, Resampler
-from sage.drafts.options import BlockOptions, PEagleOptions
+from sage.drafts.compressor import Conv, Resampler
+from sage.drafts.options import SlotOptions
 from sage.drafts.registry import KINDS
 from sage.drafts.unroll import EXTRA
 from sage.runtime.captured import MAX_FREE
@@ -279,7 +279,7 @@ def steps_per_anchor(config: Config, draft: Any) -> float:
     """Returns the predictions that a training step computes from each position, on average."""
     if not KINDS[config.draft.kind].is_parallel:
         return config.objective.steps
-    assert isinstance(config.draft, BlockOptions | PEagleOptions)
+    assert isinstance(config.draft, SlotOptions)
     return sum(config.draft.kept_shares(draft.num_levels))
 
 

@@ -16,9 +16,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 import sage
-from sage.drafts.draft import Draft
+from sage.drafts.draft import Draft, open_draft
 from sage.drafts.head import DraftHead
-from sage.drafts.loading import open_draft
 from sage.drafts.location import find_draft
 from sage.io.files import config_dir
 from sage.io.hub import require_hub

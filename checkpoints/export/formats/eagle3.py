@@ -35,7 +35,7 @@ from checkpoints.export.format_checks import HEAD_NORMS, LAYER_CHECKS, check_ten
 from checkpoints.export.formats.base import CheckInput, Checks, ExportFormat, fixed_batch, with_prefix
 from checkpoints.export.formats.records import Finding, ImportOptions, Obstacle
 from checkpoints.export.target import TargetFacts
-from sage.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from sage.drafts.eagle import Eagle3Config, Eagle3Draft
 from sage.drafts.head import DraftHead
 
 SAVED_LAYER = "layers.0."  # prefix of the layer's tensors in the folders of most trainers

@@ -3,8 +3,10 @@
 The target reads all visual tokens, so the output does not change; the compressor shortens the draft's context. The same module
 is used in training (complete conversations) and in decoding (one prompt).
 
-A single operator is a mode (prune, pool, conv, resampler, text_only). `weighted` mixes the rows of several operators, `concat`
-concatenates them, `select` takes the rows of one operator per image.
+A pair state is the concatenation of the embedding and the feature of a pair, so C = 2D. An operator reduces a span of pair
+states to fewer rows. Prune, pool and conv return one row for each window of `ratio` consecutive pairs (the last one may be
+shorter), so that their rows can also be mixed. A row has the rope position of a token it replaces: the kept token, or the
+middle one.
 
 The gate of `weighted` and `select` reads the question: the mean pair state (embedding and feature, each normalized to root mean
 square 1) over the text of the turn of the image. These are all pairs of two text tokens between the ends of turns (the target's
@@ -13,21 +15,25 @@ in decoding, in its own turn and in later ones; with a template that does not en
 
 Ref: SpecVLM, arXiv 2509.11815, section 3 (operators, modes and their ratios; the form of gate and operators is ours).
 
-Shapes: B batch, P pairs, S spans, L longest span, N rows per span, O operators, C = 2D channels of a pair state, D hidden.
+Shapes: B batch, P pairs, S spans, L longest span, N rows per span or windows, R ratio, O operators, C = 2D channels of a pair
+state, D hidden, H heads, d head size, Q queries.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.compressor.operators import Conv, Pool, Prune, Resampler, TextOnly, norm_halves
-from sage.drafts.compressor.spans import HeadInput, Layout, PairMasks, Rows, Spans
+from sage.drafts.spans import HeadInput, Layout, PairMasks, Rows, Spans
 
 GATE_SIZE = 64
+
+# Fields states, offset and valid of `Rows`; a plain tuple, because the hooks of ZeRO-3 look for tensors in tuples.
+OperatorOutput = tuple[Tensor, Tensor, Tensor]
 
 
 class Compressor(nn.Module):
@@ -36,8 +42,7 @@ class Compressor(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         mode, operators, _ = MODES[config.compressor["kind"]]
-        made = [OPERATORS[name](config.compressor, config) for name in operators]
-        self.mode = mode(made, config.compressor, config)
+        self.mode = mode([OPERATORS[name](config.compressor, config) for name in operators], config)
 
     def forward(
         self, embeds_next: Tensor, features: Tensor, position_ids: Tensor, pair_masks: PairMasks, is_sampling: bool = False
@@ -82,6 +87,128 @@ class Compressor(nn.Module):
         return embeds_next + 0 * touched
 
 
+class WindowOperator(nn.Module):
+    """Base class of operators with one row per window."""
+
+    def __init__(self, ratio: int) -> None:
+        super().__init__()
+        self.ratio = ratio
+
+    def num_rows(self, length: int) -> int:
+        """Returns the number of rows of a span of `length` pairs."""
+        return math.ceil(length / self.ratio)
+
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
+        """Returns a row per window of spans with `states` [S, L, C], zeros after the end of a span.
+
+        Args:
+            is_sampling: whether to draw from torch's generator.
+        """
+        num_windows = self.num_rows(states.shape[1])
+        padded = nn.functional.pad(states, (0, 0, 0, num_windows * self.ratio - states.shape[1]))
+        start = torch.arange(num_windows, device=states.device) * self.ratio
+        size = (spans.length[:, None] - start).clamp(0, self.ratio)
+        made, offset = self.reduce(padded.unflatten(1, (num_windows, self.ratio)), size, is_sampling)
+        return made, start + offset, size > 0
+
+    def reduce(self, windows: Tensor, size: Tensor, is_sampling: bool) -> tuple[Tensor, Tensor]:
+        """Returns rows [S, N, C] of windows [S, N, R, C] with `size` [S, N] pairs, and their places in the windows [S, N]."""
+        raise NotImplementedError
+
+
+class Prune(WindowOperator):
+    """Keeps one pair per window: a random one in training, a fixed one otherwise."""
+
+    def reduce(self, windows: Tensor, size: Tensor, is_sampling: bool) -> tuple[Tensor, Tensor]:
+        share = torch.rand(size.shape, device=size.device) if is_sampling else hashed_uniform(size.shape[1], size.device)
+        kept = (share * size).long()
+        index = kept[..., None, None].expand(-1, -1, 1, windows.shape[-1])
+        return windows.gather(2, index)[:, :, 0], kept
+
+
+class Pool(WindowOperator):
+    """Mean of each window."""
+
+    def reduce(self, windows: Tensor, size: Tensor, is_sampling: bool) -> tuple[Tensor, Tensor]:
+        return windows.sum(2) / size.clamp(min=1)[..., None], middle_of(size)
+
+
+class Conv(WindowOperator):
+    """Depthwise convolution of width and stride `ratio`, initialized as the mean.
+
+    The projections of the head's layer mix the channels, so that both together are a depthwise separable convolution. In a
+    shorter last window the weights are scaled up for the missing pairs.
+    """
+
+    def __init__(self, ratio: int, channels: int) -> None:
+        super().__init__(ratio)
+        self.weight = nn.Parameter(torch.full((channels, ratio), 1 / ratio))
+
+    def reduce(self, windows: Tensor, size: Tensor, is_sampling: bool) -> tuple[Tensor, Tensor]:
+        total = torch.einsum("snrc,cr->snc", windows, self.weight)
+        return total * (self.ratio / size.clamp(min=1))[..., None].to(total.dtype), middle_of(size)
+
+
+class Resampler(nn.Module):
+    """One cross-attention layer with learned queries over the complete span.
+
+    Query i of Q belongs to the i-th of Q equal parts of the span: its output is added to the mean of that part, and its row has
+    the position of the part's middle. A span of fewer than Q pairs has one row per pair.
+    """
+
+    def __init__(self, queries: int, config: Any) -> None:
+        super().__init__()
+        self.heads, inner = config.num_attention_heads, config.num_attention_heads * config.head_dim
+        self.std, channels = config.initializer_range, 2 * config.hidden_size
+        self.queries = nn.Parameter(torch.empty(queries, inner))
+        self.k_proj = nn.Linear(channels, inner, bias=False)
+        self.v_proj = nn.Linear(channels, inner, bias=False)
+        self.o_proj = nn.Linear(inner, channels, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws fresh weights: queries of unit variance, an output of zero."""
+        self.queries.normal_()
+        self.k_proj.weight.normal_(std=self.std)
+        self.v_proj.weight.normal_(std=self.std)
+        self.o_proj.weight.zero_()
+
+    def num_rows(self, length: int) -> int:
+        return min(len(self.queries), length)
+
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
+        """[S, L, C] -> min(Q, length) rows per span."""
+        number = torch.arange(len(self.queries), device=states.device)
+        parts = spans.length.clamp(max=len(number))[:, None]
+        start, end = (edge * spans.length[:, None] // parts for edge in (number, number + 1))
+        pair = torch.arange(states.shape[1], device=states.device)
+        belongs = (pair >= start[..., None]) & (pair < end[..., None]) & (number < parts)[..., None]
+        mean = belongs.to(states.dtype) @ states / belongs.sum(-1, keepdim=True).clamp(min=1)
+        return mean + self._attend(states, spans), (start + end - 1) // 2, number < parts
+
+    def _attend(self, states: Tensor, spans: Spans) -> Tensor:
+        """Returns the cross-attention, [S, Q, C]."""
+        normed = norm_halves(states)
+        keys, values = (proj(normed).unflatten(-1, (self.heads, -1)) for proj in (self.k_proj, self.v_proj))
+        queries = self.queries.unflatten(-1, (self.heads, -1))
+        scores = torch.einsum("qhd,slhd->shql", queries, keys) * queries.shape[-1] ** -0.5
+        weights = scores.masked_fill(~spans.inside[:, None, None], -torch.inf).softmax(-1)
+        return self.o_proj(torch.einsum("shql,slhd->sqhd", weights, values).flatten(-2))
+
+
+class TextOnly(nn.Module):
+    """Removes the visual rows; the features of later text tokens still depend on the image."""
+
+    def num_rows(self, length: int) -> int:
+        return 0
+
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
+        """[S, L, C] -> no rows."""
+        none = spans.inside[:, :0]
+        return states[:, :0], none.long(), none
+
+
 class Gate(nn.Module):
     """Scores the operators by the question; initially all scores are 0."""
 
@@ -107,39 +234,24 @@ class Gate(nn.Module):
 class Single(nn.Module):
     """Rows of one operator."""
 
-    def __init__(self, operators: Sequence[nn.Module], given: Mapping[str, Any], config: Any) -> None:
+    def __init__(self, operators: Sequence[nn.Module], config: Any) -> None:
         super().__init__()
         self.operator: Any = operators[0]
 
     def num_rows(self, length: int) -> int:
-        """Returns the number of rows of a span of `length` pairs."""
         return int(self.operator.num_rows(length))
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
-        """Returns the rows that replace the spans.
-
-        Args:
-            states: [S, L, C].
-            question: [S, C].
-            is_sampling: whether to draw from torch's generator.
-        """
+        """Returns the rows that replace the spans, from `states` [S, L, C] and `question` [S, C]."""
         return Rows(*self.operator(states, spans, is_sampling))
 
 
-class Several(nn.Module):
-    """Base class of modes with several operators; `forward` as of `Single`."""
+class Concat(nn.Module):
+    """Concatenated rows of the operators; `forward` as of `Single`."""
 
-    def __init__(self, operators: Sequence[nn.Module], given: Mapping[str, Any], config: Any) -> None:
+    def __init__(self, operators: Sequence[nn.Module], config: Any) -> None:
         super().__init__()
         self.operators = nn.ModuleList(operators)
-
-    def num_rows(self, length: int) -> int:
-        """Returns the number of rows of a span of `length` pairs, at most."""
-        return max(operator.num_rows(length) for operator in self.operators)
-
-
-class Concat(Several):
-    """Concatenated rows of the operators."""
 
     def num_rows(self, length: int) -> int:
         return sum(operator.num_rows(length) for operator in self.operators)
@@ -148,21 +260,29 @@ class Concat(Several):
         return Rows.concat([Rows(*operator(states, spans, is_sampling)) for operator in self.operators])
 
 
-class Weighted(Several):
-    """Rows of operators of equal ratio, mixed by the softmax of the gate, at the middles of the windows."""
+class Gated(nn.Module):
+    """Base class of modes whose gate scores the operators; `forward` as of `Single`."""
 
-    def __init__(self, operators: Sequence[nn.Module], given: Mapping[str, Any], config: Any) -> None:
-        super().__init__(operators, given, config)
+    def __init__(self, operators: Sequence[nn.Module], config: Any) -> None:
+        super().__init__()
+        self.operators = nn.ModuleList(operators)
         self.gate = Gate(2 * config.hidden_size, len(operators), config.initializer_range)
+
+    def num_rows(self, length: int) -> int:
+        return max(operator.num_rows(length) for operator in self.operators)
+
+
+class Weighted(Gated):
+    """Rows of operators of equal ratio, mixed by the softmax of the gate, at the middles of the windows."""
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
         share_SO = self.gate(question).softmax(-1)
-        parts = [Rows(*operator(states, spans, is_sampling)) for operator in self.operators]
-        mixed = torch.einsum("so,osnc->snc", share_SO, torch.stack([part.states for part in parts]))
-        return Rows(mixed, parts[-1].offset, parts[-1].valid)
+        *others, last = [Rows(*operator(states, spans, is_sampling)) for operator in self.operators]
+        states_OSNC = torch.stack([rows.states for rows in (*others, last)])
+        return Rows(torch.einsum("so,osnc->snc", share_SO, states_OSNC), last.offset, last.valid)
 
 
-class Select(Several):
+class Select(Gated):
     """Rows of one operator per span: the highest score of the gate, or in training a Gumbel-softmax sample of it.
 
     The gradient of the sample is that of the relaxed probability at `temperature` (straight-through), applied to the attention
@@ -171,10 +291,9 @@ class Select(Several):
     Ref: Gumbel-softmax, arXiv 1611.01144, section 2.2.
     """
 
-    def __init__(self, operators: Sequence[nn.Module], given: Mapping[str, Any], config: Any) -> None:
-        super().__init__(operators, given, config)
-        self.gate = Gate(2 * config.hidden_size, len(operators), config.initializer_range)
-        self.temperature = given["temperature"]
+    def __init__(self, operators: Sequence[nn.Module], config: Any) -> None:
+        super().__init__(operators, config)
+        self.temperature = config.compressor["temperature"]
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
         scores_SO = self.gate(question)
@@ -195,10 +314,8 @@ class Select(Several):
         parts = [part.padded(longest) for part in parts]
         number_S = torch.searchsorted(torch.tensor(needed, device=chosen_S.device), chosen_S)
         span_S = torch.arange(len(chosen_S), device=chosen_S.device)
-        states_OSNC, offset_OSN, valid_OSN = (
-            torch.stack([getattr(part, name) for part in parts]) for name in ("states", "offset", "valid")
-        )
-        return Rows(states_OSNC[number_S, span_S], offset_OSN[number_S, span_S], valid_OSN[number_S, span_S])
+        stacked = (torch.stack([getattr(part, name) for part in parts]) for name in ("states", "offset", "valid"))
+        return Rows(*(values[number_S, span_S] for values in stacked))
 
 
 # Operators by name, made from the compressor's keys and the head's sizes.
@@ -220,6 +337,26 @@ MODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]] = 
     "concat": (Concat, ("pool", "conv", "resampler"), ("ratio", "conv_ratio", "queries")),
     "select": (Select, ("prune", "pool", "conv", "resampler"), ("ratio", "conv_ratio", "queries", "temperature")),
 }
+
+
+def middle_of(size: Tensor) -> Tensor:
+    """Returns the place of the middle pair of windows of `size` pairs, the earlier one of two."""
+    return (size - 1).clamp(min=0) // 2
+
+
+def norm_halves(states: Tensor) -> Tensor:
+    """Normalizes both halves of the last axis [.., C] to root mean square 1, as embeddings and features differ in scale."""
+    halves = states.unflatten(-1, (2, -1))
+    return nn.functional.rms_norm(halves, halves.shape[-1:]).flatten(-2)
+
+
+def hashed_uniform(count: int, device: torch.device) -> Tensor:
+    """Returns `count` fixed, evenly distributed numbers in [0, 1), hashes of 1, 2, ...; float64."""
+    mixed = torch.arange(1, count + 1, device=device)
+    for factor in (0x9E3779B1, 0x85EBCA6B):  # an integer hash
+        mixed = mixed * factor % 2**32
+        mixed = mixed ^ (mixed >> 15)
+    return mixed.double() / 2**32
 
 
 def gumbel(like: Tensor) -> Tensor:

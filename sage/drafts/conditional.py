@@ -1,4 +1,4 @@
-"""The correction of a block's logits by the tokens before a node, in decoding, and its pass as a function of tensors.
+"""The conditional of a block head: corrections of its logits by the tokens that a node follows, in training and in decoding.
 
 Shapes: F nodes, R requests, K levels, D hidden, U draft vocabulary, V target vocabulary, r rank of the conditional.
 """
@@ -14,6 +14,73 @@ from torch import Tensor, nn
 from sage.runtime.pass_function import CALLS, NODES, PassFunction, PassInputs, Result, argument
 from sage.targets import Target
 from sage.targets.tree_passes import describe_target, without_paths
+
+
+class MarkovHead(nn.Module):
+    """Correction of the logits below a node by its token: markov_w2 of row `token` of markov_w1."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.conditional_rank)
+        self.markov_w2 = nn.Linear(config.conditional_rank, int(config.draft_vocab_size or 0), bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the state [.., r] of nodes with `tokens` [..]."""
+        return self.markov_w1(tokens)
+
+
+class PathHead(nn.Module):
+    """Correction of a slot's hidden state by the last two tokens of the path to a node: `out` of a state of rank r.
+
+    It reads the target's embeddings, normalized, and ends before the lm_head, so that what it learns of a token holds for
+    similar ones. Since the lm_head is linear, the logits change by the product of lm_head and `out`, a matrix [U, r].
+    """
+
+    activation = staticmethod(nn.functional.silu)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, rank = config.hidden_size, config.conditional_rank
+        self.token = nn.Linear(size, rank, bias=False)
+        self.parent = nn.Linear(size, rank, bias=False)
+        self.hidden = nn.Linear(size, rank, bias=False)
+        self.out = nn.Linear(rank, size, bias=False)
+        self.eps = config.rms_norm_eps
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws maps to states of a size of about 1, and starts without a correction."""
+        for linear in (self.token, self.parent, self.hidden):
+            linear.weight.normal_(std=linear.in_features**-0.5)
+        self.out.weight.zero_()
+
+    def forward(self, tokens: Tensor, parents: Tensor, hidden: Tensor) -> Tensor:
+        """Returns the state [.., r] of nodes from the embeddings [.., D] of their token and its parent, in slots `hidden`."""
+        return self.activation(self.of_token(tokens) + self.of_parent(parents) + self.hidden(hidden))
+
+    def of_token(self, embeds: Tensor) -> Tensor:
+        """Returns what tokens with embeddings [.., D] add to the states of their nodes, before the activation, [.., r]."""
+        return self.token(self._normalize(embeds))
+
+    def of_parent(self, embeds: Tensor) -> Tensor:
+        """Returns what tokens with embeddings [.., D] add to the states of the nodes below theirs, [.., r]."""
+        return self.parent(self._normalize(embeds))
+
+    def _normalize(self, embeds: Tensor) -> Tensor:
+        return nn.functional.rms_norm(embeds, embeds.shape[-1:], eps=self.eps)
+
+
+class ConfidenceHead(nn.Module):
+    """Predicts the logit of a slot's acceptance from its hidden state and the state of the conditional."""
+
+    def __init__(self, input_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(input_size, 1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[.., D + r] -> [..]."""
+        return self.proj(states)[..., 0]
+
 
 ROWS_AT_ONCE = 4096  # of the target's embedding, while tables are computed
 
@@ -32,10 +99,10 @@ class Correction(nn.Module):
         if draft.markov_head is not None:
             self.token, self.to_logits = draft.markov_head.markov_w1, draft.markov_head.markov_w2
             return
-        config, place = draft.config, {"device": draft.device, "dtype": draft.dtype}
+        config, like = draft.config, {"device": draft.device, "dtype": draft.dtype}
         with torch.inference_mode(False):
-            self.token, self.parent = (nn.Embedding(config.vocab_size, config.conditional_rank, **place) for _ in range(2))
-            self.to_logits = nn.Linear(config.conditional_rank, draft.num_draft_tokens, bias=False, **place)
+            self.token, self.parent = (nn.Embedding(config.vocab_size, config.conditional_rank, **like) for _ in range(2))
+            self.to_logits = nn.Linear(config.conditional_rank, draft.num_draft_tokens, bias=False, **like)
         for table in (self.token, self.parent, self.to_logits):
             table.requires_grad_(False)
 
@@ -69,11 +136,10 @@ class Correction(nn.Module):
         return self.to_logits(state)
 
     def greedy_path(self, tokens: Tensor, parents: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Follows the most probable token of every level, for each request. A chain's nodes are on this path, and a call
-        for each would take longer than its arithmetic.
+        """Follows the most probable token of every level from the roots `tokens` [R] below `parents` [R], for each request. A
+        chain's nodes are on this path, and a call for each would take longer than its arithmetic.
 
         Args:
-            tokens, parents: LongTensor [R], the roots and the tokens before them.
             hidden, logits: of the blocks, [R, K, D] and [R, K, U].
 
         Returns:
