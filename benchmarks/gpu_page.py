@@ -35,6 +35,7 @@ from sage.targets.families import family_of
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.plan.estimate import CALL_S, CALLS_PER_LAYER, estimate
+from train.plan.memory import Workload
 from train.plan.meta import build_on_meta
 from train.plan.step_time import bytes_of_step, flops_of_step
 
@@ -115,7 +116,7 @@ def _step(figures: Results) -> Iterator[Row]:
     processor = parts.image_processor(config.target.path, architecture)
     batch = parts.make_batch(family_of(architecture), processor, parts.Sizes(sequences=STEP_BATCH, length=STEP_LENGTH))
     share = float(models.target.family.visual_mask(batch["input_ids"]).float().mean())
-    work = parts.Images(config=config, models=models, ranks=1, share=share)
+    work = Workload(config=config, models=models, ranks=1, visual_share=share)
     flops, traffic, peak = flops_of_step(work), bytes_of_step(work), config.launch.gpu_peak_tflops * 1e12
     measured = {row[0]: row[2] for row in _table(figures, "step")}
     for part, name in parts.PARTS.items():

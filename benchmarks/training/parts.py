@@ -66,17 +66,6 @@ class Measured:
     peak_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Images(Workload):
-    """A workload with a given share of visual tokens."""
-
-    share: float
-
-    @property
-    def visual_share(self) -> float:
-        return self.share
-
-
 def measure(
     config: Config,
     sizes: Sizes,
@@ -122,11 +111,11 @@ def limit_layers(config: Config, architecture: Any, num_layers: int | None) -> s
     return f"{text.num_hidden_layers} of {complete} text layers"
 
 
-def workload(config: Config, teacher: Teacher, student: Student, batch: dict[str, Any]) -> Images:
+def workload(config: Config, teacher: Teacher, student: Student, batch: dict[str, Any]) -> Workload:
     """Returns what the plan knows of a micro-batch."""
     share = float(teacher.target.family.visual_mask(batch["input_ids"]).float().mean())
     models = MetaModels(target=teacher.target, draft=student.decoding_draft)
-    return Images(config=config, models=models, ranks=1, share=share)
+    return Workload(config=config, models=models, ranks=1, visual_share=share)
 
 
 def build(config: Config, architecture: Any, device: torch.device) -> tuple[Teacher, Student]:
@@ -217,7 +206,7 @@ def _figures(
     name: str,
     batch: dict[str, Any],
     parts: dict[str, Measured],
-    work: Images,
+    work: Workload,
     device: torch.device,
 ) -> Figures:
     plan, peak_flops = flops_of_step(work), config.launch.gpu_peak_tflops * 1e12
@@ -235,8 +224,8 @@ def _figures(
     )
     supervised = int(count_supervised(batch["loss_mask"]))
     notes = [
-        f"{tokens} tokens, {work.share:.2f} visual, {supervised} supervised",
-        f"the plan takes the {round((1 - work.share) * tokens)} tokens of text to be supervised; "
+        f"{tokens} tokens, {work.visual_share:.2f} visual, {supervised} supervised",
+        f"the plan takes the {round((1 - work.visual_share) * tokens)} tokens of text to be supervised; "
         f"share of {config.launch.gpu_peak_tflops:g} TFLOP/s (launch.gpu_peak_tflops)",
         f"{tokens / median(total.seconds):,.0f} tokens/s without the optimizer",
     ]

@@ -13,8 +13,8 @@ from checkpoints.export.folder import Weights
 from sage.io.hub import require_hub
 from sage.io.ranges import check_fields
 from sage.targets.families import FAMILIES, family_of
-from sage.targets.quantized import quantization_of
 from sage.targets.rope import RopeConfig
+from sage.targets.weights import quantization_of
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 

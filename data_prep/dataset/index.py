@@ -26,8 +26,8 @@ from data_prep.sources.kinds import KINDS
 from data_prep.splits import Shares, Split
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
+from sage.io.machine import source_digest
 from sage.io.progress import progress_bar
-from sage.io.source import source_digest
 
 logger = logging.getLogger(__name__)
 INVALID = "bad.npy"  # the invalid items, which are checked again: a missing image may have been restored

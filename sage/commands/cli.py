@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin
 
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
-from sage.io.docstrings import key_meanings
 from sage.io.dtypes import LONG_NAMES, SHORT_NAMES, torch_dtype
 from sage.io.manifest import refuse_corrupt_draft
-from sage.io.names import did_you_mean
-from sage.io.ranges import field_types, plain_type
+from sage.io.ranges import did_you_mean, field_types, key_meanings, plain_type
 from sage.io.target_paths import find_target
 from sage.runtime.modes import PassMode
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from sage.drafts.options import BlockOptions, Eagle3Options, EagleOptions, ModelOptions, PEagleOptions, VocabularyOptions
-from sage.io.installed import import_installed
+from sage.io.files import import_installed
 
 MODEL_TYPE_PREFIX = "sage_"  # of `model_type` in the config.json of a draft head
 

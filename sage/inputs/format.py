@@ -1,8 +1,6 @@
 """The input format of a target family: what its chat template needs, placeholders in the text, and pixel inputs.
 
-Does not own: the model side of a family (sage.targets.family, a subclass).
-
-Shapes: T tokens.
+The model side of a family is its subclass in sage.targets. Shapes: T tokens.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ class InputFormat:
         pixel_keys: names of the pixel inputs.
         wants_text: whether the chat template takes the content of a message as a string, not as a list of parts.
         template_arguments: further arguments of the chat template.
+        slots: "image" and "video", those that have one -> id of the token that visual embeddings replace.
         published_pixels: the fewest and the most pixels of an image in published checkpoints; None: images have fixed sizes.
     """
 
@@ -43,18 +42,9 @@ class InputFormat:
     published_pixels: ClassVar[Size | None] = None
 
     def __init__(self, config: Any) -> None:
-        self.config = config
-
-    @property
-    def model_type(self) -> str:
-        """`model_type` of the configuration."""
-        return str(self.config.model_type)
-
-    @property
-    def slots(self) -> dict[str, int]:
-        """ "image" and "video", those that have one -> id of the token that visual embeddings replace."""
-        ids = {kind: getattr(self.config, f"{kind}_token_id", None) for kind in self.placeholders}
-        return {kind: int(token_id) for kind, token_id in ids.items() if token_id is not None}
+        self.config, self.model_type = config, str(config.model_type)
+        ids = {kind: getattr(config, f"{kind}_token_id", None) for kind in self.placeholders}
+        self.slots = {kind: int(token_id) for kind, token_id in ids.items() if token_id is not None}
 
     @property
     def slot_texts(self) -> dict[str, str]:

@@ -1,18 +1,13 @@
-"""Images and videos from files, bytes, URLs, message parts or memory -> RGB images.
-
-Owns: opening, conversion to RGB, limits on size. Does not own: reading of video files and sampling of frames
-(sage.inputs.video), resizing and patches (the target's image processor).
-"""
+"""Images and videos from files, bytes, URLs, message parts or memory -> RGB images, within limits on size."""
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,8 +83,11 @@ def _read(source: Any, use: Callable[[Image.Image], Result], allow_urls: bool = 
         raise ValueError(f"image {name}: {_unknown_format(source)}") from error
     except ValueError as error:
         raise ValueError(f"image {name}: {error}") from error
-    except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
-        raise ValueError(f"image {name}: {_reason(error)}") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"image {name}: {TOO_MANY_PIXELS}") from error
+    except DECODING_ERRORS as error:
+        reason = getattr(error, "strerror", None) or f"corrupt or truncated ({error})"  # of the system, as a missing permission
+        raise ValueError(f"image {name}: {reason}") from error
 
 
 def _upright_size(image: Image.Image) -> Size:
@@ -168,15 +166,9 @@ def video_size(part: dict[str, Any], num_frames: int | None = None) -> tuple[Vid
     """
     source = source_of(part, "video")
     segment, fps = video_times(part, f"video {_name(source)}")
-    num_frames = _default_frames(source) if num_frames is None else num_frames
-    if isinstance(source, (str, Path)):
-        _check_path(source, f"video {_name(source)}: ")
-        if not Path(source).is_dir():
-            return measure_video(Path(source), num_frames, segment)
-    frames, fps = _sampled(source, num_frames, segment, DEFAULT_FPS if fps is None else fps)
-    if not frames:
-        raise ValueError(f"video {_name(source)}: no frames")
-    return VideoSize(len(frames), *image_size(frames[0])), fps
+    rate = DEFAULT_FPS if fps is None else fps
+    frames, rate = _sampled(source, num_frames, segment, rate, measure_video)
+    return frames if isinstance(frames, VideoSize) else VideoSize(len(frames), *image_size(frames[0])), rate
 
 
 def open_video(source: Any, num_frames: int | None = None, segment: Segment = None, frames_per_s: float = DEFAULT_FPS) -> Video:
@@ -191,10 +183,7 @@ def open_video(source: Any, num_frames: int | None = None, segment: Segment = No
     Raises:
         ValueError: missing or unreadable, frames of different sizes, or no reader for video files.
     """
-    num_frames = _default_frames(source) if num_frames is None else num_frames
-    frames, fps = _sampled(source, num_frames, segment, frames_per_s)
-    if not frames:
-        raise ValueError(f"video {_name(source)}: no frames")
+    frames, fps = _sampled(source, num_frames, segment, frames_per_s, read_video)
     try:
         images = [open_image(frame) for frame in frames]
     except ValueError as error:
@@ -204,17 +193,20 @@ def open_video(source: Any, num_frames: int | None = None, segment: Segment = No
     return Video(images, fps)
 
 
-def _default_frames(source: Any) -> int:
-    return DEFAULT_FRAMES if isinstance(source, (str, Path)) else len(source)
-
-
-def _sampled(source: Any, num_frames: int, segment: Segment, frames_per_s: float) -> tuple[Sequence[Any], float]:
+def _sampled(
+    source: Any, num_frames: int | None, segment: Segment, frames_per_s: float, read_file: Callable[..., Any]
+) -> tuple[Any, float]:
+    """Returns the sampled frames of a list or folder, or what `read_file` returns for a file, and their number per second."""
+    name = f"video {_name(source)}"
     if isinstance(source, (str, Path)):
-        _check_path(source, f"video {_name(source)}: ")
+        num_frames = DEFAULT_FRAMES if num_frames is None else num_frames
+        _check_path(source, f"{name}: ")
         if not Path(source).is_dir():
-            return read_video(Path(source), num_frames, segment)
+            return read_file(Path(source), num_frames, segment)
         source = frame_files(Path(source))
-    wanted, fps = sample_frames(len(source), frames_per_s, segment, num_frames)
+    wanted, fps = sample_frames(len(source), frames_per_s, segment, len(source) if num_frames is None else num_frames)
+    if not wanted:
+        raise ValueError(f"{name}: no frames")
     return [source[i] for i in wanted], fps
 
 
@@ -240,16 +232,25 @@ def _stream(source: Any) -> Any:
     if isinstance(source, bytes):
         return io.BytesIO(source)
     if str(source).startswith("data:"):
-        try:
-            return io.BytesIO(base64.b64decode(str(source).partition(",")[2], validate=True))
-        except binascii.Error as error:
-            raise ValueError("not valid base64") from error
+        return io.BytesIO(decode_data_url(str(source)))
     _check_path(source)
     return source
 
 
+def decode_data_url(url: str) -> bytes:
+    """Returns the bytes of a data URL in base64, with or without padding; ValueError if it is none."""
+    header, comma, data = url.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise ValueError("not a data URL in base64; give data:image/png;base64,...")
+    data = "".join(data.split())
+    try:
+        return base64.b64decode(data + "=" * (-len(data) % 4), validate=True)
+    except ValueError as error:
+        raise ValueError("not valid base64") from error
+
+
 def _check_path(source: Any, prefix: str = "") -> None:
-    if str(source).startswith(("http://", "https://")):
+    if str(source).startswith(URLS):
         raise ValueError(f"{prefix}a URL; download it and give the file")
     if not str(source).strip():  # Path would read it as the current folder
         raise ValueError(f"{prefix}an empty path; name a file")
@@ -305,14 +306,6 @@ def _unknown_format(source: Any) -> str:
         if mark in head:
             return f"{name}, which is not supported; convert it to PNG or JPEG"
     return NO_IMAGE
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, Image.DecompressionBombError):
-        return TOO_MANY_PIXELS
-    if isinstance(error, OSError) and error.strerror:  # of the operating system, such as a missing permission
-        return error.strerror
-    return f"corrupt or truncated ({error})"
 
 
 def _name(source: Any) -> str:

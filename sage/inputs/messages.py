@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 Messages = list[dict[str, Any]]
 PRIVATE_USE = range(0xF0000, 0xF0100)  # characters of a Unicode private use area
 
 
-def text_of(message: dict[str, Any]) -> str:
+def text_of(message: Mapping[str, Any]) -> str:
     """Returns the concatenated text of a message."""
     content = message.get("content", "")
     return content if isinstance(content, str) else "".join(part["text"] for part in parts_of(message, "text"))
 
 
-def parts_of(message: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
+def parts_of(message: Mapping[str, Any], *kinds: str) -> list[dict[str, Any]]:
     """Returns the parts of some types in reading order; a content that is a text has none."""
     content = message.get("content", "")
     return [] if isinstance(content, str) else [part for part in content if part.get("type") in kinds]

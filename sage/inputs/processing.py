@@ -1,12 +1,7 @@
 """Chat messages, images and videos -> model inputs, for every family, with or without torchvision.
 
-Owns: rendering of the chat template, expansion of placeholders, tokenization piece by piece, batching.
-Does not own: the pixel inputs of a family (sage.inputs.format), or the choice of supervised text (data_prep.chat).
-
 The processors of transformers for these families need torchvision. This one needs the tokenizer and the image processor only,
-and returns the same fields.
-
-Shapes: B batch, T tokens.
+and returns the same fields. Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -80,8 +75,12 @@ class Processor:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         has_images = bool(family.placeholders)
         images = AutoImageProcessor.from_pretrained(path, trust_remote_code=False) if has_images else None
-        template = None if getattr(tokenizer, "chat_template", None) else _template_of_processor(path)
-        return cls(tokenizer, images, family, template, end_token_ids)
+        template = None
+        if not getattr(tokenizer, "chat_template", None):  # older checkpoints keep it beside the tokenizer's files
+            absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+            file = cached_file(path, TEMPLATE_FILE, **absent)
+            template = None if file is None else json.loads(Path(file).read_text()).get("chat_template")
+        return cls(tokenizer, images, family, template if isinstance(template, str) else None, end_token_ids)
 
     @classmethod
     def wrap(cls, processor: Any, family: InputFormat, end_token_ids: Sequence[int] = ()) -> Processor:
@@ -192,7 +191,13 @@ class Processor:
         Raises:
             ValueError: different numbers of placeholders and images or videos, or of videos and `fps`.
         """
-        texts, pixels = self._encode_media(segments, images or [], videos or [], fps)
+        images, videos = images or [], videos or []
+        fps = [DEFAULT_FPS] * len(videos) if fps is None else fps
+        order = self._media_order(segments, images, videos, fps)
+        pixels: Inputs = {}
+        texts: list[str] = []
+        if images or videos:
+            pixels, texts = self.family.encode_media(self.image_processor, order, images, videos, fps)
         if self.family.placeholders:
             segments = [
                 (self._placeholders.sub(lambda _: texts.pop(0), text) if isinstance(text, str) else text, is_answer)
@@ -203,17 +208,6 @@ class Processor:
         mask = [supervised for piece, (_, supervised) in zip(ids, segments, strict=True) for _ in piece]
         loss_mask = torch.tensor(mask, dtype=torch.bool)
         return {"input_ids": input_ids, "loss_mask": loss_mask, **self.family.token_inputs(input_ids), **pixels}
-
-    def _encode_media(
-        self, segments: list[Segment], images: list[Image.Image], videos: list[list[Image.Image]], fps: list[float] | None
-    ) -> tuple[list[str], Inputs]:
-        """Returns the texts that replace the placeholders, in reading order, and the pixel inputs."""
-        fps = [DEFAULT_FPS] * len(videos) if fps is None else fps
-        order = self._media_order(segments, images, videos, fps)
-        if not images and not videos:
-            return [], {}
-        pixels, texts = self.family.encode_media(self.image_processor, order, images, videos, fps)
-        return texts, pixels
 
     def _media_order(
         self, segments: list[Segment], images: Sequence[Any], videos: Sequence[Any], fps: Sequence[float]
@@ -252,7 +246,8 @@ class Processor:
         )
         tokenized = [list(islice(found, len(chat))) for chat in chats]
         for chat, ids in zip(chats, tokenized, strict=True):
-            ids[0] = [*self._beginning(chat[0][0]), *ids[0]]
+            if self._bos_ids and not str(chat[0][0]).startswith(self.tokenizer.bos_token):
+                ids[0] = [*self._bos_ids, *ids[0]]
         return tokenized
 
     def _prefixes(self, chat: Sequence[Segment]) -> list[str]:
@@ -304,10 +299,6 @@ class Processor:
         """The BOS token if the tokenizer begins every text with it."""
         bos = self.tokenizer.bos_token_id
         return [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
-
-    def _beginning(self, text: str | tuple[int, ...]) -> list[int]:
-        """Returns the BOS token if the tokenizer begins a text with it and the rendered chat does not."""
-        return [] if not self._bos_ids or str(text).startswith(self.tokenizer.bos_token) else self._bos_ids
 
     def with_media_texts(
         self, segments: list[Segment], images: list[Size], videos: list[VideoSize], fps: list[float]
@@ -379,14 +370,6 @@ class Processor:
             else:
                 batch[key] = _pad(values, (self.tokenizer.pad_token_id or 0) if key == "input_ids" else 0)
         return batch
-
-
-def _template_of_processor(path: str) -> str | None:
-    """Returns the chat template of a Hugging Face processor, which older checkpoints keep beside the tokenizer's files."""
-    absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    file = cached_file(path, TEMPLATE_FILE, **absent)
-    found = None if file is None else json.loads(Path(file).read_text()).get("chat_template")
-    return found if isinstance(found, str) else None
 
 
 def _pad(values: list[Tensor], fill: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Text, and small copies of the images and videos, of messages, for pages.
+"""Small copies of the images and videos of messages, for pages.
 
 Pictures are decoded, scaled and encoded again as JPEG in data URLs. Nothing of the original file is copied: no metadata, no
 bytes that a browser could read as something else.
@@ -15,6 +15,7 @@ from typing import Any
 from PIL import Image
 
 from sage.inputs.media import open_image, open_video_part, source_of
+from sage.inputs.messages import parts_of
 
 IMAGE_SIDE = 448  # pixels
 FRAME_SIDE = 128
@@ -68,16 +69,10 @@ def media_thumbnails(
         ValueError: an image or video that cannot be read; names it.
     """
     for message in messages:
-        content = message.get("content", "")
-        for part in () if isinstance(content, str) else content:
-            if part.get("type") == "image":
+        for part in parts_of(message, "image", "video"):
+            if part["type"] == "image":
                 yield Media("image", [thumbnail(source_of(part, "image"), image_side, allow_urls=True)], 1)
-            elif part.get("type") == "video":
+            else:
                 frames = open_video_part(part, num_frames).frames
                 shown = frames[:: -(-len(frames) // max_frames)]
                 yield Media("video", [thumbnail(frame, frame_side) for frame in shown], len(frames))
-
-
-def message_text(content: Any) -> str:
-    """Returns the text of a message's content, without its images and videos."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content if part.get("type") == "text")

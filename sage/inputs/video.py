@@ -1,7 +1,4 @@
-"""Video files: reading and sampling of frames.
-
-Does not own: frames in memory or in a folder, limits on size (sage.inputs.media).
-"""
+"""Video files: reading and sampling of frames."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import math
 import struct
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,10 +71,8 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _decoding_errors() -> tuple[type[Exception], ...]:
     """Returns what decoders raise on corrupt bytes; some errors of `av` are subclasses of no built-in one."""
-    if importlib.util.find_spec(READER) is None:
-        return ValueError, *DECODING_ERRORS
-    av: Any = importlib.import_module(READER)
-    return ValueError, *DECODING_ERRORS, av.error.FFmpegError
+    has_av = importlib.util.find_spec(READER) is not None
+    return (ValueError, *DECODING_ERRORS, *([importlib.import_module(READER).error.FFmpegError] if has_av else []))
 
 
 def measure_video(path: Path, num_frames: int, segment: Segment = None) -> tuple[VideoSize, float]:
@@ -93,7 +88,7 @@ def measure_video(path: Path, num_frames: int, segment: Segment = None) -> tuple
     with _naming(path):
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
-            rate = _rate_of(stream)
+            rate = float(stream.average_rate or UNKNOWN_FPS)
             total = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
         with av.open(str(path)) as container:
             first = next(container.decode(video=0), None)
@@ -135,12 +130,11 @@ def video_times(part: dict[str, Any], name: str) -> tuple[Segment, float | None]
 
 
 def _number(value: Any, name: str) -> float | None:
-    try:
-        number = None if value is None else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if number is None or math.isfinite(number):
-        return number
+    if value is None:
+        return None
+    with suppress(TypeError, ValueError):
+        if math.isfinite(number := float(value)):
+            return number
     raise ValueError(f"{name} {value!r}, allowed: a number")
 
 
@@ -183,10 +177,6 @@ def _read_gif(path: Path, num_frames: int, segment: Segment) -> Video:
         return Video([frames[i].convert("RGB") for i in wanted], fps)
 
 
-def _rate_of(stream: Any) -> float:
-    return float(stream.average_rate or UNKNOWN_FPS)
-
-
 def _upright(frame: Any) -> Image.Image:
     """Returns a frame of `av` as it is shown: turned and mirrored by the display matrix of its file, which phones write."""
     image: Image.Image = frame.to_image()
@@ -203,7 +193,7 @@ def _upright(frame: Any) -> Image.Image:
 def _read_av(path: Path, num_frames: int, segment: Segment) -> Video:
     av: Any = importlib.import_module(READER)
     with av.open(str(path)) as container:
-        rate = _rate_of(container.streams.video[0])
+        rate = float(container.streams.video[0].average_rate or UNKNOWN_FPS)
         total = sum(1 for _ in container.decode(video=0))
     wanted, fps = sample_frames(total, rate, segment, num_frames)
     kept = set(wanted)

@@ -1,4 +1,4 @@
-"""Atomic writes, errors of a full or read-only disk, locks between processes, and JSON files.
+"""Folders and packages of this project, atomic writes, errors of a full disk, locks between processes, and JSON files.
 
 A reader sees the old file or the new one, never a part of it: the content is written to `.NAME.PID.THREAD.part` beside its
 place, flushed to disk and renamed. Importing this module imports the standard library only.
@@ -12,10 +12,12 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,32 @@ def package_dir(name: str) -> str:
     folder = PACKAGES_DIR / name
     assert folder.is_dir(), name
     return str(folder)
+
+
+def import_installed(name: str) -> None:
+    """Imports a package from the folder that contains `sage`, before any module of that name elsewhere.
+
+    Raises:
+        ImportError: another module of that name is imported already; names its file.
+    """
+    path = PACKAGES_DIR / name / "__init__.py"
+    found = sys.modules.get(name)
+    if found is not None:
+        other = getattr(found, "__file__", None)
+        if other is None or Path(other).resolve() != path:
+            raise ImportError(
+                f"{other or name}: this module is imported in place of sage-draft's package {name}; "
+                f"import sage.training first, or rename the file"
+            )
+        return
+    spec = spec_from_file_location(name, path, submodule_search_locations=[str(path.parent)])
+    assert spec is not None and spec.loader is not None, path
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 def json_digest(value: Any) -> str:
@@ -110,14 +138,10 @@ def naming_write_errors(path: Path, instead: str = "another path") -> Iterator[N
     except CannotWrite:
         raise
     except OSError as error:
-        if error.filename is not None and not _is_at(Path(str(error.filename)), path):
+        failed = path if error.filename is None else Path(str(error.filename))
+        if path.parent not in (failed, *failed.parents) and failed not in path.parents:
             raise
         raise CannotWrite.at(path, error, instead) from error
-
-
-def _is_at(found: Path, path: Path) -> bool:
-    """Returns whether `found` is in the folder of `path` or below, or one of the folders above."""
-    return path.parent in (found, *found.parents) or found in path.parents
 
 
 @contextmanager

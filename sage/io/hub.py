@@ -1,7 +1,4 @@
-"""Whether the Hugging Face hub can be reached, checked once, before transformers or datasets retry for half a minute.
-
-Does not own: downloads and the cache (huggingface_hub, datasets).
-"""
+"""Whether the Hugging Face hub can be reached, checked once, before transformers or datasets retry for half a minute."""
 
 from __future__ import annotations
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
 import platform
 from collections.abc import Collection
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-
-from sage.io.source import source_digest
 
 PASSES = ("sage.drafts", "sage.runtime", "sage.targets")  # packages whose code computes passes
 
@@ -31,6 +31,26 @@ def environment(device: torch.device, *modules: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "instructions": instructions(device),
     }
+
+
+@cache
+def source_digest(*names: str) -> str:
+    """Returns a digest of the source files of packages and modules, 32 hexadecimal digits; any change counts.
+
+    A result that is kept on disk is valid while the code that computed it is the same. Imports are not followed. Files are read
+    once per process. ValueError if there is no such package or module.
+    """
+    paths: set[Path] = set()
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"{name}: no module of this name")
+        path = Path(spec.origin)
+        paths |= set(path.parent.rglob("*.py")) if path.name == "__init__.py" else {path}
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def instructions(device: torch.device) -> str:
@@ -78,7 +98,7 @@ def free_bytes(device: torch.device) -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
 
 
-@lru_cache
+@cache
 def _cpuinfo(*names: str) -> str:
     """Returns the first value in /proc/cpuinfo under one of these names; empty without one."""
     try:

@@ -1,7 +1,4 @@
-"""Reads config.json and the weights of a draft or target; a corrupt or unsuitable file is refused in one line.
-
-Owns: reading. Does not own: the models (sage.drafts, sage.targets), checksums (sage.io.manifest).
-"""
+"""Reads config.json and the weights of a draft or target; a corrupt or unsuitable file is refused in one line."""
 
 from __future__ import annotations
 

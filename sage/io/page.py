@@ -2,8 +2,6 @@
 
 A page is `html/base.html` with a template of its own; its style sheet and script are inline and named by hash in the page's
 Content-Security-Policy, so that no other script, style, font, frame or request can run or leave, whatever text the page shows.
-
-Does not own: what a page shows (sage.replay, train.report, data_prep.tools).
 """
 
 from __future__ import annotations
@@ -65,14 +63,14 @@ def _hash(text: str) -> str:
 
 def visible(text: str) -> str:
     """Returns a text with control characters, which HTML does not allow, as their pictures; keeps line breaks and tabs."""
-    return REPLACED.sub(_picture, text)
 
+    def picture(match: re.Match[str]) -> str:
+        code = ord(match[0][0])
+        if code == 0x0D:
+            return "\n"
+        return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
-def _picture(match: re.Match[str]) -> str:
-    code = ord(match[0][0])
-    if code == 0x0D:
-        return "\n"
-    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+    return REPLACED.sub(picture, text)
 
 
 def json_block(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Ranges of the numbers that users set, and the check of a settings dataclass by the annotations of its fields.
+"""Settings of users: ranges of numbers, the check of a dataclass by its annotations, meanings from docstrings, nearest names.
 
 A number of a configuration, a command line or a policy is a dataclass field whose annotation has its range:
 `depth: PositiveInt = 5`, `ratio: Annotated[float, Range(gt=0, lt=1)] = 0.03`. Imports no torch.
@@ -6,7 +6,10 @@ A number of a configuration, a command line or a policy is a dataclass field who
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
@@ -16,6 +19,9 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 Settings = TypeVar("Settings")
 UNIONS = (Union, UnionType)  # of `Annotated[X, ...] | None` and of `X | None`
+SECTION = re.compile(r"(Attributes|Args):")
+ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.+)")
+MIN_BEGINNING = 3  # letters of a name that only begins another one
 _FIELD_TYPES: dict[type, dict[str, Any]] = {}  # by class; looking them up takes a third of a millisecond
 
 
@@ -139,3 +145,46 @@ def type_name(hint: Any, is_plural: bool = False) -> str:
     singular = {int: "an integer", float: "a number", str: "a string", bool: "true or false", NoneType: "null"}
     plural = {int: "integers", float: "numbers", str: "strings"}
     return (plural if is_plural else singular).get(hint, "a mapping")
+
+
+def key_meanings(schema: type) -> dict[str, str]:
+    """Returns the meaning of every described field of a dataclass, inherited fields included."""
+    found: dict[str, str] = {}
+    for base in reversed(schema.__mro__):
+        found |= parse_section(base.__doc__ or "")
+    return found
+
+
+def parse_section(doc: str) -> dict[str, str]:
+    """Parses the entries `name: text` or `name, name: text` of a docstring's `Attributes:` or `Args:`."""
+    lines = iter(inspect.cleandoc(doc).splitlines())
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in lines:
+        if SECTION.fullmatch(line):
+            break
+    for line in lines:
+        if line and not line.startswith("    "):
+            break
+        if entry := ENTRY.fullmatch(line):
+            names = entry.group(1).split(", ")
+            found |= dict.fromkeys(names, entry.group(2))
+        else:
+            found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
+    return found
+
+
+def first_sentence(doc: str | None) -> str:
+    """Returns the first sentence of a docstring without its full stop."""
+    return re.split(r"\.(?=\s|$)", " ".join((doc or "").split()), maxsplit=1)[0]
+
+
+def did_you_mean(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """Returns ` (did you mean NAME?)`, or nothing if no known name is close; `prefix` is written before the name.
+
+    A name of three letters or more that only begins other ones stands for the first of them.
+    """
+    close = difflib.get_close_matches(name, known, n=1)
+    if not close and len(name) >= MIN_BEGINNING:
+        close = [other for other in known if other.startswith(name)]
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""

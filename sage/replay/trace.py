@@ -21,7 +21,8 @@ from sage.decoding.generation import Generation, start
 from sage.decoding.sampling import Sampling
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.draft import Draft
-from sage.inputs.thumbnails import media_thumbnails, message_text
+from sage.inputs.messages import text_of
+from sage.inputs.thumbnails import media_thumbnails
 from sage.io.dtypes import dtype_name
 from sage.planning.base import Policy
 from sage.planning.tree import Drafted, TopK, Tree
@@ -176,7 +177,7 @@ def _described(generation: Generation) -> dict[str, str]:
 def _prompt_text(messages: Sequence[Mapping[str, Any]] | None, generation: Generation, tokenizer: Any) -> list[tuple[str, str]]:
     """Returns role and text of every message, or the decoded prompt, with runs of visual tokens as one."""
     if messages is not None:
-        return [(str(message.get("role", "")), message_text(message.get("content", ""))) for message in messages]
+        return [(str(message.get("role", "")), text_of(message)) for message in messages]
     if tokenizer is None:
         return []
     ids: list[int] = generation.request.prompt.input_ids[0].tolist()

@@ -42,8 +42,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model-name", metavar="NAME", help="name of the target in the API (default: its folder or hub id)")
     text = f"key that clients must send (default: the variable {KEY_VARIABLE}, if set)"
     add("--api-key", metavar="KEY", type=_key, default=os.environ.get(KEY_VARIABLE, ""), help=text)
-    text = "hosts that images may be downloaded from, separated by commas (default: none; clients send images as data URLs)"
-    add("--allow-remote-media", metavar="HOST,..", type=_hosts, default=(), help=text)
     text = "origins of web pages that may use the server, separated by commas, or * (default: none)"
     add("--allowed-origins", metavar="ORIGIN,..", type=lambda text: text.split(","), default=(), help=text)
     add("--ignore-unknown-fields", action="store_true", help="ignore unknown fields of requests, which are refused otherwise")
@@ -73,14 +71,6 @@ def _key(text: str) -> str:
     return text
 
 
-def _hosts(text: str) -> list[str]:
-    hosts = [host.strip().lower() for host in text.split(",")]
-    for host in hosts:
-        if not host or not host.isascii() or set(host) & set("/:@*?# "):
-            raise argparse.ArgumentTypeError(f"{host!r} is not a host; give names such as images.example.com")
-    return hosts
-
-
 def main() -> None:
     """Console entry point."""
     sys.exit(cli.run(lambda: _serve(*check(parse_args()))))
@@ -106,7 +96,7 @@ def check(args: argparse.Namespace) -> tuple[argparse.Namespace, ServerLimits]:
 def _serve(args: argparse.Namespace, limits: ServerLimits) -> int:
     """Serves until a signal; returns the exit code."""
     from sage.runtime.timing import frozen_heap
-    from sage.serving.logs import start_logging
+    from sage.serving.decoding import start_logging
     from sage.serving.server import Server, address_of, bind
     from sage.serving.service import load_service
 

@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from sage.decoding.answer import Detokenizer, Stats
-from sage.decoding.settings import Sampling
 from sage.serving.errors import ApiError
-from sage.serving.request import Request
+from sage.serving.request import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"
 CHAT_ROLE = {"role": "assistant", "content": ""}
@@ -31,15 +30,11 @@ class StopStrings:
             return ""
         text = self._held + text
         starts = [text.index(stop) for stop in self._stops if stop in text]
-        num_held = 0 if is_last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        beginnings = [stop[:n] for stop in self._stops for n in range(1, len(stop))] if not is_last else []
+        num_held = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
         end = min(starts, default=len(text) - num_held)
         self.is_found, self._held = bool(starts), text[end:]
         return text[:end]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that `stop` begins with; less than all of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Completion:
@@ -47,13 +42,15 @@ class Completion:
 
     Args:
         inputs: of `Target.prepare`.
+        max_tokens: maximum length of the answer.
         model, end_token_ids: of the service.
     """
 
     def __init__(
-        self, request: Request, inputs: Any, sampling: Sampling, tokenizer: Any, model: str, end_token_ids: Sequence[int]
+        self, request: CompletionRequest, inputs: Any, max_tokens: int, tokenizer: Any, model: str, end_token_ids: Sequence[int]
     ) -> None:
-        self.request, self.inputs, self.sampling, self._end_token_ids = request, inputs, sampling, end_token_ids
+        self.request, self.inputs, self._end_token_ids = request, inputs, end_token_ids
+        self.sampling = request.sampling(max_tokens)
         self._is_chat = request.subject == "messages"
         kind, name = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
         name += ".chunk" if self._is_chat and request.stream else ""
@@ -74,33 +71,28 @@ class Completion:
                 yield self._chunk({"content": piece}, tokens)
             text += piece
             if isinstance(result, Stats):
-                yield self._stream_end(result) if is_stream else self._whole(text, result)
+                yield self._end(text, result)
 
     def summary(self) -> str:
         """Returns the numbers of tokens, for the log."""
         return f"prompt {self.inputs['input_ids'].shape[1]}, answer {len(self._tokens)} tokens"
 
-    def _finish_reason(self) -> str:
-        """`stop` after an end token or a stop string, else `length`."""
-        return "stop" if self._stops.is_found or self._tokens[-1] in self._end_token_ids else "length"
-
-    def _whole(self, text: str, stats: Stats) -> bytes:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = self._choice("message", message, self._tokens, self._finish_reason())
+    def _end(self, text: str, stats: Stats) -> bytes:
+        """Returns the complete body, or the last events of a stream."""
+        is_stopped = self._stops.is_found or self._tokens[-1] in self._end_token_ids
+        reason = "stop" if is_stopped else "length"
+        if self.request.stream:
+            total = _event({**self._head, "choices": [], "usage": usage(stats)})
+            return self._chunk({}, (), reason) + (total if self.request.stream_options.include_usage else b"") + DONE
+        choice = self._choice("message", {"role": "assistant", "content": text, "refusal": None}, self._tokens, reason)
         content = {**self._head, "choices": [choice], "usage": usage(stats)}
         if self.request.return_token_ids:
             content["prompt_token_ids"] = self.inputs["input_ids"][0].tolist()
-        return _json(content)
-
-    def _stream_end(self, stats: Stats) -> bytes:
-        end = self._chunk({}, (), self._finish_reason())
-        if self.request.stream_options.include_usage:
-            end += _event(_json({**self._head, "choices": [], "usage": usage(stats)}))
-        return end + DONE
+        return json.dumps(content, ensure_ascii=False).encode()
 
     def _chunk(self, delta: dict[str, Any], tokens: Sequence[int] = (), reason: str | None = None) -> bytes:
         content = {**self._head, "choices": [self._choice("delta", delta, tokens, reason)]}
-        return _event(_json(content | ({"usage": None} if self.request.stream_options.include_usage else {})))
+        return _event(content | ({"usage": None} if self.request.stream_options.include_usage else {}))
 
     def _choice(self, key: str, content: dict[str, Any], tokens: Sequence[int], reason: str | None) -> dict[str, Any]:
         part = {key: content} if self._is_chat else {"text": content.get("content", "")}
@@ -110,7 +102,7 @@ class Completion:
 
 def error_event(error: ApiError) -> bytes:
     """Returns the end of a stream that failed after its first part."""
-    return _event(error.body()) + DONE
+    return b"data: " + error.body() + b"\n\n" + DONE
 
 
 def usage(stats: Stats) -> dict[str, Any]:
@@ -129,9 +121,5 @@ def usage(stats: Stats) -> dict[str, Any]:
     }
 
 
-def _json(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False).encode()
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()

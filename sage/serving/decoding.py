@@ -9,7 +9,8 @@ actively for each other where there are more of them than processors.
 
 Commands and events are tuples on a connection, and name a request by its number:
 
-    from the server   ("add", number, arrays, sampling), ("remove", number); closing the connection ends the process
+    from the server   ("add", number, arrays, sampling); ("remove", number), which may have ended already;
+                      closing the connection ends the process
     to the server     [(number, event), ..] once per round: new tokens; or the end of the request, which is `Stats`,
                       `ValueError` for one that cannot be decoded, or `RuntimeError` for a fault, which is logged
 """
@@ -29,12 +30,10 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 import sage
@@ -49,7 +48,6 @@ from sage.io.machine import free_bytes
 from sage.planning.base import Policy
 from sage.runtime.modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.runtime.timing import frozen_heap
-from sage.serving.logs import start_logging
 from sage.serving.settings import DEFAULT_CONTEXT, ServerLimits
 from sage.targets import Target
 from sage.targets.tree_passes import TreePasses
@@ -89,17 +87,22 @@ class Decoding:
     Args:
         load: loads it; a function of a module, called in the process with `args`.
         in_process: False: in a thread of this process instead, for a target that is loaded already.
+
+    Attributes:
+        connection: yields lists of events; EOFError or OSError once the process has ended.
+        pid: number of the process; None for a thread.
     """
 
     def __init__(self, load: Callable[..., Plan], *args: Any, in_process: bool = True) -> None:
         context = get_context("spawn")
-        self._connection, far_end = context.Pipe()
+        self.connection, far_end = context.Pipe()
         start: Any = context.Process if in_process else threading.Thread
         self._worker = start(target=decode, args=(far_end, load, args, in_process), name="decoding", daemon=True)
         self._worker.start()
+        self.pid: int | None = self._worker.pid if in_process else None
         if in_process:
             far_end.close()
-        self._sender = ThreadPoolExecutor(1, "to decoding")  # sending many pixels takes time
+        self._sender = ThreadPoolExecutor(1, "to decoding")
 
     def wait(self) -> tuple[int, tuple[int, ...]]:
         """Waits until everything is loaded; returns `max_context` and `end_token_ids` of the plan.
@@ -108,58 +111,38 @@ class Decoding:
             ValueError: the user's mistake that `load` has found, or a process that has ended.
         """
         try:
-            found = self._connection.recv()
+            result: str | tuple[int, tuple[int, ...]] = self.connection.recv()
         except EOFError as error:
             self._worker.join()
             raise ValueError(f"the decoding process has ended with exit code {self._worker.exitcode}") from error
-        if isinstance(found, str):
-            raise ValueError(found)
-        max_context, end_token_ids = found
-        return max_context, end_token_ids
-
-    @property
-    def pid(self) -> int | None:
-        """Number of the process; None for a thread."""
-        return self._worker.pid if isinstance(self._worker, BaseProcess) else None
+        if isinstance(result, str):
+            raise ValueError(result)
+        return result
 
     @property
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return bool(self._worker.is_alive())
 
-    def fileno(self) -> int:
-        """Returns the descriptor that is readable once there are events."""
-        return self._connection.fileno()
+    def send(self, *command: Any) -> None:
+        """Sends a command, in a thread of its own: many pixels take time."""
 
-    def events(self) -> list[tuple[int, Event]]:
-        """Returns the events that the process has sent last; EOFError or OSError if it has ended."""
-        found: list[tuple[int, Event]] = self._connection.recv()
-        return found
+        def send() -> None:
+            with suppress(OSError):  # the process has ended, which the next event reports
+                self.connection.send(command)
 
-    def add(self, number: int, inputs: Mapping[str, Any], sampling: Sampling) -> None:
-        """Starts a request; `inputs` as of `Target.prepare`."""
-        # a connection copies arrays, and shares the memory of tensors
-        arrays = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in inputs.items()}
-        self._sender.submit(self._send, "add", number, arrays, sampling)
-
-    def remove(self, number: int) -> None:
-        """Ends a request before the next round; it may have ended already."""
-        self._sender.submit(self._send, "remove", number)
-
-    def _send(self, *command: Any) -> None:
-        with suppress(OSError):  # the process has ended, which `events` reports
-            self._connection.send(command)
+        self._sender.submit(send)
 
     def close(self) -> None:
         """Ends the process after the round in progress; answers in progress are dropped."""
-        self._sender.submit(self._connection.close)
+        self._sender.submit(self.connection.close)
         self._sender.shutdown(wait=False)
         self._worker.join(STOP_S)
         self.kill()
 
     def kill(self) -> None:
         """Ends the process at once."""
-        if isinstance(self._worker, BaseProcess):
+        if self.pid is not None:
             self._worker.kill()
             self._worker.join()
 
@@ -235,6 +218,12 @@ class _Loop:
 # -- what it decodes with --------------------------------------------------------------------------------------------------
 
 
+def start_logging(level: str) -> None:
+    """Logs this package from `level` on, and others from warnings on, with the time of each line."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("sage").setLevel(level.upper())
+
+
 def load_plan(args: argparse.Namespace, path: str, folder: Path | None, limits: ServerLimits) -> Plan:
     """Loads target and draft as the options say; raises ValueError as `plan_decoding` does, or if they cannot be loaded."""
     start_logging(args.log_level)
@@ -294,23 +283,17 @@ def check_caches(per_request: int, free: int | None, max_requests: int, max_cont
 
 def _warm_up(plan: Plan, target: Target, policies: Sequence[str], count: int) -> None:
     """Decodes `count` requests, together and each alone at its beginning or end, with the plan's policy and those named."""
+    inputs, started = target.prepare([{"role": "user", "content": "Hello"}]), time.monotonic()
+    length = min(WARM_UP_TOKENS, plan.max_context - inputs["input_ids"].shape[1])
+    sampling = Sampling(max_new_tokens=length, min_new_tokens=length)
     stages: list[Policy | str] = [plan.policy, *policies]
-    started = time.monotonic()
     for done, policy in enumerate(stages, 1):
-        _decode_some(plan, target, policy, count)
+        decoder = plan.new_decoder()
+        requests = [decoder.add(inputs, policy, sampling=sampling) for _ in range(count)]
+        while not all(request.is_over for request in requests):
+            decoder.step()
+        if error := next((request.error for request in requests if request.error is not None), None):
+            raise error
         if (seconds := time.monotonic() - started) > NOTICE_S:
             left = seconds / done * (len(stages) - done)
             print(f"passes: {done} of {len(stages)} kinds of rounds are ready, about {left:.0f} s left", file=sys.stderr)
-
-
-def _decode_some(plan: Plan, target: Target, policy: Policy | str, count: int) -> None:
-    inputs, decoder = target.prepare([{"role": "user", "content": "Hello"}]), plan.new_decoder()
-    length = min(WARM_UP_TOKENS, plan.max_context - inputs["input_ids"].shape[1])
-    sampling = Sampling(max_new_tokens=length, min_new_tokens=length)
-    requests = [decoder.add(inputs, policy, sampling=sampling) for _ in range(count)]
-    while not all(request.is_over for request in requests):
-        decoder.step()
-    for request in requests:
-        decoder.remove(request)
-        if request.error is not None:
-            raise request.error

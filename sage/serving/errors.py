@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from http import HTTPStatus
 
 from fastapi import Response
+from starlette.exceptions import HTTPException
 
 MAX_MESSAGE = 400  # characters; a message may quote a value of the request
 KINDS = {
@@ -17,37 +17,34 @@ KINDS = {
 }
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An error response.
 
     Args:
         message: one line that names the field, what is wrong with it, and the remedy.
         param: field of the request.
         code: short name of the error, for programs.
+        retry_s: seconds to wait.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_s: int | None = None
     ) -> None:
         line = " ".join(message.split())
-        super().__init__(line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}...")
-        self.status, self.param, self.code, self.headers = status, param, code, headers
+        headers = None if retry_s is None else {"Retry-After": str(retry_s)}
+        super().__init__(status, line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}...", headers)
+        self.param, self.code = param, code
 
     def body(self) -> bytes:
         """Returns the JSON as ASCII: a message may quote text that is invalid Unicode."""
-        default = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-        kind = KINDS.get(HTTPStatus(self.status), default)
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        default = "server_error" if self.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+        kind = KINDS.get(HTTPStatus(self.status_code), default)
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode("ascii")
 
     def response(self) -> Response:
         """Returns the response."""
-        return Response(self.body(), self.status, self.headers, "application/json")
+        return Response(self.body(), self.status_code, self.headers, "application/json")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -62,4 +59,4 @@ def internal() -> ApiError:
 
 def stopping() -> ApiError:
     """Returns the error for requests that arrive, or still wait, after the signal to stop."""
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping", headers={"Retry-After": "5"})
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping", retry_s=5)

@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from sage.decoding.answer import Stats
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-
 TOKENS = [2**power for power in range(18)]
 
 
@@ -43,10 +42,9 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float] = SECONDS) -> Histogram:
         return Histogram(f"sage_{name}", text, registry=self.registry, buckets=buckets)
 
-    def watch(self, num_waiting: Callable[[], int], num_running: Callable[[], int]) -> None:
-        """Sets the functions that count requests."""
-        Gauge("sage_waiting_requests", "Requests in the queue", registry=self.registry).set_function(num_waiting)
-        Gauge("sage_running_requests", "Requests that are decoded", registry=self.registry).set_function(num_running)
+    def watch(self, name: str, text: str, number: Callable[[], int]) -> None:
+        """Adds a gauge whose value is that of a function."""
+        Gauge(f"sage_{name}", text, registry=self.registry).set_function(number)
 
     def emitted(self, count: int, seconds: float, is_first: bool) -> None:
         """Counts new tokens of an answer, `seconds` after those before."""

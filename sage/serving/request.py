@@ -1,6 +1,6 @@
-"""The body of a request as a pydantic model: the options of an answer. Every field is used, ignored or refused by name.
+"""The body of a request as a pydantic model: options of an answer, and messages or a text. Images are opened as they are read.
 
-Does not own: messages and their media (sage.serving.chat_request), and the context length (sage.serving.service).
+Every field is used, ignored or refused by name. Does not own: the context length (sage.serving.service).
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import secrets
 from abc import abstractmethod
+from collections.abc import Iterator
 from http import HTTPStatus
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -17,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -24,10 +26,12 @@ from pydantic_core import ErrorDetails, PydanticUseDefault
 
 from sage.decoding.settings import Sampling
 from sage.inputs.processing import Processor
-from sage.io.names import did_you_mean
+from sage.io.ranges import did_you_mean
 from sage.serving.errors import ApiError, invalid
 from sage.serving.media import MediaReader
 
+FRAMES = "data:video/jpeg;base64"
+MAX_MESSAGES, MAX_PARTS = 4096, 1024
 MIN_TEMPERATURE = 1e-6  # below it, logits overflow float32
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 NUM_SEED_BITS = 63
@@ -65,14 +69,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None  # which GuideLLM requests: the last chunk alone has the usage
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-
-
-class Request(Strict):
+class CompletionRequest(Strict):
     """A request; a field that is null has its default.
 
     Attributes:
@@ -96,7 +93,11 @@ class Request(Strict):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)] = []
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+        Field(max_length=MAX_STOPS),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
     stream: bool = False
@@ -110,7 +111,7 @@ class Request(Strict):
         return int(value) if isinstance(value, float) and value.is_integer() else value  # as 8.0 for a number of tokens
 
     @model_validator(mode="after")
-    def _check_together(self) -> Request:
+    def _check_together(self) -> CompletionRequest:
         if 0 < self.temperature < MIN_TEMPERATURE:
             message = f"temperature: {self.temperature} is not allowed; give 0 or at least {MIN_TEMPERATURE}"
             raise invalid(message, "temperature")
@@ -144,21 +145,25 @@ class Request(Strict):
         extra = self.model_extra or {}
         for name, value in extra.items():
             if name in ONLY and extra.get(TOOLS.get(name, "")) != "none":
-                _check_value(name, value)
+                allowed = (None, *ONLY[name])
+                if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed):
+                    values = " or ".join(map(json.dumps, ONLY[name]))
+                    raise invalid(f"{name}: not supported; remove it{f' or give {values}' if values else ''}", name)
             elif name not in (*IGNORED, *ONLY) and value is not None and not ignores_unknown:
                 hint = did_you_mean(name[:MAX_QUOTED], [*type(self).model_fields, *ONLY])
                 raise invalid(f"{name[:MAX_QUOTED]}: unknown field{hint}; remove it", name[:MAX_QUOTED])
 
 
-def _alone(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int) else value
-
-
-class TextRequest(Request):
+class TextRequest(CompletionRequest):
     """A request for the continuation of a text, or of token ids, without a chat template."""
 
     subject, default_tokens = "prompt", 16
-    prompt: Annotated[str | list[Annotated[int, Field(ge=0)]], BeforeValidator(_alone), Field(min_length=1)]
+    prompt: Annotated[str | list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _from_list(cls, value: Any) -> Any:
+        return value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int) else value
 
     def num_characters(self) -> int:
         """Returns the length of the text, or the number of ids."""
@@ -176,13 +181,138 @@ class TextRequest(Request):
         return processor.collate([example])
 
 
-def _check_value(name: str, value: Any) -> None:
-    if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in (None, *ONLY[name])):
-        values = " or ".join(json.dumps(allowed) for allowed in ONLY[name])
-        raise invalid(f"{name}: not supported; remove it{f' or give {values}' if values else ''}", name)
+# -- chats ----------------------------------------------------------------------------------------------------------------
 
 
-def read_request(kind: type[Request], body: bytes, model: str, reader: MediaReader, ignores_unknown: bool) -> Request:
+class TextPart(Strict):
+    """A text in a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _url(value: Any) -> Any:
+    """Returns the URL of `{"url": URL, "detail": ..}`, or of the URL itself."""
+    return value.get("url") if isinstance(value, dict) else value
+
+
+def _open(value: Any, info: ValidationInfo) -> Any:
+    assert isinstance(info.context, MediaReader)
+    return info.context.open(_url(value))
+
+
+Opened = Annotated[Any, BeforeValidator(_open)]  # a PIL image, given its URL
+
+
+class ImagePart(Strict):
+    """An image in a message."""
+
+    type: Literal["image_url"]
+    image: Annotated[Opened, Field(alias="image_url")]
+
+
+class VideoPart(Strict):
+    """The frames of a video in a message: URLs, or as vLLM takes them, `data:video/jpeg;base64,FRAME,FRAME`."""
+
+    type: Literal["video", "video_url"]
+    video: Annotated[list[Opened], Field(min_length=1)]
+    fps: Annotated[float, Field(gt=0, le=1000)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_frames(cls, part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] == "video":
+            return part
+        header, _, frames = str(_url(part.get("video_url"))).partition(",")
+        if header != FRAMES:
+            raise ValueError(f"video_url: give frames, {FRAMES},FRAME,FRAME, or a part of type video")
+        return {"type": "video", "video": [f"data:image/jpeg;base64,{frame}" for frame in frames.split(",")]}
+
+
+Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+
+
+def _refuse(value: Any) -> None:
+    if value:
+        raise ValueError("not supported; give role and content")
+
+
+Unsupported = Annotated[None, BeforeValidator(_refuse)]
+
+
+class Message(Strict):
+    """A turn of the conversation; other fields have no effect on the prompt."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS)]
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    tool_call_id: Unsupported = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_parts(cls, message: Any) -> Any:
+        """A string becomes a part; an assistant may have said nothing."""
+        if not isinstance(message, dict):
+            return message
+        content = message.get("content")
+        if not content and message.get("role") == "assistant":
+            content = ""
+        return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+    def prepared(self) -> dict[str, Any]:
+        """Returns the message as `Target.prepare` takes it."""
+        content = [part.model_dump(exclude_none=True) | {"type": part.type.removesuffix("_url")} for part in self.content]
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class PixelBounds(Strict):
+    """vLLM's arguments of an image processor, for images that they do not change."""
+
+    model_config = ConfigDict(extra="forbid")
+    min_pixels: int = 0
+    max_pixels: int | None = None
+
+
+class ChatRequest(CompletionRequest):
+    """A request for the next message of a conversation.
+
+    Attributes:
+        chat_template_kwargs: further arguments of the chat template.
+    """
+
+    subject = "messages"
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    chat_template_kwargs: dict[str, Any] = {}
+    mm_processor_kwargs: PixelBounds = PixelBounds()
+
+    @property
+    def _parts(self) -> Iterator[Part]:
+        return (part for message in self.messages for part in message.content)
+
+    def num_characters(self) -> int:
+        """Returns the length of all texts."""
+        return sum(len(part.text) for part in self._parts if isinstance(part, TextPart))
+
+    def prepared(self, processor: Processor) -> Any:
+        """Returns the inputs of the target."""
+        bounds = self.mm_processor_kwargs
+        for part in self._parts:
+            for image in [part.image] if isinstance(part, ImagePart) else getattr(part, "video", ()):
+                count = image.width * image.height
+                if not bounds.min_pixels <= count <= (bounds.max_pixels or count):
+                    message = f"would resize {image.width}x{image.height} pixels; send the image resized"
+                    raise invalid(f"mm_processor_kwargs: {message}", "mm_processor_kwargs")
+        return processor.prepare([message.prepared() for message in self.messages], **self.chat_template_kwargs)
+
+
+# -- bodies ---------------------------------------------------------------------------------------------------------------
+
+
+def read_request(
+    kind: type[CompletionRequest], body: bytes, model: str, reader: MediaReader, ignores_unknown: bool
+) -> CompletionRequest:
     """Reads a request; ApiError for the first field that is not allowed.
 
     Args:

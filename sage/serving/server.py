@@ -74,8 +74,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts to wait for a request."""
         if len(self.connections) + 1 >= (self.limit_concurrency or 0):
-            others = (one for one in self.connections if isinstance(one, Connection))
-            if idle := next((one for one in others if one.is_idle and not one.transport.is_closing()), None):
+            others = (other for other in self.connections if isinstance(other, Connection) and other.is_idle)
+            if idle := next((other for other in others if not other.transport.is_closing()), None):
                 idle.transport.abort()
         super().connection_made(transport)
         self._check(None)
@@ -115,7 +115,7 @@ class Server(uvicorn.Server):
         )
         self._service, self._on_ready = service, on_ready
         service.scheduler.on_failure = self.stop
-        self._num_signals = 0
+        self._is_stopping = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves until `stop`."""
@@ -130,16 +130,17 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stops accepting requests at the first signal, and everything at the second."""
-        self._num_signals += 1
-        if self._num_signals == 1:
-            asyncio.run_coroutine_threadsafe(self._stop_after_answers(), self._loop)
+
+        async def stop_after_answers() -> None:
+            await self._service.scheduler.drain(self._service.limits.drain_seconds)
+            self.stop()
+
+        if not self._is_stopping:
+            self._is_stopping = True
+            asyncio.run_coroutine_threadsafe(stop_after_answers(), self._loop)
         else:
             print("stopped; answers in progress are lost", file=sys.stderr, flush=True)
             os._exit(EXIT_INTERRUPTED)
-
-    async def _stop_after_answers(self) -> None:
-        await self._service.scheduler.drain(self._service.limits.drain_seconds)
-        self.stop()
 
     def stop(self) -> None:
         """Ends `run` once the responses in progress are sent."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,22 +18,19 @@ from jinja2 import TemplateError
 from sage.commands.cli import find_models
 from sage.drafts.draft import Draft
 from sage.inputs.processing import Processor
-from sage.serving.bodies import Inbox
 from sage.serving.completion import Completion
 from sage.serving.decoding import Decoding, load_plan, plan_decoding
 from sage.serving.errors import ApiError, invalid
-from sage.serving.media import MediaReader, RemoteMedia
+from sage.serving.media import MediaReader
 from sage.serving.metrics import Metrics
-from sage.serving.request import Request, read_request
+from sage.serving.request import CompletionRequest, read_request
 from sage.serving.scheduler import Scheduler
 from sage.serving.settings import ServerLimits
 from sage.targets import Target
 from sage.targets.loading import load_processor
 
-FIRST = [{"role": "user", "content": "Hello"}]
-NUM_THREADS, NUM_DOWNLOADING = 2, 8
+NUM_THREADS = 2
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
-REMOTE = re.compile(rb'(?i)"https?:')  # in a body: the beginning of a URL
 
 
 class Service:
@@ -57,61 +53,50 @@ class Service:
         model: str,
         limits: ServerLimits,
         api_key: str = "",
-        remote: RemoteMedia = RemoteMedia(),  # noqa: B008
         is_local: bool = True,
         ignores_unknown: bool = False,
         allowed_origins: Collection[str] = (),
     ) -> None:
-        self.processor, self.model, self.limits, self.remote = processor, model, limits, remote
+        self.processor, self.model, self.limits = processor, model, limits
         self.api_key, self.is_local, self.ignores_unknown = api_key, is_local, ignores_unknown
         self.allowed_origins = allowed_origins
-        processor.prepare(FIRST)  # so that the first request takes no longer than others
+        processor.prepare([{"role": "user", "content": "Hello"}])  # so that the first request takes no longer than others
         self.max_context, self.end_token_ids = decoding.wait()
         self.metrics = Metrics(model, decoding.pid)
         self.scheduler = Scheduler(decoding, limits.max_requests, limits.queue, self.metrics)
-        self.inbox = Inbox(limits.max_body_bytes)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "prepare")
-        self._downloads = ThreadPoolExecutor(NUM_DOWNLOADING, "download")
-        self.tokenizer = processor.tokenizer
-        self._max_characters = self.max_context * max(map(len, self.tokenizer.get_vocab()))  # more have more tokens than fit
+        self._max_characters = self.max_context * max(map(len, processor.tokenizer.get_vocab()))  # more are too many tokens
 
-    async def prepared(self, kind: type[Request], body: bytes) -> Completion:
-        """Returns a request that can be decoded, prepared in a thread; those that download images have others."""
-        is_remote = self.remote.hosts and REMOTE.search(body)
-        pool, remote = (self._downloads, self.remote) if is_remote else (self._pool, RemoteMedia())
-        return await asyncio.get_running_loop().run_in_executor(pool, self.prepare, kind, body, remote)
+    async def prepared(self, kind: type[CompletionRequest], body: bytes) -> Completion:
+        """Returns a request that can be decoded, prepared in a thread; ApiError for one that cannot."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, kind, body)
 
-    def prepare(self, kind: type[Request], body: bytes, remote: RemoteMedia = RemoteMedia()) -> Completion:  # noqa: B008
-        """Returns a request that can be decoded; ApiError for one that cannot."""
-        request = read_request(kind, body, self.model, MediaReader(self.limits, remote), self.ignores_unknown)
+    def _prepare(self, kind: type[CompletionRequest], body: bytes) -> Completion:
+        request = read_request(kind, body, self.model, MediaReader(self.limits), self.ignores_unknown)
         if (num_characters := request.num_characters()) > self._max_characters:
             raise self._too_long(request, f"{num_characters} characters, which are more tokens")
         try:
             inputs = request.prepared(self.processor)
         except (ValueError, TemplateError) as error:
             raise invalid(f"{request.subject}: {error}", request.subject) from error
-        sampling = request.sampling(self._max_new_tokens(request, inputs["input_ids"].shape[1]))
-        return Completion(request, inputs, sampling, self.tokenizer, self.model, self.end_token_ids)
-
-    def _max_new_tokens(self, request: Request, length: int) -> int:
+        length = inputs["input_ids"].shape[1]
         left = self.max_context - length
         if left < 1:
             raise self._too_long(request, f"{length} tokens; shorten the prompt or shrink its images")
-        wanted = request.max_tokens or left
-        if wanted > left:
-            message = f"max_tokens: {wanted} and a prompt of {length} tokens exceed the maximum context length of"
+        max_tokens = request.max_tokens or left
+        if max_tokens > left:
+            message = f"max_tokens: {max_tokens} and a prompt of {length} tokens exceed the maximum context length of"
             raise invalid(f"{message} {self.max_context} tokens; give at most {left}", "max_tokens", TOO_LONG)
-        return wanted
+        return Completion(request, inputs, max_tokens, self.processor.tokenizer, self.model, self.end_token_ids)
 
-    def _too_long(self, request: Request, found: str) -> ApiError:
-        text = f"this model's maximum context length is {self.max_context} tokens, and the prompt has {found}"
+    def _too_long(self, request: CompletionRequest, amount: str) -> ApiError:
+        text = f"this model's maximum context length is {self.max_context} tokens, and the prompt has {amount}"
         return invalid(f"{request.subject}: {text}", request.subject, TOO_LONG)
 
     def close(self) -> None:
         """Ends the decoding loop and the threads of the preparation."""
         self.scheduler.decoding.close()
-        for pool in (self._pool, self._downloads):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def load_service(args: argparse.Namespace, limits: ServerLimits, is_local: bool) -> Service:
@@ -120,10 +105,16 @@ def load_service(args: argparse.Namespace, limits: ServerLimits, is_local: bool)
     path, folder = find_models(args)
     decoding = Decoding(load_plan, args, path, folder, limits)
     try:
-        name = args.model_name or (path if not Path(path).exists() else Path(path).resolve().name)
-        remote = RemoteMedia(args.allow_remote_media, limits.max_body_bytes)
-        options = {"ignores_unknown": args.ignore_unknown_fields, "allowed_origins": args.allowed_origins}
-        return Service(decoding, load_processor(path), name, limits, args.api_key, remote, is_local, **options)
+        return Service(
+            decoding,
+            load_processor(path),
+            args.model_name or (path if not Path(path).exists() else Path(path).resolve().name),
+            limits,
+            args.api_key,
+            is_local,
+            args.ignore_unknown_fields,
+            args.allowed_origins,
+        )
     except BaseException:
         decoding.kill()
         raise

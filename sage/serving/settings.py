@@ -39,7 +39,4 @@ class ServerLimits:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    @property
-    def max_body_bytes(self) -> int:
-        return int(self.max_body_mb * 1e6)
+        self.max_body_bytes = int(self.max_body_mb * 1e6)

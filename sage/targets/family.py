@@ -1,7 +1,6 @@
 """Interface of a target family: visual embeddings, rope positions, masks, and the embedded prompt.
 
-Does not own: placeholders and pixel inputs (sage.inputs.format), attention, caches, decoding, the refusal of text models
-(sage.targets.text_checks). A new family is a module in sage/targets/families, a YAML file in conf/target and a test class.
+A new family is a module in sage/targets/families, a YAML file in conf/target and a test class.
 
 Shapes: B batch, T tokens, D hidden, N tree nodes, S keys.
 """
@@ -79,6 +78,11 @@ class Prompt:
 
     def at(self, index: Tensor) -> Prompt:
         """Returns the prompt reduced to some of its tokens, increasing `index` LongTensor [T']; positions are kept."""
+        extras = self.extras
+        if extras:
+            row_BT = (self.visual_mask.flatten().cumsum(0) - 1).view_as(self.visual_mask)
+            rows = row_BT[:, index][self.visual_mask[:, index]]
+            extras = {name: values[rows] for name, values in extras.items()}
         return replace(
             self,
             input_ids=self.input_ids[:, index],
@@ -86,16 +90,9 @@ class Prompt:
             position_ids=self.position_ids[..., index],
             attention_mask=self.attention_mask[:, index],
             visual_mask=self.visual_mask[:, index],
-            extras=self._extras_at(index),
+            extras=extras,
             kept=None,
         )
-
-    def _extras_at(self, index: Tensor) -> dict[str, Tensor]:
-        if not self.extras:
-            return {}
-        row_BT = (self.visual_mask.flatten().cumsum(0) - 1).view_as(self.visual_mask)
-        rows = row_BT[:, index][self.visual_mask[:, index]]
-        return {name: values[rows] for name, values in self.extras.items()}
 
 
 class Family(InputFormat):
@@ -142,7 +139,9 @@ class Family(InputFormat):
     @property
     def window(self) -> int | None:
         """Sliding window of text layers, in tokens; None without."""
-        return window_of(self.config.get_text_config())
+        text = self.config.get_text_config()
+        layer_types = getattr(text, "layer_types", None)
+        return None if layer_types and SLIDING not in layer_types else getattr(text, "sliding_window", None)
 
     @property
     def leading_layers(self) -> int:
@@ -296,14 +295,6 @@ def without_positions(inputs: Inputs) -> Inputs:
 def _attention_mask(inputs: Inputs) -> Tensor:
     mask = inputs.get("attention_mask")
     return torch.ones_like(inputs["input_ids"]) if mask is None else mask
-
-
-def window_of(text_config: Any) -> int | None:
-    """Returns the window in tokens of the layers that have one; None if all layers have full attention."""
-    layer_types = getattr(text_config, "layer_types", None)
-    if layer_types and SLIDING not in layer_types:
-        return None
-    return getattr(text_config, "sliding_window", None)
 
 
 def layer_masks(text_config: Any, visible: Tensor, is_near: Tensor, tile: Tile) -> Mask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,10 @@ from sage.io.target_paths import find_target, path_of_target, refuse_without_con
 from sage.runtime.attention import VARLEN
 from sage.runtime.modes import PassMode, VisionAttention, check_attention, check_pass_mode, resolve_attention, resolve_pass_mode
 from sage.runtime.prefix_attention import HALF, has_flash_kernel
-from sage.targets.adapters import with_adapter
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.placement import check_device_map
-from sage.targets.quantized import quantization_of, renamed_ignore, say_what_is_lost
-from sage.targets.target import Target
+from sage.targets.target import Target, as_list
+from sage.targets.weights import quantization_of, renamed_ignore, say_what_is_lost, with_adapter
 
 
 def load_target(
@@ -59,15 +59,19 @@ def load_target(
     else:
         check_device_map(device_map)
     path = find_target(str(path_or_id))
-    processor = load_processor(path)
-    auto_class = FAMILIES[processor.family.model_type].auto_class
-    placement = _placement(torch.device(device), device_map)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, revision=kwargs.get("revision", "main"))
-    _refuse_sharding(path, quantization_of(config), adapter)
+    processor = load_processor(path, kwargs.get("revision", "main"))
+    config = processor.family.config
+    family = family_of(config)
+    if device_map is None and torch.device(device).type == "cuda" and not is_deepspeed_zero3_enabled():
+        placement: dict[str, Any] = {"device_map": {"": torch.device(device)}}  # without a copy of the weights in CPU memory
+    else:
+        placement = {} if device_map is None else {"device_map": device_map}
+    if is_deepspeed_zero3_enabled():
+        _refuse_sharding(path, quantization_of(config), adapter)
     kwargs |= renamed_ignore(config)
     published = dtype_name(config.dtype)
     given = dtype or (torch_dtype(loaded_dtype(published)) if published in SHORT_NAMES else "auto")
-    model = load_weights(auto_class, path, "target", allow_unused=True, dtype=given, **placement, **kwargs)
+    model = load_weights(family.auto_class, path, "target", allow_unused=True, dtype=given, **placement, **kwargs)
     model, found = (model, None) if adapter is None else with_adapter(model, os.path.expanduser(adapter), path)
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
@@ -76,16 +80,12 @@ def load_target(
         say_what_is_lost(target.name, target.quantization, model)
     target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_plain)
     device, is_half = target.device, target.dtype in HALF
-    set_attention(
-        model, resolve_attention(vision_attention, device.type, is_half, target.family.is_packed, has_flash_kernel(device))
-    )
+    set_attention(model, resolve_attention(vision_attention, device.type, is_half, family.is_packed, has_flash_kernel(device)))
     return target
 
 
 def _refuse_sharding(path: str, method: str | None, adapter: str | None) -> None:
     """Raises ValueError for what is not loaded into the ranks of a sharded target."""
-    if not is_deepspeed_zero3_enabled():
-        return
     if method:
         raise ValueError(f"deepspeed.shard_target: ZeRO does not shard quantized weights ({method} in {path}); drop it")
     if adapter:
@@ -105,15 +105,11 @@ def set_attention(model: Any, attention: VisionAttention) -> None:
         model.set_attn_implementation({"vision_config": str(attention)})
 
 
-def _placement(device: torch.device, device_map: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the options of `from_pretrained` that load to the devices without a copy of the weights in CPU memory."""
-    if device_map is not None:
-        return {"device_map": device_map}
-    return {"device_map": {"": device}} if device.type == "cuda" and not is_deepspeed_zero3_enabled() else {}
-
-
-def load_processor(path: str) -> Processor:
+def load_processor(path: str, revision: str = "main") -> Processor:
     """Loads the tokenizer and image processor from a target's folder, hub id or name, without weights.
+
+    Args:
+        revision: of the configuration.
 
     Raises:
         ValueError: no target of a known family, or files that are missing, corrupt, or those of another model,
@@ -123,13 +119,16 @@ def load_processor(path: str) -> Processor:
     refuse_without_config(path)
     require_hub(path, "target")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, revision=revision)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(_unreadable(path, in_one_line(error))) from error
     family = family_of(config, f"target: {path}: ")
     remedy = "copy the files that came with the model (tokenizer.json, tokenizer_config.json, preprocessor_config.json)"
+    end_token_ids: list[int] = []
+    with suppress(OSError, ValueError):  # a target may have no generation_config.json
+        end_token_ids = as_list(GenerationConfig.from_pretrained(path).eos_token_id)
     try:
-        processor = Processor.from_pretrained(path, family, _end_token_ids(path))
+        processor = Processor.from_pretrained(path, family, end_token_ids)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"target: {path}: its tokenizer or image processor cannot be read ({in_one_line(error)}); {remedy}"
@@ -140,13 +139,14 @@ def load_processor(path: str) -> Processor:
             raise ValueError(
                 f"target: {path}: its tokenizer does not know {token!r} as {wanted}, the {kind} token in config.json; {remedy}"
             )
-    _check_vocabulary(path, processor, config.get_text_config().vocab_size)
-    _check_bos(path, processor)
+    _check_special_tokens(path, processor, config.get_text_config().vocab_size)
     return processor
 
 
-def _check_vocabulary(path: str, processor: Processor, vocab_size: int) -> None:
-    """Raises ValueError for a token without an embedding, and for a tokenizer of which no token ends an answer."""
+def _check_special_tokens(path: str, processor: Processor, vocab_size: int) -> None:
+    """Raises ValueError for a token without an embedding, for no token that ends an answer, and for a chat template that
+    begins a prompt with several BOS tokens. (Without one, `Processor` adds it.)
+    """
     beyond = {token_id: text for text, token_id in processor.tokenizer.get_added_vocab().items() if token_id >= vocab_size}
     if beyond:
         token_id = min(beyond)
@@ -159,10 +159,6 @@ def _check_vocabulary(path: str, processor: Processor, vocab_size: int) -> None:
             f"target: {path}: no token ends its answers: eos_token_id is null in generation_config.json and the tokenizer has "
             "no eos_token; set one of them"
         )
-
-
-def _check_bos(path: str, processor: Processor) -> None:
-    """Raises ValueError for a chat template that begins a prompt with several BOS tokens. Without one, `Processor` adds it."""
     bos = processor.tokenizer.bos_token
     try:
         prompt = processor.render([{"role": "user", "content": "Hello"}], True) if bos else ""
@@ -187,15 +183,6 @@ def _unreadable(path: str, reason: str) -> str:
             f"(auto_map), which is never run, and tree masks would not reach its attention; known: {', '.join(FAMILIES)}"
         )
     return f"target: {path}: cannot read its config.json ({reason}); copy the model again"
-
-
-def _end_token_ids(path: str) -> list[int]:
-    """Returns the ids in generation_config.json that end an answer; none if the target has no such file."""
-    try:
-        found = GenerationConfig.from_pretrained(path).eos_token_id
-    except (OSError, ValueError):
-        return []
-    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
 
 
 def is_target_folder(path: str | Path) -> bool:

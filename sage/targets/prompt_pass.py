@@ -20,6 +20,7 @@ from sage.targets.target import Features, Target
 from sage.targets.tree_passes import cache_sizes, describe_target, family_modules
 
 TIMED_ROWS = (32, 64, 128)
+BUFFER = (1, "kv_heads", CAPACITY, "head_dim")
 MIN_BYTES = 10_000_000  # of the text layers; a smaller model saves less than it costs to compile one more pass
 
 
@@ -36,12 +37,8 @@ class PromptInputs(PassInputs):
 
     embeds: Tensor = argument(1, PROMPT, "hidden_size", dtype=None)
     columns: Tensor = argument(PROMPT)
-    keys: Sequence[Tensor] = argument(
-        1, "kv_heads", CAPACITY, "head_dim", dtype=None, padding=Padding.cache, count="num_layers"
-    )
-    values: Sequence[Tensor] = argument(
-        1, "kv_heads", CAPACITY, "head_dim", dtype=None, padding=Padding.cache, count="num_layers"
-    )
+    keys: Sequence[Tensor] = argument(*BUFFER, dtype=None, padding=Padding.cache, count="num_layers")
+    values: Sequence[Tensor] = argument(*BUFFER, dtype=None, padding=Padding.cache, count="num_layers")
     positions: Tensor = argument("num_axes", PROMPT)
 
 
@@ -82,21 +79,19 @@ def read_prompt(
     """
     executor, length = executor_of(target.passes), prompt.input_ids.shape[1]
     is_short = PROMPT.minimum <= length <= executor.max_prompt
-    expresses = is_short and not (wants_attention or cache.length or target.family.text_inputs(prompt))
-    function = _prompt_pass(target, tuple(levels)) if expresses else None
+    is_expressed = is_short and not (wants_attention or cache.length or target.family.text_inputs(prompt))
+    function = _prompt_pass(target, tuple(levels)) if is_expressed else None
     if function is None:
         return target.prefill(prompt, cache, levels, wants_attention)
-    run = executor.bind(function)
     cache.reserve(length)
-    columns = torch.arange(length, device=prompt.input_ids.device)
     inputs = PromptInputs(
         embeds=prompt.embeds.contiguous(),
-        columns=columns,
+        columns=torch.arange(length, device=prompt.input_ids.device),
         keys=cache.keys,
         values=cache.values,
         positions=prompt.position_ids.flatten(0, -2).contiguous(),
     )
-    last, *others = run(inputs)
+    last, *others = executor.bind(function)(inputs)
     return Features(last, tuple(others))
 
 

@@ -1,7 +1,5 @@
 """The frozen vision-language model: embedding, features, causal prefill, and the one implementation of a pass.
 
-Does not own: loading (sage.targets.loading), tree passes (sage.targets.tree_passes), acceptance, drafts, losses.
-
 Shapes: B batch, T tokens, S keys, D hidden, V vocabulary.
 """
 
@@ -27,12 +25,11 @@ from sage.runtime.linear_states import LinearSizes
 from sage.runtime.modes import PassMode
 from sage.runtime.prefix_attention import PassKeys
 from sage.runtime.recurrent_cache import SharedRecurrentCache
-from sage.targets.adapters import Adapter
 from sage.targets.delta_net import use_our_states
 from sage.targets.families import family_of
 from sage.targets.family import LINEAR, Mask, Prompt
 from sage.targets.placement import connect, is_multi_device, layer_devices
-from sage.targets.quantized import decompress, dense_weight, is_quantized, quantization_of
+from sage.targets.weights import Adapter, decompress, dense_weight, is_quantized, quantization_of
 
 
 @dataclass
@@ -80,6 +77,7 @@ class Target:
         passes: how tree passes and draft passes run: eager, compiled or captured.
         is_whole: whether all weights are on one device and not sharded; else passes are eager.
         quantization: method and precision of quantized weights; None without. With some, passes are eager.
+        group: query heads per KV head.
         linear: sizes of the linear layers; None without any.
 
     Raises:
@@ -91,12 +89,17 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.adapter = adapter
         self.family = family_of(model.config)
-        self.eos_token_ids = _as_list(model.generation_config.eos_token_id)
+        self.eos_token_ids = as_list(model.generation_config.eos_token_id)
         self.processor = None if processor is None else Processor.wrap(processor, self.family, self.eos_token_ids)
         self.name = str(model.config._name_or_path or self.family.model_type)
-        self.text_config = model.config.get_text_config()
+        self.text_config = text = model.config.get_text_config()
+        self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
+        self.num_layers, self.num_kv_heads = int(text.num_hidden_layers), int(text.num_key_value_heads)
+        self.group = int(text.num_attention_heads) // self.num_kv_heads
+        self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
         self.text_model = self.family.text_model(model)
-        self.cache_argument = _cache_argument(self.text_model)
+        parameters = inspect.signature(self.text_model.forward).parameters
+        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"  # since transformers 5.24, and before
         self.linear = LinearSizes.of(self.text_config, LINEAR)
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
@@ -112,35 +115,9 @@ class Target:
         select_backends(self.device)
 
     @property
-    def hidden_size(self) -> int:
-        return int(self.text_config.hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.text_config.vocab_size)
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.text_config.num_hidden_layers)
-
-    @property
-    def num_kv_heads(self) -> int:
-        return int(self.text_config.num_key_value_heads)
-
-    @property
     def num_attention_layers(self) -> int:
         """Text layers that keep keys and values."""
         return self.num_layers - (len(self.linear.layers) if self.linear else 0)
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return int(self.text_config.num_attention_heads) // self.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        config = self.text_config
-        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     @property
     def device(self) -> torch.device:
@@ -236,12 +213,13 @@ class Target:
     ) -> Features:
         """Runs a prompt through the text layers, also with gradients; arguments as for `run`."""
         past = 0 if cache is None else cache.length
-        mask = self.family.prefill_mask(prompt, past, self._tile)
+        mask = self.family.prefill_mask(prompt, past, self.tile)
         given = self.family.text_inputs(prompt)
         with use_tree_attention(self.text_model):
             return self.run(prompt.embeds, prompt.position_ids, mask, cache, levels, recorder, given)
 
-    def _tile(self, visible: Tensor) -> Tensor:
+    def tile(self, visible: Tensor) -> Tensor:
+        """Returns the additive mask of a Bool one (`tile_mask`) for the text layers."""
         return tile_mask(visible, self.group, self.dtype)
 
     def run(
@@ -315,15 +293,9 @@ class Target:
         return shared.take()
 
 
-def _cache_argument(text_model: Any) -> str:
-    """Name of the KV cache in a text model's `forward`: `cache` since transformers 5.24, `past_key_values` before."""
-    return "cache" if "cache" in inspect.signature(text_model.forward).parameters else "past_key_values"
-
-
-def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+def as_list(value: int | Sequence[int] | None) -> list[int]:
+    """Returns the token ids of a setting that is one, several or none."""
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
 def fingerprint_of(config: Any) -> dict[str, Any]:

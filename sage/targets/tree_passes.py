@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from sage.runtime.attention import use_tree_attention
-from sage.runtime.cache import PackedCache, Queries, TreeCache, by_row, tile_mask
+from sage.runtime.cache import PackedCache, Queries, TreeCache, by_row
 from sage.runtime.executors import executor_of
 from sage.runtime.linear_states import LinearStates, Window
 from sage.runtime.packing import BoundPass, CachedInputs, Pass, run
@@ -163,10 +163,7 @@ class TreePass(PassFunction):
         """Returns what nodes attend to: additive masks, or the keys; no mask if a single node attends to all of them."""
         if inputs.queries is None and inputs.visible.shape[1] == 1 and not self._target.family.window:
             return None, None
-        return self._target.family.tree_mask(by_row(inputs.seen(), inputs.queries), self._tile), None
-
-    def _tile(self, visible: Tensor) -> Tensor:
-        return tile_mask(visible, self._target.group, self._target.dtype)
+        return self._target.family.tree_mask(by_row(inputs.seen(), inputs.queries), self._target.tile), None
 
 
 class SplitTreePass(TreePass):
@@ -220,8 +217,7 @@ class TreePasses:
         functions, key = self.target.functions, (kind, levels, self.target.dtype)
         if key not in functions:
             functions[key] = kind(self.target, levels)
-        function: PassFunction = functions[key]
-        return function
+        return functions[key]
 
     def capacity(self, num_tokens: int) -> int:
         """Returns the capacity of a cache for `num_tokens` tokens."""
@@ -233,8 +229,7 @@ class TreePasses:
 
     def __call__(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> TreeOutput:
         """Runs one pass; arguments as of `over`."""
-        output: TreeOutput = run([self.over(tokens, positions, visible, cache)])[0]
-        return output
+        return run([self.over(tokens, positions, visible, cache)])[0]
 
     def over(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> Pass:
         """Returns one pass, which appends N columns to the cache and gives a `TreeOutput`.

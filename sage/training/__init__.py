@@ -3,7 +3,7 @@
 Importing this package imports the installed `train`, `data_prep` and `checkpoints`, which lie beside `sage`, so that a user's
 own `train.py` is not imported in their place. The names are those of the package `train`; torch is imported when a run starts.
 
-Does not own: how these packages are found (sage.io.installed), training (train.job). This part of `sage` and the kinds of draft
+Does not own: how these packages are found (sage.io.files), training (train.job). This part of `sage` and the kinds of draft
 (sage.drafts.registry) refer to packages above `sage`, by name.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sage.io.installed import import_installed
+from sage.io.files import import_installed
 
 if TYPE_CHECKING:
     from train import Callback, Config, ConfigError, compose, run

@@ -11,7 +11,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from sage.io.names import did_you_mean
+from sage.io.ranges import did_you_mean
 
 if TYPE_CHECKING:
     from sage.planning.base import Policy

@@ -11,7 +11,7 @@ import pytest
 from support.messages import check_message
 from support.train_helpers import environment
 
-from sage.io.names import did_you_mean
+from sage.io.ranges import did_you_mean
 
 MAINS = {
     "train": "train.cli.train:main",

@@ -14,7 +14,7 @@ import pytest
 from support.messages import refused
 from support.train_helpers import ROOT, command, environment, make_target
 
-from sage.io.installed import import_installed
+from sage.io.files import import_installed
 from sage.training import PACKAGES, call
 from train.cli import data as data_cli
 from train.launch.launcher import _run_spawned_rank, spawn

@@ -33,7 +33,7 @@ from data_prep.sources import KINDS, SourceConfig
 from data_prep.tools import actions
 from sage.inputs import media
 from sage.io.files import json_digest
-from sage.io.source import source_digest
+from sage.io.machine import source_digest
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:

@@ -106,7 +106,7 @@ def test_uniform_indices_are_even_and_distinct() -> None:
 class TestMistakes:
     def test_vocabularies(self, tiny_qwen: sage.Target) -> None:
         other = make_qwen(seed=1)
-        other.text_config.vocab_size = 400
+        other.vocab_size = 400
         with refused("draft: ", "400", "330"):
             ModelDraft(other, tiny_qwen)
 

@@ -49,7 +49,7 @@ from train.config.schema import Config
 from train.distill.objective import DraftOutput, Objective
 from train.distill.student import Student, gather_supervised
 from train.distill.teacher import Pairs
-from train.plan.search import plan
+from train.plan.estimate import plan
 from train.plan.text import render
 
 

@@ -37,10 +37,6 @@ def test_figures_of_a_load() -> None:
         Load.read({**RESULT, "errors": ["", "Traceback\n  Timeout"]})
 
 
-def lab(folder: Path) -> Lab:
-    return Lab(target="T", draft=Path("D"), export=Path("E"), python=Path("P"), cores=[0], scratch=folder, max_requests=4)
-
-
 def test_servers_take_turns_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
@@ -59,23 +55,11 @@ def test_servers_take_turns_on_the_same_prompts(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(beside_vllm, "SETTLE_S", 0.0)
     settings = [ServerSetting(side=OURS, policy="chain"), ServerSetting(side=VLLM)]
     args: Any = SimpleNamespace(prompts=2, repeats=2, max_new_tokens=4)
-    found = beside_vllm.measure(lab(tmp_path), settings, [1, 4], args)
+    names: dict[str, Any] = {name: Path(name) for name in ("target", "draft", "export", "python")}
+    found = beside_vllm.measure(Lab(**names, cores=[0], scratch=tmp_path, max_requests=4), settings, [1, 4], args)
     ours, theirs = "sage-serve chain", "vLLM without draft"
     warm_up, alone = [(ours, 4), (theirs, 4)], [(ours, 1)]
     first = [(ours, 1), (theirs, 1), (ours, 4), (theirs, 4)]
     second = [(theirs, 1), (ours, 1), (theirs, 4), (ours, 4)]
     assert calls == [*warm_up, *first, *second, *alone]
-    assert [(row["requests"], row["server"]) for row in found] == first_pairs(first)
-
-
-def first_pairs(calls: list[tuple[str, int]]) -> list[tuple[int, str]]:
-    return [(concurrency, label) for label, concurrency in calls]
-
-
-def test_both_servers_have_target_draft_and_limits(tmp_path: Path) -> None:
-    ours = ServerSetting(side=OURS, policy="cost_aware").command(lab(tmp_path), 9)
-    theirs = ServerSetting(side=VLLM, depth=3).command(lab(tmp_path), 9)
-    assert ours[ours.index("--max-requests") + 1] == theirs[theirs.index("--max-num-seqs") + 1] == "4"
-    assert ours[ours.index("--target") + 1] == theirs[theirs.index("--model") + 1] == "T"
-    assert json.loads(theirs[theirs.index("--speculative-config") + 1])["model"] == "E"
-    assert "--speculative-config" not in ServerSetting(side=VLLM).command(lab(tmp_path), 9)
+    assert [(row["server"], row["requests"]) for row in found] == first

@@ -1,9 +1,9 @@
-"""The scheduler with a decoder that repeats its prompt, in a thread and in a process of its own."""
+"""The scheduler with a decoder that repeats its prompt, in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from sage.runtime.modes import PassMode
 from sage.serving.decoding import Decoding, Plan, plan_decoding
 from sage.serving.errors import ApiError
 from sage.serving.metrics import Metrics
-from sage.serving.scheduler import Scheduler
+from sage.serving.scheduler import Job, Scheduler
 from sage.serving.settings import ServerLimits
 
 ENDLESS, UNWANTED = 0, 13  # tokens of a prompt
@@ -66,17 +66,12 @@ def no_plan() -> Plan:
     raise ValueError("target: none,\ngive one")
 
 
-@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.slow, id="process"), pytest.param(False, id="thread")])
-def decoding(request: pytest.FixtureRequest) -> Iterator[Decoding]:
-    found = Decoding(plan, in_process=request.param)
-    assert found.wait() == (64, (7,))
-    yield found
-    found.close()
-    assert not found.is_alive
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+def run(test: Callable[[Decoding], Coroutine[Any, Any, None]]) -> None:
+    decoding = Decoding(plan)
+    assert decoding.wait() == (64, (7,))
+    asyncio.run(asyncio.wait_for(test(decoding), 60))
+    decoding.close()
+    assert not decoding.is_alive
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -95,23 +90,24 @@ def answer(scheduler: Scheduler, *tokens: int) -> asyncio.Task[list[Any]]:
 
     async def collect() -> list[Any]:
         inputs = {"input_ids": torch.tensor([tokens]), "text": "kept"}
-        async with aclosing(scheduler.decode(object(), inputs, Sampling())) as results:
+        async with aclosing(scheduler.decode(Job(), inputs, Sampling())) as results:
             return [result async for result in results]
 
     return asyncio.create_task(collect())
 
 
-def test_requests_end_on_their_own(decoding: Decoding) -> None:
-    async def test() -> None:
+@pytest.mark.slow
+def test_requests_end_on_their_own() -> None:
+    async def test(decoding: Decoding) -> None:
         scheduler = started(decoding)
         *tokens, stats = await answer(scheduler, 5, 6)
         assert tokens == [[5], [6]] and isinstance(stats, Stats)
         endless = answer(scheduler, ENDLESS)
         with pytest.raises(ApiError, match="unwanted") as refused:
             await answer(scheduler, UNWANTED)
-        assert refused.value.status == 400
+        assert refused.value.status_code == 400
         other, waiting = answer(scheduler, ENDLESS, 3), answer(scheduler, 4)
-        await until(lambda: (scheduler.num_running, scheduler.num_waiting) == (2, 1))
+        await until(lambda: (len(scheduler.running), scheduler.num_waiting) == (2, 1))
         endless.cancel()
         assert (await waiting)[0] == [4]  # in the place of the one that has left
         third, late = answer(scheduler, ENDLESS), answer(scheduler, 4)
@@ -121,48 +117,32 @@ def test_requests_end_on_their_own(decoding: Decoding) -> None:
             await late
         with pytest.raises(ApiError, match="stopping"), scheduler.reserved():
             pass
-        assert not drained.done() and scheduler.num_running == 2
+        assert not drained.done() and len(scheduler.running) == 2
         other.cancel(), third.cancel()
         await drained
-        assert scheduler.num_running == 0
+        assert len(scheduler.running) == 0
 
-    run(test())
-
-
-@pytest.mark.parametrize("decoding", [False], ids=["thread"], indirect=True)
-def test_places_are_reserved_before_requests_are_prepared(decoding: Decoding) -> None:
-    async def test() -> None:
-        scheduler = started(decoding)
-        with scheduler.reserved(), scheduler.reserved(), scheduler.reserved(), scheduler.reserved():
-            with pytest.raises(ApiError, match="4 requests are in progress") as full, scheduler.reserved():
-                pass
-            assert full.value.headers == {"Retry-After": "1"}
-        with scheduler.reserved():
-            pass
-
-    run(test())
+    run(test)
 
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_ends_its_requests_and_the_server() -> None:
-    async def test() -> None:
+    async def test(decoding: Decoding) -> None:
         scheduler, stopped = started(decoding), asyncio.Event()
         scheduler.on_failure = stopped.set
         requests = [answer(scheduler, ENDLESS) for _ in range(3)]
-        await until(lambda: scheduler.num_running == 2)
+        await until(lambda: len(scheduler.running) == 2)
         decoding.kill()
         for request in requests:
             with pytest.raises(ApiError, match="failed") as failed:
                 await request
-            assert failed.value.status == 500
+            assert failed.value.status_code == 500
         await stopped.wait()
         assert scheduler.has_failed and not scheduler.decoding.is_alive
         with pytest.raises(ApiError, match="stopping"), scheduler.reserved():
             pass
 
-    decoding = Decoding(plan)
-    decoding.wait()
-    run(test())
+    run(test)
 
 
 @pytest.mark.slow

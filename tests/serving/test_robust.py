@@ -20,15 +20,13 @@ from support.messages import exit_code
 from support.serving_helpers import HELLO, Running, image_url, wait_until, with_images
 
 from sage.decoding.batch import BatchDecoder
-from sage.serving import command, completion, media, scheduler
+from sage.serving import command, completion, scheduler
 from sage.serving import server as server_module
 from sage.serving.app import CHAT
 from sage.serving.completion import StopStrings
 from sage.serving.decoding import check_caches
 from sage.serving.errors import ApiError
-from sage.serving.media import RemoteMedia
 
-DEADLINE = float("inf")
 LONG = {"max_tokens": 60, "ignore_eos": True}
 
 
@@ -45,7 +43,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def running(server: Running) -> int:
-    return server.service.scheduler.num_running
+    return len(server.service.scheduler.running)
 
 
 def lines(server: Running, **fields: Any) -> Iterator[str]:
@@ -189,7 +187,7 @@ def test_connections_without_a_request_or_a_reader_end(
     monkeypatch.setattr(completion, "CHAT_ROLE", {"role": "assistant", "content": "x" * 10_000_000})
     connected(clients, server, json.dumps({"messages": HELLO, "max_tokens": 8, "stream": True}).encode())
     wait_until(lambda: running(server) == 1)
-    wait_until(lambda: running(server) == 0 and not server.service.scheduler.num_reserved)
+    wait_until(lambda: running(server) == 0 and not server.service.scheduler.places)
     wait_until(lambda: not any(not one.is_idle for one in server.server.server_state.connections))
 
 
@@ -200,14 +198,14 @@ def test_a_place_is_reserved_before_a_body_is_read_and_all_bodies_have_one_budge
     with new(limits={"max_requests": 1, "queue": 5, "max_body_mb": 1.0}, policy="autoregressive") as server:
         for _ in range(4):
             connected(clients, server, large, length=950_000)
-        wait_until(lambda: server.service.scheduler.num_reserved == 4)
+        wait_until(lambda: len(server.service.scheduler.places) == 4)
         assert b"429" in connected(clients, server, large, length=950_000).recv(100)
         for _ in range(2):
             connected(clients, server, b" ", length=9)
-        wait_until(lambda: server.service.scheduler.num_reserved == 6)
+        wait_until(lambda: len(server.service.scheduler.places) == 6)
         assert server.chat().status_code == 429
         clients.close()
-        wait_until(lambda: server.service.scheduler.num_reserved == 0)
+        wait_until(lambda: len(server.service.scheduler.places) == 0)
         assert server.chat().status_code == 200
 
 
@@ -249,70 +247,6 @@ def test_a_local_server_without_a_key_has_the_names_of_this_machine_only(server:
     assert server.client.get("/v1/models", headers={"host": "localhost:80"}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("http://other.example/x.png", "not a host that this server downloads from"),
-        ("http://good.example:22/x.png", "port 22"),
-        ("http://user@good.example/x.png", "contains a user"),
-        ("file:///etc/passwd", "give a data URL"),
-        ("http://good.example/x.png", "an internal address"),
-    ],
-)
-def test_downloads_only_from_allowed_public_hosts(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for address in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "::ffff:10.0.0.1", "fe80::1%eth0"):
-        found = [(0, 0, 0, "", ("93.184.216.34", 80)), (0, 0, 0, "", (address, 80))]
-        monkeypatch.setattr(media.socket, "getaddrinfo", lambda *_, found=found, **__: found)
-        with pytest.raises(ValueError, match=words):
-            RemoteMedia(["good.example"], 1000).fetch(url, DEADLINE)
-
-
-def test_a_download_follows_no_redirect_and_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from support.chat_server import JsonHandler, listening
-
-    class Handler(JsonHandler):
-        def do_GET(self) -> None:
-            status = 302 if self.path == "/moved" else 200
-            self.send(status, b"x" * (2000 if self.path == "/large" else 10), {"Location": "http://127.0.0.1/"})
-
-    with listening(Handler) as address:
-        port = int(address.rpartition(":")[2])
-        monkeypatch.setattr(media, "public_address", lambda host, port: "127.0.0.1")
-        monkeypatch.setattr(media, "PORTS", {"http": port})
-        allowed = RemoteMedia(["good.example"], 1000)
-        assert allowed.fetch("http://GOOD.example/x", DEADLINE) == b"x" * 10
-        for path, words in (("moved", "redirects are not followed"), ("large", "more than 1000 bytes")):
-            with pytest.raises(ValueError, match=words):
-                allowed.fetch(f"http://good.example/{path}", DEADLINE)
-
-
-def test_slow_downloads_delay_no_text_and_have_one_deadline(new: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from support.chat_server import JsonHandler, listening
-
-    goes_on = threading.Event()
-
-    class Handler(JsonHandler):
-        def do_GET(self) -> None:
-            goes_on.wait(10)
-            self.send(200, b"")
-
-    remote = RemoteMedia(["good.example"], 1000)
-    with (
-        listening(Handler) as address,
-        new(policy="autoregressive", remote=remote) as server,
-        ThreadPoolExecutor(3) as pool,
-    ):
-        monkeypatch.setattr(media, "public_address", lambda host, port: "127.0.0.1")
-        monkeypatch.setattr(media, "PORTS", {"http": int(address.rpartition(":")[2])})
-        images = [pool.submit(server.chat, with_images("?", *["http://good.example/x"] * 2)) for _ in range(3)]
-        wait_until(lambda: server.service.scheduler.num_reserved == 3)
-        assert server.chat().status_code == 200 and not any(image.done() for image in images)
-        with pytest.raises(ValueError, match=r"cannot be downloaded \(TimeoutError\)"):
-            remote.fetch("http://good.example/x", time.monotonic() + 0.05)
-        goes_on.set()
-        assert all("not an image" in image.result().text for image in images)
-
-
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_a_stop_string_is_found_across_pieces(cut: int) -> None:
     text = "ab<en<end>cd"
@@ -336,7 +270,6 @@ def test_caches_that_do_not_fit_are_refused() -> None:
         ("--policy sgae", "did you mean sage?"),
         ("--policy chain", "--draft: missing"),
         ("--queue -1", "queue: -1 is not allowed"),
-        ("--allow-remote-media http://x", "is not a host"),
         ("--host 203.0.113.7", "--host 203.0.113.7 --port 8000: Cannot assign"),
     ],
 )

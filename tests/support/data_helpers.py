@@ -27,7 +27,7 @@ from data_prep.dialog import Dialog, Drive, TargetAnswer
 from data_prep.loader import StepLoader
 from data_prep.tools.regenerate import skipped_path
 from sage.inputs.processing import Processor
-from sage.targets.families.llava_onevision import LlavaOnevision
+from sage.targets.families.llava import LlavaOnevision
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective

@@ -38,10 +38,7 @@ IMAGE, VIDEO, END = 60, 61, 1  # ids of the slots and of the token that ends an 
 EXACT = {"atol": 1e-11, "rtol": 0}
 NEW_TOKENS, STEPS = 8, 3
 SIZES = [(8, 8), (16, 8), (9, 31), (40, 12), (3, 90)]  # of images
-POLICIES = {
-    "spec_llava": {"budget": 24, "branch": 6, "steps": 4},
-    "eagle2": {"total": 24, "depth": 6, "top_k": 5},
-}
+POLICY = ("eagle2", {"total": 24, "depth": 6, "top_k": 5})  # wide trees; those of other policies are passes like theirs
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% elif p.type == 'image' %}IMAGE{% else %}VIDEO{% endif %}"
@@ -324,29 +321,26 @@ class FamilySuite:
     @pytest.mark.slow
     def test_prompts_decoded_together_have_the_texts_of_each_alone(self, target: sage.Target) -> None:
         prompts, draft = list(self.prompts(target).values()), sage.new_draft(target, "eagle", seed=0)
-        for options in ({}, {"temperature": 0.9, "seed": 3}):
-            more: dict[str, Any] = {"policy": "static", "max_new_tokens": NEW_TOKENS, **options}
-            together = sage.generate_batch(target, draft, prompts, batch_size=3, **more)
-            for one, inputs in zip(together, prompts, strict=True):
-                assert one.tokens.tolist() == sage.generate(target, draft, inputs, **more).tokens.tolist()
+        options: dict[str, Any] = {"policy": "static", "max_new_tokens": NEW_TOKENS, "temperature": 0.9, "seed": 3}
+        together = sage.generate_batch(target, draft, prompts, batch_size=3, **options)
+        for answer, inputs in zip(together, prompts, strict=True):
+            assert answer.tokens.tolist() == sage.generate(target, draft, inputs, **options).tokens.tolist()
 
     @pytest.mark.slow
-    def test_texts_of_every_policy_are_generates(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_text_is_generates(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = self.longest(target)
         expected = greedy_text(target, inputs, NEW_TOKENS)
         draft = sage.new_draft(target, "eagle", seed=0)
         shapes = use_cuda_layouts(monkeypatch)
         monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(expected, target.vocab_size, 1))
-        for name in sage.POLICIES:
-            out = sage.generate(target, draft, inputs, make_policy(name, POLICIES.get(name, {})), max_new_tokens=NEW_TOKENS)
-            assert out.tokens.tolist() == expected, name
+        out = sage.generate(target, draft, inputs, make_policy(*POLICY), max_new_tokens=NEW_TOKENS)
+        assert out.tokens.tolist() == expected
         assert any(heads > 1 for _, heads, *_ in shapes)
 
-    @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-    def test_drafts_unroll_as_they_decode(self, target: sage.Target, kind: str) -> None:
+    def test_drafts_unroll_as_they_decode(self, target: sage.Target) -> None:
         """Rows of the unrolled pass equal a session that has read up to them and drafts the next tokens of the text."""
         inputs = self.longest(target)
-        draft, prompt = random_draft(target, kind, seed=3), target.embed(inputs)
+        draft, prompt = random_draft(target, "eagle3", seed=3), target.embed(inputs)
         features, tokens = target.features(prompt, draft.levels), inputs["input_ids"][0]
         with torch.no_grad():
             unrolled = draft.unroll(prompt.embeds[:, 1:], draft.fuse(features)[:, :-1], prompt.position_ids[..., :-1], STEPS)

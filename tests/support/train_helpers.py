@@ -106,7 +106,7 @@ def configure(*overrides: str) -> Config:
 
 def big(target: str, *overrides: str) -> LaunchPlan:
     """The plan of a run on a published target."""
-    from train.plan.search import plan
+    from train.plan.estimate import plan
 
     return plan(configure(f"target={target}", "data=llava_instruct", *overrides))
 

@@ -112,8 +112,8 @@ class TestLlavaNext(FamilySuite):
     def tokenizer(self) -> Any:
         return byte_tokenizer_of({"</s>": END, "<image>": IMAGE}, eos="</s>")
 
-    def config(self, text_type: str = "mistral") -> LlavaNextConfig:
-        sizes = {"model_type": text_type, **text()} | ({"sliding_window": None} if text_type == "mistral" else {})
+    def config(self) -> LlavaNextConfig:
+        sizes = {"model_type": "mistral", **text(), "sliding_window": None}
         return LlavaNextConfig(text_config=sizes, vision_config=CLIP, image_token_index=IMAGE, image_grid_pinpoints=NEXT_TILES)
 
     def image_processor(self) -> Any:
@@ -122,15 +122,6 @@ class TestLlavaNext(FamilySuite):
 
     def hugging_face_settings(self, target: sage.Target) -> dict[str, Any]:
         return {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("text_type", ["llama", "qwen2"])
-    def test_other_text_models(self, text_type: str) -> None:
-        """v1.6-vicuna, with the template of LLaVA-1.5, and Qwen2."""
-        target = self.target_of(self.config(text_type), VICUNA)
-        assert target.processor.render(user(image_part(8, 8), "What?"), True) == "USER: <image>\nWhat? ASSISTANT:"
-        inputs = self.prompts(target)["two images"]
-        torch.testing.assert_close(tree(target, target.embed(inputs)), paths(target, inputs), atol=1e-11, rtol=0)
 
     def test_tiles_cover_the_image(self, target: sage.Target) -> None:
         """2 x 2 patches per tile: the base tile, and rows of patches that contain pixels with a newline each."""
@@ -221,9 +212,8 @@ class TestInternVL(FamilySuite):
         assert float((scaled[0][0, 0] - expected[0][0, 2]).abs().max()) > 1e-2
 
     @pytest.mark.slow
-    def test_other_text_models(self) -> None:
-        """InternVL 2.5 with Llama layers, InternVL 3.5 with those of Qwen3."""
-        for text_type in ("llama", "qwen3"):
-            target = self.target_of(self.config(text_type))
-            inputs = self.longest(target)
-            torch.testing.assert_close(tree(target, target.embed(inputs)), paths(target, inputs), atol=1e-11, rtol=0)
+    def test_another_text_model(self) -> None:
+        """InternVL 3.5 with the layers of Qwen3."""
+        target = self.target_of(self.config("qwen3"))
+        inputs = self.longest(target)
+        torch.testing.assert_close(tree(target, target.embed(inputs)), paths(target, inputs), atol=1e-11, rtol=0)

@@ -32,11 +32,11 @@ from transformers import (
 import sage
 from checkpoints.export.exporter import export
 from checkpoints.export.result import ExportOptions
-from sage.io import gguf_files
+from sage.io import target_paths
 from sage.runtime.modes import PassMode
 from sage.targets import loading
 from sage.targets.loading import meta_target
-from sage.targets.quantized import dense_weight, weight_bytes
+from sage.targets.weights import dense_weight, weight_bytes
 from train.config.overrides import expand
 
 with suppress(ImportError):  # registers torch's linear layer, before a test replaces it by DeepSpeed's
@@ -140,7 +140,7 @@ WRITERS: dict[str, Callable[[Any, Path], None]] = {
 }
 DEQUANTIZED = ("fp8",)  # by transformers on a CPU
 CASES = [("llama", method) for method in WRITERS]
-CASES += [(family, method) for family in MAKERS for method in ("torchao", "compressed-tensors pack-quantized")]
+CASES += [(family, "compressed-tensors pack-quantized") for family in MAKERS]
 
 
 @pytest.fixture(autouse=True)
@@ -368,7 +368,7 @@ def write_gguf(file: Path, architecture: str = "llama", template: str | None = c
 
 def test_a_gguf_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Also its folder; a run is given the folder to which it is dequantized, with tokenizer and template of the file."""
-    monkeypatch.setattr(gguf_files, "user_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(target_paths, "user_cache_dir", lambda: tmp_path / "cache")
     write_gguf(tmp_path / "tiny.gguf")
     target = sage.load_target(tmp_path / "tiny.gguf")
     assert "dequantized in" in caplog.text and "lacks generation_config.json" in caplog.text and "template" not in caplog.text
@@ -384,7 +384,7 @@ def test_a_gguf_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(gguf_files, "user_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(target_paths, "user_cache_dir", lambda: tmp_path / "cache")
     write_gguf(tmp_path / "tiny.gguf", template=None)
     sage.load_target(tmp_path / "tiny.gguf")
     assert "a chat template, so put" in caplog.text
@@ -393,6 +393,6 @@ def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("other", "broken"):
         with refused(f"target: {tmp_path}/{name}.gguf cannot be read (", "or the model's Hugging Face folder"):
             sage.load_target(tmp_path / f"{name}.gguf")
-    monkeypatch.setattr(gguf_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(target_paths, "find_spec", lambda name: None)
     with refused(f"target: {tmp_path}/other.gguf needs the package gguf", "pip install"):
         sage.load_target(tmp_path / "other.gguf")

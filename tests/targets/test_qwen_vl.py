@@ -89,7 +89,7 @@ class TestQwen3VL(FamilySuite):
     def test_feature_levels_are_above_the_deepstack_layers(self, target: sage.Target) -> None:
         """Where the target has enough layers."""
         assert levels_for(target) == [2, 4, 5]
-        target.text_config.num_hidden_layers = 36
+        target.num_layers = 36
         assert levels_for(target) == [4, 18, 33]
 
     def test_a_shallow_model_keeps_the_deepstack_layers(self, target: sage.Target) -> None:

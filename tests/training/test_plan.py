@@ -26,7 +26,7 @@ from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config, Offload
 from train.engine.muon import matrices_of
-from train.plan.data import DataPlan, _local_folder, extent_of
+from train.plan.data import DataPlan, extent_of, local_folder
 from train.plan.estimate import estimate
 from train.plan.memory import WORKING, Extent, draft_activations, draft_memory
 from train.plan.meta import build_on_meta, count, target_architecture
@@ -190,12 +190,12 @@ def test_the_verdict_says_what_is_tight_dropped_or_refused() -> None:
     assert render(found).splitlines()[-1].startswith("fits: ")
     found.config.launch.gpu_memory_gb = found.total_bytes / 0.96e9
     data = DataPlan(10, [], preparation=Preparation(image_s=0.05, images=1.0), dropped_share=0.1)
-    text = render(found, data)
+    text = render(replace(found, data=data))
     tight, dropped = text.splitlines()[-2:]
     assert tight.startswith(f"tight: {gigabytes(found.limit_bytes - found.total_bytes).strip()} to spare, less than 5%")
     assert dropped == "10% of the examples are dropped (data.max_length)"
     assert re.search(r"\n  images +50 ms of a core of this machine each, \d+% of the time of \d worker\(s\) per rank", text)
-    assert "\nrefused: drops 30%" in render(found, replace(data, refusal="drops 30%"))
+    assert "\nrefused: drops 30%" in render(replace(found, data=replace(data, refusal="drops 30%")))
 
 
 def test_a_validation_may_take_more_memory_than_a_step() -> None:
@@ -224,7 +224,9 @@ def test_the_limits_of_images_are_planned() -> None:
     found = big("qwen2_5_vl_7b", "data.max_length=4096", "data.min_pixels=100000")
     assert "100,000 to 12,845,056 pixels, at most 16,384 visual tokens" in render(found)
     assert "warning: more than data.max_length=4096; data.max_pixels=1605632 is half of it" in render(found)
-    assert "100,000 to 400,000 pixels, at most 510 visual" in render(found, DataPlan(1, [], pixels=(3136, 400_000)))
+    assert "100,000 to 400,000 pixels, at most 510 visual" in render(
+        replace(found, data=DataPlan(1, [], pixels=(3136, 400_000)))
+    )
     capped = render(big("qwen2_5_vl_7b", "data.max_length=4096", "data.max_pixels=802816"))
     assert "3,136 to 802,816 pixels, at most 1,024 visual tokens" in capped and "data.max_length=" not in capped
     assert "65,536 to 16,777,216 pixels, at most 16,384" in render(big("qwen3_vl_8b"))
@@ -323,4 +325,4 @@ def test_an_unknown_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_tokenizer_of_a_target_below_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "target").mkdir()
-    assert _local_folder("~/target") == str(tmp_path / "target")
+    assert local_folder("~/target") == str(tmp_path / "target")

@@ -25,7 +25,7 @@ from train.distill.build import end_tokens, new_student
 from train.distill.objective import Objective
 from train.distill.student import HeadStudent, ModelStudent, roots_of
 from train.distill.teacher import Teacher
-from train.plan.search import plan
+from train.plan.estimate import plan
 from train.plan.text import render
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=200", "objective.steps=3"]

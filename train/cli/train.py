@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import replace
 
 from data_prep.config import Answers
 from sage.commands.cli import EXIT_DONE, EXIT_USER
@@ -51,14 +50,12 @@ def train(config: Config) -> int:
         logger.info("%s: resumed with %s", config.run.dir, change)
     if config.launch.plan:
         from train.plan.data import plan_data
-        from train.plan.search import plan
+        from train.plan.estimate import plan
         from train.plan.text import render
         from train.validation.validate import build_policies
 
         build_policies(config.decode)
-        data = plan_data(config, config.launch.gpus or config.launch.ranks or 1)
-        found = plan(config, data.extent)
-        print(render(replace(found, num_examples=data.num_examples, balance=data.balance), data))
+        print(render(plan(config, plan_data(config, config.launch.gpus or config.launch.ranks or 1))))
         return EXIT_DONE
     from train.job.rank import run_rank
     from train.launch.launcher import launch

@@ -11,8 +11,7 @@ from typing import Any
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import errors as oc
 
-from sage.io.names import did_you_mean
-from sage.io.ranges import allowed, plain_type
+from sage.io.ranges import allowed, did_you_mean, plain_type
 from train.config.keys import LABEL, group_of, keys_of
 from train.config.schema import ConfigError
 from train.config.store import group_choices

@@ -21,8 +21,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sage.io.files import config_dir
-from sage.io.names import did_you_mean
-from sage.io.ranges import allowed, plain_type
+from sage.io.ranges import allowed, did_you_mean, plain_type
 from train.config.keys import LABEL, group_of, keys_of
 from train.config.schema import ConfigError
 from train.config.store import POLICY_GROUP, choice_meaning, group_choices

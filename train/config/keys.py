@@ -12,8 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from sage.io.docstrings import first_sentence, key_meanings
-from sage.io.ranges import field_types, plain_type
+from sage.io.ranges import field_types, first_sentence, key_meanings, plain_type
 from train.config.store import subschemas
 
 LABEL = "LABEL"  # stands for a name that the user chooses

@@ -14,9 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 
 from checkpoints.run_folder import is_run
 from sage.io.files import config_dir
-from sage.io.gguf_files import gguf_of
-from sage.io.names import did_you_mean
-from sage.io.target_paths import path_of_target
+from sage.io.ranges import did_you_mean
+from sage.io.target_paths import gguf_of, path_of_target
 from train.config.run_config import kinds_of, read_plain
 from train.config.schema import ConfigError, LaunchConfig
 

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 import sage.trees
 from checkpoints.run_folder import dotted_keys
 from sage.drafts.registry import KINDS, DraftKind
-from sage.io.docstrings import first_sentence
 from sage.io.files import config_dir
+from sage.io.ranges import first_sentence
 from sage.trees import POLICIES
 from train.config.draft import CompressorConfig, ConcatConfig, RatioConfig, ResamplerConfig, SelectConfig, draft_schema
 from train.config.schema import Config, TrackingConfig, ValidateConfig, WandbConfig

@@ -1,8 +1,6 @@
 """The data of a run in its plan: number of examples, invalid items, examples that are too long, and padding.
 
-Owns: the decision whether the data can be opened without the hub. Does not own: their preparation (data_prep), whose result the
-run reuses from the cache, the share of own answers (data_prep.own_answers), and the division of steps over the ranks
-(data_prep.loader), whose loader runs here over examples that have lengths only.
+The run reuses what is prepared here from the cache. For padding, its loader runs over examples that have lengths only.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from huggingface_hub import try_to_load_from_cache
 
 import sage
@@ -88,7 +85,7 @@ class DataPlan:
 
 def plan_data(config: Config, ranks: int) -> DataPlan:
     """Opens the data if they and the target's tokenizer are on this machine; an error becomes a line of the plan."""
-    folder = _local_folder(config.target.path)
+    folder = local_folder(config.target.path)
     reason = _unopened(config) or ("" if folder else "the tokenizer of the target is not on this machine")
     if not folder or reason:
         return DataPlan(None, [("not opened", reason)])
@@ -145,7 +142,7 @@ def _answers(config: Config, dataset: Any, folder: str) -> str:
     return f"as given; {own.line()}"
 
 
-def _local_folder(path: str) -> str | None:
+def local_folder(path: str) -> str | None:
     """Returns the folder of a target's tokenizer and image processor: a local one, or that of the hub's cache."""
     if os.path.isdir(folder := os.path.expanduser(path)):
         return folder
@@ -185,7 +182,7 @@ def _padded_tokens(lengths: np.ndarray, config: Config, rank: int, ranks: int) -
     train = config.train
     loader = StepLoader(
         _Examples(lengths),
-        _collate,
+        lambda examples: {"num_tokens": len(examples) * max(len(example["input_ids"]) for example in examples)},
         train.global_batch_size,
         train.micro_batch_size,
         rank,
@@ -195,14 +192,9 @@ def _padded_tokens(lengths: np.ndarray, config: Config, rank: int, ranks: int) -
         micro_batch_tokens=train.micro_batch_tokens,
     )
     steps = iter(loader)
-    found = [[batch["attention_mask"].numel() for batch in step] for step in islice(steps, NUM_STEPS)]
+    tokens = [[batch["num_tokens"] for batch in step] for step in islice(steps, NUM_STEPS)]
     steps.close()
-    return found
-
-
-def _collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    longest = max(len(example["input_ids"]) for example in examples)
-    return {"attention_mask": torch.ones(len(examples), longest, dtype=torch.bool)}
+    return tokens
 
 
 class _Examples:

@@ -6,6 +6,7 @@ have: see `Workload`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from sage.drafts.options import SlotOptions
 from sage.drafts.registry import KINDS
 from sage.drafts.unroll import EXTRA
 from sage.runtime.captured import MAX_FREE
-from sage.targets.quantized import weight_bytes
+from sage.targets.weights import weight_bytes
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.checks import MAX_STAGE, zero_stage
@@ -43,105 +44,52 @@ class Extent(NamedTuple):
     supervised: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Workload:
-    """A configuration, its models, and the longest example: that of the data, or the longest that the configuration allows."""
+    """A configuration, its models, and the longest example: that of the data, or the longest that the configuration allows.
+
+    Attributes:
+        visual_share: of the tokens of the longest example; NaN stands for that of `extent`, or an assumption.
+        length: tokens of the longest example, `num_visual` of them visual, `supervised_share` supervised.
+        num_roots: pairs of the longest example from which drafts are unrolled; for unknown data those of a text alone.
+        micro_batch_tokens, micro_batch_size: of a micro-batch of examples of this length.
+        drafted_share: of the tokens from which drafts are trained, beyond the first unrolled step: text, or anchors in it.
+        steps: predictions from each position, as of `steps_per_anchor`.
+        layers_bytes: bytes of the text layers of the target; a sharded target is held once by `sharding_ranks`.
+        flops_per_s, bytes_per_s: of one GPU: operations of matrix products; bytes that operators between them read and write.
+        vision: configuration of the vision tower; None without one.
+        patches_per_token: patches of the vision tower that are merged into one visual token.
+    """
 
     config: Config
     models: MetaModels
     ranks: int
     extent: Extent | None = None
+    visual_share: float = math.nan
 
-    @property
-    def length(self) -> int:
-        """Tokens of the longest example."""
-        return self.extent.length if self.extent else self.config.data.max_length or DEFAULT_LENGTH
-
-    @property
-    def visual_share(self) -> float:
-        """Share of visual tokens."""
-        if not self.models.target.family.placeholders:
-            return 0.0
-        return self.extent.visual / self.length if self.extent else max(VISUAL_SHARE, 1 - TEXT_TOKENS / self.length)
-
-    @property
-    def supervised_share(self) -> float:
-        """Share of supervised tokens."""
-        return self.extent.supervised / self.length if self.extent else 1 - self.visual_share
-
-    @property
-    def num_roots(self) -> int:
-        """Pairs of the longest example from which drafts are unrolled; for unknown data those of a text alone."""
-        roots = self.extent.supervised if self.extent else DEFAULT_LENGTH
-        return roots if roots <= MAX_ROOTS * self.length else self.length
-
-    @property
-    def num_visual(self) -> int:
-        """Visual tokens of the longest example."""
-        return int(self.length * self.visual_share)
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Sequences of the longest example's length in a micro-batch."""
-        return -(-self.micro_batch_tokens // self.length)
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        train = self.config.train
-        if train.micro_batch_tokens is not None:
-            return max(train.micro_batch_tokens, self.length)
-        return train.micro_batch_size * self.length
-
-    @property
-    def ranks_per_node(self) -> int:
-        return min(self.ranks, self.config.launch.gpus_per_node)
-
-    @property
-    def layers_bytes(self) -> float:
-        """Bytes of the text layers of the target."""
-        return self.models.layers_parameters * BYTES[self.config.target.dtype]
-
-    @property
-    def sharding_ranks(self) -> int:
-        """Ranks that hold the layers of a sharded target once."""
-        return sharding_ranks(self.config, self.layers_bytes, self.ranks, self.ranks_per_node)
-
-    @property
-    def drafted_share(self) -> float:
-        """Share of the tokens from which drafts are trained, beyond the first unrolled step: text, or anchors in it."""
-        anchors = self.config.objective.anchors
-        return self.supervised_share if anchors is None else min(self.supervised_share, anchors / self.length)
-
-    @property
-    def steps(self) -> float:
-        """Predictions from each position: unrolled steps, or the levels of a block, of which some anchors may be dropped."""
-        return steps_per_anchor(self.config, self.models.draft.network)
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return getattr(self.models.draft.network.config, "draft_vocab_size", None) or self.models.target.vocab_size
-
-    @property
-    def flops_per_s(self) -> float:
-        """Operations per second of one GPU in matrix products."""
-        return self.config.launch.gpu_tflops * 1e12
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes per second of one GPU that operators between matrix products read and write."""
-        return self.config.launch.gpu_gb_per_s * 1e9
-
-    @property
-    def vision_layers(self) -> int:
-        """Layers of the vision tower; 0 without one."""
-        vision = getattr(self.models.target.model.config, "vision_config", None)
-        return int(getattr(vision, "depth", getattr(vision, "num_hidden_layers", 0)))
-
-    @property
-    def patches_per_token(self) -> int:
-        """Patches of the vision tower that are merged into one visual token."""
-        vision = getattr(self.models.target.model.config, "vision_config", None)
-        return int(getattr(vision, "spatial_merge_size", 1) ** 2)
+    def __post_init__(self) -> None:
+        config, target, network, extent = self.config, self.models.target, self.models.draft.network, self.extent
+        self.length = length = extent.length if extent else config.data.max_length or DEFAULT_LENGTH
+        if not target.family.placeholders:
+            self.visual_share = 0.0
+        elif math.isnan(self.visual_share):
+            self.visual_share = extent.visual / length if extent else max(VISUAL_SHARE, 1 - TEXT_TOKENS / length)
+        self.num_visual = int(length * self.visual_share)
+        self.supervised_share = extent.supervised / length if extent else 1 - self.visual_share
+        roots, anchors = extent.supervised if extent else DEFAULT_LENGTH, config.objective.anchors
+        self.num_roots = roots if roots <= MAX_ROOTS * length else length
+        self.drafted_share = self.supervised_share if anchors is None else min(self.supervised_share, anchors / length)
+        budget = config.train.micro_batch_tokens
+        self.micro_batch_tokens = config.train.micro_batch_size * length if budget is None else max(budget, length)
+        self.micro_batch_size = -(-self.micro_batch_tokens // length)
+        self.steps = steps_per_anchor(config, network)
+        self.draft_vocab_size: int = getattr(network.config, "draft_vocab_size", None) or target.vocab_size
+        self.ranks_per_node = min(self.ranks, config.launch.gpus_per_node)
+        self.layers_bytes = self.models.layers_parameters * BYTES[config.target.dtype]
+        self.sharding_ranks = sharding_ranks(config, self.layers_bytes, self.ranks, self.ranks_per_node)
+        self.flops_per_s, self.bytes_per_s = config.launch.gpu_tflops * 1e12, config.launch.gpu_gb_per_s * 1e9
+        self.vision = getattr(target.model.config, "vision_config", None)
+        self.patches_per_token = int(getattr(self.vision, "spatial_merge_size", 1) ** 2)
 
 
 def memory_per_gpu(work: Workload) -> dict[str, float]:
@@ -276,7 +224,9 @@ def chain_bytes(sizes: Any, heads: int, size: int, steps: int, rows: int, roots:
 
 
 def steps_per_anchor(config: Config, draft: Any) -> float:
-    """Returns the predictions that a training step computes from each position, on average."""
+    """Returns the predictions that a training step computes from each position, on average: unrolled steps, or the levels of a
+    block, of which some anchors may be dropped.
+    """
     if not KINDS[config.draft.kind].is_parallel:
         return config.objective.steps
     assert isinstance(config.draft, SlotOptions)

@@ -6,7 +6,7 @@ The architectures of the presets are in conf/target, so that a plan needs no hub
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,62 +27,37 @@ from train.distill.build import check_kind, fresh_draft, new_student, vocabulary
 from train.engine.muon import matrices_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class MetaModels:
-    """A target and its draft on the meta device."""
+    """A target and its draft on the meta device.
+
+    Attributes:
+        target_parameters, vision_parameters: of the target, and of its vision tower.
+        active_parameters: parameters of the target that a token uses; fewer than all in a mixture of experts.
+        read_parameters: of the text layers and lm_head, which a pass over a token reads; without other rows of the embedding.
+        text_parameters: of the text layers that a token uses, without embedding and lm_head.
+        layers_parameters: of all text layers, which `deepspeed.shard_target` shards over the ranks.
+        draft_parameters, trained_parameters: of the draft, and those that are trained.
+        context_parameters: of a draft head that reads every pair, also one from which nothing is drafted; 0 without a head.
+    """
 
     target: sage.Target
     draft: Draft
 
-    @cached_property
-    def target_parameters(self) -> int:
-        return count(self.target.model)
-
-    @cached_property
-    def active_parameters(self) -> int:
-        """Parameters that a token uses; fewer than all in a mixture of experts."""
-        return self.target.family.active_parameters(self.target.model)
-
-    @cached_property
-    def vision_parameters(self) -> int:
-        return self.target_parameters - count(self.target.text_model) - self._own_lm_head
-
-    @cached_property
-    def read_parameters(self) -> int:
-        """Parameters that a pass over a token reads: of the text layers and lm_head, without other rows of the embedding."""
-        return self.active_parameters - self.vision_parameters - self._own_lm_head
-
-    @cached_property
-    def text_parameters(self) -> int:
-        """Parameters of the text layers that a token uses, without embedding and lm_head."""
-        return self.read_parameters - int(self.target.lm_head.weight.numel())
-
-    @property
-    def _own_lm_head(self) -> int:
-        """Parameters of an lm_head that is not the embedding."""
-        is_tied = self.target.lm_head.weight is self.target.embed_tokens.weight
-        return 0 if is_tied else int(self.target.lm_head.weight.numel())
-
-    @cached_property
-    def layers_parameters(self) -> int:
-        """Parameters of all text layers, which `deepspeed.shard_target` shards over the ranks."""
-        return count(self.target.text_model.layers)
-
-    @cached_property
-    def draft_parameters(self) -> int:
-        return count(self.draft.network)
-
-    @cached_property
-    def context_parameters(self) -> int:
-        """Parameters of a draft head that every pair is read with, also one from which nothing is drafted; 0 without a head."""
-        head = self.draft.network
-        if not isinstance(head, DraftHead):
-            return 0
-        return sum(value.numel() for name, value in head.named_parameters() if head.is_of_context(name))
-
-    @cached_property
-    def trained_parameters(self) -> int:
-        return sum(p.numel() for p in self.draft.network.parameters() if p.requires_grad)
+    def __post_init__(self) -> None:
+        target, network, lm_head = self.target, self.draft.network, self.target.lm_head.weight
+        head_parameters = int(lm_head.numel())
+        own_head = 0 if lm_head is target.embed_tokens.weight else head_parameters
+        self.target_parameters = count(target.model)
+        self.active_parameters = target.family.active_parameters(target.model)
+        self.vision_parameters = self.target_parameters - count(target.text_model) - own_head
+        self.read_parameters = self.active_parameters - self.vision_parameters - own_head
+        self.text_parameters = self.read_parameters - head_parameters
+        self.layers_parameters = count(target.text_model.layers)
+        self.draft_parameters = count(network)
+        self.trained_parameters = sum(p.numel() for p in network.parameters() if p.requires_grad)
+        context = network.named_parameters() if isinstance(network, DraftHead) else ()
+        self.context_parameters = sum(value.numel() for name, value in context if network.is_of_context(name))
 
     def muon_matrices(self, config: Config) -> list[tuple[int, int]]:
         """Rows and columns of the matrices that Muon trains; empty without Muon."""

@@ -1,7 +1,6 @@
 """Operations, memory traffic and communication of an optimizer step, for the longest examples. Formulas: docs/plan.md.
 
-Matrix products are counted as operations, everything between them as bytes, since every operator of its own reads and writes
-memory. Does not own: the time that follows (train.plan.estimate).
+Matrix products are counted as operations, everything between them as bytes, since each operator reads and writes memory.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ def flops_of_step(work: Workload) -> dict[str, float]:
     tokens = work.config.train.global_batch_size * work.length
     own_head = models.draft.has_own_lm_head * work.draft_vocab_size * target.hidden_size  # read at supervised positions only
     attention = 2 * work.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
-    read = (models.draft_parameters - own_head) * _draft_rows(work) + models.context_parameters * _context_rows(work)
+    rows, context_rows = _draft_rows(work)
+    read = (models.draft_parameters - own_head) * rows + models.context_parameters * context_rows
     # logits of the target once for each position with a prediction; for each prediction those of the draft, the gradient back
     # through its lm_head and that of an own lm_head
     logits = _compared_share(work) + (2 + models.draft.has_own_lm_head) * work.drafted_share * work.steps
@@ -63,9 +63,9 @@ def bytes_of_step(work: Workload) -> dict[str, float]:
         "draft": (sizes.hidden_size, sizes.intermediate_size, draft_heads, trained),
     }
     rows = {
-        "vision": work.vision_layers * patches,
+        "vision": int(getattr(work.vision, "depth", getattr(work.vision, "num_hidden_layers", 0))) * patches,
         "text": target.num_layers * tokens,
-        "draft": draft_depth * tokens * _draft_rows(work) * (1 + BACKWARD),
+        "draft": draft_depth * tokens * _draft_rows(work)[0] * (1 + BACKWARD),
     }
     found = {part: layer_bytes(*layer, part in compiled) * rows[part] for part, layer in layers.items()}
     logits = work.draft_vocab_size * tokens * (46 * _compared_share(work) + 68 * predicted)
@@ -91,29 +91,19 @@ def compiled_parts(work: Workload) -> set[str]:
     if not is_compiling(config, torch.device("cuda")):
         return set()
     in_calls = family.is_packed and (config.target.attention in IN_CALLS or config.target.dtype is Precision.fp32)
-    is_eager = {
-        "vision": in_calls,
-        "text": config.deepspeed.shard_target,
-        "draft": zero_stage(config) == MAX_STAGE,
-    }
+    is_eager = {"vision": in_calls, "text": config.deepspeed.shard_target, "draft": zero_stage(config) == MAX_STAGE}
     return {part for part, eager in is_eager.items() if not eager}
 
 
-def _draft_rows(work: Workload) -> float:
-    """Returns rows of the draft's layers over all unrolled steps, per token."""
+def _draft_rows(work: Workload) -> tuple[float, float]:
+    """Returns the rows per token of the draft's layers over all unrolled steps, and of those from which nothing is drafted,
+    which are only fused and have keys and values.
+    """
     rows = draft_rows(work.models.draft.network, work.length, work.num_visual) / work.length
     drafted = min(rows, work.drafted_share)
     if work.config.objective.anchors is not None:
-        return work.steps * drafted
-    return rows + (work.steps - 1) * drafted  # later steps draft from text alone
-
-
-def _context_rows(work: Workload) -> float:
-    """Returns rows, per token, that are only fused and have keys and values: those from which nothing is drafted."""
-    if work.config.objective.anchors is None:
-        return 0.0
-    rows = draft_rows(work.models.draft.network, work.length, work.num_visual) / work.length
-    return rows - min(rows, work.drafted_share)
+        return work.steps * drafted, rows - drafted
+    return rows + (work.steps - 1) * drafted, 0.0  # later steps draft from text alone
 
 
 def _compared_share(work: Workload) -> float:

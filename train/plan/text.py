@@ -13,18 +13,18 @@ from data_prep.dataset.dataset import Preparation
 from data_prep.workers import loader_workers
 from sage.io.tables import text_table
 from train.config.schema import RECIPE_LENGTH
-from train.plan.data import DataPlan
-from train.plan.estimate import TIGHT, LaunchPlan
+from train.plan.estimate import LaunchPlan
 from train.plan.memory import BYTES, WORKING
 from train.state.space import STATE_BYTES
 
+TIGHT = 0.05  # of the memory
 NO_GPU = "this machine has no GPU: the figures are those of GPUs as launch.gpu_* describe them; its CPU takes longer"
 MIN_GB_BYTES = 5e6  # smaller amounts are shown in MB
 
 
-def render(plan: LaunchPlan, data: DataPlan | None = None) -> str:
+def render(plan: LaunchPlan) -> str:
     """Returns the complete plan as text, with what was found in the data."""
-    config, models = plan.config, plan.models
+    config, models, data = plan.config, plan.models, plan.data
     head = f"plan: {config.draft.kind} draft for {config.target.name} on {plan.ranks} GPU(s), ZeRO {config.deepspeed.stage}"
     if config.launch.gpus is None and not torch.cuda.is_available():
         head += f"\n{NO_GPU}"
@@ -38,14 +38,14 @@ def render(plan: LaunchPlan, data: DataPlan | None = None) -> str:
     sections = {
         "parameters": [("target", target), ("draft", draft)],
         "memory per GPU": _memory(plan),
-        "one optimizer step": _step(plan) + _image_size(plan, data),
+        "one optimizer step": _step(plan) + _image_size(plan),
         "run": _run(plan),
     } | ({"data": data.rows} if data else {})
     if data and data.preparation is not None:
         sections["data"] = [*data.rows, ("images", _images(plan, data.preparation))]
     tables = [f"{title}\n{text_table(None, rows, '<', indent=2, min_widths=(22,))}" for title, rows in sections.items()]
     serving = f"the draft {serving_line(models.draft, models.target.model.config)}"
-    return "\n\n".join([head, *tables, serving, _verdict(plan, data)])
+    return "\n\n".join([head, *tables, serving, _verdict(plan)])
 
 
 def _memory(plan: LaunchPlan) -> list[tuple[str, str]]:
@@ -70,7 +70,7 @@ def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
     ]
     for part, amount in plan.flops.items():
         if amount:
-            each_s = plan.part_s(part)
+            each_s = plan.parts_s[part]
             share = f"{each_s / plan.step_s:.0%}"
             rows.append((part, f"{operations(amount)}, {plan.traffic[part] / 1e9:,.0f} GB: {seconds(each_s)} ({share})"))
     if plan.gather_s:
@@ -87,7 +87,7 @@ def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
 def _run(plan: LaunchPlan) -> list[tuple[str, str]]:
     """The complete run: its steps on these data, and its validations."""
     rows: list[tuple[str, str]] = []
-    if (found := plan.balance) is not None and plan.data_step_s is not None:
+    if (found := plan.balance) is not None:
         speed = plan.config.train.global_batch_size * found.mean_tokens / plan.data_step_s / plan.ranks
         rows += [
             ("these data", f"{found.mean_tokens:,.0f} tokens per example, {found.real_share:.0%} of the padded ones"),
@@ -98,18 +98,19 @@ def _run(plan: LaunchPlan) -> list[tuple[str, str]]:
     if rows and train.micro_batch_tokens is None and train.micro_batch_size < recipe:
         budget = f"train.micro_batch_tokens={recipe * RECIPE_LENGTH}"
         rows.append(("", f"{train.micro_batch_size} example(s) per pass; {budget} fills passes of shorter ones"))
+    training = "depends on the size of the data; give train.max_steps, train.max_minutes or data.num_examples for an estimate"
+    if plan.num_steps is not None and plan.training_s is not None:
+        training = f"{plan.num_steps:,} steps, {'at most ' if plan.balance is None else ''}{_clock(plan.training_s)}"
     state, draft = STATE_BYTES * plan.models.trained_parameters, BYTES[train.precision] * plan.models.draft_parameters
     saved = f"{gigabytes(state).strip()} per state, {gigabytes(draft).strip()} per draft"
-    return [*rows, ("training", _duration(plan)), ("on disk", saved), *_validations(plan), *_waiting(plan)]
-
-
-def _waiting(plan: LaunchPlan) -> list[tuple[str, str]]:
-    """Warns of a step or a validation for which ranks would wait longer than the time limit of a collective operation."""
+    rows += [("training", training), ("on disk", saved), *_validations(plan)]
     longest_s, part = max((plan.step_s, "one optimizer step"), (plan.validation_s, "one validation"))
     limit_s = plan.config.launch.timeout_s
-    if plan.ranks == 1 or longest_s <= limit_s:
-        return []
-    return [("", f"warning: ranks wait for {part} longer than launch.timeout_s={limit_s}; give {2 * math.ceil(longest_s)}")]
+    if plan.ranks > 1 and longest_s > limit_s:  # the limit of a collective operation
+        rows.append(
+            ("", f"warning: ranks wait for {part} longer than launch.timeout_s={limit_s}; give {2 * math.ceil(longest_s)}")
+        )
+    return rows
 
 
 def _clock(amount_s: float) -> str:
@@ -117,18 +118,10 @@ def _clock(amount_s: float) -> str:
     return tqdm.format_interval(amount_s) if amount_s >= 1 else "less than a second"
 
 
-def _duration(plan: LaunchPlan) -> str:
-    if plan.num_steps is None or plan.training_s is None:
-        return "depends on the size of the data; give train.max_steps, train.max_minutes or data.num_examples for an estimate"
-    limit = "" if plan.balance is not None else "at most "
-    return f"{plan.num_steps:,} steps, {limit}{_clock(plan.training_s)}"
-
-
 def _validations(plan: LaunchPlan) -> list[tuple[str, str]]:
     decode = plan.config.decode
-    assert plan.times is not None
     decoders = ", ".join(dict.fromkeys(("autoregressive", *map(str, decode.policies), *map(str, decode.baselines))))
-    where = "rank 0" if plan.times.ranks == 1 else f"{plan.times.ranks} ranks"
+    where = "rank 0" if plan.validating_ranks == 1 else f"{plan.validating_ranks} ranks"
     prompts = f"{decode.num_prompts} prompts of at most {decode.max_new_tokens} tokens on {where}"
     rows = [("one validation", f"{_clock(plan.validation_s)}, {prompts}"), ("", f"by {decoders}")]
     if (share := plan.validation_share) is not None and plan.num_validations is not None:
@@ -140,11 +133,11 @@ def _validations(plan: LaunchPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _image_size(plan: LaunchPlan, data: DataPlan | None) -> list[tuple[str, str]]:
+def _image_size(plan: LaunchPlan) -> list[tuple[str, str]]:
     """Returns the limits of images, and a warning if one of the largest exceeds `data.max_length`."""
     family, config = plan.models.target.family, plan.config.data
     is_published = not Path(plan.config.target.path).expanduser().is_dir()
-    limits = data.pixels if data and data.pixels else family.pixel_limits() if is_published else None
+    limits = plan.data.pixels if plan.data and plan.data.pixels else family.pixel_limits() if is_published else None
     if limits is None:
         return []
     low, high = (min(max(given or limit, limits[0]), limits[1])
@@ -165,30 +158,29 @@ def _images(plan: LaunchPlan, preparation: Preparation) -> str:
     """Returns the time of preparing images, and the share of the time that the workers of a rank need for it."""
     workers = loader_workers(plan.config.data.num_workers, plan.ranks_per_node)
     per_step_s = plan.config.train.global_batch_size / plan.ranks * preparation.images * preparation.image_s
-    needed = per_step_s / (plan.data_step_s or plan.step_s)
+    needed = per_step_s / plan.data_step_s
     whose = f"{workers} worker(s) per rank" if workers else "the thread beside training"
     share = f"{needed / max(1, workers):.0%} of the time of {whose} (data.num_workers)"
     more = "" if needed <= max(1, workers) else f"; training waits for them, {math.ceil(needed)} would be enough"
     return f"{1e3 * preparation.image_s:.0f} ms of a core of this machine each, {share}{more}"
 
 
-def _verdict(plan: LaunchPlan, data: DataPlan | None) -> str:
+def _verdict(plan: LaunchPlan) -> str:
+    data, spare = plan.data, plan.limit_bytes - plan.total_bytes
+    amount = gigabytes(abs(spare)).strip()
+    if plan.fits and spare < TIGHT * plan.limit_bytes:  # less than estimates are exact
+        fit = f"tight: {amount} to spare, less than {TIGHT:.0%}. Activations and time are estimates."
+    elif plan.fits:
+        fit = f"fits: {amount} to spare. Parameters are exact; activations and time are estimates."
+    elif plan.change is None:
+        fit = f"does not fit: {amount} too much; no change of batch, chunk, ZeRO stage or number of GPUs makes it fit"
+    else:
+        fit = f"does not fit: {amount} too much; it fits with {' '.join(plan.change)}"
     if data and data.refusal:
-        return f"refused: {data.refusal}\n{_fit(plan)}"
-    dropped = f"\n{data.dropped_share:.0%} of the examples are dropped (data.max_length)" if data and data.dropped_share else ""
-    return _fit(plan) + dropped
-
-
-def _fit(plan: LaunchPlan) -> str:
-    spare = plan.limit_bytes - plan.total_bytes
-    if plan.fits and plan.is_tight:
-        return f"tight: {gigabytes(spare).strip()} to spare, less than {TIGHT:.0%}. Activations and time are estimates."
-    if plan.fits:
-        return f"fits: {gigabytes(spare).strip()} to spare. Parameters are exact; activations and time are estimates."
-    over = f"does not fit: {gigabytes(-spare).strip()} too much"
-    if plan.change is None:
-        return f"{over}; no change of batch, chunk, ZeRO stage or number of GPUs makes it fit"
-    return f"{over}; it fits with {' '.join(plan.change)}"
+        return f"refused: {data.refusal}\n{fit}"
+    return fit + (
+        f"\n{data.dropped_share:.0%} of the examples are dropped (data.max_length)" if data and data.dropped_share else ""
+    )
 
 
 def billions(parameters: int) -> str:

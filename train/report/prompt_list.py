@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage.inputs.thumbnails import media_thumbnails, message_text
+from sage.inputs.messages import text_of
+from sage.inputs.thumbnails import media_thumbnails
 from sage.io.page import link, span, table
 from sage.trees import AUTOREGRESSIVE
 from train.report.verdict import best_policy
@@ -47,7 +48,7 @@ def describe(prompts: Sequence[BenchPrompt], traces: Mapping[str, Mapping[str, s
 
 
 def _question(prompt: BenchPrompt) -> str:
-    words = " ".join(message_text(prompt.messages[-1].get("content", "")).split()) if prompt.messages else ""
+    words = " ".join(text_of(prompt.messages[-1]).split()) if prompt.messages else ""
     return words if len(words) <= MAX_TEXT else f"{words[: MAX_TEXT - 1]}\u2026"
 
 

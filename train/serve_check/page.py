@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sage.bench.measurement import BenchPrompt
-from sage.inputs.thumbnails import Media, media_thumbnails, message_text
+from sage.inputs.messages import text_of
+from sage.inputs.thumbnails import Media, media_thumbnails
 from sage.io.page import link, render, table
 from sage.io.tables import counted
 from sage.replay.answer_spans import MAX_STYLES, answer_spans, num_equal, token_pieces
@@ -36,7 +37,7 @@ class AskedPrompt:
     @classmethod
     def of(cls, prompt: BenchPrompt) -> AskedPrompt:
         """Returns what is shown of a prompt."""
-        texts = [(str(message["role"]), message_text(message.get("content", ""))) for message in prompt.messages]
+        texts = [(str(message["role"]), text_of(message)) for message in prompt.messages]
         media = list(media_thumbnails(prompt.messages, IMAGE_SIDE, FRAME_SIDE))
         return cls(prompt.name, prompt.family, texts, media)
 

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from checkpoints.export.formats.records import FormatRow
-from sage.io.names import did_you_mean
+from sage.io.ranges import did_you_mean
 
 if TYPE_CHECKING:
     from checkpoints.export.configs import EngineConfig

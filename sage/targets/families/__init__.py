@@ -1,4 +1,4 @@
-"""The target families: one module each. Every `Family` in a module of this folder with `model_types` is known."""
+"""The target families: every `Family` in a module of this folder with `model_types` is known; text models that are refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ import pkgutil
 from importlib import import_module
 from typing import Any
 
-from sage.targets.family import Family
-from sage.targets.text_checks import check_text_model, check_text_type
+from sage.targets.family import FULL, LINEAR, SLIDING, Family
+
+# Text models whose linear layers `sage.targets.delta_net` runs over trees.
+GATED_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+REASONS = {  # layer type -> why a tree pass cannot run it
+    "linear_attention": f"linear attention over a tree is implemented for the text models {', '.join(GATED_DELTA)} only",
+    "chunked_attention": "chunked attention is not implemented; a tree pass would attend beyond the chunk",
+    "mamba": "recurrent layers keep one state for all tokens, which a tree mask cannot split",
+    "conv": "convolutions over the tokens mix the branches of a tree",
+}
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+SINKS = ("gpt_oss",)  # model types whose attention has sinks; no field of the configuration says so
 
 
 def _discover() -> dict[str, type[Family]]:
@@ -37,7 +47,12 @@ def family_of(config: Any, where: str = "target: ") -> Family:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ValueError(f"{where}model_type {config.model_type!r} is not a known family; known: {', '.join(FAMILIES)}")
-    check_text_type(config, TEXT_TYPES, where)
+    text_type = config.get_text_config().model_type
+    if not text_type.startswith(config.model_type) and text_type not in TEXT_TYPES:
+        raise ValueError(
+            f"{where}{config.model_type} with a text model of model_type {text_type!r}, which is not supported; supported: "
+            f"{', '.join(sorted(TEXT_TYPES))}"
+        )
     tower = getattr(getattr(config, "vision_config", None), "model_type", None)
     if family.vision_types and tower not in family.vision_types:
         raise ValueError(
@@ -45,3 +60,26 @@ def family_of(config: Any, where: str = "target: ") -> Family:
             f"{', '.join(family.vision_types)}"
         )
     return family(config)
+
+
+def check_text_model(config: Any, where: str) -> None:
+    """Raises ValueError, prefixed by `where`, for a target whose text model a tree pass cannot run under any mask."""
+    text, model = config.get_text_config(), config.model_type
+    known = {FULL, SLIDING, LINEAR} if text.model_type in GATED_DELTA else {FULL, SLIDING}
+    caps = [key for key in SOFT_CAPS if getattr(text, key, None) is not None]
+    if unknown := set(getattr(text, "layer_types", None) or ()) - known:
+        reason = REASONS.get(min(unknown), f"tree passes support layers of type {FULL} and {SLIDING} only")
+        problem = f"{model} has layers of type {min(unknown)}: {reason}"
+    elif getattr(text, "is_heterogeneous", False):
+        keys = ", ".join(sorted(text.per_layer_attributes))
+        problem = f"{model} has layers that differ in {keys}; the cache has one size for all layers"
+    elif caps:
+        value = getattr(text, caps[0])
+        problem = f"{caps[0]}={value}: soft caps are not implemented, in tree attention and in drafts"
+    elif getattr(text, "use_bidirectional_attention", None) is True:
+        problem = "use_bidirectional_attention=true: it embeds texts and generates none"
+    elif text.model_type in SINKS:
+        problem = f"{model} has attention sinks, which tree attention does not implement"
+    else:
+        return
+    raise ValueError(f"{where}{problem}; choose another target")

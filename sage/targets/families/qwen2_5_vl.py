@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: patches of any resolution, M-RoPE positions (temporal, height, width)."""
+"""Qwen2.5-VL and Qwen2-VL: patches of any resolution, M-RoPE positions (temporal, height, width)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class Qwen2_5_VL(Family):
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
         out = image_processor(images=images, return_tensors="pt")
         inputs = {"pixel_values": out["pixel_values"], "image_grid_thw": out["image_grid_thw"]}
-        return inputs, self._pads("image", image_processor, out["image_grid_thw"])
+        counts = (out["image_grid_thw"].prod(-1) // image_processor.merge_size**2).tolist()
+        return inputs, [self.placeholders["image"] * count for count in counts]
 
     def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
         """Groups `temporal_patch_size` consecutive frames into a patch; an odd last frame is repeated."""
@@ -71,7 +72,8 @@ class Qwen2_5_VL(Family):
         inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": grid}
         if "second_per_grid_ts" in self.pixel_keys:
             inputs["second_per_grid_ts"] = torch.tensor([image_processor.temporal_patch_size / rate for rate in fps])
-        return inputs, self._pads("video", image_processor, grid)
+        counts = (grid[:, 1:].prod(-1) // image_processor.merge_size**2).tolist()
+        return inputs, self._video_texts(image_processor, counts, [len(frames) for frames in videos], fps)
 
     def _encode_video(self, image_processor: Any, frames: list[Any]) -> tuple[Tensor, Tensor]:
         """One video -> patches [t*h*w, C*s*p*p] and its grid [3], from the patches of its frames as images.
@@ -114,10 +116,6 @@ class Qwen2_5_VL(Family):
         step = image_processor.temporal_patch_size
         return [self.placeholders["video"] * (-(-total // step) * count) for count, total in zip(counts, frames, strict=True)]
 
-    def _pads(self, kind: str, image_processor: Any, grid: Tensor) -> list[str]:
-        counts = (grid.prod(-1) // image_processor.merge_size**2).tolist()
-        return [self.placeholders[kind] * count for count in counts]
-
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         kinds = torch.zeros_like(input_ids, dtype=torch.int32)
         kinds[input_ids == self.slots["image"]] = 1
@@ -139,7 +137,6 @@ class Qwen2_5_VL(Family):
         return features
 
     def _visual(self, out: Any) -> Visual:
-        """The vision tower's output."""
         return Visual(out.pooler_output)
 
     @property
@@ -182,6 +179,22 @@ class Qwen2_5_VL(Family):
 
     def decode_positions(self, position_N: Tensor) -> Tensor:
         return position_N.view(1, 1, -1).expand(3, 1, -1)
+
+
+class Qwen2_VL(Qwen2_5_VL):
+    """Without windows in the vision tower, and without seconds in the positions of videos. Ref: Qwen2-VL, arXiv 2409.12191."""
+
+    model_types = {"qwen2_vl": "Qwen2VLForConditionalGeneration"}
+    pixel_keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+    served_by = ("vLLM",)
+    needs_plugin = True
+    has_windows = False
+
+    @property
+    def vision_sizes(self) -> tuple[int, int, int]:
+        vision = self.config.vision_config  # its `hidden_size` is that of the output
+        values = 3 * vision.patch_size**2 * vision.temporal_patch_size
+        return vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio), values
 
 
 def _longest(ends: Tensor) -> int:

@@ -1,4 +1,6 @@
-"""Qwen3-VL and its mixture of experts: deepstack features, interleaved M-RoPE, timestamps in the text of videos."""
+"""Qwen3-VL: deepstack features, interleaved M-RoPE, timestamps in the text of videos; Qwen3.5: gated delta nets in three of
+four text layers, with and without a vision tower.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 
 from sage.inputs.format import Inputs
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
+from sage.targets.families.text import Text
 from sage.targets.family import Prompt, Visual
 from sage.targets.rope import RopeConfig
 
@@ -24,15 +27,10 @@ class Qwen3_VL(Qwen2_5_VL):
     has_windows = False
     published_pixels = (256 * 256, 32 * 32 * 16384)
 
-    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
-        """Each temporal patch has its own delimiters, after the mean time of its first and last frame."""
-        inputs, _ = super().encode_videos(image_processor, videos, fps)
-        counts = (inputs["video_grid_thw"][:, 1:].prod(-1) // image_processor.merge_size**2).tolist()
-        return inputs, self._video_texts(image_processor, counts, [len(frames) for frames in videos], fps)
-
     def _video_texts(
         self, image_processor: Any, counts: Sequence[int], frames: Sequence[int], fps: Sequence[float]
     ) -> list[str]:
+        """Each temporal patch has its own delimiters, after the mean time of its first and last frame."""
         step, texts = image_processor.temporal_patch_size, []
         for count, total, rate in zip(counts, frames, fps, strict=True):
             pads = self.placeholders["video"] * count
@@ -42,7 +40,8 @@ class Qwen3_VL(Qwen2_5_VL):
         return texts
 
     def _visual(self, out: Any) -> Visual:
-        return Visual(out.pooler_output, {DEEPSTACK: torch.stack(tuple(out.deepstack_features), 1)})
+        layers = getattr(out, "deepstack_features", None)
+        return Visual(out.pooler_output, {DEEPSTACK: torch.stack(tuple(layers), 1)} if layers else {})
 
     def text_inputs(self, prompt: Prompt) -> Inputs:
         deepstack = prompt.extras.get(DEEPSTACK)
@@ -55,7 +54,7 @@ class Qwen3_VL(Qwen2_5_VL):
 
     @property
     def leading_layers(self) -> int:
-        return len(self.config.vision_config.deepstack_visual_indexes)
+        return len(getattr(self.config.vision_config, "deepstack_visual_indexes", ())) or 1
 
 
 class Qwen3_VL_Moe(Qwen3_VL):
@@ -63,3 +62,28 @@ class Qwen3_VL_Moe(Qwen3_VL):
 
     model_types = {"qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
     served_by = ()
+
+
+class Qwen3_5(Qwen3_VL):
+    """Images, videos and positions are those of Qwen3-VL, without deepstack. Ref: Gated Delta Networks, arXiv 2412.06464."""
+
+    model_types = {
+        "qwen3_5": "Qwen3_5ForConditionalGeneration",
+        "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    }
+    served_by = ()
+    template_arguments = {"enable_thinking": False}
+
+
+class Qwen3_5_Text(Text):
+    """A checkpoint of the text model alone, whose positions have one axis, and Qwen3-Next."""
+
+    model_types = {
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+        "qwen3_next": "Qwen3NextForCausalLM",
+    }
+    served_by = ()
+
+    def rope(self) -> Any:
+        return super().rope()._replace(section=None, interleaved=False)

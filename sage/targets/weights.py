@@ -1,27 +1,40 @@
-"""Targets with quantized layers: what their configuration says, what is refused or said, and dense copies of their tables.
-
-transformers loads them through the library of the method; the layers here are whatever it made of them.
+"""Weights that are not those of a plain checkpoint: quantized by a library, whose layers transformers loads, or with an adapter
+of PEFT, merged into the weights or kept beside those that are quantized.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import re
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from sage.io.model_files import in_one_line
+
 logger = logging.getLogger(__name__)
+MISSING = "missing adapter keys"  # of PEFT's warning
+ORIGIN = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "peft_version", "auto_mapping")
 CHUNK = 1024  # columns of a table that are read at once
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Returns the settings of a model's quantization; none without."""
+    settings = getattr(config, "quantization_config", None) or {}
+    return settings if isinstance(settings, dict) else settings.to_dict()
 
 
 def quantization_of(config: Any) -> str | None:
     """Returns the quantization that a model's configuration names, such as `torchao` or `bitsandbytes 4-bit`; None without."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    settings = _settings(config)
+    if not settings:
         return None
-    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
     bits = 4 if settings.get("load_in_4bit") else 8 if settings.get("load_in_8bit") else settings.get("bits")
     method = getattr(settings.get("quant_method"), "value", settings.get("quant_method")) or "bitsandbytes"
     detail = f"{bits}-bit" if bits else settings.get("format") or ""
@@ -58,13 +71,13 @@ def renamed_ignore(config: Any) -> dict[str, Any]:
     Checkpoints list the layers that are not quantized by the names of their time (`visual.blocks.0.attn.qkv`, `re:visual.*`,
     `language_model.lm_head`); models have since put them below `model.`, or lm_head beside the text model.
     """
-    found = getattr(config, "quantization_config", None)
-    if not isinstance(found, dict) or found.get("quant_method") != "compressed-tensors":
+    settings = _settings(config)
+    if settings.get("quant_method") != "compressed-tensors":
         return {}
-    names = found.get("ignore") or []
+    names = settings.get("ignore") or []
     more = [rf"re:(.*\.)?{name[3:] if name.startswith('re:') else re.escape(name) + '$'}" for name in names]
     more += ["re:lm_head$"] if any("lm_head" in name for name in names) else []
-    config.quantization_config = found | {"ignore": [*names, *more]}
+    config.quantization_config = settings | {"ignore": [*names, *more]}
     return {"config": config}
 
 
@@ -98,8 +111,7 @@ def weight_bytes(model: Any, size: int) -> float:
     Other methods than int8 of torchao and those of bitsandbytes count as dense: they are, or their layouts were not measured.
     """
     label, total = quantization_of(model.config), sum(p.numel() for p in model.parameters()) * size
-    found = getattr(model.config, "quantization_config", None)
-    settings: dict[str, Any] = found if isinstance(found, dict) else {} if found is None else found.to_dict()
+    settings = _settings(model.config)
     blocks = 1 / 64 if settings.get("bnb_4bit_use_double_quant") else 4 / 64  # a scale per 64 weights
     kinds: dict[str, tuple[float, int]] = {"bitsandbytes 8-bit": (1, 4), "bitsandbytes 4-bit": (0.5 + blocks, 0)}
     if "Int8WeightOnly" in str(settings.get("quant_type")):
@@ -113,3 +125,69 @@ def weight_bytes(model: Any, size: int) -> float:
         if isinstance(module, nn.Linear) and not is_dense:
             total += module.in_features * module.out_features * (per_weight - size) + module.out_features * per_row
     return float(total)
+
+
+# -- adapters -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that a target contains.
+
+    Attributes:
+        path: folder or hub id.
+        digest: of its weights and scales, part of the target's fingerprint.
+    """
+
+    path: str
+    digest: str
+
+
+def with_adapter(model: Any, path: str, target: str) -> tuple[Any, Adapter]:
+    """Applies an adapter to a loaded model.
+
+    Args:
+        path: folder or hub id of the adapter.
+        target: the model's folder or hub id, for messages.
+
+    Raises:
+        ValueError: PEFT is missing, or the adapter cannot be read, is no change of weights, or is for another model.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(f"target.adapter: {path} needs PEFT; pip install 'sage-draft[quantized]'") from error
+    where = f"target.adapter: {path}"
+    try:
+        config = peft.PeftConfig.from_pretrained(path)
+        weights = peft.load_peft_weights(path, device="cpu")
+        if config.is_prompt_learning:
+            raise ValueError(f"{config.peft_type.value} adds tokens to the prompt instead of changing weights")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped = peft.PeftModel.from_pretrained(model, path)
+        lacks = any(MISSING in str(warning.message) for warning in caught)
+        if lacks or _count(weights) != _count(peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)):
+            raise ValueError("its tensors are those of other layers")
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, SafetensorError) as error:
+        raise ValueError(
+            f"{where} does not fit {target} ({in_one_line(error)[:300]}); give an adapter trained for this target"
+        ) from error
+    base = str(config.base_model_name_or_path or "")
+    if base.rstrip("/").rpartition("/")[2] != target.rstrip("/").rpartition("/")[2]:
+        logger.warning("%s was trained for %s, the target is %s", where, base or "an unknown model", target)
+    result = wrapped.get_base_model() if is_quantized(model) else wrapped.merge_and_unload()
+    return result, Adapter(path, _digest(config, weights))
+
+
+def _count(weights: dict[str, torch.Tensor]) -> int:
+    return sum("lora_" in name for name in weights)
+
+
+def _digest(config: Any, weights: dict[str, torch.Tensor]) -> str:
+    settings = {key: value for key, value in config.to_dict().items() if key not in ORIGIN}
+    text = json.dumps(settings, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(weights):
+        digest.update(name.encode() + weights[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
