@@ -26,8 +26,8 @@ from benchmarks.gpu_quarter_hour import (
     TIMED_STEP,
     TRAIN_LARGE,
 )
+from benchmarks.shapes import shape_named
 from benchmarks.training import parts
-from sage.bench.shapes import shape_named
 from sage.commands.cli import new_parser, run
 from sage.io.files import read_json, write_text
 from sage.io.tables import markdown_table

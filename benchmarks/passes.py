@@ -21,8 +21,8 @@ from transformers import AutoConfig
 
 import sage
 from benchmarks.figures import Figures, allocated, counts, describe_machine, peak, ratio_spread, reset_peak
+from benchmarks.shapes import VISION_OF, Shape, shape_named, shapes
 from benchmarks.wide import add_widen_option, widened
-from sage.bench.shapes import VISION_OF, Shape, shape_named, shapes
 from sage.commands import cli
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session

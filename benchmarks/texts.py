@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import sage
-from benchmarks.engines.prompts import question
+from benchmarks.engines.measure import question
 from benchmarks.figures import describe_machine
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt, load_prompts

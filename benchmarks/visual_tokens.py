@@ -17,7 +17,7 @@ from PIL import Image
 
 import sage
 from benchmarks.figures import Figures, counts, describe_machine
-from sage.bench.shapes import Shape, shape_named, shapes
+from benchmarks.shapes import Shape, shape_named, shapes
 from sage.commands.cli import new_parser, run
 
 LEVELS = 5

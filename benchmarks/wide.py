@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from benchmarks.shapes import Shape, shape_of
 from data_prep.pocket.architecture import FAMILIES, WEIGHTS, WIDTH
-from sage.bench.shapes import Shape, shape_of
 from sage.commands import cli
 from sage.io.files import locked, read_json, user_cache_dir, write_json, writing
 from sage.io.manifest import sha256

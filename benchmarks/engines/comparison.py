@@ -38,18 +38,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """One decoder of the comparison.
-
-    Attributes:
-        side: `OURS` or the other one.
-        draft: label of its draft; empty without one.
-        turn: decodes every prompt.
-    """
+    """One decoder of the comparison."""
 
     label: str
-    side: str
-    draft: str
-    turn: Callable[[], list[Answer]]
+    side: str  # `OURS` or the other one
+    draft: str  # label of its draft; empty without one
+    turn: Callable[[], list[Answer]]  # decodes every prompt
 
 
 @dataclass

@@ -17,7 +17,6 @@ import torch
 
 import sage
 from benchmarks.engines.comparison import OURS, VLLM, Answer, Decoder, figures, take_turns
-from benchmarks.engines.prompts import pocket_prompts
 from benchmarks.engines.server import SERVER, Refused, ServerClient, ServerDecoder, served_model
 from checkpoints.export.exporter import export
 from checkpoints.export.formats.registry import find_format
@@ -25,6 +24,7 @@ from checkpoints.export.result import ExportOptions
 from checkpoints.run_folder import run_of
 from data_prep.config import DataConfig, Images
 from data_prep.conversation import Conversation
+from data_prep.pocket import world
 from data_prep.server.client import MediaPolicy, request_messages
 from data_prep.splits import Split
 from sage.bench.measurement import BenchPrompt
@@ -38,8 +38,7 @@ from sage.runtime.executors import describe_passes
 from sage.runtime.modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.runtime.timing import frozen_heap
 from sage.targets import Target
-from train.serve_check.prompts import prompt_data, validation_prompts, write_prompts
-from train.serve_check.vllm_process import EngineSetting, VllmProcess
+from train.serve_check.vllm_process import EngineSetting, VllmProcess, prompt_data, validation_prompts, write_prompts
 
 logger = logging.getLogger(__name__)
 ENGINE_PYTHON = Path(".venv-engines/bin/python")
@@ -50,43 +49,28 @@ FORMAT = "eagle3"
 class Comparison:
     """What is compared.
 
-    Attributes:
-        python: interpreter of the environment with vLLM; unused with `server`.
-        server: URL of a running server in place of vLLM.
-        server_model: its name of the target; None: the only one it serves.
-        server_key: empty: none.
-        target: folder of the target; a Qwen2.5-VL without `server`.
-        drafts: folders by label; the first one is also that of the other side: served by `server`, or an `eagle3`, exported in
-            fp32 and served by vLLM.
-        variants: our policies, each with every draft.
-        baselines: decoders without a draft beside our autoregressive loop, of `sage.bench.runners.BASELINES`.
-        depths: values of vLLM's `num_speculative_tokens`.
-        passes: how our passes run; `auto`: captured on a GPU, compiled on a CPU, since vLLM compiles as well.
-        cores: that both sides are pinned to, with one thread each.
-        log_folder: receives vLLM's logs.
-        device: of our decoders, with fp32 on the CPU, else with the target's dtype.
+    The first draft is also that of the other side: served by `server`, or an `eagle3`, exported in fp32 and served by vLLM.
     """
 
-    python: Path = ENGINE_PYTHON
-    server: str | None = field(default=None, repr=False)
-    server_model: str | None = None
-    server_key: str = field(default="", repr=False)
-    target: str
-    drafts: dict[str, Path]
-    variants: Sequence[Variant]
-    baselines: Sequence[str] = ()
-    depths: Sequence[int] = (1, 2, 3, 4, 5)
+    python: Path = ENGINE_PYTHON  # interpreter of the environment with vLLM; unused with `server`
+    server: str | None = field(default=None, repr=False)  # URL of a running server in place of vLLM
+    server_model: str | None = None  # its name of the target; None: the only one it serves
+    server_key: str = field(default="", repr=False)  # empty: none
+    target: str  # folder of the target; a Qwen2.5-VL without `server`
+    drafts: dict[str, Path]  # folders by label
+    variants: Sequence[Variant]  # our policies, each with every draft
+    baselines: Sequence[str] = ()  # decoders without a draft beside our autoregressive loop, of `sage.bench.runners.BASELINES`
+    depths: Sequence[int] = (1, 2, 3, 4, 5)  # values of vLLM's `num_speculative_tokens`
     num_prompts: int = 32
     repeats: int = 5
     max_new_tokens: int = 128
-    passes: str = PassMode.auto
-    cores: Sequence[int] = field(default_factory=available_cores)
-    log_folder: Path | None = None
-    device: str = "cpu"
+    passes: str = PassMode.auto  # how our passes run; `auto`: captured on a GPU, compiled on a CPU, since vLLM compiles as well
+    cores: Sequence[int] = field(default_factory=available_cores)  # that both sides are pinned to, with one thread each
+    log_folder: Path | None = None  # receives vLLM's logs
+    device: str = "cpu"  # of our decoders, with fp32 on the CPU, else with the target's dtype
 
     @property
     def served_draft(self) -> str:
-        """Label of the draft that both sides have."""
         return next(iter(self.drafts))
 
 
@@ -172,7 +156,11 @@ def vllm_decoders(
     options = ExportOptions(target=comparison.target, dtype=torch.float32)
     export(comparison.drafts[comparison.served_draft], export_folder, FORMAT, options)
     found, versions = list[Decoder](), dict[str, str]()
-    for label, setting in engine_settings(comparison, export_folder).items():
+    plain = EngineSetting(target=comparison.target)
+    drafting = replace(plain, draft=export_folder, speculative=find_format(FORMAT).vllm_options)
+    speculative = {f"vllm {depth} tokens": replace(drafting, depth=depth) for depth in comparison.depths}
+    settings = {"vllm": plain, "vllm enforce_eager": replace(plain, is_compiled=False), **speculative}
+    for label, setting in settings.items():
         logger.info("loading %s", label)
         log = (comparison.log_folder or scratch) / f"{label.replace(' ', '_')}.log"
         limits: dict[str, Any] = {"max_new_tokens": comparison.max_new_tokens, "cores": comparison.cores}
@@ -188,7 +176,6 @@ def vllm_decoders(
 
 
 def load_target(comparison: Comparison) -> Target:
-    """Returns the target, with its passes as asked for."""
     device = resolve_device(comparison.device)
     dtype = torch.float32 if device.type == "cpu" else None
     target = sage.load_target(comparison.target, dtype=dtype, device=device)
@@ -218,9 +205,16 @@ def _our_turn(runner: Runner, prompts: Sequence[BenchPrompt], sampling: Sampling
     return answers
 
 
-def engine_settings(comparison: Comparison, draft: Path) -> dict[str, EngineSetting]:
-    """Returns the engines by label."""
-    plain = EngineSetting(target=comparison.target)
-    drafting = replace(plain, draft=draft, speculative=find_format(FORMAT).vllm_options)
-    speculative = {f"vllm {depth} tokens": replace(drafting, depth=depth) for depth in comparison.depths}
-    return {"vllm": plain, "vllm enforce_eager": replace(plain, is_compiled=False), **speculative}
+FAMILIES = ("caption", "question", "sign", "chart")  # one image each
+
+
+def pocket_prompts(count: int, split: str = "test") -> list[Conversation]:
+    """Returns `count` questions, the families in turns."""
+    places = [divmod(number, len(FAMILIES)) for number in range(count)]
+    return [question(split, index, FAMILIES[family]) for index, family in places]
+
+
+def question(split: str, index: int, family: str) -> Conversation:
+    """Returns the first question of a conversation."""
+    talk = world.sample(split, index, [family])
+    return replace(talk, id=f"{talk.id}-{family}", family=family, messages=talk.messages[:1])

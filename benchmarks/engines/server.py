@@ -61,14 +61,11 @@ class Refused(ValueError):
 
 
 class ServerClient:
-    """Requests to one server; a context manager.
+    """Requests to one server; a context manager. Raises ValueError for an address or key that cannot be used.
 
     Args:
         url: of the server, with or without `/v1`.
         key: sent as bearer token; empty: none.
-
-    Raises:
-        ValueError: an address or key that cannot be used.
     """
 
     def __init__(self, url: str, key: str) -> None:
@@ -116,7 +113,9 @@ class ServerClient:
             with self._client.stream("POST", f"{self._root}/v1/chat/completions", json={**body, "stream": True}) as response:
                 if not response.is_success:
                     response.read()
-                    raise Refused(self._refusal(response))
+                    reason = server_message(response, self._secrets) or "no reason"
+                    remedy = f"; export its key in {KEY_VARIABLE}" if response.status_code in (401, 403) else ""
+                    raise Refused(f"--server: answers {response.status_code}: {reason}{remedy}")
                 for line in response.iter_lines():
                     if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
                         yield json.loads(data)
@@ -129,30 +128,18 @@ class ServerClient:
         except json.JSONDecodeError as error:
             raise ValueError(f"--server: its answer is no stream of JSON; {REMEDY}") from error
 
-    def _refusal(self, response: httpx.Response) -> str:
-        remedy = f"; export its key in {KEY_VARIABLE}" if response.status_code in (401, 403) else ""
-        return f"--server: answers {response.status_code}: {server_message(response, self._secrets) or 'no reason'}{remedy}"
-
 
 @dataclass
 class ServerDecoder:
-    """A server in the comparison.
-
-    Args:
-        model: its name on the server.
-        questions: messages of each prompt, as the API takes them.
-        tokenizer: of the target, for the answers of servers that return no token ids.
-        eos: appended to an answer that ended by itself, where there are no token ids.
-        extensions: of vLLM, added to every request.
-    """
+    """A server in the comparison."""
 
     client: ServerClient
-    model: str
-    questions: Sequence[Any]
-    tokenizer: Any
-    eos: int
+    model: str  # its name on the server
+    questions: Sequence[Any]  # messages of each prompt, as the API takes them
+    tokenizer: Any  # of the target, for the answers of servers that return no token ids
+    eos: int  # appended to an answer that ended by itself, where there are no token ids
     max_new_tokens: int
-    extensions: Mapping[str, Any] = field(default_factory=lambda: {"return_token_ids": True})
+    extensions: Mapping[str, Any] = field(default_factory=lambda: {"return_token_ids": True})  # of vLLM, in every request
 
     def turn(self) -> list[Answer]:
         """Decodes every prompt."""
@@ -160,13 +147,8 @@ class ServerDecoder:
 
     def answer(self, question: Any) -> Answer:
         """Decodes one prompt; ValueError for an empty answer."""
-        body = {
-            "model": self.model,
-            "messages": question,
-            "temperature": 0.0,
-            "max_tokens": self.max_new_tokens,
-            **self.extensions,
-        }
+        settings = {"temperature": 0.0, "max_tokens": self.max_new_tokens, **self.extensions}
+        body = {"model": self.model, "messages": question, **settings}
         ids, text, reason = list[int](), "", ""
         start = time.perf_counter()
         first = last = 0.0

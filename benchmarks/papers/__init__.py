@@ -2,8 +2,7 @@
 
 settings.yaml   training runs, and the measurements of each study
 runs.py         settings, and training of the runs that are missing
-measure.py      the kinds of measurement
-figures.py      figures as JSON, measured again only when their inputs change
+measure.py      the kinds of measurement, and their figures as JSON
 tables.py       figures -> tables of the page; plots.py its two pictures
 
 A study is an entry of settings.yaml, a function of tables.py, and a section of docs/results.md with the table's markers.

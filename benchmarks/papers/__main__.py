@@ -10,12 +10,10 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.figures import fill_blocks
-from benchmarks.papers.figures import FigureStore, Json
-from benchmarks.papers.measure import Lab
+from benchmarks.papers.measure import FigureStore, Lab
 from benchmarks.papers.plots import PLOTS
-from benchmarks.papers.real_tables import REAL_TABLES, real_claims
-from benchmarks.papers.runs import SETTINGS, TrainingFailed, load_settings, select_studies
-from benchmarks.papers.tables import TABLES, claims
+from benchmarks.papers.runs import SETTINGS, Json, TrainingFailed, load_settings, select_studies
+from benchmarks.papers.tables import TABLES, claims, real_claims
 from sage.commands.cli import new_parser, run
 from sage.io.files import write_text
 from train.report import style
@@ -76,7 +74,7 @@ def fill_page(text: str, studies: Mapping[str, Json]) -> str:
             is_real = name == "real_claims"
             needed = [figures for study, figures in studies.items() if study.startswith("real") is is_real]
             return pages[name](studies) if all(needed) else None
-        study, make = (TABLES | REAL_TABLES)[name]
+        study, make = TABLES[name]
         return make(studies[study]) if studies[study] else None
 
     return fill_blocks(text, "table", content)

@@ -1,9 +1,14 @@
-"""The kinds of measurement: a comparison of decoders, vLLM's decoders, the draft's confidence, acceptance while training."""
+"""The kinds of measurement: a comparison of decoders, vLLM's decoders, the draft's confidence, acceptance while training.
+
+Figures are kept in a JSON file per study and measured again only when their inputs change.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,20 +19,20 @@ from typing import Any
 import torch
 
 import sage
-from benchmarks.engines.measure import Comparison
+from benchmarks.engines.measure import Comparison, question
 from benchmarks.engines.measure import measure as measure_beside_vllm
-from benchmarks.engines.prompts import question
-from benchmarks.papers.figures import FigureStore, Json
-from benchmarks.papers.runs import DRAFT, Settings, ensure_trained, training_of, weights_digest
+from benchmarks.papers.runs import DRAFT, Json, Settings, digest, ensure_trained, training_of, weights_digest
 from benchmarks.wide import wide_target
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
 from sage.bench.measurement import BenchPrompt, measure, read_jsonl
 from sage.bench.options import variants
+from sage.bench.report import PACKAGES, machine, versions
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
 from sage.bench.summary import summarize
 from sage.drafts.pruning import KEEP_ALL, Pruning
+from sage.io.files import write_json
 from sage.io.target_paths import find_target
-from sage.replay.recording import RecordedRound, Recording, record
+from sage.replay.replay import RecordedRound, Recording, record
 from sage.trees.sage import confidence_of
 
 logger = logging.getLogger(__name__)
@@ -82,25 +87,18 @@ class Lab:
     def prompts(self, spec: Json, split: str = "test", count: int = 0) -> list[BenchPrompt]:
         """Returns `count` questions of each task family or source, by default as many as the measurement says."""
         count, prepare = count or spec["prompts"], self.target(spec).prepare
-        if "prompts_file" in spec:
-            return self._real_prompts(spec, count)
         talks = [question(split, i, family) for i in range(count) for family in spec["families"]]
+        rows = [(talk.family, talk.id, talk.messages) for talk in talks]
+        if "prompts_file" in spec:  # beside the target; an id is a source and a number
+            by_source: dict[str, list[tuple[str, str, Any]]] = defaultdict(list)
+            path = Path(find_target(self.settings.targets[spec["target"]])).with_name(spec["prompts_file"])
+            for name, _, messages in read_jsonl(path):
+                source = name.rpartition("-")[0]
+                by_source[source].append((source, name, messages))
+            rows = [row for source in spec.get("sources", list(by_source)) for row in by_source[source][:count]]
         return [  # no two prompts share their noise
-            BenchPrompt(name=talk.id, family=talk.family, inputs=prepare(talk.messages), seed=seed)
-            for seed, talk in enumerate(talks)
-        ]
-
-    def _real_prompts(self, spec: Json, count: int) -> list[BenchPrompt]:
-        """Returns the first `count` prompts of each source in the file beside the target; an id is a source and a number."""
-        by_source: dict[str, list[tuple[str, Any]]] = defaultdict(list)
-        path = Path(find_target(self.settings.targets[spec["target"]])).with_name(spec["prompts_file"])
-        for name, _, messages in read_jsonl(path):
-            by_source[name.rpartition("-")[0]].append((name, messages))
-        sources, prepare = spec.get("sources", list(by_source)), self.target(spec).prepare
-        rows = [(source, *row) for source in sources for row in by_source[source][:count]]
-        return [
-            BenchPrompt(name=name, family=source, inputs=prepare(messages), seed=seed)
-            for seed, (source, name, messages) in enumerate(rows)
+            BenchPrompt(name=name, family=family, inputs=prepare(messages), seed=seed)
+            for seed, (family, name, messages) in enumerate(rows)
         ]
 
     def _compare(self, spec: Json) -> Json:
@@ -116,9 +114,11 @@ class Lab:
         found = measure([*runners, *baselines], self.prompts(spec), sampling, spec["repeats"], 1, _log_progress)
         summary = summarize(found, target, [runner.name for runner in runners])
         decoders = {
-            label: select(part, COUNTS + SPEEDS) | _captions(summary["by_family"], label)
+            label: {name: part[name] for name in COUNTS + SPEEDS if name in part}
             for label, part in (summary["baselines"] | summary["policies"]).items()
         }
+        for label, part in summary["by_family"].get("caption", {}).items():
+            decoders[label]["captions"] = part["speedup"]
         runs = {run: training_of(self.settings, run) for run in sorted(set(runs_of(spec)))}
         sources = {"sources": summary["by_family"]} if "prompts_file" in spec else {}
         return {"prompts": len(found.prompts), "decoders": decoders, "runs": runs, **sources}
@@ -157,9 +157,13 @@ class Lab:
             record(target, draft, dict(prompt.inputs), num_candidates=NUM_CANDIDATES, max_new_tokens=limit)
             for prompt in self.prompts(spec)
         ]
-        tokens = [[_alpha(probs) for own in one.rounds for probs, _ in on_path(one, own)] for one in recordings]
+
+        def alpha(probs_K: torch.Tensor) -> float:
+            return confidence_of(probs_K[:NUM_CANDIDATES].tolist())
+
+        tokens = [[alpha(probs) for own in one.rounds for probs, _ in on_path(one, own)] for one in recordings]
         drafted = [[(one, own) for own in one.rounds if () in own.candidates] for one in recordings]
-        rounds = [[_alpha(own.candidates[()][0]) for _, own in answer] for answer in drafted]
+        rounds = [[alpha(own.candidates[()][0]) for _, own in answer] for answer in drafted]
         lengths = [[float(sum(hit for _, hit in on_path(*pair))) for pair in answer] for answer in drafted]
         return {
             "prompts": len(recordings),
@@ -198,10 +202,6 @@ def on_path(recording: Recording, recorded: RecordedRound) -> Iterator[tuple[tor
             return
 
 
-def _alpha(probs_K: torch.Tensor) -> float:
-    return confidence_of(probs_K[:NUM_CANDIDATES].tolist())
-
-
 def correlation(first: Series, second: Series, lag: int) -> float | None:
     """Returns the Pearson correlation of values `lag` places apart within the same answer; None without variance."""
     pairs = [pair for a, b in zip(first, second, strict=True) for pair in zip(a, b[lag:], strict=False)]
@@ -222,16 +222,6 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def select(part: Mapping[str, Any], names: tuple[str, ...]) -> Json:
-    """Returns the named figures of `part`, those that it has."""
-    return {name: part[name] for name in names if name in part}
-
-
-def _captions(by_family: Mapping[str, Any], label: str) -> Json:
-    found = by_family.get("caption", {}).get(label)
-    return {"captions": found["speedup"]} if found else {}
-
-
 def runs_of(spec: Json) -> Iterator[str]:
     """Yields the runs whose drafts a measurement uses."""
     yield from spec.get("drafts", {}).values()
@@ -243,3 +233,57 @@ def runs_of(spec: Json) -> Iterator[str]:
 def _log_progress(done: int, total: int) -> None:
     if done == total or done % max(total // 4, 1) == 0:
         logger.info("  %d of %d", done, total)
+
+
+SCHEMA = 2
+SIGNIFICANT_DIGITS = 5
+
+
+def round_floats(value: Any) -> Any:
+    """Returns `value` with every float rounded to `SIGNIFICANT_DIGITS`."""
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {str(key): round_floats(item) for key, item in value.items()}
+    return [round_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class FigureStore:
+    """A folder with one file `STUDY.json` per study: its measurements by name, each with inputs, machine and versions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, study: str) -> dict[str, Json]:
+        """Returns the measurements of a study, empty if it has none; raises ValueError for a file that holds no figures."""
+        path = self.folder / f"{study}.json"
+        try:
+            text = path.read_text(encoding="utf-8") if path.is_file() else json.dumps({"schema": SCHEMA, "measurements": {}})
+            content: Json = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not JSON ({error.msg}); delete the file to measure the study again") from error
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"{path}: not figures of schema {SCHEMA}; delete the file to measure the study again")
+        return dict(content["measurements"])
+
+    def get_or_measure(self, study: str, name: str, inputs: Any, measure: Callable[[], Json]) -> Json:
+        """Returns the figures of a measurement; measures and writes them if they are missing or outdated.
+
+        Args:
+            inputs: everything that the figures depend on and a user can change: sizes, command lines, weights of targets.
+        """
+        measurements = self.read(study)
+        found = measurements.get(name)
+        if found is None or found["inputs"] != digest(inputs):
+            logger.info("measuring %s: %s", study, name)
+            start = time.perf_counter()
+            figures = round_floats(measure())
+            found = {
+                "inputs": digest(inputs),
+                "seconds": round(time.perf_counter() - start, 1),
+                "machine": round_floats(machine("cpu")),
+                "versions": versions(PACKAGES),
+                "figures": figures,
+            }
+            write_json(self.folder / f"{study}.json", {"schema": SCHEMA, "measurements": {**measurements, name: found}})
+        return dict(found["figures"])

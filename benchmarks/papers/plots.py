@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.papers.tables import TITLES, VARIANTS, VLLM_ROWS
+from benchmarks.papers.tables import TITLES, VLLM_ROWS, fastest_first
 from train.report import style
 
 OURS, THEIRS = "#b23a6b", "#9aa5b1"
@@ -33,10 +33,7 @@ def draw_vllm(figures: Mapping[str, Any]) -> Figure:
 def draw_headline(figures: Mapping[str, Any]) -> Figure:
     """Draws the speedup by decoder and target with its 95% interval, the fastest on top."""
     decoders = {name: part["decoders"] for name, part in figures.items()}
-    first = next(iter(decoders.values()))
-    names = sorted(
-        (name for name in first if not name.endswith(VARIANTS)), key=lambda name: first[name]["speedup"], reverse=True
-    )
+    names = fastest_first(next(iter(decoders.values())))
     subtitle = "over the autoregressive loop of the same run, with 95% intervals; 20 MB of weights, in the cache"
     figure = style.figure(1.5 + 0.3 * len(names), "Speedup of decoding by decoder", subtitle)
     for axes, (target, found) in zip(figure.subplots(1, len(decoders), sharey=True), decoders.items(), strict=True):

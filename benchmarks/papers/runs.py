@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-from benchmarks.papers.figures import Json, digest
 from checkpoints.run_folder import METRICS, read_metrics
-from sage.io.files import write_text
+from sage.io.files import json_digest, write_text
 from sage.io.manifest import sha256
 
+Json = dict[str, Any]
 logger = logging.getLogger(__name__)
 SETTINGS = Path(__file__).with_name("settings.yaml")
 MARKER = "trained"  # written into a run folder when training is complete: the digest of the run
@@ -34,27 +34,17 @@ QUICK_TRAINING = "train.max_steps=2 train.validate_every=1 decode.num_prompts=1 
 
 @dataclass(kw_only=True)
 class Settings:
-    """The keys of settings.yaml.
-
-    Attributes:
-        defaults: of every measurement.
-        targets: model folders by short name.
-        common: arguments of every training run on a pocket target, before its own.
-        last: arguments after its own.
-        runs: arguments of sage-train by name; the first word is the short name of the target.
-        studies: measurements of each study by name.
-        on_request: studies that `make results` leaves out, because they train drafts for long or need vLLM.
-    """
+    """The keys of settings.yaml."""
 
     runs_dir: str
     docs_dir: str
-    defaults: Json
-    targets: dict[str, str]
-    common: str
-    last: str = ""
-    runs: dict[str, str]
-    studies: dict[str, dict[str, Json]]
-    on_request: list[str]
+    defaults: Json  # of every measurement
+    targets: dict[str, str]  # model folders by short name
+    common: str  # arguments of every training run on a pocket target, before its own
+    last: str = ""  # arguments after its own
+    runs: dict[str, str]  # arguments of sage-train by name; the first word is the short name of the target
+    studies: dict[str, dict[str, Json]]  # measurements of each study by name
+    on_request: list[str]  # studies that `make results` leaves out, because they train drafts for long or need vLLM
 
     def target_of(self, run: str) -> str:
         """Returns the short name of a run's target; ValueError for an unknown run."""
@@ -79,10 +69,8 @@ class Settings:
 
 
 def load_settings(path: Path = SETTINGS, is_quick: bool = False) -> Settings:
-    """Reads a file of settings; `is_quick` shortens every run and measurement, and writes below `runs/quick`.
-
-    Raises:
-        ValueError: no YAML, or a key that does not exist.
+    """Reads a file of settings; `is_quick` shortens every run and measurement, and writes below `runs/quick`. Raises ValueError
+    for a file without YAML, or a key that does not exist.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -109,6 +97,11 @@ def select_studies(settings: Settings, names: Iterable[str]) -> list[str]:
     return chosen or [name for name in settings.studies if name not in settings.on_request]
 
 
+def digest(value: Any) -> str:
+    """Returns a short hash of a JSON value."""
+    return json_digest(value)[:16]
+
+
 @cache
 def weights_digest(path: str) -> str:
     """Returns a hash of a target's weights; a hub id is returned as it is."""
@@ -121,11 +114,7 @@ class TrainingFailed(RuntimeError):
 
 
 def ensure_trained(settings: Settings, run: str) -> Path:
-    """Returns the run folder; trains the run if it is missing, incomplete or of other arguments.
-
-    Raises:
-        TrainingFailed: sage-train exited with an error.
-    """
+    """Returns the run folder; trains the run if it is missing, incomplete or of other arguments. Raises TrainingFailed."""
     folder, wanted = settings.folder(run), settings.run_digest(run)
     if (folder / MARKER).is_file() and (folder / MARKER).read_text(encoding="utf-8") == wanted:
         return folder

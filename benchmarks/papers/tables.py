@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.papers.figures import Json
+from benchmarks.papers.runs import Json
 from sage.io.tables import markdown_table
+from sage.trees import AUTOREGRESSIVE
 
 Figures = Mapping[str, Any]  # of a study, by measurement
+Claim = tuple[str, bool, str]  # what is expected, whether it is met, what was measured
 TITLES = {"qwen": "Qwen2.5-VL", "qwen3": "Qwen3-VL", "llava": "LLaVA-OneVision", "smollm2": "SmolLM2-135M"}
 VARIANTS = "(published)", "(most tokens)"
+STATIC, SAGE = "static (published)", "sage (published)"
 VLLM_ROWS = {  # of `ratios`: which pair, whose side
     "vLLM": ("autoregressive", "theirs"),
     "**sage-draft**, no draft": ("autoregressive", "ours"),
@@ -40,71 +43,96 @@ def per_pass(part: Json) -> str:
     return f"{part['tokens_per_target_pass']:.2f}" if part.get("tokens_per_target_pass") else ""
 
 
+COLUMNS: dict[str, Callable[[Json], str]] = {  # of tables of decoders: head, and text of a decoder's figures
+    "tokens/pass": per_pass,
+    "nodes/round": lambda part: f"{part['nodes_per_round']:.1f}" if part.get("nodes_per_round") else "",
+    "accepted per round": lambda part: f"{part['mean_accepted_draft']:.2f}",
+    "draft tokens of the prompt": lambda part: f"{part['draft_context']:.0f}",
+    "tokens/s": lambda part: f"{part['tokens_per_s']:.0f}",
+    "speedup": lambda part: times(part["speedup"]),
+    "speedup (95%)": speedup,
+    "end to end": lambda part: times(part["speedup_end_to_end"]),
+}
+
+
+def identical(parts: Sequence[Json]) -> str:
+    """Returns `16/16`, the texts of all parts that are the target's own."""
+    return "/".join(str(sum(part.get(key, 0) for part in parts)) for key in ("match", "total"))
+
+
+def fastest_first(decoders: Figures) -> list[str]:
+    """Returns the names of the decoders without `VARIANTS`, by speedup."""
+    names = [name for name in decoders if not name.endswith(VARIANTS)]
+    return sorted(names, key=lambda name: decoders[name]["speedup"], reverse=True)
+
+
+def gain(part: Json, other: Json, figure: str = "tokens_per_target_pass") -> float:
+    """Returns by which share a decoder yields more tokens per pass than another one."""
+    return float(part[figure]) / float(other[figure]) - 1
+
+
+def static_gain(decoders: Json) -> float:
+    """Returns by which share `sage` accepts more drafted tokens than the static tree, as published."""
+    return gain(decoders[SAGE], decoders[STATIC], "mean_accepted_draft")
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a Markdown table, its first column on the left."""
     return markdown_table(head, rows, "<" + ">" * (len(head) - 1))
 
 
+def of_decoders(names: Iterable[str], figures: Figures, columns: Sequence[str], title: Callable[[str], str]) -> str:
+    """Returns the same columns of every measurement side by side; `title` is that of a measurement."""
+    head = ["decoder", *(f"{title(name)}: {column}" for name in figures for column in columns)]
+    parts = [part["decoders"] for part in figures.values()]
+    return table(head, [[f"`{name}`", *(COLUMNS[one](part[name]) for part in parts for one in columns)] for name in names])
+
+
+def of_variants(head: str, decoders: Figures, columns: Sequence[str], form: str = "`{}`") -> str:
+    """Returns a row for every decoder of one measurement but the autoregressive one."""
+    drafting = {name: part for name, part in decoders.items() if name != AUTOREGRESSIVE}
+    rows = [[form.format(name), *(COLUMNS[one](part) for one in columns)] for name, part in drafting.items()]
+    return table((head, *columns), rows)
+
+
 def headline(figures: Figures) -> str:
     """Every decoder on every target, the fastest on the first target on top."""
-    first = next(iter(figures.values()))["decoders"]
-    names = sorted(
-        (name for name in first if not name.endswith(VARIANTS)), key=lambda name: first[name]["speedup"], reverse=True
-    )
-    head = ["decoder"]
-    for name in figures:
-        head += [f"{TITLES[name]}: speedup (95%)", "captions", "tokens/pass"]
+    parts = [part["decoders"] for part in figures.values()]
+    head = [cell for name in figures for cell in (f"{TITLES[name]}: speedup (95%)", "captions", "tokens/pass")]
     rows = []
-    for name in names:
-        parts = [part["decoders"][name] for part in figures.values()]
-        cells = [cell for part in parts for cell in (speedup(part), times(part["captions"]), per_pass(part))]
-        rows.append([f"`{name}`", *cells, identical(parts)])
-    return table([*head, "identical"], rows)
+    for name in fastest_first(parts[0]):
+        cells = [cell for part in parts for cell in (speedup(part[name]), times(part[name]["captions"]), per_pass(part[name]))]
+        rows.append([f"`{name}`", *cells, identical([part[name] for part in parts])])
+    return table(("decoder", *head, "identical"), rows)
 
 
 def adaptive(figures: Figures) -> str:
     """`sage` against the static tree, with the nodes that each verifies per round."""
-    names = ("static (published)", "sage (published)", "sage (most tokens)", "sage", "static")
-    head = ["decoder", *(f"{TITLES[name]}: {what}" for name in figures for what in ("tokens/pass", "nodes/round", "speedup"))]
-    rows = []
-    for name in names:
-        parts = [part["decoders"][name] for part in figures.values()]
-        cells = [cell for one in parts for cell in (per_pass(one), f"{one['nodes_per_round']:.1f}", times(one["speedup"]))]
-        rows.append([f"`{name}`", *cells])
-    return table(head, rows)
+    names = (STATIC, SAGE, "sage (most tokens)", "sage", "static")
+    return of_decoders(names, figures, ("tokens/pass", "nodes/round", "speedup"), TITLES.__getitem__)
 
 
 def sizes(figures: Figures) -> str:
     """Decoders by size of the weights."""
-    head = ["decoder", *(f"{size} MB: {what}" for size in figures for what in ("tokens/s", "speedup (95%)", "tokens/pass"))]
-    names = list(next(iter(figures.values()))["decoders"])
-    rows = []
-    for name in names:
-        parts = [part["decoders"][name] for part in figures.values()]
-        cells = [cell for one in parts for cell in (f"{one['tokens_per_s']:.0f}", speedup(one), per_pass(one))]
-        rows.append([f"`{name}`", *cells])
-    return table(head, rows)
+    names = next(iter(figures.values()))["decoders"]
+    return of_decoders(names, figures, ("tokens/s", "speedup (95%)", "tokens/pass"), "{} MB".format)
 
 
 def vllm(figures: Figures) -> str:
     """Tokens per second of the fastest decoder of each kind, ours and vLLM's."""
-    head = ["one request, tokens/s", *(f"{size} MB" for size in figures)]
-    rows = []
-    pairs = [
-        pair for pair in ("autoregressive", "same draft", "any draft") if all(pair in p["ratios"] for p in figures.values())
-    ]
-    for name, (pair, side) in VLLM_ROWS.items():
-        if pair not in pairs:  # a single draft
-            continue
-        chosen = [part["decoders"][part["ratios"][pair][side]]["tokens_per_s"] for part in figures.values()]
-        rows.append([name, *(f"{speed:.0f}" for speed in chosen)])
-    for pair in sorted(pairs, key=("autoregressive", "same draft", "any draft").index):
+
+    def chosen(pair: str, side: str, figure: str, form: str) -> list[str]:
+        return [form.format(part["decoders"][part["ratios"][pair][side]][figure]) for part in figures.values()]
+
+    known = ("autoregressive", "same draft", "any draft")
+    pairs = [pair for pair in known if all(pair in part["ratios"] for part in figures.values())]  # two with a single draft
+    rows = [[name, *chosen(pair, side, "tokens_per_s", "{:.0f}")] for name, (pair, side) in VLLM_ROWS.items() if pair in pairs]
+    for pair in pairs:
         ratios = [part["ratios"][pair] for part in figures.values()]
-        rows.append([f"ratio, {pair}", *(with_interval(one["ratio"], one["range"]) for one in ratios)])
-    for name, side in (("first token, vLLM", "theirs"), ("first token, sage-draft", "ours")):
-        chosen = [part["decoders"][part["ratios"]["autoregressive"][side]]["first_token_ms"] for part in figures.values()]
-        rows.append([name, *(f"{ms:.0f} ms" for ms in chosen)])
-    return table(head, rows)
+        rows.append([f"ratio, {pair}", *(with_interval(ratio["ratio"], ratio["range"]) for ratio in ratios)])
+    for name, side in (("vLLM", "theirs"), ("sage-draft", "ours")):
+        rows.append([f"first token, {name}", *chosen("autoregressive", side, "first_token_ms", "{:.0f} ms")])
+    return table(["one request, tokens/s", *(f"{size} MB" for size in figures)], rows)
 
 
 def drafts(figures: Figures) -> str:
@@ -112,23 +140,17 @@ def drafts(figures: Figures) -> str:
     rows = []
     for name, part in figures.items():
         target, _, muon = name.partition("_")
-        for head in (label for label in part["decoders"] if f"{label} chain" in part["decoders"]):
-            own = part["decoders"][head]
-            run = part["runs"][f"kinds_{head}_{name}"]
-            where = f"{TITLES[target]}, {'Muon' if muon else 'AdamW'}"
-            seconds = f"{run['training_s']:.0f} s"
-            rows.append([where, f"`{head}`", seconds, per_pass(part["decoders"][f"{head} chain"]), per_pass(own), speedup(own)])
+        where = f"{TITLES[target]}, {'Muon' if muon else 'AdamW'}"
+        for label, figures_of in part["decoders"].items():
+            if (chain := part["decoders"].get(f"{label} chain")) is not None:
+                seconds = f"{part['runs'][f'kinds_{label}_{name}']['training_s']:.0f} s"
+                rows.append([where, f"`{label}`", seconds, per_pass(chain), per_pass(figures_of), speedup(figures_of)])
     return table(("target", "draft", "training", "chain of 5", "`cost_aware`", "speedup (95%)"), rows)
 
 
 def ablations(figures: Figures) -> str:
     """The tuned `sage` with one option changed."""
-    rows = [
-        [f"`{name}`", per_pass(part), f"{part['nodes_per_round']:.1f}", speedup(part)]
-        for name, part in figures["qwen"]["decoders"].items()
-        if name != "autoregressive"
-    ]
-    return table(("`sage` with", "tokens/pass", "nodes/round", "speedup (95%)"), rows)
+    return of_variants("`sage` with", figures["qwen"]["decoders"], ("tokens/pass", "nodes/round", "speedup (95%)"))
 
 
 def confidence(figures: Figures) -> str:
@@ -147,9 +169,8 @@ def length(figures: Figures) -> str:
     """Accepted tokens by length of the answer."""
     rows = []
     for tokens, part in figures.items():
-        static, sage = (part["decoders"][f"{name} (published)"]["mean_accepted_draft"] for name in ("static", "sage"))
-        ours = part["decoders"]["cost_aware"]
-        rows.append([tokens, f"{static:.2f}", f"{sage:.2f}", f"{sage / static - 1:+.0%}", speedup(ours)])
+        accepted = (f"{part['decoders'][name]['mean_accepted_draft']:.2f}" for name in (STATIC, SAGE))
+        rows.append([tokens, *accepted, f"{static_gain(part['decoders']):+.0%}", speedup(part["decoders"]["cost_aware"])])
     return table(("tokens", "`static` accepts", "`sage` accepts", "gain", "`cost_aware`: speedup (95%)"), rows)
 
 
@@ -158,114 +179,165 @@ def temperature(figures: Figures) -> str:
     names = ("chain", "static", "sage", "cost_aware")
     rows = []
     for degree, part in figures.items():
-        decoders = part["decoders"]
-        texts = "/".join(str(sum(own[key] for own in decoders.values() if "match" in own)) for key in ("match", "total"))
         cells = []
         for name in names:
-            coupled, alone = decoders.get(name), decoders.get(f"{name} uncoupled")
+            coupled, alone = part["decoders"].get(name), part["decoders"].get(f"{name} uncoupled")
             cells.append("" if coupled is None else per_pass(coupled) + (f" ({per_pass(alone)})" if alone else ""))
-        rows.append([degree, *cells, texts])
+        rows.append([degree, *cells, identical(list(part["decoders"].values()))])
     return table(("temperature", *(f"`{name}`" for name in names), "identical"), rows)
 
 
 def compressor(figures: Figures) -> str:
     """Heads that were trained with each compressor."""
-    rows = [
-        [f"`{name}`", f"{part['draft_context']:.0f}", per_pass(part), times(part["speedup"]), times(part["speedup_end_to_end"])]
-        for name, part in figures["llava"]["decoders"].items()
-        if name != "autoregressive"
-    ]
-    return table(("`draft/compressor=`", "draft tokens of the prompt", "tokens/pass", "speedup", "end to end"), rows)
+    columns = ("draft tokens of the prompt", "tokens/pass", "speedup", "end to end")
+    return of_variants("`draft/compressor=`", figures["llava"]["decoders"], columns)
 
 
 def pruning(figures: Figures) -> str:
     """Visual tokens pruned while decoding."""
-    rows = [
-        [name, f"{part['draft_context']:.0f}", f"{part['mean_accepted_draft']:.2f}", speedup(part)]
-        for name, part in figures["qwen"]["decoders"].items()
-        if name != "autoregressive"
-    ]
-    return table(("share pruned", "draft tokens of the prompt", "accepted per round", "speedup (95%)"), rows)
+    columns = ("draft tokens of the prompt", "accepted per round", "speedup (95%)")
+    return of_variants("share pruned", figures["qwen"]["decoders"], columns, "{}")
 
 
 def epochs(figures: Figures) -> str:
     """Tokens per pass after each epoch."""
-    number = max(len(part["tokens_per_target_pass"]) for part in figures.values())
     rows = [[f"`{name}`", *(f"{value:.2f}" for value in part["tokens_per_target_pass"])] for name, part in figures.items()]
-    return table(("run", *(f"epoch {epoch}" for epoch in range(1, number + 1))), rows)
+    return table(("run", *(f"epoch {epoch}" for epoch in range(1, max(map(len, rows))))), rows)
 
 
-def identical(parts: Sequence[Json]) -> str:
-    return "/".join(str(sum(part.get(key, 0) for part in parts)) for key in ("match", "total"))
+def real(figures: Figures) -> str:
+    """Every decoder on real language, the fastest on top."""
+    greedy, sampled = figures["greedy"]["decoders"], figures["T = 0.7"]["decoders"]
+    rows = []
+    for name in sorted(greedy, key=lambda name: greedy[name]["speedup"], reverse=True):
+        part, drawn = greedy[name], sampled.get(name, {})
+        cells = [per_pass(part), COLUMNS["nodes/round"](part), f"{part['tokens_per_s']:.1f}", speedup(part), per_pass(drawn)]
+        rows.append([f"`{name}`", *cells, identical([part, drawn])])
+    head = ("decoder", "tokens/pass", "nodes/round", "tokens/s", "speedup (95%)", "tokens/pass, T = 0.7", "identical")
+    return table(head, rows)
 
 
-# -- claims ----------------------------------------------------------------------------------------------------------------
+def real_sources(figures: Figures) -> str:
+    """Tokens per pass by source of the prompts."""
+    names = ("chain", STATIC, SAGE, "cost_aware")
+    rows = [
+        [source, str(part["chain"]["prompts"]), *(per_pass(part[name]) for name in names), times(part["chain"]["speedup"])]
+        for source, part in figures["greedy"]["sources"].items()
+    ]
+    return table(("prompts from", "number", *(f"`{name}`" for name in names), "`chain`: speedup"), rows)
+
+
+def real_tokens(figures: Figures) -> str:
+    """Estimated tokens per pass by number of training tokens."""
+    (part,) = figures.values()
+    head = ("training tokens", *(f"{int(tokens):,}" for tokens in part))
+    return table(head, [["tokens/pass", *(f"{value:.2f}" for value in part.values())]])
+
+
+TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {  # by name on the page: study and table
+    "adaptive": ("headline", adaptive),
+    "real_sources": ("real", real_sources),
+    "real_length": ("real_length", length),
+    "real_confidence": ("real_confidence", confidence),
+    **{
+        make.__name__: (make.__name__, make)
+        for make in (
+            *(headline, sizes, vllm, drafts, ablations, confidence, length, temperature, compressor, pruning, epochs),
+            *(real, real_tokens),
+        )
+    },
+}
 
 
 def claims(studies: Mapping[str, Figures]) -> str:
     """What the papers and this project expected, unmet first."""
-    rows = list(_paper_claims(studies))
-    decoders = [own for study in studies.values() for part in study.values() for own in part.get("decoders", {}).values()]
-    match, total = (sum(own.get(key, 0) for own in decoders) for key in ("match", "total"))
-    rows.append(("every decoder, ours and vLLM's, emits the target's own text", match == total, f"{match} of {total} texts"))
-    rows.sort(key=lambda row: row[1])
-    cells = [[claim, "yes" if is_met else "**no**", found] for claim, is_met, found in rows]
+    decoders = [part for study in studies.values() for found in study.values() for part in found.get("decoders", {}).values()]
+    match, total = (sum(part.get(key, 0) for part in decoders) for key in ("match", "total"))
+    same = ("every decoder, ours and vLLM's, emits the target's own text", match == total, f"{match} of {total} texts")
+    return _claim_table(sorted([*_paper_claims(studies), same], key=lambda claim: claim[1]))
+
+
+def real_claims(studies: Mapping[str, Figures]) -> str:
+    """The same of a published model and real language."""
+    return _claim_table([*_sage_claims(studies), *_other_claims(studies)])
+
+
+def _claim_table(rows: Iterable[Claim]) -> str:
+    cells = [[claim, "yes" if is_met else "**no**", measured] for claim, is_met, measured in rows]
     return markdown_table(("expected", "met", "measured"), cells, "<<<")
 
 
-def _paper_claims(studies: Mapping[str, Figures]) -> Iterator[tuple[str, bool, str]]:
+def _paper_claims(studies: Mapping[str, Figures]) -> Iterator[Claim]:
     by_target = {name: part["decoders"] for name, part in studies["headline"].items()}
-    gains = {name: gain(own["sage (most tokens)"], own["static (published)"]) for name, own in by_target.items()}
+    gains = {name: gain(part["sage (most tokens)"], part[STATIC]) for name, part in by_target.items()}
     yield "SAGE: 20% more tokens per pass than the static tree", min(gains.values()) >= 0.2, _by_target(gains, "{:+.0%}")
-    speeds = {name: own["sage"]["speedup"] / own["chain"]["speedup"] for name, own in by_target.items()}
+    speeds = {name: part["sage"]["speedup"] / part["chain"]["speedup"] for name, part in by_target.items()}
     yield "SAGE: faster than a chain", min(speeds.values()) > 1, _by_target(speeds)
     policies = ("chain", "static", "eagle2", "ddd", "sage")
-    leads = {name: own["cost_aware"]["speedup"] / max(own[p]["speedup"] for p in policies) for name, own in by_target.items()}
+    leads = {
+        name: part["cost_aware"]["speedup"] / max(part[policy]["speedup"] for policy in policies)
+        for name, part in by_target.items()
+    }
     yield "`cost_aware` at least as fast as every other policy, tuned", min(leads.values()) >= 1, _by_target(leads)
     correlations = {name: part["between_rounds"] or 0.0 for name, part in studies["confidence"].items()}
     yield "SAGE: alpha of neighboring rounds correlates", min(correlations.values()) > 0.1, _by_target(correlations, "{:+.2f}")
     by_length = {tokens: static_gain(part["decoders"]) for tokens, part in studies["length"].items()}
-    grows = list(by_length.values()) == sorted(by_length.values())
-    yield (
-        "SAGE: its gain grows with the length of the answer",
-        grows,
-        ", ".join(f"{v:+.0%} at {k}" for k, v in by_length.items()),
-    )
+    measured = ", ".join(f"{value:+.0%} at {tokens}" for tokens, value in by_length.items())
+    yield "SAGE: its gain grows with the length of the answer", _grows(by_length.values()), measured
     pruned = studies["pruning"]["qwen"]["decoders"]
-    share = pruned["0.9"]["mean_accepted_draft"] / pruned["0.0"]["mean_accepted_draft"]
+    share = 1 + gain(pruned["0.9"], pruned["0.0"], "mean_accepted_draft")
     yield "SAGE: pruning 90% of the visual tokens keeps acceptance", share >= 0.98, f"{share:.0%} of the accepted tokens"
-    compressed = dict(studies["compressor"]["llava"]["decoders"])
-    plain = compressed.pop("none")["speedup"]
-    best = max(part["speedup"] for name, part in compressed.items() if name != "autoregressive")
+    heads = {name: part["speedup"] for name, part in studies["compressor"]["llava"]["decoders"].items()}
+    plain, best = heads["none"], max(value for name, value in heads.items() if name not in ("none", AUTOREGRESSIVE))
     yield "SpecVLM: a compressed head is faster", best > plain, f"{times(best)}, uncompressed {times(plain)}"
     for name, part in studies["epochs"].items():
         tokens = part["tokens_per_target_pass"]
-        grows = tokens == sorted(tokens)
-        yield f"SpecVLM: acceptance grows with every epoch, `{name}`", grows, ", ".join(f"{value:.2f}" for value in tokens)
+        yield f"SpecVLM: acceptance grows with every epoch, `{name}`", _grows(tokens), _listed(tokens, "{:.2f}")
 
 
-def gain(part: Json, other: Json) -> float:
-    """Returns by which share a decoder yields more tokens per pass than another one."""
-    return float(part["tokens_per_target_pass"]) / float(other["tokens_per_target_pass"]) - 1
+def _sage_claims(studies: Mapping[str, Figures]) -> Iterator[Claim]:
+    decoders, sources = studies["real"]["greedy"]["decoders"], studies["real"]["greedy"]["sources"]
+    more, speeds = gain(decoders[SAGE], decoders[STATIC]), [decoders[name]["speedup"] for name in (SAGE, "chain")]
+    yield "SAGE: 20% more tokens per pass than the static tree", more >= 0.2, f"{more:+.0%}"
+    tasks = [gain(sources[name][SAGE], sources[name][STATIC]) for name in ("humaneval", "gsm8k")]
+    yield "SAGE: more tokens per pass on HumanEval and GSM8K", min(tasks) > 0, _listed(tasks, "{:+.0%}")
+    yield "SAGE: faster than a chain", speeds[0] > speeds[1], ", ".join(map(times, speeds))
+    names = {
+        "between_tokens": "alpha of neighboring tokens correlates",
+        "between_rounds": "alpha of neighboring rounds correlates",
+        "length_from_last_round": "alpha predicts the reachable length of the next round",
+    }
+    found = {claim: studies["real_confidence"]["smollm2"][key] or 0.0 for key, claim in names.items()}
+    yield from ((f"SAGE: {claim}", value > 0.1, f"{value:+.2f}") for claim, value in found.items())
+    lengths = [part["decoders"] for part in studies["real_length"].values()]
+    gains = [static_gain(part) for part in lengths]
+    history = [gain(part[SAGE], part["sage (no history)"]) for part in lengths]
+    yield "SAGE: its gain grows with the length of the answer", _grows(gains), _listed(gains, "{:+.0%}")
+    yield "SAGE: its history adds tokens at every length", min(history) > 0, _listed(history, "{:+.1%}")
 
 
-def static_gain(decoders: Json) -> float:
-    """Returns by which share `sage` accepts more drafted tokens than the static tree, as published."""
-    sage, static = (float(decoders[f"{name} (published)"]["mean_accepted_draft"]) for name in ("sage", "static"))
-    return sage / static - 1
+def _other_claims(studies: Mapping[str, Figures]) -> Iterator[Claim]:
+    decoders, tokens = studies["real"]["greedy"]["decoders"], studies["real_tokens"]["real_eagle3"].values()
+    yield "SpecVLM: acceptance grows with training", _grows(tokens), _listed(tokens, "{:.2f}")
+    dynamic, static = decoders["spec_llava"], decoders[STATIC]
+    claim = "Spec-LLaVA: its dynamic tree of 24 nodes yields more than the static one of 25"
+    yield claim, gain(dynamic, static) > 0, f"{per_pass(dynamic)}, {per_pass(static)} tokens per pass"
+    speeds = {name: part["speedup"] for name, part in decoders.items() if name != AUTOREGRESSIVE and per_pass(part)}
+    best = max(speeds, key=speeds.__getitem__)
+    yield "a draft pays: at least 1.5x", speeds[best] >= 1.5, f"`{best}` {times(speeds[best])}"
+    parts = [part for study in studies["real"].values() for part in study["decoders"].values()]
+    match, total = (sum(part.get(key, 0) for part in parts) for key in ("match", "total"))
+    yield "every text is the target's own", match == total, f"{match} of {total} texts"
+
+
+def _grows(values: Iterable[float]) -> bool:
+    found = list(values)
+    return found == sorted(found)
+
+
+def _listed(values: Iterable[float], form: str) -> str:
+    return ", ".join(map(form.format, values))
 
 
 def _by_target(values: Mapping[str, float], form: str = "{:.2f}x") -> str:
     return ", ".join(f"{TITLES[name]} {form.format(value)}" for name, value in values.items())
-
-
-TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {  # by name on the page: study and table
-    "headline": ("headline", headline),
-    "adaptive": ("headline", adaptive),
-    **{
-        function.__name__: (function.__name__, function)
-        for function in (sizes, vllm, drafts, ablations, confidence, length, temperature, compressor, pruning, epochs)
-    },
-    "real_length": ("real_length", length),
-    "real_confidence": ("real_confidence", confidence),
-}

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.engines.comparison import SETTLE_S
-from benchmarks.engines.measure import ENGINE_PYTHON, FORMAT
-from benchmarks.engines.prompts import pocket_prompts
+from benchmarks.engines.measure import ENGINE_PYTHON, FORMAT, pocket_prompts
 from benchmarks.figures import counts
 from benchmarks.serving.servers import OURS, VLLM, Lab, Load, ServerSetting, load, serving
 from benchmarks.wide import add_widen_option, widened
@@ -48,19 +47,8 @@ from sage.trees import check_name
 from train.serve_check.vllm_process import check_engine
 
 logger = logging.getLogger(__name__)
-HEAD = (
-    "requests",
-    "server",
-    "tokens/s",
-    "range",
-    "first token p50",
-    "p95",
-    "per token p50",
-    "p95",
-    "chunk p50",
-    "p95",
-    "same text",
-)
+TIMES = ("first token p50", "p95", "per token p50", "p95", "chunk p50", "p95")
+HEAD = ("requests", "server", "tokens/s", "range", *TIMES, "same text")
 
 
 @dataclass
@@ -153,16 +141,9 @@ def _lab(args: argparse.Namespace, max_requests: int, scratch: Path) -> Lab:
     target = str(Path(widened(args.target or target_of(draft, "--target"), args)).resolve())
     folder = scratch / "export"
     export(draft, folder, FORMAT, ExportOptions(target=target, dtype=torch.float32))
-    cores = available_cores()
-    return Lab(
-        target=target,
-        draft=draft,
-        export=folder,
-        python=args.engine_python.absolute(),
-        cores=cores,
-        scratch=scratch,
-        max_requests=max_requests,
-    )
+    python = args.engine_python.absolute()
+    places = {"target": target, "draft": draft, "export": folder, "python": python, "scratch": scratch}
+    return Lab(**places, cores=available_cores(), max_requests=max_requests)
 
 
 def measure(

@@ -1,7 +1,4 @@
-"""Starts sage-serve and vLLM's server as processes on the same cores, and loads one of them with `vllm bench serve`.
-
-Owns: processes, command lines, the generator's figures. Does not own: turns and tables (benchmarks.serving.beside_vllm).
-"""
+"""Starts sage-serve and vLLM's server as processes on the same cores, and loads one of them with `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -40,25 +37,15 @@ main(parser.parse_args())
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """What all servers and loads share.
+    """What all servers and loads share."""
 
-    Attributes:
-        target: folder of the target.
-        draft: the trained draft, which sage-serve decodes with.
-        export: the same as an `eagle3`, which vLLM decodes with.
-        python: interpreter of the environment with vLLM.
-        cores: that servers and generator are pinned to, one thread each.
-        scratch: folder of logs, prompts and results.
-        max_requests: that a server decodes together.
-    """
-
-    target: str
-    draft: Path
-    export: Path
-    python: Path
-    cores: Sequence[int]
-    scratch: Path
-    max_requests: int
+    target: str  # folder of the target
+    draft: Path  # the trained draft, which sage-serve decodes with
+    export: Path  # the same as an `eagle3`, which vLLM decodes with
+    python: Path  # interpreter of the environment with vLLM
+    cores: Sequence[int]  # that servers and generator are pinned to, one thread each
+    scratch: Path  # folder of logs, prompts and results
+    max_requests: int  # that a server decodes together
 
     @property
     def environment(self) -> dict[str, str]:
@@ -165,21 +152,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """What the generator has measured in one turn.
+    """What the generator has measured in one turn."""
 
-    Attributes:
-        tokens_per_s: of all answers.
-        first_token_s: of each request, from its start.
-        token_s: of each request, the time from its first token to its end, per further token.
-        interval_s: between two chunks of an answer; a chunk holds the tokens of a round.
-        texts: in the order of the prompts.
-    """
-
-    tokens_per_s: float
-    first_token_s: list[float]
-    token_s: list[float]
-    interval_s: list[float]
-    texts: list[str]
+    tokens_per_s: float  # of all answers
+    first_token_s: list[float]  # of each request, from its start
+    token_s: list[float]  # of each request, the time from its first token to its end, per further token
+    interval_s: list[float]  # between two chunks of an answer; a chunk holds the tokens of a round
+    texts: list[str]  # in the order of the prompts
 
     @staticmethod
     def read(result: Mapping[str, Any]) -> Load:
@@ -196,10 +175,8 @@ class Load:
 
 
 def load(lab: Lab, address: str, prompts: Path, count: int, concurrency: int, max_new_tokens: int) -> Load:
-    """Sends the prompts of a file with `vllm bench serve`, `concurrency` requests at a time, greedy.
-
-    Raises:
-        ValueError: the generator or a request fails.
+    """Sends the prompts of a file with `vllm bench serve`, `concurrency` requests at a time, greedy. Raises ValueError if the
+    generator or a request fails.
     """
     words = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", address, "--model", MODEL]
     words += ["--dataset-name", "custom_image", "--dataset-path", str(prompts), "--disable-shuffle", "--skip-tokenizer-init"]

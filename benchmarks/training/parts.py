@@ -75,15 +75,12 @@ def measure(
     warmup: int,
     out: str | None = None,
 ) -> Figures:
-    """Times a micro-batch.
+    """Times a micro-batch; the weights of target and draft are random. Raises ValueError for a target without images, or for
+    an image that is longer than a sequence.
 
     Args:
-        config: names target, draft, objective and precision; the target's weights are random and are not loaded.
         num_layers: text layers of the target; None for all.
         out: file that receives the table after every repeat.
-
-    Raises:
-        ValueError: a target without images, or an image that is longer than a sequence.
     """
     architecture = target_architecture(config.target)
     depth = limit_layers(config, architecture, num_layers)

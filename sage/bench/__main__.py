@@ -17,9 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; the first argument may be the subcommand `policies`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["policies"]:
-        from sage.bench import policies
-
-        policies.run(arguments[1:])
+        options.policies_command(arguments[1:])
         return
     args = options.compare_parser().parse_args(arguments)
     options.check_compare(args)

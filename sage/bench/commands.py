@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -15,13 +13,11 @@ from sage.bench import options
 from sage.bench.measurement import load_prompts, measure
 from sage.bench.report import all_policies, build_report, calibration, replays
 from sage.bench.report_table import format_table
-from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
+from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runners
 from sage.commands.cli import find_models, load_options
 from sage.io.files import write_json
 from sage.io.progress import progress_callback
-from sage.planning.base import Policy
 from sage.runtime.modes import resolve_pass_mode
-from sage.trees import AUTOREGRESSIVE
 
 
 def compare(args: argparse.Namespace, command: str) -> None:
@@ -29,13 +25,21 @@ def compare(args: argparse.Namespace, command: str) -> None:
 
     `command` is recorded in the report.
     """
-    _quiet()
+    transformers_logging.set_verbosity_error()  # assisted generation logs warnings about its own defaults
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     own, sampling = options.variants(args.policies, args.policy), sage.Sampling.from_attributes(args)
     placement = load_options(args)
     path, folder = find_models(args)
     target = sage.load_target(path, **placement)
     draft = None if folder is None else sage.load_draft(folder, target)
-    runners = _runners(target, draft, own, args)
+    labels = [one.label for one in own]
+    runners: list[Runner] = [
+        PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options), is_first_answer=args.first_answer)
+        for one in own
+    ]
+    baselines = [*options.baselines(args.baselines), *([HF_ASSISTED] if args.assistant else [])]
+    runners += baseline_runners(target, baselines, args.assistant, draft, leave_out=labels)
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
     num_answers = len(prompts) * args.repeats * len(runners)
     target.passes = resolve_pass_mode(args.passes, target.device.type, num_answers, target.is_plain)
@@ -43,15 +47,17 @@ def compare(args: argparse.Namespace, command: str) -> None:
     measurement = measure(
         runners, prompts, sampling, args.repeats, args.warmup, progress, ends=ends, batch_size=args.batch_size
     )
+    replayed = {one.label: sage.policy(one.policy, **one.options) for one in own}  # new ones, and every other policy
+    replayed |= all_policies({}, leave_out=[one.policy for one in own])
     report = build_report(
         measurement,
         target,
         str(folder or "none"),
-        [one.label for one in own],
+        labels,
         kinds={one.label: one.policy for one in own},
         options={one.label: one.options for one in own if one.options},
         calibration=calibration(runners, measurement),
-        replay=replays(target, draft, prompts, sampling, _replayed(own)) if args.replay else {},
+        replay=replays(target, draft, prompts, sampling, replayed) if args.replay else {},
         command=command,
         **({"first_answer": True} if args.first_answer else {}),
     )
@@ -59,27 +65,3 @@ def compare(args: argparse.Namespace, command: str) -> None:
     if args.out is not None:
         write_json(Path(args.out), report)
         print(f"written: {args.out}")
-
-
-def _runners(target: Any, draft: Any, own: Sequence[options.Variant], args: argparse.Namespace) -> list[Runner]:
-    """Returns the policies, then the baselines, always including autoregressive decoding."""
-    assistant = find_assistant(target, args.assistant, draft)
-    wanted = dict.fromkeys([AUTOREGRESSIVE, *options.baselines(args.baselines), *([HF_ASSISTED] if args.assistant else [])])
-    runners: list[Runner] = [
-        PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options), is_first_answer=args.first_answer)
-        for one in own
-    ]
-    taken = [one.label for one in own]
-    return runners + [baseline_runner(target, name, assistant) for name in wanted if name not in taken]
-
-
-def _replayed(own: Sequence[options.Variant]) -> dict[str, Policy]:
-    """Returns new policies of the measured variants, and every other policy."""
-    policies = {one.label: sage.policy(one.policy, **one.options) for one in own}
-    return policies | all_policies({}, leave_out=[one.policy for one in own])
-
-
-def _quiet() -> None:
-    transformers_logging.set_verbosity_error()  # assisted generation logs warnings about its own defaults
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()

@@ -3,10 +3,6 @@
 Every repeat iterates over all prompts. Every runner runs once per prompt, in an order that rotates from prompt to prompt: a
 machine that warms up, throttles or has other load affects all runners alike, and a policy that learns processes all other
 prompts before a prompt recurs.
-
-Prompts of the command line are a JSONL file of chat messages, images with a question, or a few texts.
-
-Owns: prompts and the order of runs. Does not own: policies and reports.
 """
 
 from __future__ import annotations
@@ -20,8 +16,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from sage.bench.options import MeasurementSettings
 from sage.bench.runners import PolicyRunner, Runner, TimedRun
-from sage.bench.settings import MeasurementSettings
 from sage.decoding.settings import Sampling
 from sage.io.ranges import check_fields
 from sage.runtime.timing import frozen_heap
@@ -44,19 +40,13 @@ TEXTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPrompt:
-    """Model-ready inputs of batch 1.
-
-    Attributes:
-        family: groups prompts of one task in the report; empty for none.
-        seed: replaces that of the sampling parameters, so that prompts do not share their noise.
-        messages: the chat messages of `inputs`, which a report shows; empty if they are not known.
-    """
+    """Model-ready inputs of batch 1."""
 
     name: str
     inputs: Mapping[str, Tensor]
-    family: str = ""
-    seed: int | None = None
-    messages: Sequence[Mapping[str, Any]] = ()
+    family: str = ""  # groups prompts of one task in the report; empty for none
+    seed: int | None = None  # replaces that of the sampling parameters, so that prompts do not share their noise
+    messages: Sequence[Mapping[str, Any]] = ()  # of `inputs`, which a report shows; empty if they are not known
 
 
 class Interrupted(Exception):
@@ -227,10 +217,11 @@ def _chats(file: str | None, images: Sequence[str], text: str | None) -> list[tu
     if file is not None:
         return read_jsonl(Path(file))
     question = {"type": "text", "text": text or "Describe the image in detail."}
-    if images:
-        return [(Path(image).name, "", _user([{"type": "image", "image": image}, question])) for image in images]
-    texts = TEXTS if text is None else (text,)
-    return [(f"text-{index}", "", _user([{"type": "text", "text": one}])) for index, one in enumerate(texts)]
+    contents = [(Path(image).name, [{"type": "image", "image": image}, question]) for image in images]
+    if not images:
+        texts = TEXTS if text is None else (text,)
+        contents = [(f"text-{index}", [{"type": "text", "text": one}]) for index, one in enumerate(texts)]
+    return [(name, "", [{"role": "user", "content": content}]) for name, content in contents]
 
 
 def read_jsonl(file: Path) -> list[tuple[str, str, Messages]]:
@@ -277,7 +268,3 @@ def _below(source: Any, folder: Path) -> Any:
         return [_below(frame, folder) for frame in source]
     is_path = isinstance(source, str) and not source.startswith(("http://", "https://", "data:", "file:"))
     return str(folder / source) if is_path else source
-
-
-def _user(content: list[dict[str, Any]]) -> Messages:
-    return [{"role": "user", "content": content}]

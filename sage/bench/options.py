@@ -1,13 +1,18 @@
-"""Options of `sage-bench`, their checks, and the notation of a policy with its options. Imports no torch."""
+"""Settings of measurements (also of the keys `decode.*`), the options of `sage-bench`, and the table of policies in the docs.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
 
-from sage.bench.settings import BASELINES, HF_GENERATE, PROMPT_LOOKUP, MeasurementSettings
 from sage.commands.cli import (
     CHECKPOINT_DTYPE,
     add_load_options,
@@ -16,9 +21,36 @@ from sage.commands.cli import (
     named_models,
     new_parser,
 )
-from sage.decoding.settings import Sampling
-from sage.io.ranges import check_fields, from_attributes
-from sage.trees import AUTOREGRESSIVE, POLICIES, check_name, policy, with_options
+from sage.decoding.settings import DraftedAnswerSettings, Sampling
+from sage.io.ranges import NonNegativeInt, PositiveInt, Range, check_fields, from_attributes
+from sage.io.tables import markdown_table
+from sage.planning.base import defaults
+from sage.trees import AUTOREGRESSIVE, POLICIES, check_name, policy, policy_class, with_options
+
+HF_GENERATE, HF_STATIC, HF_COMPILED = "hf_generate", "hf_static_cache", "hf_compiled"
+PROMPT_LOOKUP, HF_ASSISTED = "hf_prompt_lookup", "hf_assisted"
+BASELINES = (AUTOREGRESSIVE, HF_GENERATE, HF_STATIC, HF_COMPILED, PROMPT_LOOKUP, HF_ASSISTED)
+MeasuredTokens = Annotated[int, Range(ge=2, remedy="the prefill yields the first token, which is not decoded")]
+
+
+@dataclass(kw_only=True)
+class MeasurementSettings(DraftedAnswerSettings):
+    """Settings of measured answers.
+
+    Attributes:
+        repeats: timed runs per prompt; the median counts.
+        warmup: untimed runs of every policy before the first prompt.
+        num_prompts: maximum number of prompts; without it, all.
+        batch_size: prompts that a policy decodes together; Hugging Face decodes one by one. Speedups are then those of
+            throughput.
+    """
+
+    max_new_tokens: MeasuredTokens = 128
+    repeats: PositiveInt = 3
+    warmup: NonNegativeInt = 1
+    num_prompts: PositiveInt | None = None
+    batch_size: PositiveInt = 1
+
 
 DEFAULT_POLICIES = "chain,static,sage,cost_aware"
 EXAMPLES = """\
@@ -58,9 +90,7 @@ def variant(spec: str) -> Variant:
 
 
 def plain_policies(policies: str | None, specs: Sequence[str]) -> list[str]:
-    """Returns the names of `--policies`, by default `DEFAULT_POLICIES` unless there is a `--policy`; ValueError for an unknown
-    one.
-    """
+    """Returns the names of `--policies`, by default `DEFAULT_POLICIES` without a `--policy`; ValueError for an unknown one."""
     found = names(("" if specs else DEFAULT_POLICIES) if policies is None else policies)
     if unknown := [name for name in found if name not in POLICIES]:
         raise ValueError(f"--policies: {unknown[0]!r} is unknown; choose from {', '.join(POLICIES)}")
@@ -79,10 +109,8 @@ def variants(policies: str | None, specs: Sequence[str]) -> list[Variant]:
 
 
 def check_compare(args: argparse.Namespace) -> None:
-    """Refuses mistakes in the options of the comparison before anything is loaded.
-
-    Raises:
-        ValueError: a number out of range, an unknown policy or baseline, or a missing draft or target.
+    """Refuses mistakes in the options of the comparison before anything is loaded: raises ValueError for a number out of range,
+    an unknown policy or baseline, or a missing draft or target.
     """
     check_fields(from_attributes(MeasurementSettings, args))
     needing = [name for name in plain_policies(args.policies, args.policy) if name != AUTOREGRESSIVE]
@@ -169,3 +197,41 @@ def _prompt_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--family", metavar="NAME", help="only the conversations of this task family")
     group.add_argument("--image", action="append", default=[], metavar="PATH", help="an image; may be repeated")
     group.add_argument("--prompt", metavar="TEXT", help="the question; without an image, a text-only prompt")
+
+
+START, END = "<!-- policies: written by `sage-bench policies --write FILE` -->", "<!-- end of policies -->"
+
+
+def policies_command(arguments: Sequence[str]) -> None:
+    """Implements `sage-bench policies`: prints the table, or writes it to a file between `START` and `END`."""
+    text = "The table of policies in the documentation, generated from their classes."
+    parser = new_parser("sage-bench policies", description=text)
+    parser.add_argument("--write", metavar="FILE", type=Path, help="replace the table in FILE")
+    file = parser.parse_args(arguments).write
+    if file is None:
+        print(policy_table())
+        return
+    page = file.read_text(encoding="utf-8")
+    if START not in page or END not in page:
+        raise ValueError(f"--write: the file has no lines {START!r} and {END!r}; add them")
+    before, rest = page.split(START, 1)
+    file.write_text(f"{before}{START}\n{policy_table()}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+
+
+def policy_table() -> str:
+    """Returns a row per policy: name, first line of its docstring, options with defaults."""
+    rows = []
+    for name in POLICIES:
+        kind = policy_class(name)
+        rule = (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
+        options = (f"`{option}` {_written(value)}" for option, value in defaults(kind).items())
+        rows.append([f"`{name}`", rule, ", ".join(options)])
+    return markdown_table(["policy", "rule", "options and defaults"], rows, "<")
+
+
+def _written(default: Any) -> str:
+    if isinstance(default, StrEnum):
+        return " or ".join([default, *(other for other in type(default) if other != default)])
+    if isinstance(default, Sequence):
+        return f"({len(default)} paths of child ranks)"
+    return f"{default:g}" if isinstance(default, float) else json.dumps(default)

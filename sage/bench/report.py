@@ -21,17 +21,15 @@ import torch
 
 import sage
 from sage.bench.measurement import BenchPrompt, Measurement
-from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, Runner, on_device
+from sage.bench.runners import AUTOREGRESSIVE, Runner, on_device
 from sage.bench.summary import summarize
 from sage.costs.calibration import Reliability
 from sage.costs.measure import measure_costs
-from sage.costs.tables import Costs
 from sage.decoding.settings import Sampling
 from sage.io.dtypes import dtype_name
 from sage.io.machine import processor_name
 from sage.planning.base import Policy
-from sage.replay.recording import WIDE, Recording, record
-from sage.replay.replay import ReplayResult, replay
+from sage.replay.replay import WIDE, record, replay
 from sage.runtime.executors import describe_passes
 from sage.trees.cost_aware.policy import CostAware
 
@@ -60,23 +58,16 @@ def build_report(
         **{key: getattr(measurement.sampling, key) for key in SAMPLING_KEYS},
         "repeats": measurement.repeats,
         **({"batch_size": measurement.batch_size} if measurement.batch_size > 1 else {}),
-        **_partial(measurement),
         **summarize(measurement, target, policies),
         "machine": machine(target.device),
         "versions": versions(),
     }
+    if (planned := measurement.planned) is not None:
+        measured = {"prompts": len(measurement.prompts), "repeats": measurement.repeats}
+        report["partial"] = {**measured, "planned_prompts": planned.prompts, "planned_repeats": planned.repeats}
     if taken := sorted(report.keys() & extra.keys()):
         raise ValueError(f"report: {', '.join(taken)} is set by the measurement; use another key")
     return report | extra
-
-
-def _partial(measurement: Measurement) -> dict[str, Any]:
-    """Returns the section `partial` of an interrupted measurement: prompts and repeats measured and planned."""
-    planned = measurement.planned
-    if planned is None:
-        return {}
-    measured = {"prompts": len(measurement.prompts), "repeats": measurement.repeats}
-    return {"partial": {**measured, "planned_prompts": planned.prompts, "planned_repeats": planned.repeats}}
 
 
 def display_name(name: str) -> str:
@@ -128,20 +119,18 @@ def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str
         `expected` and `accepted` are drafted tokens per measured round: expected by the policy for the verified trees, and
         accepted.
     """
-    policies = {one.name: one.policy for one in runners if isinstance(one, PolicyRunner)}
-    return {
-        name: _section(policy, [entry for run in chain(*measurement.runs[name]) for entry in run.stats.rounds_log])
-        for name, policy in policies.items()
-        if isinstance(policy, CostAware) and policy.calibrate
-    }
-
-
-def _section(policy: CostAware, log: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    depths = [_depth(policy.learner.before, policy.learner.after, depth) for depth in policy.learner.before.error()]
-    labels = sum(row["labels"] for row in depths)
-    means = {key: sum(row[key] * row["labels"] for row in depths) / max(labels, 1) for key in ("before", "after")}
-    tokens = {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
-    return {"rounds": policy.learner.rounds, "labels": labels, **means, "by_depth": depths, **tokens}
+    sections = {}
+    for runner in runners:
+        policy = getattr(runner, "policy", None)
+        if not (isinstance(policy, CostAware) and policy.calibrate):
+            continue
+        log = [entry for run in chain(*measurement.runs[runner.name]) for entry in run.stats.rounds_log]
+        depths = [_depth(policy.learner.before, policy.learner.after, depth) for depth in policy.learner.before.error()]
+        labels = sum(row["labels"] for row in depths)
+        means = {key: sum(row[key] * row["labels"] for row in depths) / max(labels, 1) for key in ("before", "after")}
+        tokens = {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
+        sections[runner.name] = {"rounds": policy.learner.rounds, "labels": labels, **means, "by_depth": depths, **tokens}
+    return sections
 
 
 def _depth(before: Reliability, after: Reliability, depth: int) -> dict[str, Any]:
@@ -177,18 +166,14 @@ def replays(
     recordings = [record(target, draft, inputs, num_candidates=count, sampling=sampling) for inputs in moved]
     context = round(sum(recording.prompt_tokens for recording in recordings) / len(recordings))
     costs = measure_costs(target, draft, context, context + sampling.max_new_tokens)
+    for policy in drafting.values():
+        if policy.needs_costs:  # one that learns sees the recordings once before, as in a measurement with warm-up and repeats
+            replay(recordings, policy, costs)
     return {
         "recorder": {"policy": "eagle2", **WIDE},
         "rounds": sum(len(recording.rounds) for recording in recordings),
-        "policies": {label: _replayed(recordings, policy, costs).summary() for label, policy in drafting.items()},
+        "policies": {label: replay(recordings, policy, costs).summary() for label, policy in drafting.items()},
     }
-
-
-def _replayed(recordings: Sequence[Recording], policy: Policy, costs: Costs) -> ReplayResult:
-    """Replays a policy; one that learns sees the recordings once before, as in a measurement with warm-up and repeats."""
-    if policy.needs_costs:
-        replay(recordings, policy, costs)
-    return replay(recordings, policy, costs)
 
 
 def all_policies(options: Mapping[str, Mapping[str, Any]], leave_out: Sequence[str] = ()) -> dict[str, Policy]:

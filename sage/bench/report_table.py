@@ -13,14 +13,19 @@ HEADER = ("policy", "tokens/pass", "accepted", "tokens/s", "speedup", "95% inter
 HOST_PHASES = ("accept", "commit", "policy", "other")
 SHARE_HEADER = ("of decoding time", "target", "draft", *HOST_PHASES, "overhead", "ms/token", "nodes", "levels")
 TARGET_PREFILL_PHASES = ("vision", "target_prefill")  # all other phases are decoding
+BUSY = 1.25  # load average per core, above which other programs took part of the time
 SHARE_NOTE = "overhead: host overhead, the sum of accept, commit, policy and other; nodes verified and levels drafted per round"
 
 
 def format_table(report: Mapping[str, Any]) -> str:
     """Returns speeds, margins and shares of decoding time as text; `*` marks the baseline of the speedups."""
-    wrapped, rows = fill(margins(report), WIDTH, subsequent_indent="  "), share_rows(report)
-    shares = f"{text_table(SHARE_HEADER, rows)}\n{SHARE_NOTE}" if rows else ""
-    return "\n\n".join(part for part in (_speed_table(report), wrapped, shares) if part)
+    rows, others = speed_rows(report)
+    failed = [f"{name} left out: {reason}" for name, reason in report["failed_baselines"].items()]
+    footnote = f"* fastest autoregressive baseline. {measured_with(report)}."
+    speeds = "\n".join([text_table(HEADER, [*rows, RULE, *others]), footnote, *_busy_note(report), *failed])
+    wrapped, shared = fill(margins(report), WIDTH, subsequent_indent="  "), share_rows(report)
+    shares = f"{text_table(SHARE_HEADER, shared)}\n{SHARE_NOTE}" if shared else ""
+    return "\n\n".join(part for part in (speeds, wrapped, shares) if part)
 
 
 def decode_shares(part: Mapping[str, Any]) -> list[float] | None:
@@ -48,9 +53,6 @@ def share_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-BUSY = 1.25  # load average per core, above which other programs took part of the time
-
-
 def margins(report: Mapping[str, Any]) -> str:
     """Returns the lead of the fastest drafting policy over every other runner, as a sentence; empty without such a policy."""
     found = report.get("margins")
@@ -66,18 +68,11 @@ def margins(report: Mapping[str, Any]) -> str:
 def speed_rows(report: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """Returns the rows below `HEADER`: those of the policies, and those of the other baselines."""
     policies, baselines = report["policies"], report["baselines"]
-    rows = [policy_row(name, section, report) for name, section in policies.items()]
-    return rows, [_baseline_row(name, section, report) for name, section in baselines.items() if name not in policies]
+    rows = [_speed_row(name, section, report) for name, section in policies.items()]
+    return rows, [_speed_row(name, section, report) for name, section in baselines.items() if name not in policies]
 
 
-def _speed_table(report: Mapping[str, Any]) -> str:
-    rows, others = speed_rows(report)
-    failed = [f"{name} left out: {reason}" for name, reason in report["failed_baselines"].items()]
-    footnote = f"* fastest autoregressive baseline. {measured_with(report)}."
-    return "\n".join([text_table(HEADER, [*rows, RULE, *others]), footnote, *busy_note(report), *failed])
-
-
-def busy_note(report: Mapping[str, Any]) -> list[str]:
+def _busy_note(report: Mapping[str, Any]) -> list[str]:
     """Returns a line about a machine on which other programs ran as well; empty for a machine of its own."""
     machine = report.get("machine") or {}
     load, cores = machine.get("load_average", 0), machine.get("cores", 1)
@@ -86,34 +81,24 @@ def busy_note(report: Mapping[str, Any]) -> list[str]:
     return [f"The machine was busy (load average {load:.1f} on {counted(cores, 'core')}): tokens/pass holds, speeds may not."]
 
 
-def policy_row(name: str, section: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the cells of one policy."""
+def _speed_row(name: str, section: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:
+    is_policy = "tokens_per_target_pass" in section
     return (
-        _marked(name, report),
-        f"{section['tokens_per_target_pass']:.2f}",
-        f"{section['mean_accepted_draft']:.2f}",
+        f"{name} *" if name == report["fastest_baseline"] else name,
+        f"{section['tokens_per_target_pass']:.2f}" if is_policy else "",
+        f"{section['mean_accepted_draft']:.2f}" if is_policy else "",
         f"{section['tokens_per_s']:.1f}",
         f"{section['speedup']:.2f}x",
         interval(section.get("speedup_ci")),
         f"{section['speedup_end_to_end']:.2f}x",
-        f"{section['match']}/{section['total']}",
-        f"{section['match_hf']}/{section['total']}" if "match_hf" in section else "-",
+        f"{section['match']}/{section['total']}" if "match" in section else "-",
+        f"{section['match_hf']}/{section['total']}" if "match_hf" in section else "-" if is_policy else "",
     )
 
 
 def interval(bounds: Sequence[float] | None) -> str:
     """Returns `1.94-2.31`; `-` for a single prompt and for the baseline compared with itself."""
     return "-" if bounds is None or bounds[0] == bounds[1] else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
-
-
-def _baseline_row(name: str, section: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:
-    same = f"{section['match']}/{section['total']}" if "match" in section else "-"
-    speed = (f"{section['tokens_per_s']:.1f}", f"{section['speedup']:.2f}x", interval(section.get("speedup_ci")))
-    return (_marked(name, report), "", "", *speed, f"{section['speedup_end_to_end']:.2f}x", same, "")
-
-
-def _marked(name: str, report: Mapping[str, Any]) -> str:
-    return f"{name} *" if name == report["fastest_baseline"] else name
 
 
 def measured_with(report: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ Every runner takes the same model-ready inputs and returns a `TimedRun`, whose t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 import sage
+from sage.bench.options import BASELINES, HF_ASSISTED, HF_COMPILED, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP
 from sage.bench.report_table import TARGET_PREFILL_PHASES
-from sage.bench.settings import BASELINES, HF_ASSISTED, HF_COMPILED, HF_GENERATE, HF_STATIC, PROMPT_LOOKUP
 from sage.decoding.batch import BatchDecoder
 from sage.decoding.generation import Output
 from sage.decoding.settings import Sampling
@@ -55,14 +55,12 @@ class TimedRun:
 class Runner(Protocol):
     """One decoder under measurement.
 
-    Attributes:
-        is_autoregressive: whether it can be the baseline of speedups.
-        may_fail: whether an exception excludes it from the comparison, with the reason in the report, instead of ending the
-            measurement; for decoders of other libraries that do not support every model and prompt.
+    One that `may_fail` is left out of the comparison after an exception, with the reason in the report: decoders of other
+    libraries do not support every model and prompt.
     """
 
     name: str
-    is_autoregressive: bool
+    is_autoregressive: bool  # whether it can be the baseline of speedups
     may_fail: bool
 
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> TimedRun:
@@ -98,7 +96,7 @@ class PolicyRunner:
     def run(self, inputs: Mapping[str, Tensor], sampling: Sampling) -> TimedRun:
         """Generates once; times the complete call, without what is prepared once per machine."""
         inputs = on_device(inputs, self.target.device)
-        sampling = sampling if self.couple or sampling.is_greedy else replace(sampling, couple=False)
+        sampling = self._sampling(sampling)
         if self._unused is not None:
             self.policy = copy.deepcopy(self._unused)
         start = now_s(self.target.device)
@@ -120,8 +118,7 @@ class PolicyRunner:
         start = now_s(self.target.device)
         decoder = BatchDecoder(self.target, self.draft, batch_size)
         requests = []
-        for one, sampling, policy in zip(given, samplings, policies, strict=True):
-            sampling = sampling if self.couple or sampling.is_greedy else replace(sampling, couple=False)
+        for one, sampling, policy in zip(given, map(self._sampling, samplings), policies, strict=True):
             while not decoder.has_room:
                 decoder.step()
             requests.append(decoder.add(one, policy, sampling=sampling))
@@ -131,6 +128,9 @@ class PolicyRunner:
         outs = [request.output() for request in requests]
         unaccounted_s = end - start - prepared_s(start, end) - sum(sum(out.stats.time_s.values()) for out in outs)
         return [timed_run(out, sum(out.stats.time_s.values()) + max(unaccounted_s, 0.0) / len(outs)) for out in outs]
+
+    def _sampling(self, sampling: Sampling) -> Sampling:
+        return sampling if self.couple or sampling.is_greedy else replace(sampling, couple=False)
 
 
 def timed_run(out: Output, wall_s: float) -> TimedRun:
@@ -222,22 +222,35 @@ def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
     """Returns the baseline of that name; `hf_assisted` needs a smaller Hugging Face model of the same vocabulary. Raises
     ValueError for an unknown name, or `hf_assisted` without an assistant.
     """
-    makers: dict[str, Callable[[], Runner]] = {
-        AUTOREGRESSIVE: lambda: PolicyRunner(target, None, AUTOREGRESSIVE),
-        HF_GENERATE: lambda: HFRunner(target),
-        HF_STATIC: lambda: HFRunner(target, HF_STATIC, cache_implementation="static"),
-        HF_COMPILED: lambda: HFRunner(target, HF_COMPILED, cache_implementation="static", compile_config=_compile_config()),
-        PROMPT_LOOKUP: lambda: HFRunner(target, PROMPT_LOOKUP, False, **_prompt_lookup(target)),
-        HF_ASSISTED: lambda: HFRunner(target, HF_ASSISTED, False, assistant),
-    }
-    if name not in makers:
+    if name == AUTOREGRESSIVE:
+        return PolicyRunner(target, None, AUTOREGRESSIVE)
+    if name not in BASELINES:
         raise ValueError(f"baselines: {name!r} is not a baseline; choose from {', '.join(BASELINES)}")
     if name == HF_ASSISTED and assistant is None:
         raise ValueError(
             f"baselines: {HF_ASSISTED} needs a smaller model with the target's vocabulary; give its folder "
             f"(decode.assistant=DIR, --assistant DIR) or remove {HF_ASSISTED}"
         )
-    return makers[name]()
+    generation: dict[str, Any] = {"cache_implementation": "static"} if name in (HF_STATIC, HF_COMPILED) else {}
+    if name == HF_COMPILED:  # passes are compiled once for all lengths of the cache, on a CPU as well
+        generation["compile_config"] = CompileConfig(mode="default", dynamic=True)
+        generation["compile_config"]._compile_all_devices = True
+    if name == PROMPT_LOOKUP:
+        # Prompt lookup would copy visual placeholders from the prompt, for which the model has no images. Suppressed tokens are
+        # not proposed; no trained target emits placeholders, so the text is the same.
+        slots = list(target.family.slots.values())
+        generation = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS, "suppress_tokens": slots or None}
+    is_speculative = name in (PROMPT_LOOKUP, HF_ASSISTED)
+    return HFRunner(target, name, not is_speculative, assistant if name == HF_ASSISTED else None, **generation)
+
+
+def baseline_runners(target: Any, names: Iterable[str], path: str | None, draft: Any, leave_out: Sequence[str]) -> list[Runner]:
+    """Returns autoregressive decoding and the named baselines, without those in `leave_out`; `path` and `draft` are those of
+    `find_assistant`.
+    """
+    wanted = dict.fromkeys([AUTOREGRESSIVE, *names])
+    assistant = find_assistant(target, path, draft) if HF_ASSISTED in wanted else None
+    return [baseline_runner(target, name, assistant) for name in wanted if name not in leave_out]
 
 
 def find_assistant(target: Any, path: str | None, draft: Any) -> Any:
@@ -249,19 +262,3 @@ def find_assistant(target: Any, path: str | None, draft: Any) -> Any:
     model = sage.load_target(path, dtype=target.dtype, device=target.device)
     check_pair(model, target)
     return model.model
-
-
-def _compile_config() -> CompileConfig:
-    """Returns options with which `generate` compiles its passes on a CPU as well, once for all lengths of the cache."""
-    config = CompileConfig(mode="default", dynamic=True)
-    config._compile_all_devices = True
-    return config
-
-
-def _prompt_lookup(target: Any) -> dict[str, Any]:
-    """Returns the options of prompt lookup; visual placeholders are suppressed.
-
-    Prompt lookup copies placeholders from the prompt, for which the model has no images. Suppressed tokens are not proposed. No
-    trained target emits placeholders, so the text is the same.
-    """
-    return {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS, "suppress_tokens": list(target.family.slots.values()) or None}

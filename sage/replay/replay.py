@@ -1,7 +1,8 @@
 """Counterfactual replay: the figures of other policies on the drafts of a recorded decode, without running a model.
 
-The answer of a decode does not depend on the policy. At each round of a recording, another policy grows a tree from the
-recorded candidates, and the rest of the answer shows how much of that tree the target would accept.
+The answer of a decode does not depend on the policy. `record` decodes with a wide tree and keeps the draft's candidates at
+every expanded node. At each round of a recording, another policy grows a tree from these candidates, and the rest of the answer
+shows how much of that tree the target would accept.
 
 A node that the other policy expands and the recording does not cover gets uniform probabilities, which can only lower the
 policy's figures; `coverage` reports how often that happens.
@@ -12,48 +13,131 @@ Shapes: F frontier nodes, K candidates.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sage.costs.tables import Costs
+from sage.decoding.generation import start
 from sage.decoding.verify import Verdict
-from sage.drafts.draft import Candidates
+from sage.drafts.draft import Candidates, Draft, DraftSession
 from sage.planning.base import Policy
 from sage.planning.tree import RoundOutcome, Tree, TreeBuilder
-from sage.replay.recording import RecordedRound, Recording, TokenPath
-from sage.runtime.host_tensors import CPU
+from sage.runtime.host_tensors import CPU, Tokens
+from sage.runtime.packing import Pass
 from sage.runtime.timing import RoundTimes
+from sage.targets import Features, Prompt, Target
+from sage.trees import policy as new_policy
+
+TokenPath = tuple[int, ...]  # tokens from below the root to a node
+NodeCandidates = tuple[Tensor, Tensor]  # probabilities and target tokens, [K] each, in descending order of probability
+
+WIDE: Mapping[str, Any] = {"total": 64, "depth": 12, "top_k": 10}  # options of `eagle2`, the default policy of a recording
+
+
+@dataclass
+class RecordedRound:
+    """The draft's candidates in one round."""
+
+    position: int  # number of answer tokens before the round; the last of them is the root
+    candidates: dict[TokenPath, NodeCandidates]  # below every expanded node, by the path to it
+
+
+@dataclass
+class Recording:
+    """One decode."""
+
+    prompt_tokens: int
+    max_new_tokens: int
+    vocabulary: int  # size of the target's
+    tokens: list[int]  # the answer
+    rounds: list[RecordedRound]
+    eos: tuple[int, ...] = ()
+    is_coupled: bool = False  # whether the candidates are scored with the noise of the target's draws
+    max_depth: int | None = None  # of the draft's session
+
+
+class Recorder(DraftSession):
+    """A draft session that records `num_candidates` candidates per node of another one, with the scores that policies see."""
+
+    def __init__(self, session: DraftSession, num_candidates: int) -> None:
+        self.session, self.num_candidates = session, num_candidates
+        self.levels, self.token_map, self.max_depth = session.levels, session.token_map, session.max_depth
+        self.rounds: list[dict[TokenPath, NodeCandidates]] = []
+        self._frontier: list[TokenPath] = []
+
+    @property
+    def context(self) -> int:
+        return self.session.context
+
+    def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
+        self._start()
+        return self.session.prefill(prompt, features, root)
+
+    def commit_pass(self, features: Features, tokens: Tokens) -> Pass | Tensor:
+        self._start()
+        return self.session.commit_pass(features, tokens)
+
+    def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass | Tensor:
+        self._frontier = [(*self._frontier[row], token) for row, token in zip(rows.tolist(), map(int, tokens), strict=True)]
+        return self.session.expand_pass(rows, tokens)
+
+    def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
+        probs, tokens = self.session.propose(scores, max(self.num_candidates, num_candidates))
+        for path, row in zip(self._frontier, zip(probs.cpu(), tokens.cpu(), strict=True), strict=True):
+            self.rounds[-1][path] = row
+        return Candidates(probs[:, :num_candidates], tokens[:, :num_candidates])
+
+    def _start(self) -> None:
+        self.rounds.append({})
+        self._frontier = [()]
+
+
+def record(
+    target: Target, draft: Draft, inputs: Any, policy: str | Policy | None = None, num_candidates: int = 16, **options: Any
+) -> Recording:
+    """Decodes one prompt and records the draft's candidates; arguments as for `sage.generate`.
+
+    Args:
+        policy: a policy with wide trees that drafts in every round; default `eagle2` with the options `WIDE`.
+        num_candidates: candidates to record per node; at least `num_candidates` of every policy to replay.
+    """
+    generation = start(target, draft, inputs, policy=new_policy("eagle2", **WIDE) if policy is None else policy, **options)
+    assert generation.request.session is not None, "start refuses a policy that drafts without a draft"
+    request = generation.request
+    recorder = request.session = Recorder(generation.request.session, num_candidates)
+    positions = [len(generation.tokens) for _ in generation.rounds()]  # after the prefill and after each round
+    rounds = recorder.rounds[: len(positions) - 1]  # an answer of one token has candidates, but no round
+    return Recording(
+        prompt_tokens=request.prompt.input_ids.shape[1],
+        max_new_tokens=request.stop.max_new_tokens,
+        vocabulary=generation.target.vocab_size,
+        tokens=list(generation.tokens),
+        rounds=[RecordedRound(position, candidates) for position, candidates in zip(positions[:-1], rounds, strict=True)],
+        eos=tuple(request.stop.eos),
+        is_coupled=request.verifier.sampler.is_coupled,
+        max_depth=recorder.max_depth,
+    )
+
 
 NO_TOKEN = -1  # matches no drafted token
 
 
 @dataclass
 class ReplayedRound:
-    """Figures of one policy in one round.
+    """Figures of one policy in one round."""
 
-    Attributes:
-        accepted: drafted tokens that the target accepts.
-        emitted: tokens of the round, including the bonus token unless the answer ends before it.
-        nodes, depth: of the verified tree, without the root.
-        widths: nodes of each draft pass, including the synchronization with the accepted tokens (0).
-        expanded, uncovered: number of expanded nodes, and of those that the recording does not cover.
-        is_truncated: the accepted path ends at an uncovered node, so `accepted` is a lower bound.
-    """
-
-    accepted: int
-    emitted: int
-    nodes: int
+    accepted: int  # drafted tokens that the target accepts
+    emitted: int  # tokens of the round, including the bonus token unless the answer ends before it
+    nodes: int  # of the verified tree, without the root
     depth: int
-    widths: list[int]
-    expanded: int
-    uncovered: int
-    is_truncated: bool
-
-    def seconds(self, costs: Costs, context: int) -> float:
-        """Predicted duration with `context` cached tokens."""
-        return costs.verify_s(self.nodes + 1, context) + sum(costs.drafting_s(self.widths)) + costs.overhead
+    widths: list[int]  # nodes of each draft pass, including the synchronization with the accepted tokens (0)
+    expanded: int  # number of expanded nodes
+    uncovered: int  # those of them that the recording does not cover
+    is_truncated: bool  # the accepted path ends at an uncovered node, so `accepted` is a lower bound
 
 
 @dataclass
@@ -107,7 +191,8 @@ def replay(recordings: Sequence[Recording], policy: Policy, costs: Costs | None 
             round_, num_unread = replayer.run(num_unread)
             result.rounds.append(round_)
             if costs is not None and result.seconds is not None:
-                result.seconds += round_.seconds(costs, replayer.context)
+                verify_s = costs.verify_s(round_.nodes + 1, replayer.context)
+                result.seconds += verify_s + sum(costs.drafting_s(round_.widths)) + costs.overhead
     return result
 
 
@@ -133,8 +218,12 @@ class _RoundReplayer:
         if is_drafting and num_unread:
             self.widths.append(0)
         tree = self._draft() if is_drafting else Tree.of_root(self.root)
-        paths = _paths(tree)
-        next_tokens = [self._next_token(path) for path in paths]
+        paths: list[TokenPath] = [()]  # from below the root to every node
+        for token, parent in zip(tree.columns.tokens[1:], tree.columns.parents[1:], strict=True):
+            paths.append((*paths[parent], token))
+        # the target's tokens after paths that follow the answer
+        follow = [len(path) < len(self.answer) and tuple(self.answer[: len(path)]) == path for path in paths]
+        next_tokens = [self.answer[len(path)] if is_known else NO_TOKEN for path, is_known in zip(paths, follow, strict=True)]
         if self.policy.needs_feedback():
             known = zip(tree.draft_topk, next_tokens, strict=True)  # only nodes whose target token is known are labelled
             tree.draft_topk = [None if token == NO_TOKEN else topk for topk, token in known]
@@ -152,11 +241,6 @@ class _RoundReplayer:
             is_truncated=paths[verdict.path[-1]] in self.uncovered,
         )
         return round_, 1 if is_drafting else num_unread + 1
-
-    def _next_token(self, path: TokenPath) -> int:
-        """The target's token after a path that follows the answer; `NO_TOKEN` after others and at the end of the answer."""
-        follows = tuple(self.answer[: len(path)]) == path and len(path) < len(self.answer)
-        return self.answer[len(path)] if follows else NO_TOKEN
 
     def _draft(self) -> Tree:
         """`sage.decoding.decoder.grow` with recorded candidates."""
@@ -195,11 +279,3 @@ class _RoundReplayer:
             times = RoundTimes(verify_s, draft, total_s)
             outcome.labels, outcome.times = verdict.labels, lambda: times
         return outcome
-
-
-def _paths(tree: Tree) -> list[TokenPath]:
-    """The path from below the root to every node."""
-    paths: list[TokenPath] = [()]
-    for token, parent in zip(tree.columns.tokens[1:], tree.columns.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return paths

@@ -25,7 +25,7 @@ from sage.inputs.messages import text_of
 from sage.inputs.thumbnails import media_thumbnails
 from sage.io.dtypes import dtype_name
 from sage.planning.base import Policy
-from sage.planning.tree import Drafted, TopK, Tree
+from sage.planning.tree import Drafted, Tree
 from sage.replay.trace_page import Choice, Race, Trace, TracedRound
 from sage.runtime.executors import describe_passes
 from sage.targets import Target
@@ -92,8 +92,15 @@ class TraceRecorder:
             settings: shown at the top of the page.
             messages: those of the prompt, for its text and images; None: the prompt's tokens are decoded.
         """
-        request, output = self.generation.request, self.generation.output()
-        tokenizer = self.generation.target.processor.tokenizer if self.generation.target.processor else None
+        request, target, output = self.generation.request, self.generation.target, self.generation.output()
+        tokenizer = target.processor.tokenizer if target.processor else None
+        described = {
+            "target": Path(target.name).name if Path(target.name).is_dir() else target.name,
+            "policy": request.policy.name,
+            "device": str(target.device),
+            "dtype": dtype_name(target.dtype),
+            "passes": describe_passes(target),
+        }
         rounds, start_ = [], 1
         for seen, figures in zip(self._seen, output.stats.rounds_log, strict=False):
             rounds.append(_traced(seen, start_, figures, request.policy))
@@ -101,7 +108,7 @@ class TraceRecorder:
         return Trace(
             output=output,
             rounds=rounds,
-            settings={**_described(self.generation), **settings},
+            settings={**described, **settings},
             tokenizer=tokenizer,
             prompt=_prompt_text(messages, self.generation, tokenizer),
             media=list(media_thumbnails(messages or ())),
@@ -163,17 +170,6 @@ def draft_name(draft: Draft | None) -> str:
     return "none" if draft is None else str(getattr(getattr(draft, "config", None), "name_or_path", "") or type(draft).__name__)
 
 
-def _described(generation: Generation) -> dict[str, str]:
-    target, request = generation.target, generation.request
-    return {
-        "target": Path(target.name).name if Path(target.name).is_dir() else target.name,
-        "policy": request.policy.name,
-        "device": str(target.device),
-        "dtype": dtype_name(target.dtype),
-        "passes": describe_passes(target),
-    }
-
-
 def _prompt_text(messages: Sequence[Mapping[str, Any]] | None, generation: Generation, tokenizer: Any) -> list[tuple[str, str]]:
     """Returns role and text of every message, or the decoded prompt, with runs of visual tokens as one."""
     if messages is not None:
@@ -192,7 +188,11 @@ def _traced(seen: _Seen, start_: int, figures: dict[str, float], policy: Policy)
     find = tree.find_drafted
     drafted = Drafted(columns.tokens, columns.parents, columns.depths, [None] * len(tree)) if find is None else find()
     *target, bonus_prob = seen.log_probs.exp().tolist()
-    has_bonus = len(emitted.tokens) > emitted.num_drafted
+    bonus, topk = None, drafted.topk[verdict.path[-1]]
+    if len(emitted.tokens) > emitted.num_drafted:
+        token = verdict.tokens[-1]
+        rank = topk[1].index(token) if topk is not None and token in topk[1] else None
+        bonus = Choice(token, bonus_prob, None if topk is None or rank is None else topk[0][rank], rank)
     return TracedRound(
         start=start_,
         tokens=list(emitted.tokens),
@@ -205,7 +205,7 @@ def _traced(seen: _Seen, start_: int, figures: dict[str, float], policy: Policy)
         calibrated=_below(drafted, seen.calibration) if seen.calibration is not None else None,
         target=[1.0, *target],
         path=list(verdict.path),
-        bonus=_choice(verdict.tokens[-1], bonus_prob, drafted.topk[verdict.path[-1]]) if has_bonus else None,
+        bonus=bonus,
         figures=figures,
         reason=policy.explain(figures),
         time_s=seen.phases(),
@@ -220,10 +220,3 @@ def _below(drafted: Drafted, value: Calibration) -> list[float]:
             known[node] = dict(zip(topk[1], value(topk[0], drafted.depths[node] + 1), strict=False))
     pairs = zip(drafted.parents[1:], drafted.tokens[1:], strict=True)
     return [1.0, *(known[parent].get(token, 0.0) for parent, token in pairs)]
-
-
-def _choice(token: int, target: float, topk: TopK | None) -> Choice:
-    if topk is None or token not in topk[1]:
-        return Choice(token, target, None, None)
-    rank = topk[1].index(token)
-    return Choice(token, target, topk[0][rank], rank)

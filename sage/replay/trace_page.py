@@ -3,25 +3,28 @@
 The script reads JSON: `texts` of tokens; per round `nodes` (indices of `texts`), `parents`, `draft`, `calibrated` or null, and
 `target` (of the first `verified` nodes) in units of 0.01%, `path`, `bonus` [text, target, draft or null, rank or null] or null,
 `accepted`, `figures`, `reason`, `ms` by phase, and `omitted`, the number of drafted nodes that are not drawn.
+
+`answer_spans` are the tokens of an answer on this and other pages, which `parts.html` draws with the macro `answer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sage.decoding.answer import Detokenizer
 from sage.decoding.generation import Output
 from sage.inputs.thumbnails import Media
 from sage.io.page import framed, visible, write_page
 from sage.io.page import render as render_page
 from sage.io.tables import counted
-from sage.replay.answer_spans import MAX_STYLES, answer_spans, num_equal, token_pieces
 
 HTML = Path(__file__).parent / "html"
 MAX_SKIPPED = 40  # drafted nodes of a round that are drawn although they were not verified, the most probable ones
 SHOWN_REJECTIONS = 12
+MAX_STYLES = 6  # shades of depths
 CONTEXT = 48  # characters before a rejection
 PHASE_NAMES = {
     "draft_steps": "draft",
@@ -49,59 +52,36 @@ COUNTS = ("depth", "nodes", "accepted")  # figures that the tree shows
 
 @dataclass(frozen=True)
 class Choice:
-    """The target's own token after the accepted ones.
-
-    Attributes:
-        target: the target's probability of it.
-        draft: the draft's probability of it; None if it was not among the candidates there, or nothing was drafted there.
-        rank: its rank among them, 0 for the best.
-    """
+    """The target's own token after the accepted ones."""
 
     token: int
-    target: float
-    draft: float | None
-    rank: int | None
+    target: float  # the target's probability of it
+    draft: float | None  # the draft's; None if it was not among the candidates there, or nothing was drafted there
+    rank: int | None  # its rank among the candidates, 0 for the best
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRound:
-    """One round.
+    """One round, with M drafted nodes."""
 
-    Attributes:
-        start: answer tokens before the round; the last of them is the root.
-        tokens: emitted tokens: the accepted ones, then `bonus` unless the answer ended before it.
-        num_accepted: accepted drafted tokens.
-        num_verified: N; the first N of the drafted nodes were verified, the root included.
-        nodes, parents, depths: [M] each, token, parent (-1 for the root) and depth of the drafted nodes.
-        draft: [M], the draft's probability of each token below its parent; 1 for the root.
-        calibrated: [M], its acceptance probability in the policy's plan; None for a policy that uses the draft's own.
-        target: [N], the target's probability of each token below its parent, before temperature; 1 for the root.
-        path: accepted nodes, the root first.
-        bonus: the target's own token; None if the answer ended before it.
-        figures: what the policy saw and decided, an entry of `Stats.rounds_log`.
-        reason: the policy's decision in a few words.
-        time_s: seconds by phase.
-    """
-
-    start: int
-    tokens: list[int]
-    num_accepted: int
-    num_verified: int
-    nodes: list[int]
-    parents: list[int]
-    depths: list[int]
-    draft: list[float]
-    calibrated: list[float] | None
-    target: list[float]
-    path: list[int]
-    bonus: Choice | None
-    figures: dict[str, float]
-    reason: str
-    time_s: dict[str, float]
+    start: int  # answer tokens before the round; the last of them is the root
+    tokens: list[int]  # emitted tokens: the accepted ones, then `bonus` unless the answer ended before it
+    num_accepted: int  # accepted drafted tokens
+    num_verified: int  # N; the first N of the drafted nodes were verified, the root included
+    nodes: list[int]  # [M], their tokens
+    parents: list[int]  # [M], -1 for the root
+    depths: list[int]  # [M]
+    draft: list[float]  # [M], the draft's probability of each token below its parent; 1 for the root
+    calibrated: list[float] | None  # [M], acceptance probabilities of the policy's plan; None if it takes the draft's own
+    target: list[float]  # [N], the target's probability of each token below its parent, before temperature; 1 for the root
+    path: list[int]  # accepted nodes, the root first
+    bonus: Choice | None  # the target's own token; None if the answer ended before it
+    figures: dict[str, float]  # what the policy saw and decided, an entry of `Stats.rounds_log`
+    reason: str  # the policy's decision in a few words
+    time_s: dict[str, float]  # seconds by phase
 
     @property
     def seconds(self) -> float:
-        """Seconds of the round."""
         return sum(self.time_s.values())
 
     @property
@@ -121,27 +101,16 @@ class Race:
 
 @dataclass(kw_only=True)
 class Trace:
-    """One generation with everything that a page shows of it.
+    """One generation with everything that a page shows of it."""
 
-    Attributes:
-        output: the answer, as of `sage.generate`.
-        rounds: those after the prefill.
-        settings: target, draft, policy and sampling by name.
-        tokenizer: decodes tokens; None for a target without a processor.
-        prompt: (role, text) of the messages, or the decoded prompt.
-        media: images and videos of the messages.
-        race: the request without a draft; None if it was not decoded.
-        is_coupled: whether the draft's numbers are scores with the noise of the target's draws.
-    """
-
-    output: Output
-    rounds: list[TracedRound]
-    settings: dict[str, str]
-    tokenizer: Any = field(default=None, repr=False)
-    prompt: list[tuple[str, str]] = field(default_factory=list)
-    media: list[Media] = field(default_factory=list, repr=False)
-    race: Race | None = field(default=None, repr=False)
-    is_coupled: bool = False
+    output: Output  # the answer, as of `sage.generate`
+    rounds: list[TracedRound]  # those after the prefill
+    settings: dict[str, str]  # target, draft, policy and sampling by name
+    tokenizer: Any = field(default=None, repr=False)  # decodes tokens; None for a target without a processor
+    prompt: list[tuple[str, str]] = field(default_factory=list)  # (role, text) of the messages, or the decoded prompt
+    media: list[Media] = field(default_factory=list, repr=False)  # images and videos of the messages
+    race: Race | None = field(default=None, repr=False)  # the request without a draft; None if it was not decoded
+    is_coupled: bool = False  # whether the draft's numbers are scores with the noise of the target's draws
 
     @property
     def seconds(self) -> float:
@@ -172,32 +141,43 @@ class Trace:
 def render(trace: Trace) -> str:
     """Returns the page."""
     pieces = Pieces(trace)
-    stats, rounds = trace.output.stats, trace.rounds
+    stats, rounds, tokens = trace.output.stats, trace.rounds, trace.output.tokens.tolist()
     rejections = list(_rejections(trace, pieces))
-    deepest = max((one.figures.get("depth", 0) for one in rounds), default=0)
+    highest = max((1, *(one.figures.get("depth", 0) for one in rounds)))
+    plan = next((name for name in ("planned_depth", "expected") if rounds and name in rounds[0].figures), "")
+    points = [(place + 0.5, min(one.figures[plan], highest)) for place, one in enumerate(rounds)] if plan else []
+    line = f"; line: {FIGURE_NAMES[plan]}" if plan else ""
     kind = "score, with the noise of the target's draws" if trace.is_coupled else "probability"
     calibrated = " (calibrated)" if any(one.calibrated for one in rounds) else ""
+    texts: dict[str, int] = {}
+    data = [_round_data(one, pieces, texts) for one in rounds]
+    note = f"The target refused no verified proposal in {counted(len(rounds), 'round')}."
+    if rejections:
+        note = (
+            f"In {len(rejections)} of {len(rounds)} rounds the target refused what the draft proposed next: the draft's best "
+            "proposal there, and the target's own token. Those of which the draft was surest come first."
+        )
     return render_page(
         HTML / "trace.html",
         script=HTML / "trace.js",
         title=f"What the draft did: {trace.settings.get('policy', '')}",
-        subtitle=_subtitle(trace),
+        subtitle=f"{trace.settings.get('draft', 'the draft')} drafting for {trace.settings.get('target', 'its target')}",
         figures=_tiles(trace),
         settings=trace.settings,
         prompt=trace.prompt,
         media=trace.media,
-        tokens=_answer(trace, pieces),
+        tokens=answer_spans(tokens, pieces.answer, ((len(one.tokens), one.num_accepted) for one in rounds), trace.tokenizer),
         rounds=len(rounds),
         deepest=min(max(1, *stats.accepted), MAX_STYLES) if rounds else 0,
         strip=[(one.figures.get("depth", 0), one.num_accepted) for one in rounds],
-        highest=max(deepest, 1),
-        line=_line(rounds, max(deepest, 1)),
-        chart_caption=_chart_caption(rounds),
+        highest=highest,
+        line=" ".join(f"{x:.1f},{highest - value:.2f}" for x, value in points),
+        chart_caption=f"One bar per round: levels verified, and tokens accepted of them in color{line}",
         numbers_note=f"numbers: the draft's {kind}{calibrated} \u2192 the target's probability",
         rejections=rejections,
         shown=SHOWN_REJECTIONS,
-        rejections_note=_rejections_note(rejections, rounds),
-        data=page_data(trace, pieces),
+        rejections_note=note,
+        data={"texts": list(texts), "rounds": data, "phases": PHASE_NAMES, "names": FIGURE_NAMES},
     )
 
 
@@ -215,18 +195,6 @@ class Pieces:
         return self._known[token]
 
 
-def page_data(trace: Trace, pieces: Pieces) -> dict[str, Any]:
-    """Returns the JSON of the page, documented above."""
-    texts: dict[str, int] = {}
-    rounds = [_round_data(one, pieces, texts) for one in trace.rounds]
-    return {
-        "texts": list(texts),
-        "rounds": rounds,
-        "phases": PHASE_NAMES,
-        "names": FIGURE_NAMES,
-    }
-
-
 def _round_data(one: TracedRound, pieces: Pieces, texts: dict[str, int]) -> dict[str, Any]:
     def index(token: int) -> int:
         return texts.setdefault(pieces(token), len(texts))
@@ -234,6 +202,7 @@ def _round_data(one: TracedRound, pieces: Pieces, texts: dict[str, int]) -> dict
     kept = _drawn(one)
     place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
     bonus = one.bonus
+    figures = {name: value for name, value in one.figures.items() if name not in COUNTS}
     return {
         "nodes": [index(one.nodes[node]) for node in kept],
         "parents": [place[one.parents[node]] for node in kept],
@@ -245,7 +214,7 @@ def _round_data(one: TracedRound, pieces: Pieces, texts: dict[str, int]) -> dict
         "path": one.path[: one.num_accepted + 1],
         "bonus": None if bonus is None else [index(bonus.token), _units(bonus.target), _units(bonus.draft), bonus.rank],
         "omitted": len(one.nodes) - len(kept),
-        "figures": {name: _short(value) for name, value in one.figures.items() if name not in COUNTS},
+        "figures": {name: int(value) if value == int(value) else float(f"{value:.3g}") for name, value in figures.items()},
         "reason": one.reason,
         "ms": {phase: round(1e3 * seconds, 3) for phase, seconds in one.time_s.items()},
     }
@@ -265,61 +234,24 @@ def _units(probability: float | None) -> int | None:
     return None if probability is None else round(1e4 * probability)
 
 
-def _short(value: float) -> float | int:
-    return int(value) if value == int(value) else float(f"{value:.3g}")
-
-
 def _percent(probability: float) -> str:
     return f"{100 * probability:.{1 if probability < 0.1 else 0}f}%"
 
 
-def _subtitle(trace: Trace) -> str:
-    settings = trace.settings
-    return f"{settings.get('draft', 'the draft')} drafting for {settings.get('target', 'its target')}"
-
-
 def _tiles(trace: Trace) -> list[tuple[str, str, str]]:
-    stats, rounds = trace.output.stats, trace.rounds
-    drafted = sum(stats.accepted)
+    stats = trace.output.stats
     found = [("tokens", f"{stats.new_tokens}", f"prompt: {stats.prompt_tokens}")]
     found += [("target passes", f"{stats.target_passes}", "after the prefill")]
-    if rounds:
-        share = f"{drafted} of {stats.new_tokens - 1}"
+    if trace.rounds:
+        share = f"{sum(stats.accepted)} of {stats.new_tokens - 1}"
         found += [("tokens per pass", f"{stats.tokens_per_target_pass:.2f}", ""), ("drafted", share, "tokens after the first")]
     if trace.seconds > 0:
         found += [("speed", f"{(stats.new_tokens - 1) / trace.seconds:.0f}/s", "tokens after the prefill")]
-    if trace.speedup is not None:
-        found += [("speedup", f"{trace.speedup:.2f}x", f"of this one request; {_texts_compared(trace)}")]
+    if trace.race is not None and trace.speedup is not None:
+        tokens, base = trace.output.tokens.tolist(), trace.race.tokens  # near-ties can differ in this dtype
+        same = "same text" if tokens == base else f"texts differ from token {num_equal(tokens, base) + 1} on"
+        found += [("speedup", f"{trace.speedup:.2f}x", f"of this one request; {same}")]
     return found
-
-
-def _texts_compared(trace: Trace) -> str:
-    """Returns whether decoding without the draft gave the same text; near-ties can differ in this dtype."""
-    assert trace.race is not None
-    own, base = trace.output.tokens.tolist(), trace.race.tokens
-    return "same text" if own == base else f"texts differ from token {num_equal(own, base) + 1} on"
-
-
-def _answer(trace: Trace, pieces: Pieces) -> list[dict[str, Any]]:
-    rounds = ((len(one.tokens), one.num_accepted) for one in trace.rounds)
-    return answer_spans(trace.output.tokens.tolist(), pieces.answer, rounds, trace.tokenizer)
-
-
-def _chart_caption(rounds: list[TracedRound]) -> str:
-    line = _line_name(rounds)
-    drawn = f"; line: {FIGURE_NAMES[line]}" if line else ""
-    return f"One bar per round: levels verified, and tokens accepted of them in color{drawn}"
-
-
-def _line_name(rounds: list[TracedRound]) -> str:
-    return next((name for name in ("planned_depth", "expected") if rounds and name in rounds[0].figures), "")
-
-
-def _line(rounds: list[TracedRound], highest: float) -> str:
-    """Returns the points of the policy's plan over the bars: the planned depth, or the expected number of accepted tokens."""
-    name = _line_name(rounds)
-    values = [(place + 0.5, min(one.figures[name], highest)) for place, one in enumerate(rounds)] if name else []
-    return " ".join(f"{x:.1f},{highest - value:.2f}" for x, value in values)
 
 
 def _rejections(trace: Trace, pieces: Pieces) -> Iterator[dict[str, Any]]:
@@ -342,10 +274,44 @@ def _rejections(trace: Trace, pieces: Pieces) -> Iterator[dict[str, Any]]:
         }
 
 
-def _rejections_note(rejections: list[dict[str, Any]], rounds: list[TracedRound]) -> str:
-    if not rejections:
-        return f"The target refused no verified proposal in {counted(len(rounds), 'round')}."
-    return (
-        f"In {len(rejections)} of {len(rounds)} rounds the target refused what the draft proposed next: the draft's best "
-        "proposal there, and the target's own token. Those of which the draft was surest come first."
-    )
+def token_pieces(tokens: Sequence[int], tokenizer: Any) -> list[str]:
+    """Returns the text that each token adds; that of a character of several tokens comes with the last of them.
+
+    Args:
+        tokenizer: None for a target without a processor, whose tokens are shown as numbers.
+    """
+    if tokenizer is None:
+        return [f" {token}" for token in tokens]
+    detokenizer = Detokenizer(tokenizer)
+    return [visible(detokenizer.next_piece(tokens, end, end == len(tokens))) for end in range(1, len(tokens) + 1)]
+
+
+def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Returns the number of tokens before the first that differs."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(tokens), len(others)))
+
+
+def answer_spans(
+    tokens: Sequence[int], pieces: Sequence[str], rounds: Iterable[tuple[int, int]], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """Returns `text`, `style`, `round` (0: the prefill), `label` and `note` of every token.
+
+    Args:
+        pieces: of `token_pieces`.
+        rounds: emitted and accepted tokens of every round.
+    """
+    origins = [("p", 0, "from the prefill")]
+    for number, (emitted, accepted) in enumerate(rounds, start=1):
+        for depth in range(1, emitted + 1):
+            is_drafted = depth <= accepted
+            what = f"drafted at depth {depth}, accepted" if is_drafted else "the target's own"
+            origins.append((f"d{min(depth, MAX_STYLES)}" if is_drafted else "b", number, f"round {number}: {what}"))
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    spans = []
+    for token, text, (style, number, note) in zip(tokens, pieces, origins, strict=True):
+        is_special = not text and token in special  # skipped in the text
+        label = visible(tokenizer.decode([token])) if is_special else ""
+        style = f"{style} special" if is_special else style
+        spans.append({"text": text, "style": style, "round": number, "label": label, "note": note})
+    return spans

@@ -25,8 +25,7 @@ from data_prep.config import Cache, DataConfig, OnBad, data_config
 from train.serve_check import check as serve_check
 from train.serve_check.acceptance import MIN_FIRST, Answers, Measured, verdict
 from train.serve_check.page import differing_rounds
-from train.serve_check.prompts import prompt_data, validation_prompts
-from train.serve_check.vllm_process import EngineFacts, EngineSetting, VllmProcess
+from train.serve_check.vllm_process import EngineFacts, EngineSetting, VllmProcess, prompt_data, validation_prompts
 
 PYTHON = sys.executable
 RUN_DATA = {"name": "pocket", "sources": {"pocket": {"kind": "pocket", "families": ["caption"]}}}

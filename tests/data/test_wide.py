@@ -16,10 +16,10 @@ from support.train_helpers import make_target
 
 import sage
 from benchmarks import wide
+from benchmarks.shapes import shape_of
 from benchmarks.wide import widened
 from data_prep.pocket import world
 from data_prep.pocket.architecture import FAMILIES, INNER
-from sage.bench.shapes import shape_of
 from sage.io.files import CannotWrite, read_json
 from sage.targets.loading import path_of_target
 

@@ -23,11 +23,6 @@ def folders(tmp_path_factory):
     return target, save_draft(folder / "draft", sage.load_target(target))
 
 
-@pytest.fixture(scope="module")
-def target(folders):
-    return sage.load_target(folders[0])
-
-
 def bench(folders, *words):
     main(["--target", str(folders[0]), "--draft", str(folders[1]), "--max-new-tokens", "5", "--repeats", "1", *words])
 
@@ -63,20 +58,20 @@ def test_several_configurations_of_one_policy_side_by_side(folders, tmp_path, ca
 
 def test_specs_are_parsed():
     assert variant("talon") == Variant(label="talon", policy="talon")
-    assert variant("a b=sage:alpha_from=root,max_depth=9") == Variant(
-        label="a b", policy="sage", options={"alpha_from": "root", "max_depth": 9}
-    )
+    options = {"alpha_from": "root", "max_depth": 9}
+    assert variant("a b=sage:alpha_from=root,max_depth=9") == Variant(label="a b", policy="sage", options=options)
     assert [one.label for one in variants(None, [])] == ["chain", "static", "sage", "cost_aware"]
     assert [one.label for one in variants(None, ["chain:depth=2"])] == ["chain:depth=2"]
 
 
-def test_one_family_of_a_file_with_relative_images(tmp_path, target):
+def test_one_family_of_a_file_with_relative_images(tmp_path, folders):
     (tmp_path / "media").mkdir()
     Image.new("RGB", (16, 16), "red").save(tmp_path / "media" / "red.png")
     seen = {"role": "user", "content": [{"type": "image", "image": "media/red.png"}, {"type": "text", "text": "What?"}]}
     lines = [{"family": "caption", "messages": [seen]}, {"family": "text", "messages": [user("Well?")]}]
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines))
+    target = sage.load_target(folders[0])
     [prompt] = load_prompts(target, str(file), [], None, None, family="caption")
     assert prompt.family == "caption" and "pixel_values" in prompt.inputs
     with refused("--family chart", "caption, text"):
@@ -91,9 +86,7 @@ def test_replay_and_calibration_of_a_learning_policy(folders, tmp_path):
     report = json.loads(out.read_text())
     assert set(report["replay"]["policies"]) == set(sage.POLICIES) - {"autoregressive"}
     for part in report["replay"]["policies"].values():
-        assert (
-            0 <= part["coverage"] <= 1 and part["tokens_per_target_pass"] >= 1 and part["rounds"] == report["replay"]["rounds"]
-        )
+        assert 0 <= part["coverage"] <= 1 <= part["tokens_per_target_pass"] and part["rounds"] == report["replay"]["rounds"]
     section = report["calibration"]["cost_aware"]
     assert section["rounds"] >= report["policies"]["cost_aware"]["rounds"]
     assert section["labels"] == sum(row["labels"] for row in section["by_depth"]) > 0

@@ -17,9 +17,7 @@ from sage.decoding.answer import StopCriterion
 from sage.decoding.decoder import Request
 from sage.decoding.sampling import Sampling, TargetSampler
 from sage.decoding.verify import Verifier, accept
-from sage.planning.base import Policy
-from sage.replay.recording import RecordedRound, Recording, record
-from sage.replay.replay import NO_TOKEN, replay
+from sage.replay.replay import NO_TOKEN, RecordedRound, Recording, record, replay
 from sage.runtime.host_tensors import CPU
 from sage.runtime.timing import Clock
 
@@ -46,19 +44,16 @@ def ready(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> tuple[sa
     return target, sage.new_draft(target, seed=0), inputs
 
 
-def policy(name: str) -> Policy:
-    return sage.policy(name, **SMALL[name])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_policy_on_its_own_recording_has_its_own_figures(ready: Any, temperature: float) -> None:
     target, draft, inputs = ready
     options = {"max_new_tokens": LENGTH, "temperature": temperature, "seed": 3}
-    for name in SMALL:
-        stats = sage.generate(target, draft, inputs, policy=policy(name), **options).stats
-        recording = record(target, draft, inputs, policy(name), policy(name).num_candidates, **options)
-        found = replay([recording], policy(name), COSTS)
+    for name, settings in SMALL.items():
+        same, recorder, replayed = (sage.policy(name, **settings) for _ in range(3))
+        stats = sage.generate(target, draft, inputs, policy=same, **options).stats
+        recording = record(target, draft, inputs, recorder, recorder.num_candidates, **options)
+        found = replay([recording], replayed, COSTS)
         assert [one.accepted for one in found.rounds] == stats.accepted, name
         assert [(one.nodes, one.depth) for one in found.rounds] == [(e["nodes"], e["depth"]) for e in stats.rounds_log], name
         assert sum(len(one.widths) for one in found.rounds) == stats.draft_steps, name
@@ -67,9 +62,8 @@ def test_policy_on_its_own_recording_has_its_own_figures(ready: Any, temperature
         assert figures["tokens_per_target_pass"] == pytest.approx(stats.tokens_per_target_pass)
 
 
-def real_chain(ready: Any, recording: Recording, depth: int) -> list[int]:
+def real_chain(target: sage.Target, recording: Recording, depth: int) -> list[int]:
     """Accepted tokens of a chain drafted anew, level by level, from the position of every recorded round."""
-    target, _, _ = ready
     accepted = []
     for recorded in recording.rounds:
         answer = recording.tokens
@@ -93,34 +87,30 @@ def test_chain_on_a_wide_recording_equals_a_drafted_chain(ready: Any) -> None:
     recording = record(*ready, max_new_tokens=LENGTH)
     found = replay([recording], sage.policy("chain", depth=4))
     assert found.summary()["coverage"] == 1
-    assert [one.accepted for one in found.rounds] == real_chain(ready, recording, 4)
+    assert [one.accepted for one in found.rounds] == real_chain(ready[0], recording, 4)
     assert any(one.accepted < 4 for one in found.rounds[:-1]) and any(one.accepted == 4 for one in found.rounds)
     assert found.seconds is None and "tokens_per_s" not in found.summary()
 
 
 def toy_recording() -> Recording:
     """The answer 1 2 3 4; the root and token 2 are expanded, and the candidates contain the next token both times."""
-
-    def candidates(*tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tensor([0.8, 0.2]), torch.tensor(tokens)
-
-    return Recording(5, 10, 50, [1, 2, 3, 4], [RecordedRound(1, {(): candidates(2, 9), (2,): candidates(3, 9)})])
+    probs = torch.tensor([0.8, 0.2])
+    candidates = {path: (probs, torch.tensor([token, 9])) for path, token in (((), 2), ((2,), 3))}
+    return Recording(5, 10, 50, [1, 2, 3, 4], [RecordedRound(1, candidates)])
 
 
 def test_uncovered_nodes_are_counted_and_never_accepted() -> None:
-    """A chain of three expands the root, 2 and 2 3; the last is not covered, so 4 is not proposed."""
-    [one] = replay([toy_recording()], sage.policy("chain", depth=3)).rounds
+    """A chain of three expands the root, 2 and 2 3; the last is not covered, so 4 is not proposed. Times follow from tables:
+    three nodes and the root, draft passes of one node each, two below the first level's.
+    """
+    found = replay([toy_recording()], sage.policy("chain", depth=3), COSTS)
+    [one] = found.rounds
     assert (one.accepted, one.emitted, one.depth) == (2, 3, 3)
     assert (one.expanded, one.uncovered, one.is_truncated) == (3, 1, True)
-    [shallow] = replay([toy_recording()], sage.policy("chain", depth=2)).rounds
-    assert (shallow.accepted, shallow.uncovered, shallow.is_truncated) == (2, 0, False)
-
-
-def test_times_follow_from_the_tables_by_hand() -> None:
-    """Three nodes and the root; draft passes of one node each: two below the first level's."""
-    found = replay([toy_recording()], sage.policy("chain", depth=3), COSTS)
     assert found.seconds == pytest.approx(COSTS.verify_s(4, 5) + 2 * COSTS.draft(1) + 0.01)
     assert found.summary()["tokens_per_s"] == pytest.approx(3 / found.seconds)
+    [shallow] = replay([toy_recording()], sage.policy("chain", depth=2)).rounds
+    assert (shallow.accepted, shallow.uncovered, shallow.is_truncated) == (2, 0, False)
 
 
 def test_learning_policy_gets_labels_along_the_answer_and_a_copy_of_the_tables(ready: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from support.html_page import Page
 from support.models import OracleSession, followed_by, make_inputs
 from support.traces import HOSTILE, made_trace
@@ -34,8 +36,8 @@ def ready(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> tuple[sage
 def test_trace_is_what_the_decoder_did(ready: Any, name: str) -> None:
     target, draft, inputs = ready
     policy = sage.policy(name, **({"total": 12, "depth": 4, "top_k": 4} if name == "eagle2" else {}))
-    made = sage.trace(target, draft, inputs, policy=policy, max_new_tokens=LENGTH)
-    out = sage.generate(target, draft, inputs, policy=sage.policy(name, **vars_of(policy)), max_new_tokens=LENGTH)
+    made = sage.trace(target, draft, inputs, policy=copy.deepcopy(policy), max_new_tokens=LENGTH)
+    out = sage.generate(target, draft, inputs, policy=policy, max_new_tokens=LENGTH)
     assert made.output.tokens.tolist() == out.tokens.tolist()
     assert [one.num_accepted for one in made.rounds] == out.stats.accepted
     assert [one.num_verified - 1 for one in made.rounds] == [entry["nodes"] for entry in out.stats.rounds_log]
@@ -51,12 +53,6 @@ def test_trace_is_what_the_decoder_did(ready: Any, name: str) -> None:
     assert made.race is not None and made.race.tokens == out.tokens.tolist()
     assert made.speedup == pytest.approx(made.race.seconds / made.seconds)
     check_page(made)
-
-
-def vars_of(policy: Any) -> dict[str, Any]:
-    from sage.planning.base import defaults
-
-    return {key: getattr(policy, key) for key in defaults(type(policy))}
 
 
 def check_page(made: Trace) -> Page:
@@ -93,19 +89,14 @@ def test_policy_that_never_drafts_and_answer_of_one_token(ready: Any, policy: st
     assert not any(one["bonus"] is None for one in page.data["rounds"])
 
 
-def test_a_notebook_shows_the_page_in_a_frame() -> None:
+def test_a_large_page_is_small_and_a_notebook_shows_it_in_a_frame() -> None:
+    assert len(made_trace(512, 65).html().encode()) < 2 * MIB
     framed = made_trace(4, 3, HOSTILE)._repr_html_()
     assert framed.startswith("<iframe srcdoc=") and framed.count('"') == 2 * framed.count('="')
 
 
-def test_large_page_is_small() -> None:
-    assert len(made_trace(512, 65).html().encode()) < 2 * MIB
-
-
 @pytest.mark.slow
 def test_frames_of_a_video_are_thumbnails() -> None:
-    from PIL import Image
-
     frames = [Image.new("RGB", (640, 480), (index, 0, 0)) for index in range(130)]
     content = [{"type": "video", "video": frames}, {"type": "image", "image": frames[0]}, {"type": "text", "text": "?"}]
     video, image = media_thumbnails([{"role": "user", "content": content}, {"role": "user", "content": "more"}])

@@ -7,21 +7,20 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from support.doc_pages import ROOT, tracked_files
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"sage": "sage", "train": "train", "data_prep": "data_prep", "checkpoints": "checkpoints", "conf": "train/_conf"}
 DATA = {".yaml", ".json", ".safetensors", ".jinja", ".html", ".css", ".js", ".cpp", ".h"}
 
 
 def test_every_script_exists() -> None:
-    from importlib import import_module
-
     for entry in PROJECT["project"]["scripts"].values():
         module, name = entry.split(":")
         assert callable(getattr(import_module(module), name)), entry
@@ -42,11 +41,9 @@ def test_the_oldest_versions_are_those_that_make_test_oldest_installs() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy so that nothing is left in the tree."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    for name in filter(None, tracked):
+    for name in tracked_files():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_file():
-            (source / name).write_bytes((ROOT / name).read_bytes())
+        (source / name).write_bytes((ROOT / name).read_bytes())
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -56,9 +53,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_wheel_holds_the_tree(wheel: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     expected = set()
-    for name in filter(None, tracked):
+    for name in tracked_files():
         top, _, rest = name.partition("/")
         if top in FOLDERS and (Path(name).suffix in {".py", *DATA} or name.endswith("py.typed")):
             expected.add(f"{FOLDERS[top]}/{rest}")

@@ -17,13 +17,11 @@ from support.train_helpers import make_target
 import sage
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import runs
-from benchmarks.papers.figures import FigureStore, digest
-from benchmarks.papers.measure import Lab, correlation, on_path
-from benchmarks.papers.real_tables import REAL_TABLES
-from benchmarks.papers.runs import Settings, load_settings, select_studies
+from benchmarks.papers.measure import FigureStore, Lab, correlation, on_path, runs_of
+from benchmarks.papers.runs import digest, load_settings, select_studies
 from benchmarks.papers.tables import TABLES, claims
 from checkpoints.run_folder import METRICS
-from sage.replay.recording import RecordedRound, Recording
+from sage.replay.replay import RecordedRound, Recording
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config
@@ -42,7 +40,7 @@ def test_committed_pages_are_current() -> None:
         text = page.read_text()
         assert command.fill_page(text, studies) == text, f"{page}: outdated: make results RESULTS_ARGS=--page-only"
     text = (ROOT / "docs" / command.PAGE).read_text()
-    assert all(f"<!-- table: {name} -->" in text for name in (*TABLES, *REAL_TABLES, "claims", "real_claims"))
+    assert all(f"<!-- table: {name} -->" in text for name in (*TABLES, "claims", "real_claims"))
     assert all(f"`make results-{study}`" in text for study in studies)
 
 
@@ -65,9 +63,6 @@ def test_a_claim_depends_on_its_figures() -> None:
     assert f"{claim} **no** | 5.00, 4.09" in claims(studies)
 
 
-# -- runs and settings -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_every_run_composes_and_is_used() -> None:
     settings = load_settings()
@@ -76,10 +71,9 @@ def test_every_run_composes_and_is_used() -> None:
         if config.data.name != "real":  # whose model is not built
             check(config)
         assert Path(settings.targets[settings.target_of(name)]).name == config.target.name
-    specs = [spec for study in settings.studies.values() for spec in study.values()]
-    used = {run for spec in specs for run in (spec.get("run"), *spec.get("drafts", {}).values())}
-    used |= {how["run"] for spec in specs for how in spec.get("decoders", {}).values() if "run" in how}
-    assert used - {None} == set(settings.runs)
+    assert {run for study in settings.studies.values() for spec in study.values() for run in runs_of(spec)} == set(
+        settings.runs
+    )
 
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:
@@ -95,9 +89,6 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "study.json").write_text("{")
     with refused("study.json", "not JSON", "delete"):
         FigureStore(tmp_path).read("study")
-
-
-# -- measurements ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -131,23 +122,19 @@ def tiny_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = load_settings(where / "tiny.yaml")
     target = sage.load_target(path, dtype=torch.float32)
     sage.new_draft(target, "eagle", seed=0).save_pretrained(settings.folder("eagle") / runs.DRAFT)
-    save_history(settings)
-    (settings.folder("eagle") / runs.MARKER).write_text(settings.run_digest("eagle"), encoding="utf-8")
-    return where
-
-
-def save_history(settings: Settings) -> None:
-    """Saves the metrics and the two validations that sage-train would have left."""
     folder = settings.folder("eagle")
-    lines = [
-        {"step": step, "time_s": 1.0 * step, "tokens": 100 * step, "estimated_tokens_per_pass": 1.0 + step} for step in (1, 2)
-    ]
-    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    lines = ""  # of the metrics, and two validations
     for step, tokens in enumerate((1.5, 2.0), start=1):
+        lines += (
+            json.dumps({"step": step, "time_s": step, "tokens": 100 * step, "estimated_tokens_per_pass": 1.0 + step}) + "\n"
+        )
         report = folder / "validation" / f"step_{step:08d}" / "report.json"
         report.parent.mkdir(parents=True)
         content = {"schema": 1, "prompts": 2, "policies": {"static": {"tokens_per_target_pass": tokens}}}
         report.write_text(json.dumps(content), encoding="utf-8")
+    (folder / METRICS).write_text(lines, encoding="utf-8")
+    (folder / runs.MARKER).write_text(settings.run_digest("eagle"), encoding="utf-8")
+    return where
 
 
 @pytest.mark.slow

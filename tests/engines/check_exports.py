@@ -39,12 +39,12 @@ from engine_checks import DEPTH, Damage, Engine, Row, conclude, exported, new_pa
 from safetensors.torch import load_file, save_file
 
 import sage
-from benchmarks.engines.prompts import FAMILIES, pocket_prompts
+from benchmarks.engines.measure import FAMILIES, pocket_prompts
 from checkpoints.export.formats.registry import variants
 from checkpoints.run_folder import DRAFT
 from sage.io.machine import available_cores, pin
 from train.serve_check.acceptance import Answers, decode_chain
-from train.serve_check.prompts import write_prompts
+from train.serve_check.vllm_process import write_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"

@@ -38,7 +38,7 @@ from train.distill.objective import Objective
 from train.distill.student import HeadStudent
 from train.distill.teacher import Teacher
 from train.serve_check.acceptance import Answers, decode_chain
-from train.serve_check.prompts import PROMPTS_FILE, write_prompts
+from train.serve_check.vllm_process import PROMPTS_FILE, write_prompts
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 8, 48
 TRAIN_PROMPTS, STEPS, BATCH, LR = 32, 80, 8, 3e-3

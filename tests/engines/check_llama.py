@@ -38,7 +38,7 @@ from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
 from train.distill.student import HeadStudent
 from train.serve_check.acceptance import decode_chain
-from train.serve_check.prompts import write_prompts
+from train.serve_check.vllm_process import write_prompts
 
 PORT, WAIT_S = 18471, 120
 TOLERANCE = 0.02  # of the accepted tokens

@@ -39,8 +39,7 @@ from sage.io.machine import available_cores
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
 from train.serve_check.acceptance import Answers, decode_chain
-from train.serve_check.prompts import PROMPTS_FILE, write_prompts
-from train.serve_check.vllm_process import EngineSetting
+from train.serve_check.vllm_process import PROMPTS_FILE, EngineSetting, write_prompts
 
 BLOCK = 4
 STEPS, ANCHORS = 120, 12

@@ -22,8 +22,7 @@ from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.result import ExportOptions
 from sage.io.tables import markdown_table
 from train.serve_check.acceptance import Answers
-from train.serve_check.prompts import PROMPTS_FILE
-from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
+from train.serve_check.vllm_process import PROMPTS_FILE, EngineFailed, EngineSetting, VllmProcess
 
 DEPTH = 3  # drafted tokens per round
 TOLERANCE = 0.01  # of the rounds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import browser as browsers
@@ -24,9 +23,7 @@ return {
 };
 """
 CELLS = """
-return [...[...document.querySelectorAll("table")].at(arguments[0]).tBodies[0].rows].map(
-  (row) => [...row.cells].map((cell) => cell.textContent)
-);
+return [...document.querySelector("table").tBodies[0].rows].map((row) => [...row.cells].map((cell) => cell.textContent));
 """
 INJECT = """
 const one = document.createElement("script");
@@ -72,31 +69,26 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return hostile_pages(tmp_path_factory.mktemp("hostile"))
 
 
-def tree_of(browser: Browser) -> dict[str, Any]:
-    found: dict[str, Any] = browser.run(TREE)
-    return found
-
-
 def test_rounds_are_those_of_the_trace(browser: Browser, trace: Trace, trace_page: Path) -> None:
     browser.open(trace_page)
     for number, (one, accepted) in enumerate(zip(trace.rounds, trace.output.stats.accepted, strict=True), start=1):
-        shown = tree_of(browser)
+        shown = browser.run(TREE)
         assert sorted(shown["nodes"]) == list(range(len(one.nodes)))
         assert sorted(shown["accepted"]) == one.path[1 : accepted + 1] and len(shown["accepted"]) == accepted
         assert shown["choices"] == (one.bonus is not None) and shown["edges"] == len(one.nodes) - 1 + shown["choices"]
         assert (shown["slider"], shown["address"]) == (str(number), f"#round-{number}")
         assert shown["summary"].startswith(f"Round {number} of {len(trace.rounds)}: ")
         browser.keys("body", "ArrowRight")
-    assert tree_of(browser)["address"] == f"#round-{len(trace.rounds)}"  # the last one stays
+    assert browser.run(TREE)["address"] == f"#round-{len(trace.rounds)}"  # the last one stays
     browser.keys("#slider", "Home")
-    assert tree_of(browser)["address"] == "#round-1"
+    assert browser.run(TREE)["address"] == "#round-1"
     browser.click("#next")
     browser.keys("#slider", "ArrowRight")
-    assert tree_of(browser)["address"] == "#round-3"
+    assert browser.run(TREE)["address"] == "#round-3"
     browser.open(trace_page, "#round-4")
-    assert tree_of(browser)["slider"] == "4"
+    assert browser.run(TREE)["slider"] == "4"
     browser.click('#answer [data-round="2"]')
-    assert tree_of(browser)["address"] == "#round-2"
+    assert browser.run(TREE)["address"] == "#round-2"
 
 
 def test_search_marks_the_words_of_the_answer(browser: Browser, trace: Trace, trace_page: Path) -> None:
@@ -107,23 +99,22 @@ def test_search_marks_the_words_of_the_answer(browser: Browser, trace: Trace, tr
 
 
 def test_tables_of_a_report_sort(browser: Browser, hostile: dict[str, Path]) -> None:
-    def column(number: int) -> list[str]:
-        return [row[number - 1] for row in browser.run(CELLS, 0)]
-
-    def sort(number: int) -> None:
+    def sorted_by(number: int) -> list[str]:
         browser.click(f"table thead th:nth-child({number}) button")
+        return column(number)
+
+    def column(number: int) -> list[str]:
+        return [row[number - 1] for row in browser.run(CELLS)]
 
     browser.open(hostile["report"])
-    before = [float(text) for text in column(4)]
-    sort(4)
-    assert [float(text) for text in column(4)] == sorted(before) != before
-    sort(4)
-    assert [float(text) for text in column(4)] == sorted(before, reverse=True)
+    before = column(4)
+    ascending = sorted(before, key=float)
+    assert sorted_by(4) == ascending != before
+    assert sorted_by(4) == ascending[::-1]
     assert browser.run("return document.querySelector('th:nth-child(4)').ariaSort") == "descending"
-    sort(1)
-    assert column(1) == sorted(column(1))
-    sort(3)
-    assert column(3)[-1] == ""  # the baselines have no accepted tokens
+    names = sorted_by(1)
+    assert names == sorted(names)
+    assert sorted_by(3)[-1] == ""  # the baselines have no accepted tokens
 
 
 def test_hostile_texts_do_not_run(browser: Browser, hostile: dict[str, Path]) -> None:
@@ -144,11 +135,7 @@ def test_pages_fit_a_phone_and_have_contrast(browser: Browser, hostile: dict[str
         browser.look(400, scheme=scheme)
         browser.open(page)
         assert browser.run("return document.documentElement.scrollWidth") <= 400
-        ink, back = browser.run("const looks = getComputedStyle(document.body); return [looks.color, looks.backgroundColor]")
-        assert abs(luminance(ink) - luminance(back)) > 0.6 and (luminance(ink) < luminance(back)) == (scheme == "light")
-
-
-def luminance(color: str) -> float:
-    """The brightness of "rgb(r, g, b)", between 0 and 1."""
-    red, green, blue = (int(part) for part in color.removeprefix("rgb(").removesuffix(")").split(","))
-    return (0.21 * red + 0.72 * green + 0.07 * blue) / 255
+        colors = browser.run("const looks = getComputedStyle(document.body); return [looks.color, looks.backgroundColor]")
+        parts = [map(int, color.removeprefix("rgb(").removesuffix(")").split(",")) for color in colors]
+        ink, back = ((0.21 * red + 0.72 * green + 0.07 * blue) / 255 for red, green, blue in parts)  # luminance
+        assert abs(ink - back) > 0.6 and (ink < back) == (scheme == "light")

@@ -14,11 +14,10 @@ from data_prep.chat import build_example
 from data_prep.conversation import Conversation
 from data_prep.tools.stats import measure, render_html
 from sage.bench.measurement import BenchPrompt
-from train.report import plots
+from train.report import page
 from train.serve_check.acceptance import Answers, Measured
-from train.serve_check.page import AskedPrompt, render_check
-from train.validation.traces import PromptTrace
-from train.validation.validate import write
+from train.serve_check.page import render_check
+from train.validation.validate import PromptTrace, write
 
 NAMED = ("draft", "export", "target", "engine")
 DEPTH, LENGTH = 3, 30
@@ -33,7 +32,7 @@ def made_check(texts: Sequence[str], fault: str = "engine bad: <b>") -> str:
     for text in texts:
         content = [{"type": "image", "image": make_image()}, {"type": "text", "text": text}]
         talk = [{"role": "user", "content": content}]
-        asked.append(AskedPrompt.of(BenchPrompt(name=text, family=text, inputs={}, messages=talk)))
+        asked.append(BenchPrompt(name=text, family=text, inputs={}, messages=talk))
     tokens = [list(range(LENGTH))] * len(texts)
     ours, theirs = (Answers(tokens, [rounds] * len(texts), DEPTH) for rounds in (OURS, THEIRS))
     rows = Measured(ours, ours, theirs, ours).rows("vLLM")
@@ -64,7 +63,7 @@ def report_page(folder: Path) -> Path:
     report |= {"target": HOSTILE[0], "draft": HOSTILE[1], "command": HOSTILE[0], "by_family": families}
     shown = made_trace(8, 5, HOSTILE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "PLOTS", plots.PLOTS[:1])
+        patch.setattr(page, "PLOTS", page.PLOTS[:1])
         write(report, folder, prompts, [PromptTrace(prompt=prompts[0].name, policy="sage", page="traces/1.html", trace=shown)])
     return folder / "report.html"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,19 +13,6 @@ from train.monitor.acceptance_estimate import ChainEstimate, answers, chain_dept
 
 def rows(*bits: str) -> torch.Tensor:
     return torch.tensor([[bit == "1" for bit in row] for row in bits])
-
-
-@pytest.mark.parametrize(
-    ("agree", "depth", "passes"),
-    [
-        ("1110111", 3, 2),  # the example in the module
-        ("0000", 3, 4),  # one token a pass: the target alone
-        ("1111", 1, 2),  # one drafted token and the target's own
-    ],
-)
-def test_passes_of_one_answer(agree: str, depth: int, passes: int) -> None:
-    mask = torch.ones(1, len(agree), dtype=torch.bool)
-    assert simulate(rows(agree), mask, depth).tolist() == [len(agree), passes]
 
 
 def test_each_depth_reads_its_unrolled_step() -> None:
@@ -65,11 +51,11 @@ def test_simulation_is_the_naive_walk(agree: list[bool], depth: int) -> None:
 
 
 def test_micro_batches_add_up_until_popped() -> None:
+    """The example in the module takes two passes; without agreement, a pass yields one token."""
     estimate = ChainEstimate(3)
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    estimate.add(rows("1111"), mask)
-    estimate.add(rows("0000"), mask)
-    assert estimate.pop().tolist() == [8, 5]
+    for agree in ("1110111", "0000"):
+        estimate.add(rows(agree), torch.ones(1, len(agree), dtype=torch.bool))
+    assert estimate.pop().tolist() == [11, 6]
     assert estimate.pop().tolist() == [0, 0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,27 +28,29 @@ pytestmark = pytest.mark.usefixtures("alone")
 IMAGES = ["--images", "160x160", "--device", "cpu", "target=pocket_qwen2_5_vl", "draft=eagle"]
 
 
-def printed(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setattr("sys.argv", ["benchmarks.training", *arguments])
-    assert bench.main() == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the benchmark with arguments; returns what it prints."""
+
+    def call(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["benchmarks.training", *arguments])
+        assert bench.main() == 0
+        return capsys.readouterr().out
+
+    return call
 
 
 @pytest.mark.slow
-def test_a_step_is_printed_with_its_parts(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_is_printed_with_its_parts(target: Path, tmp_path: Path, printed: Callable[..., str]) -> None:
     few = ["--measured", "2", "--warmup", "1", "--device", "cpu", "deepspeed=zero0"]
-    text = printed([*few, *command(target, tmp_path / "run")], monkeypatch, capsys)
+    text = printed(*few, *command(target, tmp_path / "run"))
     assert "draft=eagle, 2 steps of 4 = 1 rank(s) x 2 x 2" in text and "step / parts:" in text and "data wait" in text
     assert not (tmp_path / "run").exists()
 
 
-def test_images_prints_the_time_of_every_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_prints_the_time_of_every_part(tmp_path: Path, printed: Callable[..., str]) -> None:
     few = ["--measured", "1", "--warmup", "0", "--length", "128", "--out", str(tmp_path / "out.json")]
-    text = printed([*IMAGES, *few, "train.micro_batch_size=2", "train.global_batch_size=2"], monkeypatch, capsys)
+    text = printed(*IMAGES, *few, "train.micro_batch_size=2", "train.global_batch_size=2")
     assert "12 of 12 text layers, draft=eagle, 1 step(s), fp32: 2 sequences with an image of 160 x 160" in text
     assert "256 tokens, 0.12 visual, 54 supervised" in text
     figures = Figures.of(read_json(tmp_path / "out.json"))
@@ -107,8 +109,7 @@ def test_the_chain_attention_of_a_step_is_exact_to_the_precision_of_its_inputs()
     ],
 )
 def test_unknown_and_unsupported_arguments_are_refused(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: tuple[str, ...]
+    printed: Callable[..., str], arguments: list[str], words: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["benchmarks.training", *arguments])
     with refused(*words):
-        bench.main()
+        printed(*arguments)

@@ -29,23 +29,12 @@ from train.report.compare import (
 )
 from train.report.run_page import measured_against_estimate, write_run_report
 
-BASE: dict[str, Any] = {
-    "seed": 0,
-    "run": {"name": "x", "dir": "runs/x"},
-    "launch": {"ranks": 2},
-    "optim": {"lr": 1e-4},
-    "objective": {"feature_weight": 1.0},
-    "decode": {"options": {"chain": {"depth": 5}}},
-}
+BASE: dict[str, Any] = {"seed": 0, "launch": {"ranks": 2}, "decode": {"options": {"chain": {"depth": 5}}}}
 
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "128")
-
-
-def figures(tokens: float, speedup: float = 2.0, match: int = 4) -> dict[str, Any]:
-    return policy_figures(tokens, speedup=speedup, match=match)
 
 
 def write_run(folder: Path, lr: float, validations: dict[int, dict[str, Any]], steps: int = 4) -> Path:
@@ -54,20 +43,9 @@ def write_run(folder: Path, lr: float, validations: dict[int, dict[str, Any]], s
     config = BASE | {"optim": {"lr": lr}, "run": {"name": folder.name, "dir": str(folder)}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = [
-        {
-            "step": step,
-            "tokens": 100 * step,
-            "loss": 4.0 / step,
-            "loss_ce": 3.0,
-            "loss_feature": 1.0 / step,
-            "agreement": 0.2 * step,
-            "acceptance": 0.2 * step,
-            "estimated_tokens_per_pass": 1.0 + 0.25 * step,
-            "lr": lr,
-            "grad_norm": 1.0,
-            "tokens_per_s": 500.0,
-            "time_s": 2.0 * step,
-        }
+        {"step": step, "tokens": 100 * step, "loss": 4.0 / step, "loss_ce": 3.0, "loss_feature": 1.0 / step, "lr": lr}
+        | {"agreement": 0.2 * step, "acceptance": 0.2 * step, "estimated_tokens_per_pass": 1.0 + 0.25 * step}
+        | {"grad_norm": 1.0, "tokens_per_s": 500.0, "time_s": 2.0 * step}
         for step in range(1, steps + 1)
     ]
     lines[0] |= {"own_answers": 0.55, "own_answers/chats": 0.1, "own_answers/docs": 1.0, "dropped_examples": 0.12}
@@ -75,7 +53,7 @@ def write_run(folder: Path, lr: float, validations: dict[int, dict[str, Any]], s
     for step, policies in validations.items():
         report = folder / "validation" / f"step_{step:08d}" / "report.json"
         report.parent.mkdir(parents=True)
-        report.write_text(json.dumps({"policies": {"autoregressive": figures(1.0, 1.0)} | policies}))
+        report.write_text(json.dumps({"policies": {"autoregressive": policy_figures(1.0, speedup=1.0)} | policies}))
     return folder
 
 
@@ -83,8 +61,14 @@ def write_run(folder: Path, lr: float, validations: dict[int, dict[str, Any]], s
 def runs(tmp_path: Path) -> list[Path]:
     """Two validated runs, the second one better at its first validation, and one without a validation."""
     return [
-        write_run(tmp_path / "a", 1e-4, {4: {"chain": figures(1.5), "sage": figures(2.0)}}),
-        write_run(tmp_path / "b", 3e-4, {2: {"sage": figures(3.0, 1.5)}, 4: {"sage": figures(2.5, 2.5, match=3)}}),
+        write_run(
+            tmp_path / "a", 1e-4, {4: {"chain": policy_figures(1.5, speedup=2.0), "sage": policy_figures(2.0, speedup=2.0)}}
+        ),
+        write_run(
+            tmp_path / "b",
+            3e-4,
+            {2: {"sage": policy_figures(3.0, speedup=1.5)}, 4: {"sage": policy_figures(2.5, speedup=2.5, match=3)}},
+        ),
         write_run(tmp_path / "c", 1e-2, {}, steps=1),
     ]
 
@@ -128,7 +112,9 @@ def test_a_comparison_is_written_best_run_first(runs: list[Path], tmp_path: Path
 
 
 def test_runs_are_listed_where_the_table_is_too_wide(tmp_path: Path) -> None:
-    policies = {name: figures(2.0) for name in ("chain", "static", "eagle2", "spec_llava", "sage", "cost_aware")}
+    policies = {
+        name: policy_figures(2.0, speedup=2.0) for name in ("chain", "static", "eagle2", "spec_llava", "sage", "cost_aware")
+    }
     runs = [read_run(write_run(tmp_path / f"run-{n}", 1e-4 * (n + 1), {4: policies})) for n in range(3)]
     for n, run in enumerate(runs):
         run.config["data.sources.images.media_root"] = f"/mnt/{'folder/' * 70}part-{n}"
@@ -143,18 +129,13 @@ def test_a_check_is_compared_only_when_it_is_named(runs: list[Path], tmp_path: P
     check = next_check(runs[0], "draft", 4)
     check.mkdir(parents=True)
     settings = {"step": 4, "prompts": 64, "repeats": 3, "dtype": "float32", "device": "cpu"}
-    content = settings | {"temperature": 0.5, "max_new_tokens": 256, "policies": {"sage": figures(9.0)}}
+    content = settings | {"temperature": 0.5, "max_new_tokens": 256, "policies": {"sage": policy_figures(9.0, speedup=2.0)}}
     (check / "report.json").write_text(json.dumps(content))
     assert read_run(runs[0]).score == 2.0 and find_runs([str(tmp_path)]) == runs
     text = run_command([str(runs[0]), str(check)])
     assert text.splitlines()[2].split()[:2] == ["a/checks/draft_step_00000004", "*"] and " 9.00 " in text
     assert "64 prompts, 3 runs each, float32 on cpu, temperature 0.5, at most 256 new tokens" in " ".join(text.split())
     assert text.endswith(f"comparison: {tmp_path / 'compare.md'}")
-
-
-def test_without_a_validation_there_is_a_table_and_no_plot(runs: list[Path], tmp_path: Path) -> None:
-    compare([read_run(runs[2])], tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["compare.html", "compare.json", "compare.md"]
 
 
 def test_runs_are_found_by_name_pattern_and_folder(runs: list[Path], tmp_path: Path) -> None:
@@ -168,24 +149,25 @@ def test_runs_are_found_by_name_pattern_and_folder(runs: list[Path], tmp_path: P
 def test_the_command_prints_the_table_and_its_path(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code(validate_cli.main, "--compare", runs[0], runs[1], "--out", tmp_path / "o") == 0
-    shown = capsys.readouterr().out
-    assert "b *" in shown and shown.endswith(f"comparison: {tmp_path / 'o' / 'compare.md'}\n")
+    assert exit_code(validate_cli.main, "--compare", runs[2], "--out", tmp_path / "o") == 0
+    assert capsys.readouterr().out.endswith(f"comparison: {tmp_path / 'o' / 'compare.md'}\n")
+    assert not (tmp_path / "o" / "compare.png").exists()  # without a validation
     assert exit_code(validate_cli.main, "--compare", "/no/such") == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ") and shown.count("\n") == 1
     check_message(shown, "/no/such", "config.yaml")
 
 
-def test_corrupt_reports_and_folders_without_a_run_are_refused(runs: list[Path], tmp_path: Path) -> None:
+def test_corrupt_reports_and_folders_without_a_run_or_a_step_are_refused(runs: list[Path], tmp_path: Path) -> None:
     (runs[0] / "validation" / "step_00000004" / "report.json").write_text("{")
     with refused("report.json"):
         run_command([str(runs[0])])
-    with refused(str(tmp_path), "config.yaml", error=ConfigError):
-        read_run(tmp_path)
-
-
-# -- sweeps ----------------------------------------------------------------------------------------------------------------
+    for read in (read_run, write_run_report):
+        with refused(str(tmp_path), "config.yaml", error=ConfigError):
+            read(tmp_path)
+    (runs[1] / "metrics.jsonl").write_text("")
+    with refused("metrics.jsonl", "train.log_every", error=ConfigError):
+        write_run_report(runs[1])
 
 
 def test_a_sweep_scores_its_runs_and_compares_them_with_failed_jobs(
@@ -237,9 +219,6 @@ def test_a_job_is_named_by_what_the_sweep_changes() -> None:
     compose("config", [f"run.dir=runs/{folder_name('optim.lr=1e-4 a=[b]')}"], Config)  # valid on a command line
 
 
-# -- the page of one run ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("rendered_plots")
 def test_the_page_of_a_run_compares_estimate_and_measurement(runs: list[Path]) -> None:
@@ -262,11 +241,3 @@ def test_a_validation_is_compared_with_the_estimate_before_it() -> None:
     reports = [(step, {"policies": {"chain": {"tokens_per_target_pass": 6.0}}}) for step in (5, 15, 20)]
     rows = measured_against_estimate(lines, reports)
     assert [(row["estimate"], row["ratio"]) for row in rows] == [(None, None), (10.0, 0.6), (20.0, 0.3)]
-
-
-def test_folders_without_a_run_or_a_step_are_refused(tmp_path: Path, runs: list[Path]) -> None:
-    with refused(str(tmp_path), "config.yaml", error=ConfigError):
-        write_run_report(tmp_path)
-    (runs[0] / "metrics.jsonl").write_text("")
-    with refused("metrics.jsonl", "train.log_every", error=ConfigError):
-        write_run_report(runs[0])

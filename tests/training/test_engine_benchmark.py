@@ -18,7 +18,7 @@ from support.train_helpers import make_target
 
 import sage
 from benchmarks.engines import __main__ as bench
-from benchmarks.engines.comparison import Answer, figures, report, take_turns
+from benchmarks.engines.comparison import Answer, Decoder, figures, report, take_turns
 from benchmarks.engines.measure import Comparison, questions
 from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
@@ -90,29 +90,24 @@ def test_prompts_are_those_that_the_run_held_out(kind: str, asked: str | None, t
     assert asked in (None, content[-1]["text"])
 
 
-class Scripted:
-    """A decoder with given speeds, one per turn; two prompts with three tokens each."""
-
-    def __init__(self, label: str, side: str, draft: str, speeds: list[float], order: list[str]) -> None:
-        self.label, self.side, self.draft, self.speeds, self.order = label, side, draft, iter([1.0, *speeds]), order
-
-    def turn(self) -> list[Answer]:
-        self.order.append(self.label)
-        seconds = 2 / next(self.speeds)
-        return [Answer([1, 2, 3], seconds, 2 * seconds, 1)] * 2
-
-
 def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
     order: list[str] = []
-    decoders = [
-        Scripted("slow", "ours", "", [10, 20, 40], order),
-        Scripted("tree", "ours", "head", [30, 60, 90], order),
-        Scripted("other", "ours", "better", [40, 80, 160], order),
-        Scripted("engine", "vLLM", "", [20, 40, 60], order),
-        Scripted("engine 1", "vLLM", "head", [10, 20, 30], order),
-        Scripted("engine 3", "vLLM", "head", [30, 30, 60], order),
-    ]
+
+    def scripted(label: str, side: str, draft: str, *speeds: float) -> Decoder:
+        """A decoder with given speeds, one per turn after the warm-up; two prompts with three tokens each."""
+        left = iter([1.0, *speeds])
+
+        def turn() -> list[Answer]:
+            order.append(label)
+            seconds = 2 / next(left)
+            return [Answer([1, 2, 3], seconds, 2 * seconds, 1)] * 2
+
+        return Decoder(label, side, draft, turn)
+
+    decoders = [scripted("slow", "ours", "", 10, 20, 40), scripted("tree", "ours", "head", 30, 60, 90)]
+    decoders += [scripted("other", "ours", "better", 40, 80, 160), scripted("engine", "vLLM", "", 20, 40, 60)]
+    decoders += [scripted("engine 1", "vLLM", "head", 10, 20, 30), scripted("engine 3", "vLLM", "head", 30, 30, 60)]
     found = figures(take_turns(decoders, 3), "head")
     labels = [one.label for one in decoders]
     assert order == [*labels, *labels, *labels[1:], *labels[:1], *labels[2:], *labels[:2]]

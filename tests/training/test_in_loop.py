@@ -27,8 +27,7 @@ from train.job.loop import TrainingError
 from train.job.rank import run_rank
 from train.launch.ranks import Ranks
 from train.state.resume import TrainState
-from train.validation.decode_ranks import all_ranks_decode, interleave, shard_prompts
-from train.validation.in_loop import InLoopValidation, ValidationOutcome
+from train.validation.in_loop import InLoopValidation, ValidationOutcome, all_ranks_decode, interleave, shard_prompts
 from train.validation.prompts import PromptSet, limit_turns
 from train.validation.validate import validate
 
@@ -52,40 +51,29 @@ def test_the_turns_of_all_conversations_are_limited() -> None:
     assert turns(prompts) == [("a", 2), ("b", 4), ("c", 1)]  # not modified
 
 
-def measurement(names: list[str], failed: dict[str, str] | None = None) -> Measurement:
+def measurement(names: list[str]) -> Measurement:
     """The runs are strings, which merging does not read."""
     runs: Any = {runner: [[f"{runner} on {name}"] for name in names] for runner in ("ar", "sage")}
-    return Measurement(
-        prompts=[BenchPrompt(name=name, inputs={}) for name in names],
-        sampling=Sampling(max_new_tokens=4),
-        repeats=1,
-        runs=runs,
-        autoregressive=["ar"],
-        failed=failed or {},
-    )
+    prompts = [BenchPrompt(name=name, inputs={}) for name in names]
+    return Measurement(prompts=prompts, sampling=Sampling(), repeats=1, runs=runs, autoregressive=["ar"])
 
 
 def test_a_baseline_that_failed_on_one_rank_is_dropped() -> None:
-    parts = [measurement(["p0"]), measurement(["p1"], failed={"ar": "no memory"})]
+    parts = [measurement(["p0"]), replace(measurement(["p1"]), failed={"ar": "no memory"})]
     merged = interleave(parts)
     assert set(merged.runs) == {"sage"} and merged.autoregressive == [] and merged.failed == {"ar": "no memory"}
 
 
-@pytest.mark.parametrize(
-    ("where", "device", "ranks", "expected"),
-    [
-        ("auto", "cpu", 4, False),
-        ("auto", "cuda", 4, True),
-        ("auto", "cuda", 1, False),
-        ("all", "cpu", 2, True),
-        ("main", "cuda", 2, False),
-    ],
-)
-def test_ranks_that_decode(where: str, device: str, ranks: int, expected: bool) -> None:
-    config: Config = compose("config", [f"train.validate_on={where}"], Config)
-    assert all_ranks_decode(config, Ranks(0, ranks, torch.device(device))) is expected
+def test_ranks_that_decode() -> None:
+    config: Config = compose("config", [], Config)
+    for where, device, ranks, expected in (
+        *(("auto", "cpu", 4, False), ("auto", "cuda", 4, True), ("auto", "cuda", 1, False)),
+        *(("all", "cpu", 2, True), ("main", "cuda", 2, False)),
+    ):
+        config.train.validate_on = ValidateOn(where)
+        assert all_ranks_decode(config, Ranks(0, ranks, torch.device(device))) is expected
     config.deepspeed.shard_target, config.train.validate_on = True, ValidateOn.auto
-    assert not all_ranks_decode(config, Ranks(0, ranks, torch.device(device)))  # every pass takes all ranks
+    assert not all_ranks_decode(config, Ranks(0, 4, torch.device("cuda")))  # every pass takes all ranks
 
 
 class Scores:
@@ -101,17 +89,14 @@ class Scores:
         return quick_report(speedup=found)
 
 
-Configure = Callable[..., Config]
-
-
 @pytest.fixture
-def configure(target: Path, tmp_path: Path) -> Configure:
+def configure(target: Path, tmp_path: Path) -> Callable[..., Config]:
     return lambda *overrides: configured(target, tmp_path / "run", *overrides)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:torch.profiler")
-def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(configure: Configure, tmp_path: Path) -> None:
+def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(configure: Callable[..., Config], tmp_path: Path) -> None:
     """The best score is at step 2; with a patience of two the run ends at step 4 of 9. Steps 2 and 3 are traced."""
     scores = Scores(1.0, 2.0, 1.5, 2.0, 9.9)
     length = ["train.max_steps=9", "train.validate_every=1", "train.patience=2"]
@@ -131,7 +116,7 @@ def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(configure: C
 
 @pytest.mark.slow
 def test_a_validation_that_fails_ends_the_run_only_if_it_is_the_last_one(
-    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    configure: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps 1 to 3: out of memory, a score, out of memory; the last one is repeated at the end, and when the run is resumed."""
     full = torch.OutOfMemoryError("CUDA out of memory.")
@@ -164,7 +149,7 @@ def test_no_rank_waits_for_one_whose_validation_failed(rank: int, target: Path, 
 
 
 @pytest.mark.slow
-def test_a_run_ends_after_its_minutes_with_a_validated_draft(configure: Configure, tmp_path: Path) -> None:
+def test_a_run_ends_after_its_minutes_with_a_validated_draft(configure: Callable[..., Config], tmp_path: Path) -> None:
     """Those before a restart count."""
     run, length = tmp_path / "run", ["train.max_steps=null", "train.max_minutes=1e-6"]
     assert run_rank(configure(*length), Scores(1.0)) == 0
@@ -176,7 +161,7 @@ def test_a_run_ends_after_its_minutes_with_a_validated_draft(configure: Configur
 
 @pytest.mark.slow
 def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothing(
-    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    configure: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A signal after the first of two prompts; the resumed run replaces the partial report by a complete one."""
     is_signalled = [True]

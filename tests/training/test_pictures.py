@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from sage.bench.report_table import format_table
 from sage.runtime.timing import PHASES
-from train.report.plots import MIN_ROUNDS, PLOTS
-from train.report.run_plots import draw_comparison
+from train.report.compare_table import draw_comparison
+from train.report.page import MIN_ROUNDS, PLOTS
 
 PHASE_S = dict.fromkeys(PHASES, 0.0) | {"vision": 5.0, "verify": 2.0, "draft_steps": 1.0, "policy": 0.5}
 LEVELS = [{"depth": 1, "tried": 100, "kept": 80}, {"depth": 2, "tried": MIN_ROUNDS - 1, "kept": 3}]

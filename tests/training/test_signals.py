@@ -21,7 +21,7 @@ from train.launch.launcher import launch
 from train.launch.ranks import Ranks, process_group
 from train.launch.signals import StopFlag
 from train.launch.supervisor import RankFailed
-from train.validation.decode_ranks import shard_prompts
+from train.validation.in_loop import shard_prompts
 from train.validation.prompts import PromptSet
 
 pytestmark = pytest.mark.usefixtures("alone")

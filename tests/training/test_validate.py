@@ -14,34 +14,19 @@ from data_prep.conversation import Conversation
 from sage.bench.measurement import Interrupted
 from sage.drafts.model import ModelDraft
 from train.config.schema import Baseline, DecodeConfig, Precision
-from train.report.prompt_list import ranked_prompts
+from train.report.web import ranked_prompts
 from train.validation.prompts import PromptSet, prepare_prompt
 from train.validation.validate import ReportInfo, validate
 
 # The documented keys of report.json; further keys are allowed.
 REPORT_KEYS = {"schema", "target", "draft", "device", "dtype", "prompts", "max_new_tokens", "temperature", "seed"}
-POLICY_KEYS = {
-    "mean_accepted_draft": float,
-    "tokens_per_target_pass": float,
-    "tokens_per_s": float,
-    "speedup": float,
-    "speedup_end_to_end": float,
-    "match": int,
-    "total": int,
-    "first_gaps": list,
-    "time_s": dict,
-}
+FLOATS = ("mean_accepted_draft", "tokens_per_target_pass", "tokens_per_s", "speedup", "speedup_end_to_end")
+POLICY_KEYS = dict.fromkeys(FLOATS, float) | {"match": int, "total": int, "first_gaps": list, "time_s": dict}
 
 
 def decode(**changes):
-    settings = {
-        "policies": ["autoregressive", "sage"],
-        "baselines": [Baseline.hf_generate],
-        "num_prompts": 2,
-        "max_new_tokens": 6,
-        "traces": 0,
-    }
-    return DecodeConfig(**(settings | changes))
+    settings = {"policies": ["autoregressive", "sage"], "baselines": [Baseline.hf_generate], "num_prompts": 2}
+    return DecodeConfig(**(settings | {"max_new_tokens": 6, "traces": 0} | changes))
 
 
 def measure_draft(decode, target, draft, step, run_dir, prompts):
@@ -89,12 +74,8 @@ def test_later_turns_follow_the_targets_own_answers(tmp_path):
     assert report["prompts"] == report["policies"]["sage"]["match"] == 4  # a's three turns and b's first
     folder = Path(report["path"])
     described, page = json.loads((folder / "prompts.json").read_text()), (folder / "report.html").read_text()
-    assert {name: one["text"] for name, one in described.items()} == {
-        "a": "Hi?",
-        "a-turn-2": "And?",
-        "a-turn-3": "So?",
-        "b": "Hi?",
-    }
+    texts = {"a": "Hi?", "a-turn-2": "And?", "a-turn-3": "So?", "b": "Hi?"}
+    assert {name: one["text"] for name, one in described.items()} == texts
     traced = [name for name, one in described.items() if one["traces"]]
     assert traced == [ranked_prompts(report)[0]]  # the best one; before the worst one, the measurement was interrupted
     assert set(described[traced[0]]["traces"]) == {"sage", "chain"} and "partial" not in report

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from omegaconf import MISSING
 
 from data_prep.config import DataConfig, RegenerateConfig
-from sage.bench.settings import MeasuredTokens, MeasurementSettings
+from sage.bench.options import MeasuredTokens, MeasurementSettings
 from sage.decoding.settings import AnswerSettings
 from sage.io.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from sage.runtime.modes import PassMode, VisionAttention

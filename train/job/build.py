@@ -61,8 +61,7 @@ from train.monitor.sinks import Tracker, open_tracker
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState, check_same_data, fingerprint_data, load_state, seed_everything
 from train.state.space import check_space
-from train.validation.decode_ranks import DecodeShard, all_ranks_decode, shard_prompts
-from train.validation.in_loop import InLoopValidation
+from train.validation.in_loop import DecodeShard, InLoopValidation, all_ranks_decode, shard_prompts
 from train.validation.prompts import PromptSet
 from train.validation.validate import Validate, build_policies, check_assistant
 from train.validation.validate import validate as measure_draft

@@ -1,7 +1,7 @@
 """Comparison of finished runs: changed configuration keys, length of training, validation results.
 
 Used by `sage-validate --compare runs/a runs/b` and at the end of a sweep. Owns: the content of compare.json, which files are
-written. Does not own: the table (train.report.compare_table), the plot (train.report.run_plots), the layout of a run folder
+written. Does not own: the table (train.report.compare_table), the plot (train.report.run_page), the layout of a run folder
 (checkpoints.run_folder).
 """
 
@@ -23,8 +23,8 @@ from sage.commands.cli import new_parser
 from sage.io.files import write_text
 from train.config.schema import Config, ConfigError, ScoreConfig
 from train.config.sweep import Job
-from train.report.compare_table import page, table
-from train.report.web import PAGE_SUFFIX, write_html
+from train.report.compare_table import draw_comparison, page, table
+from train.report.web import write_report
 
 SCHEMA = 1
 STEM = "compare"
@@ -38,30 +38,20 @@ FIGURES = ("tokens_per_target_pass", "mean_accepted_draft", "speedup", "speedup_
 
 @dataclass(kw_only=True)
 class RunSummary:
-    """One run, read from its folder, or a later check of its draft.
-
-    Attributes:
-        config: the configuration by dotted key.
-        steps, loss: the last ones logged.
-        best_step, score, policies, measured_with: of the validation with the best score: its step, score, figures by policy and
-            settings.
-        error: the reason of a failure, if known.
-        score_metric, score_policy: definition of the score (checkpoints.run_folder.score).
-        prompts: names of the prompts of that validation; empty if its report does not name them.
-    """
+    """One run, read from its folder, or a later check of its draft; figures are those of the validation with the best score."""
 
     folder: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    steps: int = 0
+    config: dict[str, Any] = field(default_factory=dict)  # the configuration by dotted key
+    steps: int = 0  # the last one logged
     best_step: int | None = None
-    loss: float | None = None
+    loss: float | None = None  # the last one logged
     score: float | None = None
     policies: dict[str, dict[str, float]] = field(default_factory=dict)
-    measured_with: str = ""
-    error: str | None = None
-    score_metric: str = run_folder.DEFAULT_METRIC
+    measured_with: str = ""  # settings
+    error: str | None = None  # the reason of a failure, if known
+    score_metric: str = run_folder.DEFAULT_METRIC  # with `score_policy` the definition of the score (run_folder.score)
     score_policy: str | None = None
-    prompts: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)  # names; empty if the report does not name them
 
     @property
     def scored_by(self) -> str | None:
@@ -70,14 +60,11 @@ class RunSummary:
 
 
 def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunSummary:
-    """Summarizes a run with its own best validation, or the folder of a later check.
+    """Summarizes a run with its own best validation, or the folder of a later check. Raises ConfigError for another folder,
+    ValueError for a config.yaml or a report that cannot be parsed.
 
     Args:
         chosen: definition of the score; None = that of the run.
-
-    Raises:
-        ConfigError: `folder` is neither a run nor a check.
-        ValueError: its config.yaml or a report cannot be parsed.
     """
     home = home_of(folder)
     if not is_run(home):
@@ -118,32 +105,24 @@ def changed_keys(runs: Sequence[RunSummary]) -> list[str]:
     The options of a policy count among the runs that measure it.
     """
     known = [run.config for run in runs if run.config]
-    keys = dict.fromkeys(key for config in known for key in config if not key.startswith(IGNORED_KEYS))
-    changed = [key for key in keys if len({json.dumps(config.get(key), default=str) for config in _with(key, known)}) > 1]
+    changed = []
+    for key in dict.fromkeys(key for config in known for key in config if not key.startswith(IGNORED_KEYS)):
+        compared = known
+        if key.startswith(OPTIONS):
+            policy = key.removeprefix(OPTIONS).partition(".")[0]
+            compared = [config for config in known if policy in (config.get("decode.policies") or [policy])]
+        if len({json.dumps(config.get(key), default=str) for config in compared}) > 1:
+            changed.append(key)
     if "target.dtype" in changed and "train.precision" in changed:
         changed.remove("train.precision")
     return changed
 
 
-def _with(key: str, configs: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Returns the configurations to compare by `key`: for an option of a policy those that measure it, else all."""
-    if not key.startswith(OPTIONS):
-        return configs
-    policy = key.removeprefix(OPTIONS).partition(".")[0]
-    return [config for config in configs if policy in (config.get("decode.policies") or [policy])]
-
-
 def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> str:
-    """Writes compare.json, compare.md, compare.html and, if any run was validated, compare.png into `out`.
-
-    Args:
-        width: columns of the terminal; None: those of this one, 80 without a terminal.
-
-    Returns:
-        the text to print: the table and the path of compare.md.
+    """Writes compare.json, compare.md, compare.html and, if any run was validated, compare.png into `out`; returns the text to
+    print, for a terminal of `width` columns, by default this one.
     """
     from train.report import style
-    from train.report.run_plots import draw_comparison
 
     ranked = sorted(runs, key=lambda run: (run.score is None, -(run.score or 0.0), str(run.folder)))
     changed = changed_keys(ranked)
@@ -164,9 +143,7 @@ def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> 
             plot = f"{STEM}.png"
             style.save(figure, out / plot)
     write_text(out / f"{STEM}.json", json.dumps(content, indent=2, default=str) + "\n")
-    text = page(content, plot)
-    write_text(out / f"{STEM}.md", text)
-    write_html(text, out / f"{STEM}{PAGE_SUFFIX}")
+    write_report(page(content, plot), out / f"{STEM}.md")
     columns = width or shutil.get_terminal_size().columns
     return f"{table(content, columns)}\ncomparison: {out / f'{STEM}.md'}"
 
@@ -189,9 +166,6 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     if shared in [folder.absolute() for folder in folders]:  # a run beside a check of it
         shared = shared.parent
     return [os.path.relpath(folder.absolute(), shared) for folder in folders]
-
-
-# -- command line and sweeps -----------------------------------------------------------------------------------------------
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:

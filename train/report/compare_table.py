@@ -1,4 +1,4 @@
-"""A comparison as a text table and as the page compare.md. `content` is that of compare.json (train.report.compare).
+"""A comparison as a text table, as the page compare.md and as a plot. `content` is that of compare.json (train.report.compare).
 
 Results come first, then the settings that most likely explain them; the page lists the other ones below. Where the table is too
 wide for the terminal, every run is a list.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sage.io.tables import RULE, markdown_table, text_table
 from sage.trees import AUTOREGRESSIVE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BEST_MARK = "*"
 ABSENT = "-"  # a run without the key or figure
@@ -28,15 +31,22 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     policies = drafting_policies(content)
     head = ["run", "steps", "loss", *(f"{name} tok/pass" for name in policies)]
     head += [*(f"{name} speedup" for name in policies), "identical", *decisive]
+
+    def figures(run: dict[str, Any], figure: str, form: str) -> list[str]:
+        values = (run["policies"].get(name, {}).get(figure) for name in policies)
+        return [ABSENT if value is None else form.format(value) for value in values]
+
     rows = []
     for place, run in enumerate(runs):
         mark = f" {BEST_MARK}" if place == 0 and run["score"] is not None and len(runs) > 1 else ""
         row = [run["run"] + mark]
         row += [f"{run['best_step']}/{run['steps']}" if run["best_step"] is not None else str(run["steps"])]
         row += [ABSENT if run["loss"] is None else f"{run['loss']:.4f}"]
-        row += [_figure(run, name, "tokens_per_target_pass", "{:.2f}") for name in policies]
-        row += [_figure(run, name, "speedup", "{:.2f}x") for name in policies]
-        rows.append([*row, _identical(run), *(_value(run["changed"].get(key)) for key in decisive)])
+        row += [*figures(run, "tokens_per_target_pass", "{:.2f}"), *figures(run, "speedup", "{:.2f}x")]
+        drafting = [part for name, part in run["policies"].items() if name != AUTOREGRESSIVE]
+        same = "/".join(str(sum(int(part[key]) for part in drafting)) for key in ("match", "total"))
+        row += [same if drafting else run["error"] or "not validated"]
+        rows.append([*row, *(_value(run["changed"].get(key)) for key in decisive)])
     return head, rows
 
 
@@ -60,19 +70,6 @@ def _value(value: Any) -> str:
     if value is None:
         return ABSENT
     return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
-
-
-def _figure(run: dict[str, Any], policy: str, figure: str, form: str) -> str:
-    value = run["policies"].get(policy, {}).get(figure)
-    return ABSENT if value is None else form.format(value)
-
-
-def _identical(run: dict[str, Any]) -> str:
-    """Returns identical outputs over all drafting policies, or the reason why nothing was measured."""
-    parts = [part for name, part in run["policies"].items() if name != AUTOREGRESSIVE]
-    if not parts:
-        return run["error"] or "not validated"
-    return f"{sum(int(part['match']) for part in parts)}/{sum(int(part['total']) for part in parts)}"
 
 
 def table(content: dict[str, Any], width: int) -> str:
@@ -145,3 +142,49 @@ def page(content: dict[str, Any], plot: str | None) -> str:
     if any(part["error"] for part in content["runs"]):
         parts.append("\n".join(f"* `{run['run']}`: {run['error']}" for run in content["runs"] if run["error"]))
     return "\n\n".join(parts) + "\n"
+
+
+PANELS = (("tokens_per_target_pass", "tokens per target pass"), ("speedup", "speedup, decoding only"))  # of a comparison
+MAX_ROWS = 40
+LABEL_CHARACTERS = 34
+
+
+def draw_comparison(content: dict[str, Any]) -> Figure | None:
+    """Draws a row per run, the best on top, with a dot per policy; None if no drafting policy was measured."""
+    from train.report import style  # matplotlib would slow down the start of sage-train
+
+    runs = [run for run in content["runs"] if run["policies"]][:MAX_ROWS]
+    policies = drafting_policies(content)
+    if not runs or not policies:
+        return None
+    left_out = len(content["runs"]) - len(runs)
+    subtitle = "the best run on top; bars: 95% interval" + (f"; {left_out} not shown" if left_out else "")
+    made = style.figure(1.55 + (0.24 + 0.1 * len(policies)) * len(runs), "Comparison of runs", subtitle)
+    panels = made.subplots(1, len(PANELS), sharey=True)
+    for axes, (figure, title) in zip(panels, PANELS, strict=True):
+        for order, name in enumerate(policies):
+            color, offset = style.policy_color(name, policies), style.dodged(order, len(policies), 0.56)
+            known = {place + offset: run["policies"][name] for place, run in enumerate(runs) if name in run["policies"]}
+            for place, part in known.items():
+                if bounds := part.get(f"{figure}_ci"):
+                    axes.plot(bounds, [place, place], color=color, linewidth=1.3, zorder=1)
+            axes.scatter([part[figure] for part in known.values()], list(known), s=30, color=color, label=name, zorder=2)
+        for place in range(1, len(runs)):
+            axes.axhline(place - 0.5, color=style.GRID, linewidth=0.9, zorder=0)
+        style.despine(axes, "x")
+        axes.set_xlabel(title)
+    panels[1].axvline(1.0, **style.BASELINE)
+    panels[0].set_yticks(range(len(runs)), [label_of(run, content["changed"]) for run in runs])
+    panels[0].set_ylim(len(runs) - 0.5, -0.5)
+    style.legend_below(made, 5, handletextpad=0.2)
+    return made
+
+
+def label_of(run: dict[str, Any], changed: list[str]) -> str:
+    """Returns `lr 0.0003, feature_weight 2`, or the end of the folder's name if nothing differs or the text is too long."""
+    values = {key.rpartition(".")[2]: run["changed"][key] for key in changed if key in run["changed"]}
+    parts = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()]
+    name, text = run["run"], ", ".join(parts)
+    if parts and len(text) <= LABEL_CHARACTERS:
+        return text
+    return name if len(name) <= LABEL_CHARACTERS else "..." + name[3 - LABEL_CHARACTERS :]

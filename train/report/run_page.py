@@ -1,4 +1,4 @@
-"""The pages and `curves.png` of a run: training curves, and the estimated beside the measured tokens per target pass.
+"""The page and the curves of a run: training, and the estimated beside the measured tokens per target pass.
 
 Everything is read from the run folder; `sage-report RUN` draws it again.
 """
@@ -11,21 +11,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from checkpoints import run_folder
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
 from data_prep.config import DROPPED
 from data_prep.own_answers import OWN_ANSWERS, listed_shares
 from sage.bench.report_table import measured_with
-from sage.io.files import write_text
 from sage.io.tables import markdown_table
 from sage.trees import AUTOREGRESSIVE, CHAIN
 from train.config.schema import ConfigError
 from train.report import style
 from train.report.compare import RunSummary, read_run
 from train.report.compare_table import measured_lines
-from train.report.run_plots import draw_curves
 from train.report.verdict import verdict_markdown
-from train.report.web import PAGE_SUFFIX, write_html
+from train.report.web import write_report
 
 CURVES = "curves.png"
 NOTE = (
@@ -36,13 +38,7 @@ ESTIMATE = "estimated_tokens_per_pass"
 
 
 def write_run_report(folder: Path, out: Path | None = None) -> Path:
-    """Draws the curves of a run and writes its page.
-
-    Args:
-        out: path of the page, with the curves beside it; None: `report.md` in the run folder.
-
-    Returns:
-        the path of the page.
+    """Draws the curves of a run and writes its page beside them, by default as `report.md` in the run folder; returns its path.
 
     Raises:
         ConfigError: `folder` is not a run, or no step was logged.
@@ -56,9 +52,7 @@ def write_run_report(folder: Path, out: Path | None = None) -> Path:
     path = out or folder / run_folder.REPORT_PAGE
     with style.rc_context():
         style.save(draw_curves(folder.name, lines, measured), path.parent / CURVES)
-    text = page(run, lines, measured, path.parent)
-    write_text(path, text)
-    write_html(text, path.with_suffix(PAGE_SUFFIX))
+    write_report(page(run, lines, measured, path.parent), path)
     return path
 
 
@@ -86,13 +80,15 @@ def page(run: RunSummary, lines: Sequence[dict[str, Any]], measured: Sequence[di
     """Returns the content of report.md; links are relative to `home`, the folder of the page."""
     folder = run.folder
     reports = read_reports(folder)
-    head = [
+    dropped = next((f"{line[DROPPED]:.0%}" for line in lines if DROPPED in line), None)
+    parts = [
+        f"# Run `{folder.name}`",
         _headline(run, lines[-1], measured),
         _own_answers(lines),
-        _dropped(lines),
+        f"{dropped} of the examples are longer than `data.max_length` and were dropped." if dropped else "",
         verdict_markdown(reports[-1][1]) if reports else "",
+        f"![Curves of the run]({CURVES})",
     ]
-    parts = [f"# Run `{folder.name}`", *head, f"![Curves of the run]({CURVES})"]
     if changed := run_folder.describe_recipe_changes(folder):
         parts.append("\n".join(["The training recipe was changed:", "", *(f"* {line}" for line in changed)]))
     if measured:
@@ -111,19 +107,15 @@ def _headline(run: RunSummary, last: dict[str, Any], measured: Sequence[dict[str
     text = f"{last['step']:,} steps, {last['tokens']:,} tokens in {minutes:.1f} minutes of training; loss {last['loss']:.4f}."
     if run.score is None:
         return text
-    named = f"{run.score_metric} of `{run_folder.score_policy(run.policies, run.score_policy)}`"
+    scored = run_folder.score_policy(run.policies, run.score_policy)
+    named = f"{run.score_metric} of `{scored}`"
     is_kept = run_folder.draft_step(run.folder / run_folder.BEST_DRAFT) == run.best_step
     text += f" Best {named}: **{run.score:.2f}**, after step {run.best_step:,}{' (`draft_best/`)' if is_kept else ''}."
-    return f"{text} {_fastest(run, measured)}".rstrip()
-
-
-def _fastest(run: RunSummary, measured: Sequence[dict[str, Any]]) -> str:
-    """Returns a sentence with the highest speedup if another step or policy has it than the best score."""
-    found = [(float(part["speedup"]), row["step"], name) for row in measured for name, part in row["policies"].items()]
-    speedup, step, name = max(found, default=(0.0, run.best_step, None))
-    if (step, name) == (run.best_step, run_folder.score_policy(run.policies, run.score_policy)) or name is None:
-        return ""
-    return f"By speed, the best is `{name}` after step {step:,}: **{speedup:.2f}x**."
+    speeds = [(float(part["speedup"]), row["step"], name) for row in measured for name, part in row["policies"].items()]
+    speedup, step, name = max(speeds, default=(0.0, run.best_step, scored))
+    if (step, name) != (run.best_step, scored):
+        text += f" By speed, the best is `{name}` after step {step:,}: **{speedup:.2f}x**."
+    return text
 
 
 def _own_answers(lines: Sequence[dict[str, Any]]) -> str:
@@ -134,11 +126,6 @@ def _own_answers(lines: Sequence[dict[str, Any]]) -> str:
     listed = listed_shares({key.removeprefix(prefix): share for key, share in found.items() if key.startswith(prefix)})
     text = "of the supervised tokens are the target's own choice"
     return f"{found[OWN_ANSWERS]:.0%} {text}{listed}, measured in the first steps."
-
-
-def _dropped(lines: Sequence[dict[str, Any]]) -> str:
-    found = next((line[DROPPED] for line in lines if DROPPED in line), None)
-    return "" if found is None else f"{found:.0%} of the examples are longer than `data.max_length` and were dropped."
 
 
 def _table(measured: Sequence[dict[str, Any]]) -> str:
@@ -177,3 +164,86 @@ def _files(folder: Path, home: Path) -> str:
     checks = run_folder.list_checks(folder)
     links += [(f"later check {check.name}", check / run_folder.REPORT_PAGE, "") for check in checks]
     return "\n".join(f"* [{label}]({Path(os.path.relpath(path, home)).as_posix()}){text}" for label, path, text in links)
+
+
+Lines = Sequence[dict[str, Any]]
+LOSSES = (("loss", style.INK), ("loss_ce", "#2f6fa7"), ("loss_feature", "#d98e4a"))
+NAMES = {  # of metrics in legends
+    "loss": "total",
+    "loss_ce": "cross-entropy",
+    "loss_feature": "features",
+    "agreement": "agreement of the top tokens",
+    "acceptance": "acceptance probability",
+}
+HEIGHT_IN = 7.4
+DODGED = 0.07  # share of the steps over which the dots of one validation are spread
+LOG_SCALE_RATIO = 50.0  # curves that span a larger factor have a logarithmic axis
+
+
+def draw_curves(name: str, lines: Lines, measured: Lines) -> Figure:
+    """Draws the curves of metrics.jsonl and the results of the validations."""
+    steps = [line["step"] for line in lines]
+    made = style.figure(HEIGHT_IN, f"Run {name}", f"{steps[-1]:,} optimizer steps, {lines[-1]['tokens']:,} tokens")
+    panels = made.subplots(3, 2, sharex=True)
+    _curves(panels[0][0], lines, LOSSES, "loss")
+    _curves(panels[0][1], lines, (("agreement", "#2f6fa7"), ("acceptance", "#b23a6b")), "agreement of draft and target")
+    panels[0][1].set(yscale="linear", ylim=(0, 1.02))
+    if estimated := [(line["step"], line[ESTIMATE]) for line in lines if ESTIMATE in line]:
+        panels[1][0].plot(*zip(*estimated, strict=True), color=style.FAINT, linewidth=1.3, label="estimated (chain)")
+    _dots(panels[1][0], measured, "tokens_per_target_pass")
+    _title(panels[1][0], "tokens per target pass", has_legend=bool(panels[1][0].lines))
+    _dots(panels[1][1], measured, "speedup")
+    panels[1][1].axhline(1.0, **style.BASELINE)
+    title = "speedup, decoding only" if measured else "speedup: no validation yet"
+    _title(panels[1][1], title, has_legend=any(row["policies"] for row in measured))
+    _curves(panels[2][0], lines, (("grad_norm", "#6f9e74"),), "gradient norm")
+    _rate_and_speed(panels[2][1], lines)
+    for axes in panels.flat:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        style.despine(axes)
+    for axes in panels[2]:
+        axes.set_xlabel("step")
+    return made
+
+
+def _curves(axes: Axes, lines: Lines, names: Sequence[tuple[str, str]], title: str) -> None:
+    known = [(name, color) for name, color in names if name in lines[-1] and any(line.get(name) for line in lines)]
+    for name, color in known:
+        found = [(line["step"], line[name]) for line in lines if name in line]
+        axes.plot(*zip(*found, strict=True), color=color, linewidth=1.5, label=NAMES.get(name, name))
+    values = [line[name] for name, _ in known for line in lines if line.get(name)]
+    if values and min(values) > 0 and max(values) > LOG_SCALE_RATIO * min(values):
+        axes.set_yscale("log")
+    _title(axes, title, has_legend=len(known) > 1)
+
+
+def _dots(axes: Axes, measured: Lines, figure: str) -> None:
+    """Draws the figure of every policy over steps; the policies are shifted, so that equal dots lie side by side."""
+    names = list(dict.fromkeys(name for row in measured for name in row["policies"]))
+    width = DODGED * max((row["step"] for row in measured), default=0)
+    for place, name in enumerate(names):
+        offset = style.dodged(place, len(names), width)
+        found = [(row["step"] + offset, row["policies"][name][figure]) for row in measured if name in row["policies"]]
+        color = style.policy_color(name, names)
+        axes.plot(*zip(*found, strict=True), color=color, linewidth=1.0, marker="o", markersize=4.5, label=name)
+
+
+def _rate_and_speed(axes: Axes, lines: Lines) -> None:
+    steps = [line["step"] for line in lines]
+    axes.plot(steps, [line["tokens_per_s"] for line in lines], color="#4f9aa8", linewidth=1.5)
+    axes.set_ylim(bottom=0)
+    _title(axes, "training tokens/s; dashed: learning rate")
+    twin = axes.twinx()
+    twin.spines[["top", "right", "left"]].set_visible(False)
+    twin.plot(steps, [line["lr"] for line in lines], color=style.FAINT, linewidth=1.2, linestyle=(0, (3, 2)))
+    twin.set_ylim(bottom=0)
+    twin.yaxis.set_major_formatter("{x:g}")
+    twin.tick_params(length=0, labelsize=8.5)
+    twin.set_ylabel("learning rate", fontsize=9)
+
+
+def _title(axes: Axes, text: str, has_legend: bool = False) -> None:
+    axes.set_title(text, fontsize=10, loc="left")
+    if has_legend:
+        looks: dict[str, Any] = {"frameon": True, "facecolor": "white", "edgecolor": "none", "framealpha": 0.8}
+        axes.legend(loc="best", handlelength=1.2, fontsize=8.5, **looks)

@@ -96,14 +96,6 @@ def despine(axes: Axes, grid: str = "y") -> None:
     axes.set_axisbelow(True)
 
 
-def twin_axis(axes: Axes) -> Axes:
-    """Returns a second y axis on the right, without spines."""
-    twin = axes.twinx()
-    twin.tick_params(length=0)
-    twin.spines[["top", "right", "left"]].set_visible(False)
-    return twin
-
-
 def phase_bar(axes: Axes, place: int, part: Mapping[str, Any], phases: Container[str] = PHASES) -> float:
     """Stacks the milliseconds per token of each phase in a horizontal bar; returns their sum. The first bar has the labels.
 

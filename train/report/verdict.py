@@ -46,6 +46,9 @@ SHALLOW = 2  # depth of the chain that is tried where a round costs too much
 MAX_HOLDOUT = 0.2  # share of the training data that is given up for prompts
 
 
+Cause = tuple[str, str, str]  # name of a rule, its sentence with figures, and the command that helps
+
+
 class Result(StrEnum):
     """The comparison with decoding without a draft; clear if the 95% interval of the speedup excludes 1."""
 
@@ -56,54 +59,27 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is recorded about a measured draft.
+    """What is recorded about a measured draft."""
 
-    Attributes:
-        report: content of report.json.
-        draft: the folder that commands name.
-        run: the run that trained it; "" without one.
-        export: the `--format` in which an engine serves it; "" if none does.
-        num_prompts: those to be measured; more than `report["prompts"]` if all that there are have been measured.
-        lines: of metrics.jsonl, up to the step of the draft.
-        config: configuration of the run by dotted key.
-        command: `sys.argv` of the run.
-    """
-
-    report: Mapping[str, Any]
-    draft: str
-    run: str = ""
-    export: str = ""
-    num_prompts: int = 0
-    lines: Sequence[Mapping[str, Any]] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
-    command: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Cause:
-    """The name of a rule, its sentence with figures, and the command that helps."""
-
-    name: str
-    sentence: str
-    command: str
+    report: Mapping[str, Any]  # content of report.json
+    draft: str  # the folder that commands name
+    run: str = ""  # the run that trained it; "" without one
+    export: str = ""  # the `--format` in which an engine serves it; "" if none does
+    num_prompts: int = 0  # those to be measured; more than `report["prompts"]` if all that there are have been measured
+    lines: Sequence[Mapping[str, Any]] = ()  # of metrics.jsonl, up to the step of the draft
+    config: Mapping[str, Any] = field(default_factory=dict)  # configuration of the run by dotted key
+    command: Sequence[str] = ()  # `sys.argv` of the run
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict, as it is stored in report.json under `verdict`.
-
-    Attributes:
-        sentence: the result with policy, speedup, interval and number of prompts.
-        cause: name of the rule that explains it; "" if none applies.
-        explanation: its sentence.
-        next: the command to type next.
-    """
+    """The verdict, as it is stored in report.json under `verdict`."""
 
     result: Result
-    sentence: str
-    cause: str
-    explanation: str
-    next: str
+    sentence: str  # the result with policy, speedup, interval and number of prompts
+    cause: str  # name of the rule that explains it; "" if none applies
+    explanation: str  # its sentence
+    next: str  # the command to type next
 
 
 def judge(facts: Facts) -> Verdict | None:
@@ -112,26 +88,21 @@ def judge(facts: Facts) -> Verdict | None:
     if name is None:
         return None
     part = facts.report["policies"][name]
-    result = _result(part)
+    result, sentence = _result(part), _sentence(facts.report, name)
     seems_faster = result is Result.faster or ("speedup_ci" not in part and part["speedup"] > 1)
     rules = [_foreign_answers] if seems_faster else CAUSES
     if result is Result.unclear:
         rules = [*rules, _few_prompts]
     cause = next((found for rule in rules if (found := rule(facts, name)) is not None), None)
-    command = cause.command if cause else _next_command(facts, result)
-    sentence = _sentence(facts.report, name, result)
-    return Verdict(result, sentence, cause.name if cause else "", cause.sentence if cause else "", command)
+    if cause is None:
+        return Verdict(result, sentence, "", "", _next_command(facts, result))
+    return Verdict(result, sentence, *cause)
 
 
 def add_verdict(
     report: dict[str, Any], draft: str, run: Path | None, step: int | None, export: str = "", num_prompts: int = 0
 ) -> None:
-    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known.
-
-    Args:
-        export: the `--format` in which an engine serves the draft; empty if none does.
-        num_prompts: those to be measured.
-    """
+    """Adds the verdict to the content of a report.json, from what the run has recorded up to `step`; None: not known."""
     facts = Facts(report=report, draft=draft, export=export, num_prompts=num_prompts)
     if run is not None and step is not None:
         facts = replace(
@@ -171,22 +142,14 @@ def _result(part: Mapping[str, Any]) -> Result:
     return Result.faster if low > 1 else Result.slower if high < 1 else Result.unclear
 
 
-def _sentence(report: Mapping[str, Any], name: str, result: Result) -> str:
+def _sentence(report: Mapping[str, Any], name: str) -> str:
     part = report["policies"][name]
-    heads = {
-        Result.faster: "faster than without a draft",
-        Result.slower: "slower than without a draft",
-        Result.unclear: "no clear difference from decoding without a draft",
-    }
-    bounds, count = part.get("speedup_ci"), report["prompts"]
-    if not bounds:
-        heads[Result.unclear] = "not decided by one prompt"
-    sure = f"95% interval {bounds[0]:.2f} to {bounds[1]:.2f} over {count} prompts" if bounds else "no interval"
-    tokens = f"{part['tokens_per_target_pass']:.2f} tokens per target pass"
-    return f"{heads[result]}: {part['speedup']:.2f}x with {name} ({sure}), {tokens}"
-
-
-# -- causes ------------------------------------------------------------------------------------------------------------
+    result, bounds = _result(part), part.get("speedup_ci")
+    head = f"{result} than without a draft"
+    if result is Result.unclear:
+        head = "no clear difference from decoding without a draft" if bounds else "not decided by one prompt"
+    sure = f"95% interval {bounds[0]:.2f} to {bounds[1]:.2f} over {report['prompts']} prompts" if bounds else "no interval"
+    return f"{head}: {part['speedup']:.2f}x with {name} ({sure}), {part['tokens_per_target_pass']:.2f} tokens per target pass"
 
 
 def _foreign_answers(facts: Facts, name: str) -> Cause | None:
@@ -197,7 +160,7 @@ def _foreign_answers(facts: Facts, name: str) -> Cause | None:
         f"foreign answers: {own:.0%} of the supervised tokens are the target's own choice, below {MIN_OWN_SHARE:.0%}; the "
         "draft has learned text that the target does not write"
     )
-    return Cause("foreign_answers", sentence, own_answers_command(facts.command, facts.run))
+    return "foreign_answers", sentence, own_answers_command(facts.command, facts.run)
 
 
 def _no_own_outputs(facts: Facts, name: str) -> Cause | None:
@@ -215,7 +178,7 @@ def _no_own_outputs(facts: Facts, name: str) -> Cause | None:
         f"{second:.0%} of its second ones, which follow its own first token"
     )
     change = f"objective.steps={UNROLLED_STEPS}"
-    return Cause("no_own_outputs", sentence, changed_command(facts.command, facts.run, change, "unrolled"))
+    return "no_own_outputs", sentence, changed_command(facts.command, facts.run, change, "unrolled")
 
 
 def _other_prompts(facts: Facts, name: str) -> Cause | None:
@@ -227,7 +190,7 @@ def _other_prompts(facts: Facts, name: str) -> Cause | None:
         f"prompts unlike the training data: {measured:.2f} tokens per target pass measured for chain, {estimate:.2f} estimated "
         "on the training batches; FILE needs rows like the prompts"
     )
-    return Cause("other_prompts", sentence, changed_command(facts.command, facts.run, "data.path=FILE", "like_prompts"))
+    return "other_prompts", sentence, changed_command(facts.command, facts.run, "data.path=FILE", "like_prompts")
 
 
 def _prompts_together(facts: Facts, name: str) -> Cause | None:
@@ -238,7 +201,7 @@ def _prompts_together(facts: Facts, name: str) -> Cause | None:
         f"{count} prompts decoded together: without a draft, their passes verify a token of each already, and every drafted "
         "token adds a row; the speedup of one request is measured with a batch size of 1"
     )
-    return Cause("prompts_together", sentence, f"sage-validate {_checkpoint(facts)} decode.batch_size=1")
+    return "prompts_together", sentence, f"sage-validate {_checkpoint(facts)} decode.batch_size=1"
 
 
 def _too_few_steps(facts: Facts, name: str) -> Cause | None:
@@ -253,7 +216,7 @@ def _too_few_steps(facts: Facts, name: str) -> Cause | None:
         f"too few steps: the estimate rose from {before:.2f} to {after:.2f} tokens per target pass in the last quarter of "
         f"{last} steps"
     )
-    return Cause("too_few_steps", sentence, _longer_run(facts))
+    return "too_few_steps", sentence, _longer_run(facts)
 
 
 def _cost_of_a_round(facts: Facts, name: str) -> Cause | None:
@@ -269,7 +232,7 @@ def _cost_of_a_round(facts: Facts, name: str) -> Cause | None:
         "overhead"
     )
     options = f"decode.policies=[{AUTOREGRESSIVE},{CHAIN},{COST_AWARE}] decode.options.{CHAIN}.depth={SHALLOW}"
-    return Cause("cost_of_a_round", sentence, f"sage-validate {_checkpoint(facts)} {options}")
+    return "cost_of_a_round", sentence, f"sage-validate {_checkpoint(facts)} {options}"
 
 
 def _low_acceptance(facts: Facts, name: str) -> Cause | None:
@@ -277,7 +240,7 @@ def _low_acceptance(facts: Facts, name: str) -> Cause | None:
     if tokens >= MIN_ACCEPTED or not facts.lines:
         return None
     sentence = f"low acceptance: {tokens:.2f} tokens per target pass at best after {facts.lines[-1]['step']} steps"
-    return Cause("low_acceptance", sentence, _longer_run(facts))
+    return "low_acceptance", sentence, _longer_run(facts)
 
 
 def _few_prompts(facts: Facts, name: str) -> Cause | None:
@@ -288,21 +251,17 @@ def _few_prompts(facts: Facts, name: str) -> Cause | None:
     share = facts.config.get("data.holdout", MAX_HOLDOUT)
     if not facts.run:
         command = f"sage-validate {_checkpoint(facts)} data=auto data.path=FILE data.holdout={MAX_HOLDOUT}"
-        return Cause("few_prompts", f"{sentence}; FILE needs more rows", command)
+        return "few_prompts", f"{sentence}; FILE needs more rows", command
     if share >= MAX_HOLDOUT or any(key.startswith("data.validation.") for key in facts.config):
         command = changed_command(facts.command, facts.run, "data.path=FILE", "more_data")
-        return Cause("few_prompts", f"{sentence}; FILE needs more rows", command)
+        return "few_prompts", f"{sentence}; FILE needs more rows", command
     change = f"data.holdout={min(MAX_HOLDOUT, share * wanted / count):g}"
-    return Cause("few_prompts", sentence, changed_command(facts.command, facts.run, change, "more_prompts"))
+    return "few_prompts", sentence, changed_command(facts.command, facts.run, change, "more_prompts")
 
 
-Rule = Callable[[Facts, str], Cause | None]
-CAUSES: list[Rule] = [
+CAUSES: list[Callable[[Facts, str], Cause | None]] = [
     _foreign_answers, _no_own_outputs, _other_prompts, _prompts_together, _too_few_steps, _cost_of_a_round, _low_acceptance
 ]  # fmt: skip
-
-
-# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 def _longer_run(facts: Facts) -> str:

@@ -12,7 +12,6 @@ import sage
 from checkpoints.vllm_plugin import INSTALL_PLUGIN
 from sage.bench.measurement import BenchPrompt
 from sage.decoding.generation import start
-from sage.decoding.sampling import Sampling
 from sage.targets import Target
 
 MIN_FIRST = 0.3  # share of rounds; with less, a drafted token is not worth its cost in any engine
@@ -22,17 +21,15 @@ TOLERANCE_OTHER_TEXTS = 0.03  # otherwise: the rounds of both sides are differen
 
 @dataclass(frozen=True)
 class Answers:
-    """Token ids, and tokens per round after the prefill, of every prompt; at most `depth` drafted tokens per round.
+    """The answers of one decoder, by prompt.
 
-    Attributes:
-        counts: drafted tokens that each round accepted, as the decoder counts them; None if it does not. The end of an answer
-            can truncate the tokens of its last round, and not its count.
+    The end of an answer can truncate the tokens of its last round, and not its count.
     """
 
     tokens: list[list[int]]
-    rounds: list[list[int]]
-    depth: int
-    counts: list[list[int]] | None = None
+    rounds: list[list[int]]  # tokens per round after the prefill
+    depth: int  # drafted tokens per round at most
+    counts: list[list[int]] | None = None  # drafted tokens that each round accepted; None if the decoder does not count them
 
     def accepted_in(self, prompt: int) -> list[int]:
         """Returns the drafted tokens that each round of an answer accepted; without a count per round, its tokens less one."""
@@ -64,33 +61,25 @@ class Answers:
 
 def decode_chain(target: Target, draft: Any, prompts: Sequence[BenchPrompt], depth: int, max_new_tokens: int) -> Answers:
     """Decodes every prompt greedily with our policy `chain`, which drafts as engines do: `depth` tokens, one per position."""
-    sampling = Sampling(max_new_tokens=max_new_tokens)
-    answers = [_decode_one(target, draft, prompt, depth, sampling) for prompt in prompts]
-    return Answers([one[0] for one in answers], [one[1] for one in answers], depth, [one[2] for one in answers])
-
-
-def _decode_one(
-    target: Target, draft: Any, prompt: BenchPrompt, depth: int, sampling: Sampling
-) -> tuple[list[int], list[int], list[int]]:
-    """Returns the tokens of an answer, and by round the emitted and the accepted ones."""
-    request = start(target, draft, prompt.inputs, sage.policy("chain", depth=depth), sampling=sampling)
-    with torch.inference_mode():
-        rounds = [(len(one.tokens), one.num_drafted) for one in request.rounds()][1:]  # the first one is the prefill
-    return list(request.tokens), [emitted for emitted, _ in rounds], [accepted for _, accepted in rounds]
+    tokens, emitted, accepted = [], [], []
+    for prompt in prompts:
+        request = start(target, draft, prompt.inputs, sage.policy("chain", depth=depth), max_new_tokens=max_new_tokens)
+        with torch.inference_mode():
+            rounds = list(request.rounds())[1:]  # the first one is the prefill
+        tokens.append(list(request.tokens))
+        emitted.append([len(one.tokens) for one in rounds])
+        accepted.append([one.num_drafted for one in rounds])
+    return Answers(tokens, emitted, depth, accepted)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The answers of one draft in three places: as trained and as exported in our decoder, and as exported in the engine.
-
-    Attributes:
-        has_fault: whether the engine drafts wrongly after images, because our plugin is missing.
-    """
+    """The answers of one draft in three places: as trained and as exported in our decoder, and as exported in the engine."""
 
     trained: Answers
     exported: Answers
     engine: Answers
-    has_fault: bool = False
+    has_fault: bool = False  # whether the engine drafts wrongly after images, because our plugin is missing
 
     def rows(self, engine: str) -> dict[str, Answers]:
         """Returns the answers by label."""
@@ -120,11 +109,6 @@ def is_short_of(answers: Answers, reference: Answers) -> bool:
     return any(theirs < ours - tolerance for ours, theirs in zip(reference.accepted, answers.accepted, strict=True))
 
 
-def differs_from(answers: Answers, reference: Answers) -> bool:
-    """Returns whether some share is outside the tolerance, in either direction."""
-    return is_short_of(answers, reference) or is_short_of(reference, answers)
-
-
 def verdict(found: Measured, fed: str | None, trained_with: str | None) -> list[str]:
     """Returns one line for each part at fault, the first to correct first; empty if all are good.
 
@@ -138,7 +122,7 @@ def verdict(found: Measured, fed: str | None, trained_with: str | None) -> list[
             f"draft bad: our decoder accepts its first token in {found.trained.accepted[0]:.0%} of the rounds, less than "
             f"{MIN_FIRST:.0%}: train further, or on data like these prompts"
         )
-    if differs_from(found.exported, found.trained):
+    if is_short_of(found.exported, found.trained) or is_short_of(found.trained, found.exported):
         lines.append(
             "export bad: in our decoder, the exported weights and levels are accepted differently from the trained draft's: "
             "export again"

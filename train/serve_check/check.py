@@ -1,7 +1,7 @@
 """`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and which part is at fault.
 
-Owns: the order of steps and the refusals. Does not own: the rules (train.serve_check.acceptance), the engine's process
-(train.serve_check.vllm_process), the page (train.serve_check.page), the checks of files (checkpoints.export.checks).
+Owns: the order of steps and the refusals. Does not own: the rules (train.serve_check.acceptance), the checks of files
+(checkpoints.export.checks).
 """
 
 from __future__ import annotations
@@ -26,15 +26,25 @@ from checkpoints.export.formats.registry import variants
 from checkpoints.export.serving import FED_INPUTS, image_inputs_of
 from checkpoints.export.target import TargetFacts
 from checkpoints.vllm_plugin import INSTALL_PLUGIN, RELEASES
+from sage.bench.measurement import BenchPrompt
 from sage.io.dtypes import dtype_name
 from sage.io.files import check_writable
 from sage.io.machine import available_cores
 from sage.io.page import write_page
 from sage.io.tables import text_table
 from train.serve_check.acceptance import Answers, Measured, acceptance_table, decode_chain, verdict
-from train.serve_check.page import AskedPrompt, render_check
-from train.serve_check.prompts import PROMPTS_FILE, prompt_data, validation_prompts, write_prompts
-from train.serve_check.vllm_process import EngineFacts, EngineFailed, EngineSetting, VllmProcess, check_engine
+from train.serve_check.page import render_check
+from train.serve_check.vllm_process import (
+    PROMPTS_FILE,
+    EngineFacts,
+    EngineFailed,
+    EngineSetting,
+    VllmProcess,
+    check_engine,
+    prompt_data,
+    validation_prompts,
+    write_prompts,
+)
 
 logger = logging.getLogger(__name__)
 ENGINE = "vLLM"
@@ -43,25 +53,16 @@ PAGE_SUFFIX = "_serve_check.html"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCheck:
-    """What is checked.
+    """What is checked."""
 
-    Attributes:
-        source: the run or folder of the trained draft.
-        export: folder of its export.
-        python: interpreter of an environment with vLLM.
-        target: folder or hub id of the target; None = the one the draft was trained with.
-        depth: drafted tokens per round.
-        page: file of the page; None = `EXPORT_serve_check.html` beside the export.
-    """
-
-    source: Path
-    export: Path
-    python: Path
-    target: str | None = None
+    source: Path  # the run or folder of the trained draft
+    export: Path  # folder of its export
+    python: Path  # interpreter of an environment with vLLM
+    target: str | None = None  # folder or hub id of the target; None = the one the draft was trained with
     num_prompts: int = 16
     max_new_tokens: int = 64
-    depth: int = 3
-    page: Path | None = None
+    depth: int = 3  # drafted tokens per round
+    page: Path | None = None  # file of the page; None = `EXPORT_serve_check.html` beside the export
 
     @property
     def page_path(self) -> Path:
@@ -72,17 +73,11 @@ class ServeCheck:
 
 @dataclass(frozen=True)
 class ServeResult:
-    """The outcome.
+    """The outcome, with what `render_check` shows of it."""
 
-    Attributes:
-        rows: label, then answers, of every decoder that ran; empty if the engine was not started.
-        faults: one line per part at fault; empty: all good.
-        prompts, tokenizer, settings: for the page, as for `render_check`.
-    """
-
-    rows: dict[str, Answers]
-    faults: list[str]
-    prompts: Sequence[AskedPrompt] = ()
+    rows: dict[str, Answers]  # label, then answers, of every decoder that ran; empty if the engine was not started
+    faults: list[str]  # one line per part at fault; empty: all good
+    prompts: Sequence[BenchPrompt] = ()
     tokenizer: Any = None
     settings: Mapping[str, str] = field(default_factory=dict)
 
@@ -126,25 +121,30 @@ def serve_check(options: ServeCheck) -> ServeResult:
         return ServeResult({}, [f"export bad: {error}"])
     with tempfile.TemporaryDirectory() as scratch:
         logger.info("decoding %d prompts with our decoder", len(conversations))
-        ours, asked, setting = _decode_ours(
-            options, facts, conversations, (trained.to(exported.dtype), exported), Path(scratch)
+        drafts = (trained.to(exported.dtype), exported)
+        (as_trained, as_exported), prompts, tokenizer, setting = _decode_ours(
+            options, facts, conversations, drafts, Path(scratch)
         )
         gc.collect()
         torch.cuda.empty_cache()  # the engine needs the target's memory
         logger.info("decoding them with %s %s", label, engine.version)
-        setting = replace(setting, speculative=format_.vllm_options)
-        theirs = _decode_theirs(options, setting, Path(scratch))
-    found = Measured(*ours, theirs, has_fault=bool(facts.mrope_section) and facts.has_images and not engine.has_plugin)
+        theirs = _decode_theirs(options, replace(setting, speculative=format_.vllm_options), Path(scratch))
+    found = Measured(
+        as_trained, as_exported, theirs, has_fault=bool(facts.mrope_section) and facts.has_images and not engine.has_plugin
+    )
     fed = FED_INPUTS[ENGINE] if facts.has_images and fed_in_training else fed_in_training
-    named = {"draft": source.draft, "export": options.export, "target": facts.name, "engine": f"{label} {engine.version}"}
     settings = {
-        **{name: str(value) for name, value in named.items()},
+        "draft": source.draft,
+        "export": options.export,
+        "target": facts.name,
+        "engine": f"{label} {engine.version}",
         "format": format_.label,
         "dtype": setting.dtype,
-        "drafted tokens per round": str(options.depth),
-        "maximum tokens": str(options.max_new_tokens),
+        "drafted tokens per round": options.depth,
+        "maximum tokens": options.max_new_tokens,
     }
-    return ServeResult(found.rows(label), verdict(found, fed, fed_in_training), *asked, settings)
+    shown = {name: str(value) for name, value in settings.items()}
+    return ServeResult(found.rows(label), verdict(found, fed, fed_in_training), prompts, tokenizer, shown)
 
 
 def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
@@ -153,8 +153,8 @@ def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
         raise ValueError(f"--target {facts.name}: {ENGINE} serves no drafts for {facts.model_type}; decode with sage-generate")
     assert checked.format is not None, "a folder without errors has a format"
     if ENGINE not in checked.format.engines:
-        names, found = ", ".join(one.choice for one in variants() if ENGINE in one.engines), checked.format.label
-        raise ValueError(f"--serve-check {checked.folder}: {found} is not served by {ENGINE}; export with --format {names}")
+        names, label = ", ".join(one.choice for one in variants() if ENGINE in one.engines), checked.format.label
+        raise ValueError(f"--serve-check {checked.folder}: {label} is not served by {ENGINE}; export with --format {names}")
     return checked.format
 
 
@@ -170,10 +170,10 @@ def check_engine_of(format_: ExportFormat, facts: TargetFacts, python: Path) -> 
 
 
 def _decode_ours(
-    options: ServeCheck, facts: TargetFacts, conversations: Sequence[Any], drafts: tuple[Any, Any], scratch: Path
-) -> tuple[tuple[Answers, Answers], tuple[list[AskedPrompt], Any], EngineSetting]:
-    """Returns the answers of both drafts in our decoder, the prompts and the tokenizer for the page, and the setting of the
-    engine; the target is released on return.
+    options: ServeCheck, facts: TargetFacts, conversations: Sequence[Any], drafts: Sequence[Any], scratch: Path
+) -> tuple[list[Answers], list[BenchPrompt], Any, EngineSetting]:
+    """Returns the answers of the drafts in our decoder, prompts, tokenizer, and the setting of the engine; the target is
+    released on return.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = None if device.type == "cuda" else torch.float32  # equal dtypes on both sides
@@ -192,12 +192,10 @@ def _decode_ours(
         max_model_len=longest + options.max_new_tokens + options.depth + 1,
         is_compiled=False,
     )
-    asked = [AskedPrompt.of(prompt) for prompt in prompts]
-    return (answers[0], answers[1]), (asked, target.processor.tokenizer if target.processor else None), setting
+    return answers, prompts, target.processor.tokenizer if target.processor else None, setting
 
 
 def _decode_theirs(options: ServeCheck, setting: EngineSetting, scratch: Path) -> Answers:
-    """Returns the engine's answers."""
     log = scratch / "vllm.log"
     process = VllmProcess(
         options.python, scratch / PROMPTS_FILE, log, max_new_tokens=options.max_new_tokens, cores=available_cores()

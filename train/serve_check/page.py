@@ -1,45 +1,24 @@
-"""The page of a serve check: the answer of every prompt by vLLM beside that of our decoder, and the rounds that differ.
-
-Does not own: the verdict (train.serve_check.acceptance).
-"""
+"""The page of a serve check: the answer of every prompt by vLLM beside that of our decoder, and the rounds that differ."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from sage.bench.measurement import BenchPrompt
 from sage.inputs.messages import text_of
-from sage.inputs.thumbnails import Media, media_thumbnails
+from sage.inputs.thumbnails import media_thumbnails
 from sage.io.page import link, render, table
 from sage.io.tables import counted
-from sage.replay.answer_spans import MAX_STYLES, answer_spans, num_equal, token_pieces
+from sage.replay.trace_page import MAX_STYLES, answer_spans, num_equal, token_pieces
 from train.serve_check.acceptance import Answers, acceptance_table
 
 TEMPLATE = Path(__file__).with_name("serve_check.html")
 MAX_SHOWN = 48  # prompts with their answers, those with the most differences; all would make the page large
 IMAGE_SIDE, FRAME_SIDE = 160, 64  # pixels
 BASE = 1  # the row that others are compared with: the export in our decoder
-
-
-@dataclass(frozen=True)
-class AskedPrompt:
-    """A prompt as the page shows it: name, task, (role, text) of its messages, small copies of its images."""
-
-    name: str
-    family: str
-    texts: list[tuple[str, str]]
-    media: list[Media]
-
-    @classmethod
-    def of(cls, prompt: BenchPrompt) -> AskedPrompt:
-        """Returns what is shown of a prompt."""
-        texts = [(str(message["role"]), text_of(message)) for message in prompt.messages]
-        media = list(media_thumbnails(prompt.messages, IMAGE_SIDE, FRAME_SIDE))
-        return cls(prompt.name, prompt.family, texts, media)
 
 
 def differing_rounds(answers: Answers, base: Answers, prompt: int) -> list[bool]:
@@ -57,17 +36,11 @@ def _starts(rounds: Sequence[int]) -> list[tuple[int, int]]:
 def render_check(
     rows: Mapping[str, Answers],
     faults: Sequence[str],
-    prompts: Sequence[AskedPrompt],
+    prompts: Sequence[BenchPrompt],
     tokenizer: Any,
     settings: Mapping[str, str],
 ) -> str:
-    """Returns the page.
-
-    Args:
-        rows: the answers by label, as of `Measured.rows`.
-        faults: of the verdict.
-        settings: draft, export, target and engine by name.
-    """
+    """Returns the page of the answers by label (`Measured.rows`), with draft, export, target and engine among the settings."""
     base = list(rows.values())[BASE]
     differing = [{label: differing_rounds(one, base, place) for label, one in rows.items()} for place in range(len(prompts))]
     order = sorted(range(len(prompts)), key=lambda place: -sum(map(sum, differing[place].values())))
@@ -90,7 +63,7 @@ def render_check(
 def _overview(
     rows: Mapping[str, Answers],
     differing: Sequence[Mapping[str, Sequence[bool]]],
-    prompts: Sequence[AskedPrompt],
+    prompts: Sequence[BenchPrompt],
     order: Sequence[int],
 ) -> dict[str, Any]:
     """Returns the table of all prompts, those with the most differences first."""
@@ -115,21 +88,24 @@ def _overview(
 
 
 def _prompt(
-    rows: Mapping[str, Answers], differing: Mapping[str, Sequence[bool]], place: int, prompt: AskedPrompt, tokenizer: Any
+    rows: Mapping[str, Answers], differing: Mapping[str, Sequence[bool]], place: int, prompt: BenchPrompt, tokenizer: Any
 ) -> dict[str, Any]:
     ours = list(rows)[BASE]
     counts = {label: counted(sum(found), "round") for label, found in differing.items() if any(found)}
     notes = [f"{label}: {count} unlike those of {ours}" for label, count in counts.items()]
-    answers = [
-        {"label": label, "tokens": _tokens(rows[label], place, differing[label], tokenizer)} for label in list(rows)[BASE:]
-    ]
-    return {"number": place + 1, "prompt": prompt, "notes": notes or ["All rounds are equal."], "answers": answers}
-
-
-def _tokens(answers: Answers, place: int, differing: Sequence[bool], tokenizer: Any) -> list[dict[str, Any]]:
-    tokens, rounds = answers.tokens[place], zip(answers.rounds[place], answers.accepted_in(place), strict=True)
-    spans = answer_spans(tokens, token_pieces(tokens, tokenizer), rounds, tokenizer)
-    for span in spans:
-        if span["round"] and differing[span["round"] - 1]:
-            span["style"] += " differs"
-    return spans
+    answers = []
+    for label in list(rows)[BASE:]:
+        tokens, rounds = rows[label].tokens[place], zip(rows[label].rounds[place], rows[label].accepted_in(place), strict=True)
+        spans = answer_spans(tokens, token_pieces(tokens, tokenizer), rounds, tokenizer)
+        for span in spans:
+            if span["round"] and differing[label][span["round"] - 1]:
+                span["style"] += " differs"
+        answers.append({"label": label, "tokens": spans})
+    return {
+        "number": place + 1,
+        "prompt": prompt,
+        "texts": [(str(message["role"]), text_of(message)) for message in prompt.messages],
+        "media": list(media_thumbnails(prompt.messages, IMAGE_SIDE, FRAME_SIDE)),
+        "notes": notes or ["All rounds are equal."],
+        "answers": answers,
+    }

@@ -1,4 +1,4 @@
-"""Checks that an environment has a usable vLLM, starts `vllm_worker.py` in it and exchanges JSON lines with it."""
+"""vLLM in a process of its own: its environment, the prompts as it reads them, JSON lines exchanged with `vllm_worker.py`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from checkpoints.run_folder import read_run_config
 from checkpoints.vllm_plugin import PLUGIN, is_known
+from data_prep import pocket
+from data_prep.build import prompts as held_out
+from data_prep.config import DataConfig, data_config
+from data_prep.conversation import Conversation, media_parts
+from data_prep.splits import Split
+from sage.bench.measurement import BenchPrompt
+from sage.inputs.media import open_image, source_of
+from sage.io.files import write_text
 from sage.io.machine import pin
+from sage.targets import Target
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 KV_CACHE_GIB = 1  # several hundred thousand tokens of a pocket target
@@ -43,25 +53,15 @@ class EngineFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetting:
-    """What an engine serves.
+    """What an engine serves."""
 
-    Attributes:
-        target: folder of the target.
-        draft: folder of an exported draft; None decodes without speculation.
-        depth: `num_speculative_tokens`.
-        speculative: fields of vLLM's `speculative_config` for the draft's format (`ExportFormat.vllm_options`).
-        dtype: of the target.
-        max_model_len: tokens of the longest prompt with its answer.
-        is_compiled: vLLM's default; False is `enforce_eager`.
-    """
-
-    target: str
-    draft: Path | None = None
-    depth: int = 0
-    speculative: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "float32"
-    max_model_len: int = 2048
-    is_compiled: bool = True
+    target: str  # folder of the target
+    draft: Path | None = None  # folder of an exported draft; None decodes without speculation
+    depth: int = 0  # `num_speculative_tokens`
+    speculative: Mapping[str, Any] = field(default_factory=dict)  # of the draft's format (`ExportFormat.vllm_options`)
+    dtype: str = "float32"  # of the target
+    max_model_len: int = 2048  # tokens of the longest prompt with its answer
+    is_compiled: bool = True  # vLLM's default; False is `enforce_eager`
 
     def llm_options(self) -> dict[str, Any]:
         """Returns the arguments of `vllm.LLM`."""
@@ -136,15 +136,12 @@ class VllmProcess:
         try:
             self._process.stdin.write(json.dumps({"action": action, **arguments}) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError as error:
-            raise self._failure() from error
-        line = self._process.stdout.readline()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
         if not line:
-            raise self._failure()
+            raise EngineFailed(self._process.wait(), self.log)
         return json.loads(line)
-
-    def _failure(self) -> EngineFailed:
-        return EngineFailed(self._process.wait(), self.log)
 
 
 def environment(python: Path, threads: int) -> dict[str, str]:
@@ -169,10 +166,8 @@ class EngineFacts(NamedTuple):
 
 
 def check_engine(python: Path) -> EngineFacts:
-    """Reads the facts from the environment of an interpreter; nothing of vLLM is imported.
-
-    Raises:
-        ValueError: no such interpreter, no vLLM in its environment, or one that is too old.
+    """Reads the facts from the environment of an interpreter; nothing of vLLM is imported. Raises ValueError without such an
+    interpreter, or a vLLM that is new enough in its environment.
     """
     if not python.is_file() or not os.access(python, os.X_OK):
         raise ValueError(f"--engine-python {python}: no such interpreter; {INSTALL}")
@@ -187,3 +182,50 @@ def check_engine(python: Path) -> EngineFacts:
         needed = ".".join(map(str, MIN_VERSION))
         raise ValueError(f"--engine-python {python}: vLLM {version} is too old; at least {needed} is needed: upgrade it")
     return EngineFacts(version, PLUGIN in plugins.split() and is_known(version))
+
+
+PROMPTS_FILE = "prompts.json"
+NUM_READ = 4  # times the prompts needed, since those with videos are left out
+
+
+def prompt_data(run: Path | None, target: str) -> DataConfig:
+    """Returns the data whose held-out prompts are asked: those of the draft's run, without one of the pocket world. Raises
+    ValueError if the run's settings cannot be read, or without a run and a pocket target.
+    """
+    if run is not None:
+        return data_config(read_run_config(run).get("data") or {})
+    if Path(target).resolve().is_relative_to(Path(pocket.__file__).parent / "targets"):
+        return DataConfig()
+    raise ValueError("RUN: its prompts are those of a run's data.validation; give a run, RUN/draft or RUN/draft_best")
+
+
+def validation_prompts(data: DataConfig, count: int) -> list[Conversation]:
+    """Returns up to `count` first questions without videos. Raises ValueError for data that cannot be read, or without one."""
+    found = held_out(data, Split.validation, NUM_READ * count)
+    usable = [one for one in found if not any(part["type"] == "video" for part in media_parts(one.messages))]
+    if not usable:
+        raise ValueError(f"data.validation: its first {len(found)} prompts all have videos; the check needs images or text")
+    return usable[:count]
+
+
+def write_prompts(target: Target, conversations: Iterable[Any], folder: Path) -> tuple[list[BenchPrompt], Path]:
+    """Writes the ids and images of conversations that end with a question, without videos, below `folder`; returns our inputs
+    and the file that engines read. Raises ValueError with the name of a prompt that cannot be prepared.
+    """
+    prompts, rows = [], []
+    for number, conversation in enumerate(conversations):
+        messages = conversation.messages
+        try:
+            inputs = target.prepare(messages)
+            parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
+            images = [str(folder / f"{number}-{place}.png") for place in range(len(parts))]
+            for part, path in zip(parts, images, strict=True):
+                open_image(source_of(part, "image")).save(path)  # without loss
+        except ValueError as error:
+            raise ValueError(f"prompt {conversation.id}: {error}") from error
+        assert target.processor is not None, "it prepared the inputs"
+        rows.append({"ids": target.processor.prompt_ids(messages), "images": images})
+        prompts.append(BenchPrompt(name=str(conversation.id), family=conversation.family, inputs=inputs, messages=messages))
+    file = folder / PROMPTS_FILE
+    write_text(file, json.dumps(rows))
+    return prompts, file

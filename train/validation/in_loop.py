@@ -1,7 +1,7 @@
-"""Validation during training: saves the draft, measures it with the decoder, keeps the best one.
+"""Validation during training: saves the draft, decodes on one rank or all of them, merges, keeps the best draft.
 
-Owns: writing `draft/` and `draft_best/`, the early-stopping counters of the run's state. Does not own: measuring
-(train.validation.validate), the ranks that decode (train.validation.decode_ranks), the score (checkpoints.run_folder).
+Owns: which ranks decode which prompts, writing `draft/` and `draft_best/`, the early-stopping counters of the run's state. Does
+not own: measuring (train.validation.validate), the score (checkpoints.run_folder).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ import sage
 from checkpoints.run_folder import BEST_DRAFT, METRICS, read_metrics
 from checkpoints.run_folder import score as score_of
 from checkpoints.store import SaveFailed, new_folder, saving
-from sage.bench.measurement import Interrupted, Measurement
+from sage.bench.measurement import Interrupted, Measurement, Planned
 from sage.bench.report_table import interruption
 from sage.io.model_files import in_one_line
 from sage.planning.base import Policy
-from train.config.schema import Config
+from train.config.schema import Config, ValidateOn
 from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget
 from train.launch.nodes import RunDisk
@@ -36,8 +37,103 @@ from train.monitor.sinks import Tracker
 from train.report.run_page import write_run_report
 from train.report.verdict import verdict_lines
 from train.state.resume import TrainState, rng_state, save_draft, set_rng_state
-from train.validation.decode_ranks import DecodeShard
+from train.validation.prompts import PromptSet
 from train.validation.validate import ReportInfo, Validate
+
+
+@dataclass(frozen=True)
+class DecodeShard:
+    """The prompts that this rank decodes, and the merge of all ranks' measurements."""
+
+    ranks: Ranks
+    prompts: PromptSet  # empty on a rank that does not decode
+    divided: PromptSet | None = None  # the prompts of all ranks if they are divided among them; None: rank 0 decodes alone
+
+    @property
+    def num_turns(self) -> int:
+        """Turns over all ranks, on rank 0."""
+        return (self.divided or self.prompts).num_turns
+
+    def check_stop(self, stop: StopFlag, done: int, total: int) -> None:
+        """Called after each of `total` prompts; raises `Interrupted` if `stop` is set and prompts are left."""
+        if stop.is_set and done < total:
+            raise Interrupted
+
+    def merge(self, own: Measurement | None, is_interrupted: bool = False) -> Measurement | None:
+        """Returns the measurement of all ranks on rank 0, None elsewhere; an interrupted one is marked as such.
+
+        Rank 0 prepares the inputs of the others' prompts itself: pixel values are not sent.
+
+        Args:
+            is_interrupted: whether this rank was interrupted before it completed a prompt.
+
+        Raises:
+            Interrupted: if a rank was interrupted, on every rank that merges and returns no measurement.
+        """
+        ranks = self.ranks
+        if self.divided is None:
+            if is_interrupted:
+                raise Interrupted
+            return own if ranks.is_main else None
+        is_partial = any(ranks.gather(is_interrupted or (own is not None and own.planned is not None)))
+        sent = None
+        if own is not None:
+            prompts = [replace(prompt, inputs={}, messages=()) for prompt in own.prompts]
+            sent = replace(own, prompts=prompts), self.prompts.later_turns
+        parts = [own] if own is not None else []
+        for rank, part in enumerate(ranks.gather_on_main(None if ranks.is_main else sent)):
+            if part is not None:
+                measurement, later_turns = part
+                turns = self.divided.turns_of(rank, ranks.world_size, later_turns)
+                parts.append(replace(measurement, prompts=turns[: len(measurement.prompts)]))
+        if is_partial and not (ranks.is_main and parts):
+            raise Interrupted
+        if not ranks.is_main:
+            return None
+        merged = interleave(parts)
+        planned = Planned(prompts=self.divided.num_turns, repeats=max((part.planned or part).repeats for part in parts))
+        return replace(merged, planned=planned) if is_partial else merged
+
+
+def all_ranks_decode(config: Config, ranks: Ranks) -> bool:
+    """Whether prompts are divided among the ranks: on request, or if each rank has a GPU of its own."""
+    if config.deepspeed.shard_target:
+        return False
+    if config.train.validate_on is ValidateOn.auto:
+        return ranks.world_size > 1 and ranks.device.type == "cuda"
+    return config.train.validate_on is ValidateOn.all
+
+
+def shard_prompts(config: Config, ranks: Ranks, prompts: PromptSet) -> DecodeShard:
+    """Assigns every `world_size`-th prompt to each rank, or all prompts to rank 0.
+
+    A pass of a sharded target takes all ranks: rank 0 decodes and the others follow (see train.engine.sharded_teacher).
+
+    Args:
+        prompts: all of them on every rank that decodes, none on the others.
+    """
+    if all_ranks_decode(config, ranks):
+        return DecodeShard(ranks, prompts.shard(ranks.rank, ranks.world_size), divided=prompts)
+    return DecodeShard(ranks, prompts)
+
+
+def interleave(parts: Sequence[Measurement]) -> Measurement:
+    """Merges the measurements of ranks that decoded every n-th prompt each; prompts keep their order.
+
+    A baseline that failed on one rank is dropped from all.
+    """
+    failed = {name: reason for part in parts for name, reason in part.failed.items()}
+    longest = max(len(part.prompts) for part in parts)  # the first one has the most unless it was interrupted
+    order = [(part, place) for place in range(longest) for part in parts if place < len(part.prompts)]
+    return replace(
+        parts[0],
+        repeats=max(part.repeats for part in parts),
+        prompts=[part.prompts[place] for part, place in order],
+        runs={name: [part.runs[name][place] for part, place in order] for name in parts[0].runs if name not in failed},
+        autoregressive=[name for name in parts[0].autoregressive if name not in failed],
+        failed=failed,
+    )
+
 
 logger = logging.getLogger(__name__)
 MAX_REASON = 200  # characters
@@ -45,17 +141,11 @@ MAX_REASON = 200  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationOutcome:
-    """The result of one validation in training.
+    """The result of one validation in training."""
 
-    Attributes:
-        report: on rank 0, unless interrupted; None elsewhere.
-        is_interrupted: whether a signal ended it early, the same on every rank.
-        failure: the first rank that failed, and why, the same on every rank; empty if none did.
-    """
-
-    report: dict[str, Any] | None = None
-    is_interrupted: bool = False
-    failure: str = ""
+    report: dict[str, Any] | None = None  # on rank 0, unless interrupted; None elsewhere
+    is_interrupted: bool = False  # whether a signal ended it early, the same on every rank
+    failure: str = ""  # the first rank that failed, and why, the same on every rank; empty if none did
 
 
 @dataclass(kw_only=True)
@@ -66,30 +156,21 @@ class InLoopValidation:
     validation ends with the current prompt; a report of the prompts until then is kept, and counts for nothing. A validation
     that fails, for instance for lack of memory, counts for nothing either; with a sharded target it raises its error, since
     the other ranks wait within a pass.
-
-    Attributes:
-        target: on this rank, or its part of `sharded`.
-        tracker: receives the figures of the report.
-        state: `best`, `best_step` and `stale` are updated.
-        shard: the prompts that this rank decodes.
-        disk: the run folder.
-        policies: every validation decodes with copies of them, which have learned nothing.
-        display: shows the progress of every validation.
     """
 
     config: Config
     ranks: Ranks
     engine: Engine
-    target: sage.Target
+    target: sage.Target  # on this rank, or its part of `sharded`
     sharded: ShardedTarget | None
-    tracker: Tracker
-    state: TrainState
+    tracker: Tracker  # receives the figures of the report
+    state: TrainState  # `best`, `best_step` and `stale` are updated
     stop: StopFlag
-    shard: DecodeShard
-    disk: RunDisk
-    policies: dict[str, Policy]
+    shard: DecodeShard  # the prompts that this rank decodes
+    disk: RunDisk  # the run folder
+    policies: dict[str, Policy]  # every validation decodes with copies of them, which have learned nothing
     validate: Validate
-    display: Display = field(default_factory=Display)
+    display: Display = field(default_factory=Display)  # shows the progress of every validation
 
     def __call__(self) -> ValidationOutcome:
         folder, generators = self._save_draft(), rng_state(self.ranks.device)
@@ -121,7 +202,9 @@ class InLoopValidation:
             for line in verdict_lines(report)[:-1]:  # without the command, which is for the end of the run
                 logger.info("%s", line)
         self._keep_best(folder, score)
-        self._write_run_page()
+        if self.ranks.is_main and read_metrics(self._run_dir / METRICS):  # a step is logged
+            with saving(self._run_dir):
+                write_run_report(self._run_dir)
         return ValidationOutcome(report=report)
 
     @property
@@ -192,12 +275,6 @@ class InLoopValidation:
             best = folder.with_name(BEST_DRAFT)
             with saving(best), new_folder(best) as part:
                 shutil.copytree(folder, part, dirs_exist_ok=True)
-
-    def _write_run_page(self) -> None:
-        """Draws the curves of the run once a step is logged."""
-        if self.ranks.is_main and read_metrics(self._run_dir / METRICS):
-            with saving(self._run_dir):
-                write_run_report(self._run_dir)
 
 
 def flatten(report: dict[str, Any]) -> dict[str, float]:

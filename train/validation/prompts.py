@@ -49,10 +49,8 @@ class PromptSet:
         return own
 
     def prepare_first_turns(self) -> None:
-        """Prepares everything that needs no answer of the target, so that a mistake is found before training.
-
-        Raises:
-            ValueError: names the prompt that cannot be prepared.
+        """Prepares everything that needs no answer of the target, so that a mistake is found before training. Raises ValueError
+        with the name of a prompt that cannot be prepared.
         """
         for index, prompt in enumerate(self.prompts):
             self._first_turns[id(prompt)] = prepare_prompt(self.target, prompt, index)
@@ -64,11 +62,7 @@ class PromptSet:
 
     @cached_property
     def turns(self) -> list[BenchPrompt]:
-        """The model inputs of `conversations`.
-
-        Raises:
-            ValueError: names the prompt that cannot be prepared.
-        """
+        """The model inputs of `conversations`. Raises ValueError with the name of a prompt that cannot be prepared."""
         return self._prepare(self.conversations)
 
     @property
@@ -78,11 +72,7 @@ class PromptSet:
         return [None if id(turn) in prompts else turn for turn in self.conversations]
 
     def turns_of(self, rank: int, world_size: int, later_turns: Sequence[Any]) -> list[BenchPrompt]:
-        """Returns `shard(rank, world_size).turns` with the answers decoded by that rank.
-
-        Args:
-            later_turns: of that rank's shard.
-        """
+        """Returns `shard(rank, world_size).turns` with the answers decoded by that rank, whose `later_turns` are given."""
         prompts = iter(self.prompts[rank::world_size])
         return self._prepare([next(prompts) if turn is None else turn for turn in later_turns])
 
@@ -112,10 +102,8 @@ def _later_turns(prompt: Any) -> list[str]:
 
 
 def prepare_prompt(target: Any, prompt: Any, index: int) -> BenchPrompt:
-    """Prepares a conversation, a list of messages or ready model inputs, without the assistant's last answer.
-
-    Raises:
-        ValueError: names the prompt that cannot be prepared.
+    """Prepares a conversation, a list of messages or ready model inputs, without the assistant's last answer. Raises ValueError
+    with the name of a prompt that cannot be prepared.
     """
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         return BenchPrompt(name=f"prompt-{index}", inputs=prompt)

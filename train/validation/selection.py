@@ -41,11 +41,7 @@ class Checkpoint:
 
 
 def find_checkpoint(config: ValidateConfig) -> Checkpoint:
-    """Finds the draft that `checkpoint` names (see `find_draft`).
-
-    Raises:
-        ValueError: nothing is named, or there is no draft.
-    """
+    """Finds the draft that `checkpoint` names (see `find_draft`). Raises ValueError if none is named, or there is none."""
     if config.checkpoint is None:
         raise ConfigError("checkpoint: missing; give checkpoint=RUN, or draft=DIR with target=NAME")
     draft = find_draft(config.checkpoint, "checkpoint")
@@ -53,11 +49,8 @@ def find_checkpoint(config: ValidateConfig) -> Checkpoint:
 
 
 def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[str]) -> ValidateConfig:
-    """Returns the configuration with settings that are not overridden taken from the run, or from the draft itself.
-
-    Raises:
-        ConfigError: the run's config.yaml cannot be used.
-        ValueError: there is no target.
+    """Returns the configuration with settings that are not overridden taken from the run, or from the draft itself. Raises
+    ConfigError if the run's config.yaml cannot be used, ValueError without a target.
     """
     overrides = [override for override in overrides if override != BY_PATH]  # inserted by `expand`
     if checkpoint.run is not None:

@@ -1,4 +1,4 @@
-"""Measures a draft with the decoder on held-out prompts and writes the report.
+"""Measures a draft with the decoder on held-out prompts, traces the best and the worst ones, and writes the report.
 
 Owns: the runners that a configuration asks for, and the content of a report's folder. Does not own: measuring
 (sage.bench), drawing (train.report), prompts (train.validation.prompts), when a run validates (train.job.loop).
@@ -6,13 +6,14 @@ Owns: the runners that a configuration asks for, and the content of a report's f
 
 from __future__ import annotations
 
+import copy
 import logging
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,24 @@ from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, partial_vali
 from checkpoints.store import saving
 from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, measure
 from sage.bench.report import PACKAGES, all_policies, build_report, calibration, replays, versions
-from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runner, find_assistant
-from sage.bench.running import RunningFigures
+from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runners, on_device
+from sage.bench.summary import RunningFigures
+from sage.decoding.generation import start
 from sage.decoding.sampling import Sampling
 from sage.io.dtypes import torch_dtype
 from sage.io.files import atomic_path, write_json
 from sage.planning.base import OptionError, Policy
+from sage.replay.trace import decode_race, record_rounds
+from sage.replay.trace_page import Trace
 from sage.runtime.executors import passes_as
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig
-from train.report import prompt_list
+from train.report import web
 from train.report.page import write_pages
 from train.report.verdict import add_verdict
+from train.report.web import drafting_by_speed, ranked_prompts
 from train.validation.prompts import PromptSet
-from train.validation.traces import PromptTrace, trace_extremes
 
 logger = logging.getLogger(__name__)
 
@@ -49,21 +53,13 @@ Merge = Callable[..., Measurement | None]  # the signature of `DecodeShard.merge
 
 @dataclass(frozen=True, kw_only=True)
 class ReportInfo:
-    """Names the draft in a report, and the folder the report is written to.
+    """Names the draft in a report, and the folder the report is written to."""
 
-    Attributes:
-        run_dir: the report is written to `validation/step_########/` below it, a check to a new folder in `checks/`.
-        step: optimizer steps that the draft was trained for; None: unknown, for a check only.
-        draft_name: default: `run_dir`.
-        check: name of the draft's folder, for a later check; None: the run's own measurement.
-        run: the run that trained the draft, whose records explain its verdict; None: not known.
-    """
-
-    run_dir: str | Path
-    step: int | None
-    draft_name: str | None = None
-    check: str | None = None
-    run: Path | None = None
+    run_dir: str | Path  # the report is written to `validation/step_########/` below it, a check to a new folder in `checks/`
+    step: int | None  # optimizer steps that the draft was trained for; None: unknown, for a check only
+    draft_name: str | None = None  # default: `run_dir`
+    check: str | None = None  # name of the draft's folder, for a later check; None: the run's own measurement
+    run: Path | None = None  # the run that trained the draft, whose records explain its verdict; None: not known
 
     @property
     def folder(self) -> Path:
@@ -98,7 +94,6 @@ def validate(
 
     Args:
         decode: the measured policies and settings; `decode.dtype` unset keeps the target's dtype.
-        target: a `sage.Target`, complete on one device or sharded over the ranks.
         draft: None if only `autoregressive` is measured.
         policies: of `build_policies`; they learn from the measurement. None: builds them.
         progress: called with (done, total), counting prompts once per repeat, then traced ones; may raise one of `ends`.
@@ -135,16 +130,11 @@ def validate(
     export = "" if info.run is None else export_choice(draft, target.model.config)
     add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export, decode.num_prompts)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
-    return report | {"path": str(_written(report, measured, info, traces))}
-
-
-def _written(report: dict[str, Any], measured: Measurement, info: ReportInfo, traces: Sequence[PromptTrace]) -> Path:
-    """Writes the report; returns its folder. A complete one replaces that of an interrupted measurement."""
     folder = info.folder if measured.planned is None else info.partial_folder
     write(report, folder, measured.prompts, traces)
-    if measured.planned is None and info.check is None:
+    if measured.planned is None and info.check is None:  # a complete report replaces that of an interrupted measurement
         shutil.rmtree(info.partial_folder, ignore_errors=True)
-    return folder
+    return report | {"path": str(folder)}
 
 
 def merge_measured(
@@ -180,15 +170,7 @@ def merge_measured(
 def write(
     report: Mapping[str, Any], folder: Path, prompts: Sequence[BenchPrompt] = (), traces: Sequence[PromptTrace] = ()
 ) -> None:
-    """Writes plots, pages and JSON; the folder is complete, or is not there.
-
-    Args:
-        prompts: those of the report, for their texts and pictures.
-        traces: their pages are written to `traces/`.
-
-    Raises:
-        SaveFailed: the folder cannot be written.
-    """
+    """Writes plots, pages, JSON and the pages of traces; the folder is complete, or is not there. Raises SaveFailed."""
     remedy = "measure again with sage-validate, or continue the run with run.resume=true"
     with saving(folder, then=remedy), atomic_path(folder) as temporary:
         temporary.mkdir()
@@ -196,43 +178,35 @@ def write(
         for one in traces:
             one.trace.save(temporary / one.page)
             pages.setdefault(one.prompt, {})[one.policy] = one.page
-        if described := prompt_list.describe(prompts, pages):
-            write_json(temporary / prompt_list.FILE, described)
+        if described := web.describe_prompts(prompts, pages):
+            write_json(temporary / web.PROMPTS_FILE, described)
         write_pages(report, temporary)
         write_json(temporary / REPORT, report)
     logger.info("validation: %s", folder / REPORT_PAGE)
 
 
 def build_runners(decode: DecodeConfig, target: Any, draft: Any, policies: Mapping[str, Policy]) -> list[Runner]:
-    """Builds the runners of the policies, then those of the baselines; `autoregressive` is always among them.
-
-    Raises:
-        ValueError: an unknown baseline, a drafting policy without a draft, or `hf_assisted` without a model.
+    """Builds the runners of the policies, then those of the baselines; `autoregressive` is always among them. Raises ValueError
+    for an unknown baseline, a drafting policy without a draft, or `hf_assisted` without a model.
     """
     names = [str(name) for name in decode.policies]
     if needing := [name for name in names if name != AUTOREGRESSIVE and draft is None]:
         raise ValueError(f"decode.policies: {', '.join(needing)} need a draft; give one, or measure autoregressive alone")
     runners: list[Runner] = [PolicyRunner(target, draft, name, policies[name]) for name in names]
-    others = dict.fromkeys([AUTOREGRESSIVE, *(str(name) for name in decode.baselines)])
-    assistant = find_assistant(target, decode.assistant, draft) if HF_ASSISTED in others else None
-    return runners + [baseline_runner(target, name, assistant) for name in others if name not in names]
+    return runners + baseline_runners(target, map(str, decode.baselines), decode.assistant, draft, leave_out=names)
 
 
 def check_assistant(decode: DecodeConfig, target: Any, draft: Any) -> None:
-    """Refuses `hf_assisted` without a fitting model. Keeps no model, which would occupy memory during training.
-
-    Raises:
-        ValueError: there is none, or it is of another family or vocabulary.
+    """Refuses `hf_assisted` without a model, or with one of another family or vocabulary. Keeps no model, which would occupy
+    memory during training.
     """
     if HF_ASSISTED in decode.baselines:
-        baseline_runner(target, HF_ASSISTED, find_assistant(target, decode.assistant, draft))
+        baseline_runners(target, [HF_ASSISTED], decode.assistant, draft, leave_out=[AUTOREGRESSIVE])
 
 
 def build_policies(decode: DecodeConfig) -> dict[str, Policy]:
     """Builds every policy that is measured or has options; takes no time, so that mistakes are found before anything is loaded.
-
-    Raises:
-        ValueError: an unknown policy or option, or a value that is not allowed; names the key.
+    Raises ValueError for an unknown policy or option, or a value that is not allowed; names the key.
     """
     names = dict.fromkeys([*map(str, decode.policies), *decode.options])
     try:
@@ -283,3 +257,58 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for weight, data in weights:
             weight.data = data
+
+
+FOLDER = "traces"
+NUM_POLICIES = 2  # the fastest ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTrace:
+    """A trace, the prompt and policy by name, and its page, relative to the folder of the report."""
+
+    prompt: str
+    policy: str
+    page: str
+    trace: Trace
+
+
+def trace_extremes(
+    report: Mapping[str, Any],
+    prompts: Sequence[BenchPrompt],
+    target: Any,
+    draft: Any,
+    policies: Mapping[str, Policy],
+    sampling: Sampling,
+    count: int,
+    progress: Callable[[int, int], None] | None = None,
+    ends: tuple[type[BaseException], ...] = (),
+) -> list[PromptTrace]:
+    """Returns the traces of the `count` best and worst prompts by tokens per target pass, for the fastest policies.
+
+    Copies of the policies decode, which know what the measured ones have learned; nothing of the report changes.
+
+    Args:
+        progress: called with (done, total) before each prompt; may raise one of `ends`.
+        ends: exceptions that end the recording; the traces recorded before are returned.
+    """
+    ranked, by_name = ranked_prompts(report), {prompt.name: prompt for prompt in prompts}
+    chosen = list(dict.fromkeys([*ranked[:count], *ranked[max(len(ranked) - count, 0) :]])) if count else []
+    copies = {name: copy.deepcopy(policies[name]) for name in drafting_by_speed(report)[:NUM_POLICIES]}
+    traces: list[PromptTrace] = []
+    try:
+        for place, name in enumerate(chosen, start=1):
+            if progress is not None:
+                progress(place - 1, len(chosen))
+            prompt, settings = by_name[name], {"draft": str(report["draft"]), "prompt": name}
+            inputs = on_device(prompt.inputs, target.device)
+            seeded = sampling if prompt.seed is None else replace(sampling, seed=prompt.seed)
+            race = decode_race(target, inputs, seeded)
+            for policy, options in copies.items():
+                recorder = record_rounds(start(target, draft, inputs, options, sampling=seeded))
+                trace = recorder.trace(settings, prompt.messages or None, race)
+                page = f"{FOLDER}/{place:02d}_{policy}.html"
+                traces.append(PromptTrace(prompt=name, policy=policy, page=page, trace=trace))
+    except ends:
+        logger.warning("interrupted after %d traces; the figures of the report are complete", len(traces))
+    return traces
