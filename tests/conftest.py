@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 # Files whose tests share a costly fixture, or what an earlier test has made: one process runs each of them.
 ONE_PROCESS = (
-    "tests/cli/test_own_data.py",
     "tests/decoding/test_add_policy.py",
     "tests/docs/test_commands.py",
     "tests/docs/test_packaging.py",

@@ -13,15 +13,15 @@ import sage.training  # so that `data_prep` and `checkpoints` are those beside `
 
 if TYPE_CHECKING:
     from train.config.schema import Config, ConfigError
-    from train.job.api import compose, run
     from train.job.callbacks import Callback
+    from train.job.run import compose, run
 
 _HOME = {
     "Callback": "train.job.callbacks",
     "Config": "train.config.schema",
     "ConfigError": "train.config.schema",
-    "compose": "train.job.api",
-    "run": "train.job.api",
+    "compose": "train.job.run",
+    "run": "train.job.run",
 }
 __all__ = ["Callback", "Config", "ConfigError", "compose", "run"]
 

@@ -23,7 +23,8 @@ from benchmarks.training import parts
 from sage.commands.cli import new_parser, run
 from sage.io.tables import text_table
 from sage.runtime.timing import now_s
-from train.config.checks import MAX_STAGE, check, split_text
+from train.config.checks import MAX_STAGE, check
+from train.config.derived import split_text
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.distill.student import Student

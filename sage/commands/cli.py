@@ -41,17 +41,15 @@ UNKNOWN = "unrecognized arguments: "  # start of the message of `argparse`
 
 def version_text() -> str:
     """Returns what `--version` prints: this package and the packages that its results depend on."""
-    found = [f"{name} {_version(name)}" for name in ("sage-draft", "torch", "transformers")]
-    return f"{', '.join(found)}, Python {platform.python_version()}"
-
-
-def _version(package: str) -> str:
     from importlib.metadata import PackageNotFoundError, version  # takes as long as the rest of this module
 
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "unknown"
+    texts = []
+    for package in ("sage-draft", "torch", "transformers"):
+        try:
+            texts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:  # a checkout that is not installed
+            texts.append(f"{package} unknown")
+    return f"{', '.join(texts)}, Python {platform.python_version()}"
 
 
 def pop_debug_flag() -> bool:
@@ -88,11 +86,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser, default_dtype: str) -> None:
-    """Adds `--device`, `--device-map`, `--adapter`, `--passes` and `--dtype`, which `load_options` reads (`--passes`: caller).
-
-    Args:
-        default_dtype: describes the dtype without `--dtype`.
-    """
+    """Adds the options that `load_options` reads, and `--passes`, which the caller reads."""
     add_device_option(parser, "auto")
     text = "split a target that is too large for one GPU across all of them: auto, balanced or sequential, or a JSON object, "
     parser.add_argument("--device-map", metavar="MAP", help=f"{text}module name -> device; replaces --device")
@@ -104,8 +98,7 @@ def add_load_options(parser: argparse.ArgumentParser, default_dtype: str) -> Non
 def named_models(args: argparse.Namespace) -> tuple[str | None, Path | None]:
     """Returns the folder or hub id of `--target`, and the folder of `--draft`, None for those not given. Imports no torch.
 
-    Raises:
-        ValueError: one of them does not exist, or neither is given.
+    ValueError if one of them does not exist, or neither is given.
     """
     if args.draft is None and args.target is None:
         raise ValueError("--target: missing; give a folder, hub id or name, or a --draft that names its target")
@@ -114,9 +107,9 @@ def named_models(args: argparse.Namespace) -> tuple[str | None, Path | None]:
 
 
 def find_models(args: argparse.Namespace) -> tuple[str, Path | None]:
-    """Returns the target's folder or hub id, and the draft's folder, if given, with its checksums verified; loads neither.
+    """Returns `named_models` with the target that the draft names, where none is given, and the draft verified; loads neither.
 
-    Raises ValueError as `named_models` does, or if the draft is corrupt or names no target.
+    Raises ValueError also if the draft is corrupt or names no target.
     """
     target, draft = named_models(args)
     if draft is None:
@@ -132,21 +125,17 @@ def find_models(args: argparse.Namespace) -> tuple[str, Path | None]:
 def add_dtype_option(parser: argparse._ActionsContainer, default: str | None, text: str) -> None:
     """Adds `--dtype`, with long and short names; `text` describes it."""
     names = (*LONG_NAMES, *SHORT_NAMES)
-    text = f"{text}: {', '.join(names)}"
-    parser.add_argument("--dtype", metavar="NAME", choices=names, default=default, help=text)
+    parser.add_argument("--dtype", metavar="NAME", choices=names, default=default, help=f"{text}: {', '.join(names)}")
 
 
 def add_device_option(parser: argparse._ActionsContainer, default: str) -> None:
     """Adds `--device`; `resolve_device` reads it."""
-    parser.add_argument(
-        "--device", default=default, help="auto (a GPU if there is one), cpu, cuda or cuda:N; default %(default)s"
-    )
+    text = "auto (a GPU if there is one), cpu, cuda or cuda:N; default %(default)s"
+    parser.add_argument("--device", default=default, help=text)
 
 
 def add_settings(parser: argparse._ActionsContainer, kind: type, *names: str) -> None:
-    """Adds an option per field (of `names`, if given) of a settings dataclass, with its type, default and meaning;
-    `from_attributes` builds the dataclass from the parsed options, and `check_fields` checks their ranges.
-    """
+    """Adds an option per field (of `names`, if given) of a settings dataclass, which `from_attributes` builds from them."""
     hints, meanings = field_types(kind), key_meanings(kind)
     for field in fields(kind):
         if names and field.name not in names:
@@ -163,19 +152,14 @@ def add_settings(parser: argparse._ActionsContainer, kind: type, *names: str) ->
 
 def add_passes_option(parser: argparse._ActionsContainer) -> None:
     """Adds `--passes`, the argument of `sage.load_target`."""
-    parser.add_argument(
-        "--passes",
-        choices=[str(mode) for mode in PassMode],
-        default=str(PassMode.auto),
-        help="how passes run; auto: captured on a GPU, compiled on a CPU for many answers, else eager (default: %(default)s)",
-    )
+    text = "how passes run; auto: captured on a GPU, compiled on a CPU for many answers, else eager (default: %(default)s)"
+    parser.add_argument("--passes", choices=[str(mode) for mode in PassMode], default=str(PassMode.auto), help=text)
 
 
 def load_options(args: argparse.Namespace, cpu_dtype: str | None = None) -> dict[str, Any]:
     """Returns the arguments of `sage.load_target` from the options of `add_load_options`; ValueError for mistakes.
 
-    Args:
-        cpu_dtype: without `--dtype`, that of a target on the CPU; None: that of the checkpoint, as on a GPU.
+    `cpu_dtype` is that of a target on the CPU without `--dtype`; None: that of the checkpoint, as on a GPU.
     """
     device_map = args.device_map
     if device_map is not None and device_map.startswith("{"):
@@ -192,28 +176,24 @@ def load_options(args: argparse.Namespace, cpu_dtype: str | None = None) -> dict
 def resolve_device(name: str) -> torch.device:
     """Returns the device named by `--device`; a GPU becomes torch's current device, so that nothing is allocated on another.
 
-    Args:
-        name: auto (a GPU if there is one), cpu, cuda, cuda:N, or any other device that torch knows.
-
-    Raises:
-        ValueError: torch knows no such device, or cannot use it on this machine.
+    ValueError if torch knows no such device, or cannot use it on this machine.
     """
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        found = torch.device(("cuda" if num_gpus else "cpu") if name == "auto" else name)
-        torch.empty(1, device=found).cpu()  # fails on the meta device, which holds no data
+        device = torch.device(("cuda" if num_gpus else "cpu") if name == "auto" else name)
+        torch.empty(1, device=device).cpu()  # fails on the meta device, which holds no data
     except (RuntimeError, AssertionError) as error:
         choices = ["auto", "cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{index}" for index in range(num_gpus))]
         gpus = f"{num_gpus} GPU(s)" if num_gpus else "no GPU"
         raise ValueError(
             f"--device {name}: not usable by torch, which finds {gpus} on this machine; choose one of {', '.join(choices)}"
         ) from error
-    if found.type == "cuda":
-        found = torch.device("cuda", found.index or 0)
-        torch.cuda.set_device(found)
-    return found
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
 
 
 def has_colors(stream: Any) -> bool:
@@ -235,8 +215,7 @@ def report_interrupt() -> int:
 def run(main: Callable[[], int | None]) -> int:
     """Runs a command; returns its exit code. Errors are one line on stderr (see `report`), warnings as well.
 
-    Args:
-        main: the command; raises ValueError, or the OSError of a file that the user named, for the user's mistakes.
+    `main` raises ValueError, or the OSError of a file that the user named, for the user's mistakes.
     """
     has_traceback = pop_debug_flag()
     if not has_traceback:
@@ -258,11 +237,7 @@ def ignore_broken_pipe() -> int:
 
 
 def report(error: Exception, is_main: bool = True, has_traceback: bool = False) -> int:
-    """Prints an error as one line, on rank 0 only, and returns its exit code.
-
-    Args:
-        has_traceback: print the traceback of a user's mistake, too: `--debug` or HYDRA_FULL_ERROR=1.
-    """
+    """Prints an error as one line, on rank 0 only, and returns its exit code; `has_traceback`: also of a user's mistake."""
     code = getattr(error, "exit_code", None)
     is_bug = code is None and is_crash(error)
     if code is not None:

@@ -12,7 +12,6 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,13 @@ SYNCHRONIZING = "synchronizing CUDA operation"  # of the warnings that torch.cud
 
 
 def check_device(target: Target, draft: Draft | None, policy: str) -> Iterator[tuple[str, str]]:
-    """Yields the report as (name, value), each as soon as it is measured.
+    """Yields the report as (name, value), each as soon as it is measured, with the synchronizations of `policy`.
 
-    Args:
-        draft: counts the synchronizations of `policy`; None for those of autoregressive decoding.
+    Without a draft, they are those of autoregressive decoding.
     """
     device = target.device
-    yield "device", _device(device)
+    is_gpu = device.type == "cuda"
+    yield "device", f"{device}, {torch.cuda.get_device_name(device) if is_gpu else f'{torch.get_num_threads()} thread(s)'}"
     yield "versions", f"torch {torch.__version__}, transformers {transformers.__version__}"
     weights = sum(p.nbytes for name, p in target.text_model.named_parameters() if not name.startswith("embed_tokens"))
     weights += sum(p.nbytes for p in target.lm_head.parameters())  # of the embedding, a pass reads single rows only
@@ -93,12 +92,6 @@ def _tree_pass(target: Target, executor: Executor | None = None) -> TimedCall:
     return verify_pass(passes, target, empty_cache(passes, CONTEXT + NODES), NODES, CONTEXT)
 
 
-def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device}, {torch.cuda.get_device_name(device)}"
-    return f"{device}, {torch.get_num_threads()} thread(s)"
-
-
 def _inputs(target: Target) -> Inputs:
     image = Image.effect_noise((IMAGE_SIDE, IMAGE_SIDE), 64).convert("RGB")
     content = [{"type": "image", "image": image}, {"type": "text", "text": "Describe the image."}]
@@ -123,7 +116,12 @@ def attention_used(call: TimedCall, device: torch.device) -> str:
     with AttentionOperators() as operators:
         call.run()
     counts = ", ".join(f"{name} x {count}" for name, count in operators.counts.items()) or "no fused operator"
-    kernels = _attention_kernels(call) if device.type == "cuda" else []
+    if device.type != "cuda":
+        return counts
+    call.reset()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        call.run()
+    kernels = [event.key[:KERNEL_WIDTH] for event in trace.key_averages() if KERNEL.search(event.key)]
     return f"{counts} ({', '.join(kernels)})" if kernels else counts
 
 
@@ -140,31 +138,19 @@ class AttentionOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _attention_kernels(call: TimedCall) -> list[str]:
-    call.reset()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
-        call.run()
-    return [event.key[:KERNEL_WIDTH] for event in trace.key_averages() if KERNEL.search(event.key)]
-
-
 def synchronizations_per_round(generation: Generation, device: torch.device) -> float | None:
     """Runs a request; returns how often a round after the prefill waits for the GPU, on average; None on other devices."""
     if device.type != "cuda":
         return None
     rounds = generation.rounds()
     next(rounds)
-    with warnings.catch_warnings(record=True) as caught, _reporting_synchronizations():
-        warnings.simplefilter("always")
-        for _ in rounds:
-            pass
-    waits = sum(SYNCHRONIZING in str(warning.message) for warning in caught)
-    return waits / max(generation.stats.rounds, 1)
-
-
-@contextmanager
-def _reporting_synchronizations() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        yield
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in rounds:
+                pass
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    waits = sum(SYNCHRONIZING in str(warning.message) for warning in caught)
+    return waits / max(generation.stats.rounds, 1)

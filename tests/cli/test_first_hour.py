@@ -15,7 +15,7 @@ from support.processors import make_processor
 import sage
 from sage.bench.options import compare_parser
 from sage.commands import cli, generate
-from sage.commands.explain import tree_lines
+from sage.commands.generate import tree_lines
 from sage.decoding import generation as answers
 from sage.decoding.chat import Chat
 from sage.drafts.model import ModelDraft

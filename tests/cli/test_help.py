@@ -26,10 +26,9 @@ from train.cli.export import main as sage_export
 from train.cli.train import main as sage_train
 from train.cli.validate import main as sage_validate
 from train.config.help import help_text
-from train.config.keys import keys_of
 from train.config.resolvers import register_resolvers
 from train.config.schema import Config, ValidateConfig
-from train.config.store import choice_meaning, group_choices
+from train.config.store import choice_meaning, group_choices, keys_of
 
 COMMANDS: dict[str, tuple[str, Any]] = {
     "sage-train": ("config", Config),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pytest
@@ -31,6 +31,10 @@ from data_prep.tools import actions
 from data_prep.tools.actions import InvalidItems
 from sage.commands.cli import report as report_error
 from train.cli import data as data_cli
+from train.config.hydra_app import compose
+from train.config.schema import Config
+from train.job import build
+from train.launch.ranks import Ranks
 
 
 def test_convert_and_back(tmp_path: Path) -> None:
@@ -267,6 +271,9 @@ def test_invalid_arguments_are_one_line_and_exit_code_2(
     assert not list(tmp_path.glob("runs")) and not list(tmp_path.glob("a.jsonl*"))
 
 
+KEY = "regenerate.key_variable: OPENAI_API_KEY has a line break"
+
+
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
@@ -278,9 +285,8 @@ def test_invalid_arguments_are_one_line_and_exit_code_2(
         ({"server": "http:///v1"}, "no host"),
         ({"server": "http://ho st/v1"}, "a blank"),
         ({"key_variable": "NO_SUCH_secret"}, "regenerate.key_variable: the environment has no"),
-        ({"key": "sk-secret\r\nX-Header: 1"}, "regenerate.key_variable: OPENAI_API_KEY has a line break"),
-        ({"key": "sk secret"}, "regenerate.key_variable: OPENAI_API_KEY has a line break"),
-        ({"key": "sk-s\u00e9cret"}, "regenerate.key_variable: OPENAI_API_KEY has a line break"),
+        ({"key": "sk-secret\r\nX-Header: 1"}, KEY),
+        ({"key": "sk-s\u00e9cret"}, KEY),
     ],
 )
 def test_addresses_and_keys_that_cannot_be_used(settings: dict[str, Any], part: str) -> None:
@@ -350,3 +356,11 @@ def test_killed_client_of_a_server_continues(
         assert len(server.prompts) - before < 24 * 3  # of the finished ones, none is answered again
         assert command(*words, f"regenerate.server={server.url}", f"out={tmp_path}/b.jsonl") == 0
     assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text().replace("b_media", "a_media")
+
+
+def test_invalid_rows_are_found_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "What?"}]}) + "\n")
+    config: Config = compose("config", [f"data.path={tmp_path}/chats.jsonl", f"data.cache_dir={tmp_path}/cache"], Config)
+    monkeypatch.setattr(build, "build_target", None)
+    with refused("chats.jsonl: item 0", "'user'", error=BadItem):
+        build.build_inputs(config, cast(Ranks, SimpleNamespace(world_size=1)))

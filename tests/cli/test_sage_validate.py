@@ -14,8 +14,9 @@ from sage.bench.runners import PolicyRunner
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.manifest import write_manifest
 from train.cli import validate as validate_cli
-from train.cli.validate import _alias, run_validation
+from train.cli.validate import run_validation
 from train.config.hydra_app import compose
+from train.config.overrides import expand
 from train.config.schema import ConfigError, DecodeConfig, ValidateConfig
 from train.monitor.progress import Display
 from train.report.__main__ import main as draw
@@ -30,11 +31,11 @@ def run(tmp_path_factory):
 
 
 def composed(*overrides):
-    return compose("validate", [_alias(override) for override in overrides], ValidateConfig)
+    return compose("validate", list(overrides), ValidateConfig)
 
 
 def measured(*arguments):
-    overrides = [_alias(argument) for argument in arguments]
+    overrides = expand(arguments, ValidateConfig)
     return run_validation(compose("validate", overrides, ValidateConfig), overrides)
 
 

@@ -67,7 +67,7 @@ def test_a_run_alone_is_the_checkpoint(tmp_path: Path) -> None:
 
 def test_options_for_keys_name_the_key() -> None:
     with refused("--data", "data=VALUE, without dashes", error=ConfigError):
-        refuse_unknown_options(["--data", "x.jsonl"], ["--debug"])
+        refuse_unknown_options(["--data", "x.jsonl"], Config)
 
 
 def test_a_draft_without_run_is_measured_in_its_targets_dtype(tmp_path: Path) -> None:

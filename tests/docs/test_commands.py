@@ -40,6 +40,20 @@ def test_a_run_states_at_its_start_and_at_its_end_which_engines_serve_its_draft(
     assert "next: sage-export" not in workspace.execute("README.md")[0]  # it would be refused
 
 
+def test_ones_own_data_become_a_run_and_an_export(workspace: Workspace) -> None:
+    """In both layouts of README.md."""
+    chats, llava = (text for text in workspace.execute("README.md") if "20 examples, 20 measured" in text)
+    for text, name in ((chats, "chats"), (llava, "llava")):
+        assert "0 invalid items skipped" in text and "own answers: " in text and "the longest of 20 examples" in text
+        assert text.count("\nverdict: ") == 2 and "\nnext: sage-" in text and text.count("1 prompt, 1 run each") == 2
+        run = workspace.folder / "runs" / f"pocket_qwen2_5_vl-eagle3-{name}"
+        (report,) = (run / "validation").glob("*/report.json")
+        assert all(found["match"] == found["total"] for found in json.loads(report.read_text())["policies"].values())
+        assert list((run / "checks").iterdir())
+        export = workspace.folder / "exports" / name
+        assert (export / "model.safetensors").is_file() and "trained for 2 steps" in (export / "README.md").read_text()
+
+
 def test_examples(workspace: Workspace) -> None:
     page = "examples/README.md"
     (output,) = workspace.execute(page)

@@ -166,7 +166,7 @@ BIGRAM = ["draft=bigram", "objective=model", "draft.scale=0.5"]
 @pytest.fixture(autouse=True)
 def row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(KINDS, ROW.name, ROW)
-    monkeypatch.setattr(store, "_registered", None)
+    store.register.cache_clear()
     yield
     ConfigStore.instance().repo.get("draft", {}).pop("bigram.yaml", None)
 

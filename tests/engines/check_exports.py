@@ -207,7 +207,7 @@ def use_core(free: queue.SimpleQueue[int], runs: Path) -> None:
 
 def train_one(name: str, runs: Path) -> str:
     """Trains a run."""
-    from train.job.api import compose, run
+    from train.job.run import compose, run
 
     begin = time.monotonic()
     run(compose(*TRAINING, *RUNS[name], f"run.dir={runs / name}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,7 +9,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-from support.doc_pages import ROOT, blocks, tracked_files
+from support.doc_pages import ROOT, blocks, read, tracked_files
 from support.fork_server import ForkServer
 from support.train_helpers import environment
 
@@ -102,14 +101,18 @@ def shorter(text: str) -> str:
 
 
 def _write_own_files(folder: Path) -> None:
-    """Writes photo.jpg, and chats.jsonl with 24 rows about images in images/."""
+    """Writes photo.jpg, and 24 rows about images in images/ in each of the two layouts of README.md, from its rows."""
     (folder / "images").mkdir()
-    with (folder / "chats.jsonl").open("w", encoding="utf-8") as file:
-        for number in range(24):
-            question, answer = world.sample("train", number, ["caption"]).messages[:2]
-            image, text = question["content"]
-            name = f"images/{number}.jpg"
-            image["image"].save(folder / name)
-            content = [{"type": "image", "image": name}, {"type": "text", "text": text["text"]}]
-            file.write(json.dumps({"messages": [{"role": "user", "content": content}, answer]}) + "\n")
-    shutil.copy(folder / name, folder / "photo.jpg")
+    rows = re.findall(r"^\{.*\}$", read("README.md"), re.MULTILINE)
+    found: tuple[list[str], list[str]] = ([], [])
+    for number in range(24):
+        question, answer = world.sample("train", number, ["caption"]).messages[:2]
+        name = f"{number:02}.jpg"
+        question["content"][0]["image"].save(folder / "images" / name)
+        for row, filled in zip(rows, found, strict=True):
+            text = row.replace("01.png", name).replace('"01"', f'"{number:02}"')
+            filled.append(text.replace("A red square.", answer["content"][0]["text"]))
+    chats, llava = found
+    (folder / "chats.jsonl").write_text("\n".join(chats), encoding="utf-8")
+    (folder / "llava.json").write_text(f"[{', '.join(llava)}]", encoding="utf-8")
+    shutil.copy(folder / "images" / name, folder / "photo.jpg")

@@ -66,7 +66,7 @@ def quick_validation(*_: Any, **__: Any) -> dict[str, Any]:
 
 def train_quickly(config: Config, validate: Validate = quick_validation) -> int:
     """Trains on one rank of this process with a validation that decodes nothing; returns the exit code."""
-    from train.job.rank import run_rank
+    from train.job.run import run_rank
 
     return run_rank(config, validate)
 

@@ -22,7 +22,7 @@ import train.job.build
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.engine.sharded_teacher import ShardedTarget
-from train.job.rank import run_rank
+from train.job.run import run_rank
 from train.launch.cluster_env import detect_launcher
 from train.launch.ranks import process_group
 

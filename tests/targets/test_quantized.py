@@ -37,7 +37,9 @@ from sage.runtime.modes import PassMode
 from sage.targets import loading
 from sage.targets.loading import meta_target
 from sage.targets.weights import dense_weight, weight_bytes
+from train.config.hydra_app import compose
 from train.config.overrides import expand
+from train.config.schema import Config
 
 with suppress(ImportError):  # registers torch's linear layer, before a test replaces it by DeepSpeed's
     import torchao.quantization  # noqa: F401
@@ -376,7 +378,9 @@ def test_a_gguf_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = target.model.state_dict()
     assert target.dtype == torch.bfloat16 and all(torch.equal(found[name], expected[name]) for name in expected)
     assert sage.load_target(tmp_path).name == target.name
-    assert expand([f"target.path={tmp_path}/tiny.gguf"]) == ["target=by_path", f"target.path={target.name}"]
+    words = [f"target.path={tmp_path}/tiny.gguf"]
+    assert expand(words) == ["target=by_path", *words]
+    assert compose("config", words, Config).target.path == target.name
     target = sage.load_target(tmp_path, dtype=torch.float32)
     inputs = target.prepare([{"role": "user", "content": "hi"}])
     out = sage.generate(target, random_draft(target, "eagle3"), inputs, "sage", max_new_tokens=8)
@@ -390,6 +394,8 @@ def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "a chat template, so put" in caplog.text
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\x03" + bytes(99))
     write_gguf(tmp_path / "other.gguf", "starlight")
+    with refused("train.max_step:"):  # before the file is read
+        compose("config", [f"target.path={tmp_path}/broken.gguf", "train.max_step=1"], Config)
     for name in ("other", "broken"):
         with refused(f"target: {tmp_path}/{name}.gguf cannot be read (", "or the model's Hugging Face folder"):
             sage.load_target(tmp_path / f"{name}.gguf")

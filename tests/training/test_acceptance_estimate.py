@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sage.trees.chain import Chain
 from train.config.schema import DecodeConfig
-from train.monitor.acceptance_estimate import ChainEstimate, answers, chain_depth, simulate
+from train.monitor.metrics import ChainEstimate, answers, chain_depth, simulate
 
 
 def rows(*bits: str) -> torch.Tensor:

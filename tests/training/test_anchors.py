@@ -16,7 +16,7 @@ from train.distill.objective import Objective, chain_counts
 from train.distill.rows import Anchors, ChainRows, draw_anchors, is_root_of
 from train.distill.student import HeadStudent
 from train.distill.teacher import Teacher
-from train.monitor.acceptance_estimate import expect
+from train.monitor.metrics import expect
 
 STEPS = 3
 

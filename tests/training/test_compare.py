@@ -18,14 +18,15 @@ from sage.commands.cli import NOTHING_SAVED
 from train.cli import validate as validate_cli
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, ScoreConfig, ScoreMetric
-from train.config.sweep import Job, failures, folder_name, job_line, job_name, stopped_line, swept
+from train.config.sweep import Job, failures, folder_name, job_line, swept
 from train.report.compare import (
-    SweepComparison,
     changed_keys,
     compare,
+    compare_jobs,
     find_runs,
     read_run,
     run_command,
+    score_of_run,
 )
 from train.report.run_page import measured_against_estimate, write_run_report
 
@@ -173,17 +174,16 @@ def test_corrupt_reports_and_folders_without_a_run_or_a_step_are_refused(runs: l
 def test_a_sweep_scores_its_runs_and_compares_them_with_failed_jobs(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ending = SweepComparison()
     config: Config = compose("config", [f"run.dir={runs[1]}"], Config)
-    assert ending.score(config) == 3.0
+    assert score_of_run(config) == 3.0
     config.launch.plan = True
-    assert ending.score(config) is None
+    assert score_of_run(config) is None
     jobs = [Job(number=n, name=run.name, dir=str(run)) for n, run in enumerate(runs)]
     jobs[2].code, jobs[2].error = 2, "no supervised token"
     jobs += [Job(number=3, name="d", dir=str(tmp_path / "d"), code=1, error="boom"), Job(number=4, name="e", code=2, error="?")]
-    ending.compare(jobs[:1])
+    compare_jobs(jobs[:1])
     assert capsys.readouterr().out == ""  # a single job is not compared
-    ending.compare(jobs)
+    compare_jobs(jobs)
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("b *") and lines[-1] == f"comparison: {tmp_path / 'compare.md'}"
     assert "exit 2: no supervised token" in lines[4] and lines[5].startswith("d ") and "exit 1: boom" in lines[5]
@@ -194,7 +194,7 @@ def test_a_sweep_scores_its_runs_and_compares_them_with_failed_jobs(
 
 
 def test_a_sweep_into_the_folder_of_a_run_is_refused(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.config.hydra_app.is_sweep", lambda: True)
+    monkeypatch.setattr("train.config.sweep.is_sweep", lambda: True)
     with refused(f"run.dir={runs[0]}", "already holds a run", "give another", error=ConfigError):
         compose("config", [f"run.dir={runs[0]}"], Config)
 
@@ -205,11 +205,7 @@ def test_a_job_is_named_by_what_the_sweep_changes() -> None:
     assert swept(["seed=1,2", "sweep=optuna"]) == (["seed"], None)
     assert job_line(1, 3, "seed=2", [60.0]) == "job 2 of 3: seed=2, about 0:02:00 left"
     assert job_line(0, 3, "seed=1", []) == "job 1 of 3: seed=1" and job_line(1, None, "seed=2", [1.0]) == "job 2: seed=2"
-    assert stopped_line(3, 1) == "stopped, 2 jobs left; repeat the command with run.resume=true to go on"
     assert swept(["optim.lr=tag(log,interval(1e-5,1e-3))"]) == (["optim.lr"], None)
-    overrides = ["optim.lr=1e-4", "run.dir=x", "+a.b=1"]
-    assert job_name(overrides, ["optim.lr", "a.b"], "all") == "optim.lr=1e-4 a.b=1"
-    assert job_name(overrides, [], "all") == "all"
     assert folder_name("optim.lr=1e-4 a.b=1") == "optim.lr_1e-4-a.b_1"
     assert (
         folder_name("draft.path=runs/x/draft decode.policies=[sage,chain]")

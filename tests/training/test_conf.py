@@ -1,62 +1,68 @@
-"""Every YAML file composes and passes the checks; choices, presets and defaults are as documented."""
+"""Every YAML file composes and passes the checks; choices, presets and defaults are as documented, each number has a range."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
+import sage
+from data_prep.config import RegenerateConfig
 from data_prep.real import target_folder
+from sage.commands.generate import parse_args
+from sage.decoding.batch import BatchDecoder
+from sage.decoding.generation import start
 from sage.drafts.registry import KINDS as DRAFT_KINDS
 from sage.io.files import config_dir
-from train.config.checks import check, check_batch
+from sage.io.ranges import field_types, plain_type
+from sage.serving.command import parse_args as serving_args
+from sage.trees import DEFAULT_POLICY, FIRST_ANSWER_POLICY
+from train.config.checks import check, check_ranges
+from train.config.derived import check_batch
 from train.config.hydra_app import compose
 from train.config.resolvers import run_name
-from train.config.schema import (
-    Config,
-    Schedule,
-)
+from train.config.schema import Config, ConfigError, Precision, Schedule
 from train.engine.engine import deepspeed_config, make_optimizer
 from train.job.schedule import learning_rate
 from train.monitor.sinks import check_tracking
 from train.plan.meta import build_on_meta
 from train.validation.validate import build_policies
 
-GROUPS = (
-    "target",
-    "draft/compressor",
-    "data",
-    "deepspeed",
-    "objective",
-    "optim",
-    "train",
-    "decode",
-    "tracking",
-    "launch",
-    "experiment",
-)
+
+def choices(group: str) -> list[str]:
+    """`group=NAME` for every file of a group."""
+    return [f"{group}={path.stem}" for path in sorted((config_dir() / group).glob("*.yaml"))]
+
+
 NEEDS = {  # keys that a choice requires
     "target=by_path": ["target.path=Qwen/Qwen2.5-VL-7B-Instruct"],
     "draft=model": ["draft.num_layers=2"],
     "data=llava_instruct": ["data.path=/data/llava.json"],
-    "objective=eagle": ["draft=eagle"],  # a loss on features, which eagle3 does not predict
-    "objective=distill": ["draft=eagle"],
+    "objective=distill": ["draft=eagle"],  # a loss on features, which eagle3 does not predict
     "experiment=specvlm": ["data.path=/data/llava.json"],
 }
-FILES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((config_dir() / group).glob("*.yaml"))]
-CHOICES = [*FILES, *(f"draft={kind}" for kind in DRAFT_KINDS)]
-PROMPT_FILES = sorted((config_dir() / "data" / "validation").glob("*.yaml"))
-SWEEP_FILES = sorted((config_dir() / "sweep").glob("*.yaml"))
-TARGETS = {choice: OmegaConf.load(config_dir() / f"{choice.replace('=', '/')}.yaml") for choice in FILES if "target=" in choice}
-ARCHITECTURES: dict[str, str] = {}  # name -> its first target
-for choice, content in TARGETS.items():
-    ARCHITECTURES.setdefault(OmegaConf.select(content, "architecture.model_type") or choice, choice)
-COMPOSED = [choice for choice in CHOICES if choice not in TARGETS or choice in ARCHITECTURES.values()]
-PLANNED = {choice for choice, content in TARGETS.items() if "architecture" in content}  # built by test_plan.py
-built: set[object] = set()
+# Those with an architecture are composed and built by test_plan.py.
+TARGETS = [
+    choice
+    for choice in choices("target")
+    if "\narchitecture:" not in (config_dir() / f"{choice.replace('=', '/')}.yaml").read_text()
+]
+KINDS = [f"draft={kind}" for kind in DRAFT_KINDS]  # with the objective of the same name
+OBJECTIVES = [choice for choice in choices("objective") if choice.replace("objective", "draft") not in KINDS]
+GROUPS = ("data", "deepspeed", "optim", "tracking", "train", "decode", "launch")
+COLUMNS = [choices("draft/compressor") + KINDS + OBJECTIVES, TARGETS, *map(choices, GROUPS)]
+ROWS = [[choice for choice in row if choice] for row in zip_longest(*COLUMNS)]  # a choice of every group at a time
+ROWS += [[choice] for choice in choices("experiment")]
+COMPOSED = {choice for row in ROWS for choice in row}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,27 +71,18 @@ def real_target() -> None:
     LlamaConfig(vocab_size=9000, hidden_size=32, num_hidden_layers=8).save_pretrained(target_folder())
 
 
-@pytest.mark.parametrize("choice", COMPOSED)
-def test_every_choice_composes_validates_and_builds(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device, where a 72B target takes no more memory than a pocket target; a plan needs no data.
-
-    What has been built for another choice, or by test_plan.py, is not built again.
-    """
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_every_choice_composes_validates_and_builds(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device; a plan needs no data."""
     monkeypatch.setenv("WANDB_MODE", "offline")  # tests have no login
-    config = compose("config", ["launch.plan=true", choice, *NEEDS.get(choice, [])], Config)
+    needed = [key for choice in row for key in NEEDS.get(choice, [])]
+    config = compose("config", ["launch.plan=true", *row, *needed], Config)
     check(config)
-    assert deepspeed_config(config, 1, check_batch(config, 1))["zero_optimization"]["stage"] == config.deepspeed.stage
+    stage = deepspeed_config(config, 1, check_batch(config, 1))["zero_optimization"]["stage"]
+    assert stage == max(config.deepspeed.stage, config.train.precision is Precision.bf16)
     assert config.objective.ce_weight + config.objective.tv_weight + config.objective.lk_weight > 0
     assert learning_rate(config.optim, 0, 100) > 0
     check_tracking(config)
-    kind = repr((config.target.name, config.draft, config.optim.kind, config.decode.policies, config.decode.options))
-    if kind not in built and choice not in PLANNED:
-        built.add(kind)
-        build_without_weights(config)
-
-
-def build_without_weights(config: Config) -> None:
-    """Builds the objects of a run that need neither weights nor data."""
     pair = build_on_meta(config)
     assert pair.trained_parameters > 0
     optimizer = make_optimizer(pair.draft.network, config, torch.device("meta"))
@@ -94,10 +91,12 @@ def build_without_weights(config: Config) -> None:
 
 
 def test_every_yaml_is_a_known_choice() -> None:
-    """Every file is composed by a test."""
-    tested = {config_dir() / f"{choice.replace('=', '/')}.yaml" for choice in FILES} | set(SWEEP_FILES)
+    """Every file is composed by a test: prompt sets and sweeps, which need packages, by those of their own."""
+    others = {path for group in ("target", "data/validation", "sweep") for path in (config_dir() / group).glob("*.yaml")}
+    composed = {config_dir() / f"{choice.replace('=', '/')}.yaml" for choice in COMPOSED}
     roots = {config_dir() / name for name in ("config.yaml", "validate.yaml", "prepare.yaml")}
-    assert set(config_dir().rglob("*.yaml")) == tested | roots | set(PROMPT_FILES)
+    objectives = {config_dir() / "objective" / f"{kind}.yaml" for kind in DRAFT_KINDS}
+    assert set(config_dir().rglob("*.yaml")) <= composed | others | roots | objectives
 
 
 @pytest.mark.parametrize(
@@ -167,3 +166,36 @@ def test_the_name_tells_runs_apart_by_data_and_objective(
 def test_training_defaults_suit_the_target(overrides: list[str], lr: float, batch: int) -> None:
     config = compose("config", overrides, Config)
     assert (config.optim.lr, config.train.global_batch_size) == (lr, batch)
+
+
+def numeric_keys(settings: Any, key: str = "") -> Iterator[tuple[Any, str, str]]:
+    """Yields the owner, name and key of every number of a configuration."""
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), f"{key}{field.name}"
+        for label, part in value.items() if isinstance(value, dict) else [("", value)]:
+            if dataclasses.is_dataclass(part):
+                yield from numeric_keys(part, f"{name}.{label}." if label else f"{name}.")
+        if plain_type(field_types(type(settings))[field.name]) in (int, float):
+            yield settings, field.name, name
+
+
+def test_every_number_of_a_composed_configuration_is_checked() -> None:
+    config = compose("config", ["draft/compressor=select"], Config)
+    found = list(numeric_keys(config))
+    assert len(found) > 60
+    for owner, name, key in found:
+        before = getattr(owner, name)
+        setattr(owner, name, math.nan)
+        with pytest.raises(ConfigError, match=f"^{re.escape(key)}=nan: not allowed; give a"):
+            check_ranges(config)
+        setattr(owner, name, before)
+    check_ranges(config)
+
+
+def test_the_default_policy_is_one_constant() -> None:
+    assert DEFAULT_POLICY == "cost_aware" and FIRST_ANSWER_POLICY == "chain"
+    for function in (sage.generate, sage.generate_batch, sage.stream, sage.trace, sage.Chat, BatchDecoder.add, start):
+        assert inspect.signature(function).parameters["policy"].default is DEFAULT_POLICY
+    assert RegenerateConfig().policy is DEFAULT_POLICY
+    assert parse_args([]).policy is FIRST_ANSWER_POLICY
+    assert serving_args(["--draft", "DIR"]).policy is DEFAULT_POLICY

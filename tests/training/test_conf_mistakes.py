@@ -14,19 +14,16 @@ from support.messages import check_message, exit_code, refused
 from sage.io.files import config_dir
 from train.cli.train import main
 from train.config.checks import check
-from train.config.hydra_app import compose, run_app
+from train.config.hydra_app import App, compose
 from train.config.schema import Config, ConfigError
 from train.config.sweep import read_jobs
-from train.launch.cluster_env import is_main_rank
 
 REFUSED_WITHIN_S = 5  # of this process's own time, so that a busy machine does not count
 SWEEP_FILES = sorted((config_dir() / "sweep").glob("*.yaml"))
 
 
 WRONG = {  # of values out of range one per kind of key: a key's range is stated once, beside its type
-    "train.max_step=5": ["train.max_step:", "train.max_steps"],
     "+train.foo=1": ["train.foo:"],
-    "optim.learning_rate=1": ["optim.learning_rate:", "optim.lr?"],
     "tracking.project=x": ["tracking.project:", "tracking=wandb"],
     "deepspeed.extra.wall_clock_breakdown=true": ["+deepspeed.extra.wall_clock_breakdown=VALUE"],
     "optim.lr=fast": ["optim.lr=fast:", "a number above 0"],
@@ -65,11 +62,9 @@ WRONG = {  # of values out of range one per kind of key: a key's range is stated
     "draft=eagle3 draft.feature_levels=[3,3,9]": ["draft.feature_levels=3,3,9:"],
     "draft=peagle objective.steps=3": ["objective.steps=3:", "1 with draft=peagle", "draft.block_size"],
     "draft=block draft.feed=false draft.down_sample_ratio=0.5": ["draft.down_sample_ratio=0.5:", "draft.causal=true"],
-    "draft=block draft/compressor=pool": ["draft/compressor=pool:", "none with draft=block"],
     "draft=eagle3 objective.dpace_alpha=0.1": ["objective.dpace_alpha=0.1:", "null with draft=eagle3"],
     "draft=model": ["draft=model:"],
     "draft=model draft.num_layers=2 draft.train_part=head": ["draft.train_part=head:", "layers"],
-    "draft=model draft.num_layers=2 objective.steps=3": ["objective.steps=3:"],
     "draft=model draft.num_layers=2 objective.anchors=4": ["objective.anchors=4:", "null with draft=model"],
     "draft=eagle3 draft.path=. draft.draft_vocab_size=100": ["draft.draft_vocab_size=100:"],
     "draft=model draft.num_layers=2 deepspeed.shard_target=true": ["deepspeed.shard_target=true:"],
@@ -82,12 +77,9 @@ WRONG = {  # of values out of range one per kind of key: a key's range is stated
     "train.profile=[5,4]": ["train.profile=5,4:"],
     "score.policy=eagle2": ["score.policy=eagle2:"],
     "decode.policies=[autoregressive] train.validate_every=5 train.patience=1": ["train.patience=1:"],
-    "sweep=grid": ["sweep=grid:"],
     "optim.warmup_steps=9 train.max_steps=5": ["optim.warmup_steps=9:"],
     "data.sources.pocket.num_examples=x": ["data.sources.pocket.num_examples=x:", "integer"],
     "deepspeed.extra=3": ["deepspeed.extra:", "mapping"],
-    "draft/compressor=blur": ["draft/compressor=blur", "concat, conv, none, pool, prune"],
-    "draft/compressor=pool draft.compressor.ratio=0": ["draft.compressor.ratio=0", "at least 1"],
     "draft/compressor=resampler draft.compressor.ratio=3": ["draft.compressor.ratio", "draft/compressor"],
     "draft.compressor.kind=pool": ["draft.compressor.kind=pool", "draft/compressor=pool"],
     "draft=model draft.num_layers=1 draft/compressor=pool": ["draft/compressor=pool", "none", "draft=model"],
@@ -171,7 +163,7 @@ def test_a_crash_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: py
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(sys, "argv", ["sage-train"])
-    assert run_app("config", Config, broken, is_main_rank) == 1
+    assert App(config_name="config", schema=Config, task=broken, is_main=True).run() == 1
     shown = capsys.readouterr().err
     assert "Traceback" in shown and shown.endswith("error: RuntimeError: a bug\n")
 
@@ -195,7 +187,7 @@ def test_a_failed_job_does_not_end_a_sweep(
         return 0
 
     monkeypatch.setattr(sys, "argv", ["sage-train", "-m", "seed=0,1,2", "run.dir=sweep"])
-    assert run_app("config", Config, task, is_main_rank) == 2
+    assert App(config_name="config", schema=Config, task=task, is_main=True).run() == 2
     assert seen == [(0, "sweep/seed_0"), (2, "sweep/seed_2")]
     shown = capsys.readouterr().err
     assert "error: seed=1: not this one" in shown

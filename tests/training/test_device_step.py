@@ -22,7 +22,7 @@ from train.distill.objective import Objective
 from train.distill.student import HeadStudent, ModelStudent, Student
 from train.distill.teacher import DeviceCopies, Pairs, Staging, Teacher, count_supervised
 from train.job.loop import train_step
-from train.launch.signals import StopFlag
+from train.launch.supervisor import StopFlag
 from train.monitor.metrics import TrainingMetrics
 from train.state.resume import TrainState
 

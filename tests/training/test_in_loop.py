@@ -24,7 +24,7 @@ from sage.decoding.sampling import Sampling
 from train.config.hydra_app import compose
 from train.config.schema import Config, ValidateOn
 from train.job.loop import TrainingError
-from train.job.rank import run_rank
+from train.job.run import run_rank
 from train.launch.ranks import Ranks
 from train.state.resume import TrainState
 from train.validation.in_loop import InLoopValidation, ValidationOutcome, all_ranks_decode, interleave, shard_prompts

@@ -1,22 +1,36 @@
-"""Two nodes without a shared disk: training, validation on all ranks, resuming, and what is refused."""
+"""Ranks on two nodes without a shared disk, on GPUs (tested without one: which GPU, time limits, threads), and in a sweep."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from support.fake_cuda import FakeCuda
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
-from support.train_helpers import command, environment, metrics, srun_variables
+from support.train_helpers import command, environment, metrics, sage_train, srun_variables
 
-from train.config.schema import ConfigError
+import sage
+from data_prep.build import prompts as held_out_prompts
+from train.config.hydra_app import compose
+from train.config.schema import Config, ConfigError, Device, LaunchConfig
+from train.job import loop
+from train.job.build import set_threads
+from train.launch.cluster_env import set_torch_defaults
+from train.launch.launcher import check_devices
 from train.launch.nodes import blind_ranks, check_same
-from train.launch.ranks import Ranks
+from train.launch.ranks import NCCL_TIMEOUT_S, Ranks, check_own_gpu, pick_device, process_group
+from train.validation.prompts import PromptSet
+from train.validation.validate import ReportInfo, validate
 
 VALIDATED = ["train.validate_on=all", "train.validate_every=2", "decode.num_prompts=2", "decode.policies=[sage]"]
 SETTINGS = ["train.micro_batch_size=1", "launch.device=cpu", "deepspeed=zero1", "objective.feature_noise=0.1", *VALIDATED]
@@ -74,3 +88,153 @@ def test_what_nodes_do_not_share_is_named_with_its_host(other_host: None, tmp_pa
     check_same(ranks, "data.path", "other")
     with refused("data.path: other for rank 1 on b, but 12 examples for rank 0 on ", error=ConfigError):
         check_same(ranks, "data.path", "12 examples")
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch, num_gpus=1)
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options of the process groups that are created."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: found.update({backend: options}))
+    monkeypatch.setattr(dist, "new_group", lambda backend, **options: found.update({backend: options}) or "own group")
+    monkeypatch.setattr("train.launch.ranks._join", lambda *_: None)
+    monkeypatch.setattr("train.launch.ranks.check_own_gpu", lambda ranks: None)
+    return found
+
+
+def test_a_rank_that_sees_one_gpu_takes_it(one_gpu: FakeCuda, groups: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `srun --gpus-per-task=1`; DeepSpeed takes LOCAL_RANK for the index of the GPU."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5"}.items():
+        monkeypatch.setenv(name, value)
+    with process_group("auto", 60) as ranks:
+        assert (ranks.rank, ranks.device, os.environ["LOCAL_RANK"]) == (5, GPU, "0")
+    assert ("set_device", 0) in one_gpu.calls
+
+
+def test_a_rank_that_sees_every_gpu_takes_that_of_its_local_rank(fake_cuda: FakeCuda) -> None:
+    assert pick_device("cuda", 3) == torch.device("cuda", 3)
+    with refused("rank 4 of this machine", "only 4 GPU(s)", error=ConfigError):
+        pick_device("cuda", 4)
+
+
+def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = ["GPU-a", "GPU-b", "GPU-a"]
+    monkeypatch.setattr(Ranks, "gather", lambda _, item: uuids)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
+    with refused("launch.gpus", "ranks 0 and 2 share the GPU GPU-a", "--gpus-per-task=1", error=ConfigError):
+        check_own_gpu(Ranks(1, 3, GPU))
+    uuids[2] = "GPU-c"
+    check_own_gpu(Ranks(1, 3, GPU))
+
+
+def test_nccl_has_a_shorter_time_limit_than_waiting_for_rank_0(one_gpu: FakeCuda, groups: dict[str, Any]) -> None:
+    with process_group("cuda", 7200) as ranks:
+        assert ranks.group == "own group"
+    assert groups["cpu:gloo,cuda:nccl"]["timeout"] == timedelta(seconds=NCCL_TIMEOUT_S)
+    assert groups["gloo"]["timeout"] == timedelta(seconds=7200)
+
+
+def test_more_ranks_than_gpus_are_refused_with_the_key_that_was_given(one_gpu: FakeCuda) -> None:
+    for key in ("gpus", "ranks"):
+        with refused(f"launch.{key}=2", "1 GPU(s)", "launch.device=cpu", error=ConfigError):
+            check_devices(LaunchConfig(**{key: 2}), 2)  # type: ignore[arg-type]
+
+
+def test_gpus_of_a_machine_without_any_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before eight ranks load a target on its CPU; `launch.ranks`, or `launch.device=cpu`, says that this is meant."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with refused("launch.gpus=8", "no GPU", "launch.ranks=8", error=ConfigError):
+        check_devices(LaunchConfig(gpus=8), 8)
+    with refused("launch.device=cuda", "no GPU", error=ConfigError):
+        check_devices(LaunchConfig(ranks=2, device=Device.cuda), 2)
+    for meant in (LaunchConfig(ranks=8), LaunchConfig(gpus=8, device=Device.cpu)):
+        check_devices(meant, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "launcher", "device", "expected"),
+    [
+        (None, None, "cpu", 4),
+        ("1", "torchrun", "cuda", 4),
+        ("1", "torchrun", "cpu", None),
+        ("2", "torchrun", "cuda", None),
+        ("1", None, "cuda", None),
+    ],
+)
+def test_ranks_on_gpus_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, launcher: str | None, device: str, expected: int | None
+) -> None:
+    """None: OMP_NUM_THREADS stands. torchrun sets it to 1 where it is missing."""
+    values = {"OMP_NUM_THREADS": given, "TORCHELASTIC_RUN_ID": launcher, "LOCAL_WORLD_SIZE": "2"}
+    for name, value in values.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    set_threads(compose("config", [], Config), Ranks(0, 2, torch.device(device)))
+    assert chosen == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(
+    ("given", "alloc", "compilers"),
+    [
+        ({}, "expandable_segments:True", "4"),
+        ({"LOCAL_WORLD_SIZE": "8", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None, "2"),
+        ({"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native", "1"),
+    ],
+)
+def test_a_run_sets_what_torch_reads_at_its_import(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], alloc: str | None, compilers: str
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    set_torch_defaults()
+    assert (os.environ.get("PYTORCH_ALLOC_CONF"), os.environ["TORCHINDUCTOR_COMPILE_THREADS"]) == (alloc, compilers)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_steps_of_a_deterministic_run_alone_are_restricted(is_on: bool) -> None:
+    """Validation may use operations without a deterministic algorithm; it does not change the weights."""
+    with loop.deterministic(is_on):
+        assert torch.are_deterministic_algorithms_enabled() == is_on
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sweep_of_two_ranks_each_ends_in_one_comparison(
+    tmp_path: Path, target: Path, commands: ForkServer, alone: None
+) -> None:
+    """What two ranks measure together is, count for count, what one process measures alone."""
+    ranks = ["launch.ranks=2", "launch.device=cpu", "train.micro_batch_size=1"]
+    arguments = command(target, tmp_path / "sweep", "train.max_steps=2", *ranks)
+    own = ["decode.policies=[autoregressive,static]", "decode.num_prompts=3", "train.validate_on=all", "launch.device=cpu"]
+    done = sage_train(
+        commands, "-m", *arguments, *own, "optim.lr=1e-3,4e-3", "data.cache_dir=cache", cwd=tmp_path, timeout_s=580
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    runs = sorted(path.parent for path in (tmp_path / "sweep").glob("*/draft_best"))
+    assert [run.name for run in runs] == ["optim.lr_0.001", "optim.lr_0.004"]
+    assert len({(run / "draft" / "model.safetensors").read_bytes() for run in runs}) == 2
+    compared = json.loads((tmp_path / "sweep" / "compare.json").read_text())
+    assert compared["changed"] == ["optim.lr"]
+    assert [run["steps"] for run in compared["runs"]] == [2] * 2 and (tmp_path / "sweep" / "compare.png").is_file()
+    assert all(run["policies"]["static"]["total"] == 3 for run in compared["runs"])
+    assert done.stdout.endswith(f"comparison: {tmp_path / 'sweep' / 'compare.md'}\n")
+    merged = json.loads((runs[0] / "validation" / "step_00000002" / "report.json").read_text())
+    config: Config = compose("config", [*command(target, runs[0]), *own], Config)
+    loaded, prompts = sage.load_target(target), held_out_prompts(config.data, "validation", 3)
+    draft, info = sage.load_draft(runs[0] / "draft", loaded), ReportInfo(run_dir=tmp_path / "alone", step=2)
+    alone_report: Any = validate(config.decode, loaded, draft, PromptSet(loaded, config.decode, prompts), info)
+    assert merged["prompts"] == alone_report["prompts"] == 3
+    for name in ("autoregressive", "static"):
+        for count in ("tokens_per_target_pass", "mean_accepted_draft", "match", "total", "accepted_histogram"):
+            assert merged["policies"][name][count] == alone_report["policies"][name][count], (name, count)

@@ -13,7 +13,7 @@ from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.distill.build import new_student
 from train.engine.engine import Engine, make_optimizer
-from train.engine.muon import Muon, matrices_of, orthogonalized
+from train.engine.optimizers import Muon, matrices_of, orthogonalized
 from train.launch.ranks import process_group
 
 LR = 1e-2

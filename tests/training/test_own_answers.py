@@ -26,7 +26,7 @@ from data_prep.tools.answers import TargetAnswers
 from sage.io import files
 from train.distill.own_answers import MAX_STEPS, OwnAnswers
 from train.distill.teacher import Teacher
-from train.job.answers import AnswersStopped
+from train.launch.supervisor import RankFailed
 
 SHORT = ("data.sources.pocket.families=[caption]", "train.max_steps=3", "train.log_every=1")
 ANSWERED = (*SHORT, "data.answers=target")
@@ -105,7 +105,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = (*ANSWERED, "data.cache=examples")
-    for stop, error in ((0, KeyboardInterrupt), (5, AnswersStopped)):
+    for stop, error in ((0, KeyboardInterrupt), (5, RankFailed)):
         monkeypatch.setattr(own_decoder, "_decoded", Model(stop))
         with pytest.raises(error) as stopped:
             train_quickly(configured(target, tmp_path / "run", *words))

@@ -25,7 +25,7 @@ from train.cli.train import train
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config, Offload
-from train.engine.muon import matrices_of
+from train.engine.optimizers import matrices_of
 from train.plan.data import DataPlan, extent_of, local_folder
 from train.plan.estimate import estimate
 from train.plan.memory import WORKING, Extent, draft_activations, draft_memory

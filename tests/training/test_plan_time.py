@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.train_helpers import big, configure
 
-from train.config.sharding import sharding_ranks, validation_line
+from train.config.derived import sharding_ranks, validation_line
 from train.plan.data import balance_of
 from train.plan.estimate import estimate, plan
 from train.plan.meta import build_on_meta

@@ -34,8 +34,9 @@ from checkpoints.inspect import inspect_folder
 from checkpoints.run_folder import LOCK, draft_step
 from sage.io.manifest import write_manifest
 from train.config.schema import Config
+from train.job.build import building
 from train.job.loop import TrainingError, TrainingRun, fit, try_largest
-from train.job.rank import run_rank
+from train.job.run import run_rank
 from train.launch.ranks import process_group
 from train.state.resume import seed_everything
 
@@ -109,8 +110,6 @@ def test_a_run_writes_the_documented_files(
 @pytest.mark.parametrize("options", [["deepspeed=zero2"], ["target.dtype=bf16", "train.micro_batch_tokens=260"]])
 def test_trying_the_largest_micro_batch_changes_nothing(configure: Configure, tmp_path: Path, options: list[str]) -> None:
     """With noise on the features, so that a generator that is not restored would show; then without memory."""
-    from train.job.build import building
-
     for name in ("tried", "plain"):
         config = configure(tmp_path / name, "objective.feature_noise=0.1", "train.micro_batch_size=4", *options)
         with process_group("cpu", 60) as ranks, building(config, ranks, validate=quick_validation) as run:
@@ -200,8 +199,6 @@ class NonFinite:
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(configure: Configure, tmp_path: Path) -> None:
-    from train.job.build import building
-
     config = configure(tmp_path / "run", "train.max_steps=3")
     with process_group("cpu", 60) as ranks, building(config, ranks) as run:
         with closing(iter(run.loader)) as steps:
@@ -218,12 +215,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_batch(con
 
 
 def test_a_batch_without_answers_is_refused(configure: Configure, tmp_path: Path) -> None:
-    from train.job.build import building
-
-    with (
-        process_group("cpu", 60) as ranks,
-        building(configure(tmp_path / "run"), ranks) as run,
-    ):
+    with process_group("cpu", 60) as ranks, building(configure(tmp_path / "run"), ranks) as run:
         with closing(iter(run.loader)) as steps:
             batches = next(steps)
         for batch in batches:

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 from support.messages import refused
 
-from train.config.run_length import RunLength
+from train.config.derived import RunLength
 from train.config.schema import ConfigError, OptimConfig, Schedule, TrainConfig
 from train.job.schedule import RunSchedule, learning_rate
-from train.state.resume import TrainState
-from train.state.space import check_space, num_states
+from train.state.resume import TrainState, check_space, num_states
 
 TOTAL = 10
 
@@ -106,6 +105,17 @@ def test_a_run_is_over_at_its_length_after_a_signal_or_without_progress(
     step: int, stale: int, patience: int, is_stopping: bool, expected: bool
 ) -> None:
     assert schedule(patience=patience).is_over(TrainState(step=step, stale=stale), is_stopping) is expected
+
+
+def test_learning_rates() -> None:
+    constant = OptimConfig(lr=1.0, grad_clip=1.0)
+    assert [learning_rate(constant, step, 10) for step in (0, 5, 9)] == [1, 1, 1]
+    cosine = OptimConfig(lr=1.0, grad_clip=1.0, schedule=Schedule.cosine, warmup_steps=2, min_lr_ratio=0.1)
+    rates = [learning_rate(cosine, step, 10) for step in range(11)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[6] == pytest.approx(0.1 + 0.9 / 2)  # half-way down
+    assert rates[10] == pytest.approx(0.1)
+    assert all(one >= other for one, other in zip(rates[1:], rates[2:], strict=False))
 
 
 def test_the_learning_rate_of_a_run_with_a_time_limit_follows_the_time() -> None:

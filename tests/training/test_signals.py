@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.train_helpers import configured, quick_report, train_until_signal
+from support.train_helpers import configured, quick_report
 
 from checkpoints.store import StateStore
 from sage.bench.measurement import Interrupted
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.job.rank import run_rank
+from train.job.run import run_rank
 from train.launch.launcher import launch
-from train.launch.ranks import Ranks, process_group
-from train.launch.signals import StopFlag
-from train.launch.supervisor import RankFailed
+from train.launch.ranks import Ranks
+from train.launch.supervisor import RankFailed, StopFlag
 from train.validation.in_loop import shard_prompts
 from train.validation.prompts import PromptSet
 
@@ -83,19 +82,6 @@ def test_an_interrupted_validation_is_repeated(target: Path, tmp_path: Path) -> 
     assert validation.steps == [2] and trainer(run, 4)["validated_step"] == trainer(run, 4)["best_step"] == 2
     assert launch(configure(target, run, *length, "run.resume=true"), validation.train) == 0
     assert validation.steps == [2, 4] and trainer(run, 4)["best_step"] == 4
-
-
-@pytest.mark.slow
-def test_a_validation_that_was_due_at_the_stop_is_repeated(target: Path, tmp_path: Path) -> None:
-    validation, run = SignalledValidation(), tmp_path / "run"
-    length = ["train.max_steps=3", "train.validate_every=2"]
-    with process_group("cpu", 60) as ranks:
-        train_until_signal(configure(target, run, *length), ranks, 2, validation)
-    assert validation.steps == []
-    assert validation.train(configure(target, run, *length, "run.resume=true")) == 0
-    assert validation.steps == [2, 3]
-    assert validation.train(configure(target, run, *length, "run.resume=true", "train.max_steps=4")) == 0
-    assert validation.steps == [2, 3, 4]  # nothing is due at 3, and nothing is repeated
 
 
 def test_if_all_ranks_decode_one_that_aborts_interrupts_all(monkeypatch: pytest.MonkeyPatch) -> None:

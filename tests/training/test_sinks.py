@@ -18,17 +18,9 @@ from support.messages import exit_code, refused
 from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed
 from train.cli.train import main
+from train.config.derived import MIN_STEPS, RunLength, repetition_line, run_length
 from train.config.hydra_app import compose
-from train.config.run_length import MIN_STEPS, RunLength, repetition_line, run_length
-from train.config.schema import (
-    Config,
-    ConfigError,
-    OptimConfig,
-    Schedule,
-    WandbConfig,
-    WandbMode,
-)
-from train.job.schedule import learning_rate
+from train.config.schema import Config, ConfigError, WandbConfig, WandbMode
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics, peak_memory
 from train.monitor.progress import LiveDisplay, LogDisplay
@@ -216,17 +208,6 @@ def test_repeated_data_are_reported(tmp_path: Path) -> None:
 def test_a_stream_needs_max_steps(tmp_path: Path) -> None:
     with refused("train.max_steps", error=ConfigError):
         run_length(config_in(tmp_path), None)
-
-
-def test_learning_rates() -> None:
-    constant = OptimConfig(lr=1.0, grad_clip=1.0)
-    assert [learning_rate(constant, step, 10) for step in (0, 5, 9)] == [1, 1, 1]
-    cosine = OptimConfig(lr=1.0, grad_clip=1.0, schedule=Schedule.cosine, warmup_steps=2, min_lr_ratio=0.1)
-    rates = [learning_rate(cosine, step, 10) for step in range(11)]
-    assert rates[:3] == [0.5, 1.0, 1.0]
-    assert rates[6] == pytest.approx(0.1 + 0.9 / 2)  # half-way down
-    assert rates[10] == pytest.approx(0.1)
-    assert all(one >= other for one, other in zip(rates[1:], rates[2:], strict=False))
 
 
 # -- metrics, display, score ------------------------------------------------------------------------------------------------

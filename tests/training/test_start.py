@@ -15,8 +15,7 @@ from support.train_helpers import command
 import train
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.job.api import check_main_guard
-from train.job.rank import run_rank
+from train.job.run import check_main_guard, run_rank
 from train.validation.validate import validate
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]

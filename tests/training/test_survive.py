@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import signal
 import subprocess
@@ -10,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
@@ -20,11 +21,12 @@ from support.train_helpers import command, environment, train_quickly
 from torch import nn
 
 from checkpoints.run_folder import read_metrics
-from checkpoints.store import SaveFailed, StateStore
+from checkpoints.store import SaveFailed, StateStore, read_tensors, write_tensors
 from sage.commands.cli import report
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.engine.optimizer_state import KINDS
+from train.engine.engine import Engine
+from train.engine.optimizers import KINDS
 from train.launch.ranks import process_group
 from train.state.resume import rng_state, set_rng_state
 
@@ -113,16 +115,6 @@ def test_a_full_disk_ends_in_one_line_and_the_run_resumes_later(
     assert steps(run) == [1, 2]
 
 
-def test_a_state_folder_that_cannot_be_written_is_named(target: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    config = configure(target, run)
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    (run / "state").write_text("a file")
-    with refused("run/state", "step 1", "Not a directory", error=SaveFailed):
-        train_quickly(configure(target, run, "run.resume=true"))
-
-
 class Toy(nn.Module):
     """Sizes that two or three ranks do not divide, a buffer, and a weight that is not trained."""
 
@@ -143,8 +135,6 @@ def test_every_stage_resumes_bit_for_bit_and_from_every_other(
 ) -> None:
     """4 steps = 2 + 2 from the state of each stage. With one rank a stage only changes the sum of the gradient's norm, so the
     state of another stage is exact without clipping, and equal up to rounding with clipping."""
-    from train.engine.engine import Engine
-
     ends: dict[tuple[int, int | None], dict[str, torch.Tensor]] = {}
     options = [f"target.dtype={precision}", "train.global_batch_size=1", "train.micro_batch_size=1", f"optim.grad_clip={clip}"]
     configs = [configure(target, tmp_path / "run", f"deepspeed=zero{stage}", *options) for stage in range(4)]
@@ -181,12 +171,6 @@ def test_every_stage_resumes_bit_for_bit_and_from_every_other(
 
 
 def test_generators_are_restored_from_plain_tensors(tmp_path: Path) -> None:
-    import random
-
-    import numpy as np
-
-    from checkpoints.store import read_tensors, write_tensors
-
     random.gauss(0, 1)  # keeps its second value
     np.random.standard_normal()
     write_tensors(tmp_path / "rng.safetensors", rng_state(torch.device("cpu")))

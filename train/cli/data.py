@@ -23,13 +23,13 @@ from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt
 from sage.training import call
 from train.config.checks import check_path, check_ranges
-from train.config.hydra_app import run_app
+from train.config.hydra_app import App
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.resolvers import plain_name
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
 from train.launch import cluster_env
-from train.launch.launcher import check_devices
-from train.launch.log import configure_logging
+from train.launch.launcher import check_devices, configure_logging
+from train.launch.supervisor import RankFailed
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,6 @@ class Action(StrEnum):
     regenerate = "regenerate"
 
 
-LIMIT = "; data.num_examples=N selects a part of the data"
-ONE_PROCESS = {"launch.": "; ranks are for action=regenerate", "regenerate.": "; it is for action=regenerate"}
-UNUSED = {  # keys without effect on an action, and the remedy
-    Action.check: ONE_PROCESS,
-    Action.convert: ONE_PROCESS | {"limit": LIMIT, "shown": "; remove it", "own": "; remove it"},
-    Action.regenerate: dict.fromkeys(launch_keys("gpus", "ranks", "device", "threads"), "; remove it")
-    | {"limit": LIMIT, "shown": "; remove it", "own": "; remove it"},
-}
 NUM_OWN = 64  # examples of which own answers are measured by default
 WITH_SERVER = dict.fromkeys(
     ("regenerate.draft", "regenerate.policy", "launch.", "target.dtype", "target.attention", "target.revision"),
@@ -92,22 +84,12 @@ class DataCommand:
 def main() -> None:
     """Entry point of the console script."""
     ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
-    sys.exit(run_app("prepare", DataCommand, run, cluster_env.is_main_rank))
+    sys.exit(App(config_name="prepare", schema=DataCommand, task=run, is_main=cluster_env.is_main_rank()).run())
 
 
 def run(config: DataCommand) -> int:
-    """Checks the settings before torch is imported, then runs the action.
-
-    Raises:
-        ConfigError: a setting is not allowed.
-        ValueError: a file or an item cannot be used.
-    """
-    refuse_unused(
-        task_overrides(), {key: f"with action={config.action}{remedy}" for key, remedy in UNUSED[config.action].items()}
-    )
-    refuse_unused(task_overrides(), {"data.answers": "in sage-data; action=regenerate writes the target's answers"})
-    if config.action is Action.regenerate:
-        refuse_unused(task_overrides(), WITH_SERVER if config.regenerate.server else WITHOUT_SERVER)
+    """Checks the settings before torch is imported, then runs the action."""
+    refuse_unused(task_overrides(), _unused_keys(config))
     check(config)
     configure_logging(config.debug, is_main=cluster_env.is_main_rank())
     data_name = Path(config.data.path).name or config.data.name
@@ -124,7 +106,8 @@ def run(config: DataCommand) -> int:
         print(f"{count} conversations: {out}")
         return EXIT_DONE
     statistics, dataset = actions.check_data(config.data, processor, str(config.split), config.limit)
-    if count := _num_own(config):
+    count = NUM_OWN * is_quickly_measured(config.target.path) if config.own is None else config.own
+    if count:
         target, _ = _load_models(config)
         statistics.own = actions.measure_own_answers(dataset, target, str(config.split), count)
     actions.write_report(out, f"{data_name} for {config.target.name}", statistics, dataset, str(config.split), config.shown)
@@ -136,19 +119,22 @@ def run(config: DataCommand) -> int:
     return EXIT_DONE
 
 
-def _num_own(config: DataCommand) -> int:
-    """Returns the number of examples of which own answers are measured."""
-    if config.own is not None:
-        return config.own
-    return NUM_OWN if is_quickly_measured(config.target.path) else 0
+def _unused_keys(config: DataCommand) -> dict[str, str]:
+    """Returns the keys without effect on the action -> where, and the remedy."""
+    here = f"with action={config.action};"
+    unused = {"data.answers": "in sage-data; action=regenerate writes the target's answers"}
+    if config.action is not Action.check:
+        unused |= dict.fromkeys(("shown", "own"), f"{here} remove it")
+        unused |= {"limit": f"{here} data.num_examples=N selects a part of the data"}
+    if config.action is not Action.regenerate:
+        ranks, answers = f"{here} ranks are for action=regenerate", f"{here} it is for action=regenerate"
+        return unused | {"launch.": ranks, "regenerate.": answers}
+    unused |= dict.fromkeys(launch_keys("gpus", "ranks", "device", "threads"), f"{here} remove it")
+    return unused | (WITH_SERVER if config.regenerate.server else WITHOUT_SERVER)
 
 
 def check(config: DataCommand) -> None:
-    """Cross-field checks.
-
-    Raises:
-        ConfigError, ValueError: dotted key, value, allowed values.
-    """
+    """Checks the configuration; ConfigError or ValueError with key, value and what is allowed."""
     validate(config.data)
     check_paths(config.data)
     check_path("target.path", config.target.path)
@@ -162,24 +148,8 @@ def check(config: DataCommand) -> None:
         find_draft(config.regenerate.draft, "regenerate.draft")
 
 
-class Stopped(Exception):
-    """Regeneration was interrupted: exit code 3 if finished answers are saved, else 130."""
-
-    def __init__(self, out: str) -> None:
-        from data_prep.tools.regenerate import has_answers
-
-        is_saved = has_answers(Path(out))
-        self.exit_code = EXIT_STOPPED if is_saved else EXIT_INTERRUPTED
-        kept = f"stopped; finished answers are kept beside {out}, and the same command continues"
-        super().__init__(kept if is_saved else f"{NOTHING_SAVED} to {out}")
-
-
 def _regenerate_on_ranks(config: DataCommand) -> int:
-    """Runs the ranks as independent processes that share only the output folder; a failed rank is resumed later.
-
-    Raises:
-        Stopped: by Ctrl-C or SIGTERM.
-    """
+    """Runs the ranks as independent processes that share only the output folder; a failed rank is resumed later."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if cluster_env.is_ranked():
@@ -190,7 +160,12 @@ def _regenerate_on_ranks(config: DataCommand) -> int:
         check_devices(config.launch, ranks)
         return _regenerate(config, 0, 1) if ranks == 1 else _start_ranks(config, ranks)
     except KeyboardInterrupt as error:
-        raise Stopped(config.out) from error
+        from data_prep.tools.regenerate import has_answers
+
+        if not has_answers(Path(config.out)):
+            raise RankFailed(f"{NOTHING_SAVED} to {config.out}", EXIT_INTERRUPTED) from error
+        kept = f"stopped; finished answers are kept beside {config.out}, and the same command continues"
+        raise RankFailed(kept, EXIT_STOPPED) from error
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -236,9 +211,9 @@ def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
     settings = config.regenerate
     target, draft = (ServedTarget.load(config.target.path), None) if settings.server else _load_models(config)
     where = (str(config.split), Path(config.out), rank, world_size)
-    found = actions.regenerate_data(config.data, target, draft, settings, *where, key=read_key(settings, os.environ))
-    if found.is_merged:
-        print(found.as_text(Path(config.out)))
+    result = actions.regenerate_data(config.data, target, draft, settings, *where, key=read_key(settings, os.environ))
+    if result.is_merged:
+        print(result.as_text(Path(config.out)))
     return EXIT_DONE
 
 

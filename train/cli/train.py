@@ -9,13 +9,14 @@ from data_prep.config import Answers
 from sage.commands.cli import EXIT_DONE, EXIT_USER
 from train.cli.data import WITHOUT_SERVER
 from train.config.checks import check
-from train.config.hydra_app import run_app
-from train.config.overrides import given_keys, refuse_unused, task_overrides
+from train.config.hydra_app import App
+from train.config.overrides import refuse_unused, task_overrides
 from train.config.resuming import changes
 from train.config.schema import Config
+from train.config.store import key_of
 from train.launch import cluster_env
-from train.launch.log import configure_logging
-from train.report.compare import SweepComparison
+from train.launch.launcher import configure_logging
+from train.report.compare import compare_jobs, score_of_run
 
 logger = logging.getLogger(__name__)
 NOTHING_CHOSEN = """\
@@ -31,13 +32,22 @@ def main() -> None:
         if cluster_env.is_main_rank():
             print(NOTHING_CHOSEN, file=sys.stderr)
         sys.exit(EXIT_USER)
-    first = cluster_env.is_first_on_node
-    sys.exit(run_app("config", Config, train, cluster_env.is_main_rank, SweepComparison(), reports_errors=first))
+    app = App(
+        config_name="config",
+        schema=Config,
+        task=train,
+        is_main=cluster_env.is_main_rank(),
+        reports_errors=cluster_env.is_first_on_node(),
+        score=score_of_run,
+        compare=compare_jobs,
+    )
+    sys.exit(app.run())
 
 
 def train(config: Config) -> int:
     """Checks the configuration before torch is imported, then trains or plans."""
-    if config.run.resume and cluster_env.detect_launcher() is not None and not {"launch.gpus", "launch.ranks"} & given_keys():
+    given = {key_of(override) for override in task_overrides()}
+    if config.run.resume and cluster_env.detect_launcher() is not None and not {"launch.gpus", "launch.ranks"} & given:
         config.launch.gpus = config.launch.ranks = None  # those of the run's last launch: the launcher decides
     refuse_unused(task_overrides(), _unused_answer_keys(config))
     check(config)
@@ -57,7 +67,7 @@ def train(config: Config) -> int:
         build_policies(config.decode)
         print(render(plan(config, plan_data(config, config.launch.gpus or config.launch.ranks or 1))))
         return EXIT_DONE
-    from train.job.rank import run_rank
+    from train.job.run import run_rank
     from train.launch.launcher import launch
 
     return launch(config, run_rank)

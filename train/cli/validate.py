@@ -16,11 +16,12 @@ from sage.commands.cli import EXIT_DONE, EXIT_STOPPED, run
 from sage.io.files import check_writable
 from sage.io.manifest import refuse_corrupt_draft
 from train.config.checks import check_decode, check_path, check_ranges
-from train.config.hydra_app import run_app
-from train.config.overrides import key_of, launch_keys, refuse_unused, task_overrides
+from train.config.hydra_app import App
+from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, TrainConfig, ValidateConfig
+from train.config.store import key_of
 from train.launch import cluster_env
-from train.launch.log import configure_logging
+from train.launch.launcher import configure_logging
 from train.report.compare import run_command
 from train.validation.selection import Checkpoint, find_checkpoint, settle
 
@@ -34,22 +35,14 @@ UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, whic
 def main() -> None:
     """Entry point of the console script."""
     if sys.argv[1:2] == [COMPARE]:
-        sys.exit(run(compare_runs))
-    sys.argv[1:] = [_alias(argument) for argument in sys.argv[1:]]
-    sys.exit(run_app("validate", ValidateConfig, run_validation, cluster_env.is_main_rank, leading=(COMPARE,)))
-
-
-def compare_runs() -> None:
-    """`sage-validate --compare RUN ...`: compares finished runs without measuring."""
-    print(run_command(sys.argv[2:]))
+        sys.exit(run(lambda: print(run_command(sys.argv[2:]))))  # of finished runs, without measuring
+    is_main = cluster_env.is_main_rank()
+    app = App(config_name="validate", schema=ValidateConfig, task=run_validation, is_main=is_main, leading=(COMPARE,))
+    sys.exit(app.run())
 
 
 def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = None) -> int:
-    """Measures one checkpoint.
-
-    Args:
-        config: composed from the command line.
-        overrides: of the command line; default: those of this process.
+    """Measures one checkpoint; `overrides` are those of this process by default.
 
     Raises:
         ConfigError: no checkpoint, no target, or a setting out of range; before any model is loaded.
@@ -70,18 +63,10 @@ def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = Non
     return EXIT_STOPPED if "partial" in report else EXIT_DONE
 
 
-def _alias(argument: str) -> str:
-    """Replaces `draft=`, the name of a draft in the other commands, by `checkpoint=`."""
-    return f"checkpoint={argument.removeprefix('draft=')}" if argument.startswith("draft=") else argument
-
-
 def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """Loads target and draft, measures, writes the report and prints its table; returns the report.
 
     Ctrl-C ends the measurement; the prompts that were decoded completely are reported.
-
-    Raises:
-        CannotWrite: the report cannot be written; found before anything is loaded.
     """
     import torch
     from transformers.utils import logging as transformers_logging

@@ -24,6 +24,7 @@ from sage.io.files import CannotWrite, check_writable
 from sage.io.ranges import FieldError, check_fields
 from sage.io.target_paths import how_to_get, looks_local, path_of_target
 from sage.trees import AUTOREGRESSIVE, POLICIES
+from train.config.derived import check_batch
 from train.config.draft import CompressorKind
 from train.config.resolvers import sequences_per_pass
 from train.config.resuming import check_same_run
@@ -62,7 +63,6 @@ def check(config: Config) -> None:
     if not config.launch.plan:
         _check_data(config)
     _check_train(config)
-    _check_optim(config)
     _check_objective(config)
     check_deepspeed(config, config.launch.gpus or config.launch.ranks or 1)
     _check_launch(config)
@@ -135,7 +135,6 @@ def _check_draft(config: Config) -> None:
             _refuse(f"draft.{name}", getattr(config.draft, name), "null with draft.path", "a saved draft has its own")
     if config.draft.path is not None:
         find_draft(config.draft.path, "draft.path")
-    _check_compressor(config)
     levels = getattr(config.draft, "feature_levels", None)
     if levels is not None and (not levels or len(set(levels)) < len(levels)):
         allowed = "different layers counted from 0 (the embeddings)"
@@ -143,12 +142,9 @@ def _check_draft(config: Config) -> None:
     is_target = KINDS[config.draft.kind].is_target
     if is_target and config.draft.path is None and getattr(config.draft, "num_layers", None) is None:
         raise ConfigError(f"draft={config.draft.kind}: neither draft.path nor draft.num_layers is given; give one of them")
-
-
-def _check_compressor(config: Config) -> None:
     chosen, kind = config.draft.compressor, config.draft.kind
     if not KINDS[kind].takes_compressor and chosen.kind is not CompressorKind.none:
-        reader = "a smaller model" if KINDS[kind].is_target else "it"
+        reader = "a smaller model" if is_target else "it"
         remedy = f"{reader} reads every visual token; remove it, or choose draft=eagle or draft=eagle3"
         _refuse("draft/compressor", chosen.kind, f"none with draft={kind}", remedy)
     if type(chosen) is not subschemas()[("draft/compressor", str(chosen.kind))]:
@@ -175,12 +171,11 @@ def _check_train(config: Config) -> None:
     if train.deterministic and train.compile is Compile.layers:
         remedy = "kernels are chosen for the first batch after each start; remove one of them"
         _refuse("train.compile", train.compile, "auto or none with train.deterministic=true", remedy)
-    _check_budget(config)
-
-
-def _check_budget(config: Config) -> None:
-    """A budget of tokens replaces the number of sequences, and needs the lengths of all examples."""
-    train = config.train
+    optim = config.optim
+    if optim.min_lr_ratio and optim.schedule is not Schedule.cosine:
+        _refuse("optim.min_lr_ratio", optim.min_lr_ratio, "0 unless optim.schedule=cosine", "it would have no effect")
+    if train.max_steps is not None and optim.warmup_steps >= train.max_steps:
+        _refuse("optim.warmup_steps", optim.warmup_steps, f"below train.max_steps={train.max_steps}", "reduce it")
     if train.micro_batch_tokens is None:
         return
     if train.micro_batch_size != sequences_per_pass(config.target.recipe.micro_batch_size or 0, config.data.max_length):
@@ -191,50 +186,6 @@ def _check_budget(config: Config) -> None:
             remedy = "the lengths of a stream are unknown; give train.micro_batch_size"
             where = f"null with data.sources.{label}.streaming=true"
             _refuse("train.micro_batch_tokens", train.micro_batch_tokens, where, remedy)
-
-
-def check_batch(config: Config, world_size: int) -> int:
-    """Returns the number of micro-batches per rank and optimizer step, which the global batch has to be divisible by.
-
-    With a budget of tokens it is the most that a step can have: one for each of the rank's sequences.
-    """
-    if config.train.micro_batch_tokens is not None:
-        if config.train.global_batch_size % world_size:
-            allowed = f"a multiple of {world_size} rank(s) with train.micro_batch_tokens"
-            _refuse("train.global_batch_size", config.train.global_batch_size, allowed, "change one of the two")
-        return config.train.global_batch_size // world_size
-    per_pass = config.train.micro_batch_size * world_size
-    if config.train.global_batch_size % per_pass:
-        raise ConfigError(
-            f"train.global_batch_size={config.train.global_batch_size}: not a multiple of train.micro_batch_size="
-            f"{config.train.micro_batch_size} x {world_size} rank(s) = {per_pass}; change one of the three"
-        )
-    return config.train.global_batch_size // per_pass
-
-
-def split_of_length(config: Config, world_size: int, length: int) -> tuple[int, int]:
-    """Returns the sequences of a micro-batch and the micro-batches per rank and step, if all sequences have `length` tokens."""
-    passes = check_batch(config, world_size)
-    if config.train.micro_batch_tokens is None:
-        return config.train.micro_batch_size, passes
-    size = min(passes, max(1, config.train.micro_batch_tokens // length))
-    return size, -(-passes // size)
-
-
-def split_text(config: Config, world_size: int) -> str:
-    """Returns how a step is divided: `2 rank(s) x 4 x 8`, sequences per micro-batch and micro-batches per rank."""
-    if config.train.micro_batch_tokens is not None:
-        return f"micro-batches of at most {config.train.micro_batch_tokens} tokens on {world_size} rank(s)"
-    accumulation = config.train.global_batch_size // (config.train.micro_batch_size * world_size)
-    return f"{world_size} rank(s) x {config.train.micro_batch_size} x {accumulation}"
-
-
-def _check_optim(config: Config) -> None:
-    optim = config.optim
-    if optim.min_lr_ratio and optim.schedule is not Schedule.cosine:
-        _refuse("optim.min_lr_ratio", optim.min_lr_ratio, "0 unless optim.schedule=cosine", "it would have no effect")
-    if config.train.max_steps is not None and optim.warmup_steps >= config.train.max_steps:
-        _refuse("optim.warmup_steps", optim.warmup_steps, f"below train.max_steps={config.train.max_steps}", "reduce it")
 
 
 def _check_objective(config: Config) -> None:
@@ -270,12 +221,6 @@ def _check_score(config: Config) -> None:
         )
     if config.train.patience and not drafting:
         _refuse("train.patience", config.train.patience, "0 when no policy drafts", "add one to decode.policies")
-
-
-def zero_stage(config: Config) -> int:
-    """Returns the ZeRO stage of the draft: bf16 needs stage 1, since DeepSpeed sums gradients in float32 only under ZeRO."""
-    stage = config.deepspeed.stage
-    return max(1, stage) if config.train.precision is Precision.bf16 else stage
 
 
 def check_deepspeed(config: Config, world_size: int) -> None:

@@ -5,14 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field, make_dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Annotated
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
 from sage.drafts.registry import KINDS, DraftKind
 from sage.io.ranges import PositiveInt, Range
 
-# The visual compressor of a draft head's input (see `sage.drafts.compressor`).
+TEMPERATURE = Annotated[float, Range(gt=0, remedy="1.0 is the usual value")]
+# The visual compressors of a draft head's input (see `sage.drafts.compressor`) and their keys.
+COMPRESSORS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "prune": {"ratio": PositiveInt},
+    "pool": {"ratio": PositiveInt},
+    "conv": {"ratio": PositiveInt},
+    "resampler": {"queries": PositiveInt},
+    "text_only": {},
+    "weighted": {"ratio": PositiveInt},
+    "concat": {"ratio": PositiveInt, "conv_ratio": PositiveInt, "queries": PositiveInt},
+    "select": {"ratio": PositiveInt, "conv_ratio": PositiveInt, "queries": PositiveInt, "temperature": TEMPERATURE},
+}
 CompressorKind = StrEnum(
     "CompressorKind", ["none", "prune", "pool", "conv", "resampler", "text_only", "weighted", "concat", "select"]
 )
@@ -24,53 +36,13 @@ class CompressorConfig:
 
     Attributes:
         kind: set by the choice.
-    """
-
-    kind: CompressorKind = CompressorKind.none
-
-
-@dataclass(kw_only=True)
-class RatioConfig(CompressorConfig):
-    """Keys of prune, pool, conv and weighted.
-
-    Attributes:
         ratio: visual pairs that become one row (for concat and select: by prune and pool).
-    """
-
-    ratio: PositiveInt = MISSING
-
-
-@dataclass(kw_only=True)
-class ResamplerConfig(CompressorConfig):
-    """Keys of the resampler.
-
-    Attributes:
-        queries: rows that an image becomes.
-    """
-
-    queries: PositiveInt = MISSING
-
-
-@dataclass(kw_only=True)
-class ConcatConfig(RatioConfig, ResamplerConfig):
-    """Keys of several operators, concatenated.
-
-    Attributes:
         conv_ratio: visual pairs that become one row by conv.
-    """
-
-    conv_ratio: PositiveInt = MISSING
-
-
-@dataclass(kw_only=True)
-class SelectConfig(ConcatConfig):
-    """Keys of the selection of one operator per image.
-
-    Attributes:
+        queries: rows that an image becomes.
         temperature: temperature of the Gumbel-softmax gate in training.
     """
 
-    temperature: Annotated[float, Range(gt=0, remedy="1.0 is the usual value")] = MISSING
+    kind: CompressorKind = CompressorKind.none
 
 
 @dataclass(kw_only=True)
@@ -88,24 +60,26 @@ class DraftConfig:
 
 
 @cache
+def compressor_schema(kind: str) -> type[CompressorConfig]:
+    """Returns the schema of `draft/compressor=NAME`."""
+    keys = [(name, hint, MISSING) for name, hint in COMPRESSORS[kind].items()]
+    return _schema(f"{kind.capitalize()}CompressorConfig", keys, (CompressorConfig,), None) if keys else CompressorConfig
+
+
+@cache
 def draft_schema(kind: DraftKind) -> type[DraftConfig]:
     """Returns the schema of `draft=NAME`: the keys of every draft and the options of its kind."""
-    return make_dataclass(
-        _schema_name(kind),
-        [("kind", str, kind.name)],
-        bases=(kind.options, DraftConfig),
-        namespace={"__module__": __name__, "__doc__": kind.options.__doc__},
-        kw_only=True,
-    )
+    bases = (kind.options, DraftConfig)
+    return _schema(f"{kind.name.capitalize()}DraftConfig", [("kind", str, kind.name)], bases, kind.options.__doc__)
 
 
-def _schema_name(kind: DraftKind) -> str:
-    return f"{kind.name.capitalize()}DraftConfig"
+def _schema(name: str, keys: list[Any], bases: tuple[type, ...], doc: str | None) -> Any:
+    return make_dataclass(name, keys, bases=bases, namespace={"__module__": __name__, "__doc__": doc}, kw_only=True)
 
 
-def __getattr__(name: str) -> type[DraftConfig]:
+def __getattr__(name: str) -> type:
     """Returns a generated schema by its name; pickle needs it to pass a config to other ranks."""
-    for kind in KINDS.values():
-        if _schema_name(kind) == name:
-            return draft_schema(kind)
+    for schema in (*map(draft_schema, KINDS.values()), *map(compressor_schema, COMPRESSORS)):
+        if schema.__name__ == name:
+            return schema
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

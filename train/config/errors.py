@@ -12,9 +12,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import errors as oc
 
 from sage.io.ranges import allowed, did_you_mean, plain_type
-from train.config.keys import LABEL, group_of, keys_of
 from train.config.schema import ConfigError
-from train.config.store import group_choices
+from train.config.store import LABEL, group_choices, group_of, keys_of
 
 MAX_LISTED = 30
 SOURCE = re.compile(r"^data\.(?:sources|validation)\.[^.]+")  # of data, with the label that the user chose
@@ -27,31 +26,20 @@ PLUGINS = {  # choices that need a package
 
 
 def as_mistake(error: Exception, schema: type) -> Exception:
-    """Returns an error of Hydra or OmegaConf as a ConfigError, and any other error as it is."""
-    is_foreign = isinstance(error, (HydraException, oc.OmegaConfBaseException))
-    return ConfigError(explain(error, schema)) if is_foreign else error
-
-
-def explain(error: Exception, schema: type) -> str:
-    """Returns one line for an error of Hydra or OmegaConf."""
+    """Returns an error of Hydra or OmegaConf as a ConfigError of one line, and any other error as it is."""
+    if not isinstance(error, (HydraException, oc.OmegaConfBaseException)):
+        return error
     if isinstance(error, MissingConfigException):
-        return _missing_choice(error)
+        return ConfigError(_missing_choice(error.missing_cfg_file or ""))
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: is not an override; write key=value, lists as key=[a,b], no spaces around ="
-    cause = _omegaconf_cause(error)
-    if cause is not None:
-        return _explain_omegaconf(cause, str(error), schema)
-    return _explain_hydra(str(error))
+        return ConfigError(f"{error.override}: is not an override; write key=value, lists as key=[a,b], no spaces around =")
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, oc.OmegaConfBaseException):
+        cause = cause.__cause__
+    return ConfigError(_explain_hydra(str(error)) if cause is None else _explain_omegaconf(cause, str(error), schema))
 
 
-def _omegaconf_cause(error: BaseException | None) -> oc.OmegaConfBaseException | None:
-    while error is not None and not isinstance(error, oc.OmegaConfBaseException):
-        error = error.__cause__
-    return error
-
-
-def _missing_choice(error: MissingConfigException) -> str:
-    name = error.missing_cfg_file or ""
+def _missing_choice(name: str) -> str:
     group, _, choice = name.rpartition("/")
     if name in PLUGINS:
         return f"{name}: its package is not installed; pip install 'sage-draft[sweep]' ({PLUGINS[name]})"
@@ -63,32 +51,32 @@ def _missing_choice(error: MissingConfigException) -> str:
 
 
 def _explain_omegaconf(error: oc.OmegaConfBaseException, outer: str, schema: type) -> str:
-    key = str(error.full_key or error.key or "")
+    key, first_line = str(error.full_key or error.key or ""), str(error).strip().splitlines()[0]
     override = re.search(r"(?:override|Could not override) '?([\w./@]+)", outer)
     if override and override.group(1).startswith(key):
         key = override.group(1)
+    last_name = (re.findall(r"[\w.]+", first_line) or [""])[-1]
     if isinstance(error, oc.MissingMandatoryValue):
-        key = key or _last_quoted(str(error))
+        key = key or last_name
         return f"{key}: missing; give {key}=VALUE, {_allowed(schema, key).removeprefix('give ')}"
     if isinstance(error, (oc.ConfigKeyError, oc.ConfigAttributeError)):
         return unknown_key(key, schema)
     if isinstance(error, oc.InterpolationToMissingValueError):
-        missing = re.search(r"'([^']+)'", str(error).splitlines()[0])
-        named = missing.group(1) if missing else _last_quoted(str(error))
-        return f"{key}: refers to {named}, which is missing; give {named}=VALUE"
+        quoted = re.search(r"'([^']+)'", first_line)
+        missing = quoted.group(1) if quoted else last_name
+        return f"{key}: refers to {missing}, which is missing; give {missing}=VALUE"
     if isinstance(error, oc.GrammarParseError | oc.InterpolationResolutionError):
-        return f"{key}: {str(error).strip().splitlines()[0]}"
+        return f"{key}: {first_line}"
     value = re.search(r"Value '(.*?)'(?: of type| \()", str(error)) or re.search(r"Invalid value '(.*?)'", str(error))
     shown = f"={value.group(1)}" if value else ""
     return f"{key}{shown}: wrong type; {_allowed(schema, key)}"
 
 
 def _explain_hydra(text: str) -> str:
-    found = re.search(r"Could not override '(.*?)'", text) or re.search(r"Key '(.*?)' is not in struct", text)
-    group = re.search(r"Could not override '(.*?)'\.\s*No match in the defaults list", text)
-    if group:
+    if group := re.search(r"Could not override '(.*?)'\.\s*No match in the defaults list", text):
         return f"{group.group(1)}: no such group of choices; `--help` lists groups and keys"
-    return f"{found.group(1)}: unknown key" if found else text
+    key = re.search(r"Could not override '(.*?)'", text) or re.search(r"Key '(.*?)' is not in struct", text)
+    return f"{key.group(1)}: unknown key" if key else text
 
 
 def unknown_key(key: str, schema: type) -> str:
@@ -131,17 +119,12 @@ def _nearest_key(key: str, known: list[str]) -> str:
         alike = [other for other in known if _is_abbreviation(name, other.rpartition(".")[2])]
         same_name = [other for other in known if other.rpartition(".")[2] == name]
         siblings = [other for other in alike if other.rpartition(".")[0] == parent]
-        if found := [*siblings, *same_name, *alike]:
-            return f" (did you mean {found[0]}?)"
+        if related := [*siblings, *same_name, *alike]:
+            return f" (did you mean {related[0]}?)"
     return did_you_mean(key, known)
 
 
 def _is_abbreviation(name: str, other: str) -> bool:
     """Whether one name has the initials of the other: `lr` and `learning_rate`."""
-    initials = ["".join(word[:1] for word in one.split("_")) for one in (name, other)]
+    initials = ["".join(word[:1] for word in words.split("_")) for words in (name, other)]
     return "_" in name + other and (initials[0] == other or initials[1] == name)
-
-
-def _last_quoted(text: str) -> str:
-    found = re.findall(r"[\w.]+", text.splitlines()[0])
-    return found[-1] if found else ""

@@ -22,11 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from sage.io.files import config_dir
 from sage.io.ranges import allowed, did_you_mean, plain_type
-from train.config.keys import LABEL, group_of, keys_of
 from train.config.schema import ConfigError
-from train.config.store import POLICY_GROUP, choice_meaning, group_choices
+from train.config.store import LABEL, POLICY_GROUP, choice_meaning, group_choices, group_of, keys_of
 
-CHOICES, KEYS = "$APP_CONFIG_GROUPS", "$CONFIG"  # placeholders of Hydra in the templates of conf/*.yaml
 INDENT, TERMINAL = "  ", (128, 24)
 CHOICE_COLUMN, KEY_COLUMN, NAME_COLUMN = 24, 42, 20  # widths of the first column
 UNLIMITED = (str, bool, dict[str, Any])  # types that a meaning need not state
@@ -35,27 +33,23 @@ MAX_CHOICES, MAX_PATH = 12, 40  # names of a group, and characters of a path, th
 
 
 class Row(NamedTuple):
-    """A key, written with its value if this configuration has it, and its meaning.
-
-    `section` describes the part of the configuration that the key belongs to.
-    """
+    """A key, written with its value if this configuration has it, and its meaning; `section` is what its parent is about."""
 
     key: str
     written: str
     meaning: str
     section: str
 
+    @property
+    def parent(self) -> str:
+        return self.key.rpartition(".")[0]
+
 
 def help_text(config_name: str, schema: type, arguments: Sequence[str]) -> str:
     """Returns the help of a command for the configuration composed from its arguments.
 
     Args:
-        arguments: of the command line: overrides, and the topics, which have no `=`; options like `--help`, and sweeps, are
-            ignored.
-
-    Raises:
-        HydraException, OmegaConfBaseException: an override is wrong.
-        ConfigError: no group or key has the name of a topic.
+        arguments: overrides, and topics, which have no `=`; options like `--help`, and sweeps, are ignored.
     """
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         words = [word for word in arguments if not word.startswith("-")]
@@ -64,32 +58,34 @@ def help_text(config_name: str, schema: type, arguments: Sequence[str]) -> str:
         single_values = [word for word in words if word not in topics and not parse(word).is_sweep_override()]
         composed = hydra.compose(config_name, single_values, return_hydra_config=True)
     width = min(shutil.get_terminal_size(TERMINAL).columns, TERMINAL[0])
-    template, chosen = str(composed.hydra.help.template), dict(composed.hydra.runtime.choices)
-    chosen |= {POLICY_GROUP: list(composed.decode.policies)} if "decode" in composed else {}
+    chosen = {
+        group: [choice] if isinstance(choice, str) else choice for group, choice in composed.hydra.runtime.choices.items()
+    }
+    chosen |= {POLICY_GROUP: composed.decode.policies} if "decode" in composed else {}
     groups, rows = _groups(config_name), list(_rows(schema, composed))
     if topics and ALL not in topics:
         return "\n".join(_topic(topic, groups, rows, chosen, width) for topic in topics).rstrip()
     if topics:
-        choices = "\n".join(_choices(group, chosen.get(group), width) for group in groups)
-        keys = _keys(rows, width)
+        choices, keys = "\n".join(_choices(group, chosen, width) for group in groups), _keys(rows, width)
     else:
-        names = ((f"{group}=", _names(group, chosen.get(group))) for group in groups)
+        names = ((f"{group}=", _names(group, chosen)) for group in groups)
         choices, keys = _table(names, width, NAME_COLUMN) + "\n", _sections(rows, width)
-    return template.replace(CHOICES, choices).replace(KEYS, keys).rstrip()
+    template = str(composed.hydra.help.template)  # with placeholders of Hydra
+    return template.replace("$APP_CONFIG_GROUPS", choices).replace("$CONFIG", keys).rstrip()
 
 
 def _topic(topic: str, groups: Sequence[str], rows: Sequence[Row], chosen: Mapping[str, Any], width: int) -> str:
     """Returns the choices of a group and the keys below it, or the keys that have the topic as a part of their name."""
-    found = [group for group in groups if f"{group}/".startswith(f"{topic}/")]
+    shown = [group for group in groups if f"{group}/".startswith(f"{topic}/")]
     dotted = topic.replace("/", ".")
     keys = [row for row in rows if f"{row.key}.".startswith(f"{dotted}.")]
-    keys = keys or [row for row in rows if not found and f".{dotted}." in f".{row.key}."]
-    if not found and not keys:
+    keys = keys or [row for row in rows if not shown and f".{dotted}." in f".{row.key}."]
+    if not shown and not keys:
         names = dict.fromkeys([*groups, *(row.key for row in rows)])
         tails = {row.key.rpartition(".")[2]: row.key for row in reversed(rows)}
         near = did_you_mean(topic, [*names]) or did_you_mean(topic, [*tails])
         raise ConfigError(f"--help {topic}: no such group or key{near}; `--help` lists both, `--help all` describes them")
-    return "\n".join([*(_choices(group, chosen.get(group), width) for group in found), _keys(keys, width)]) + "\n"
+    return "\n".join([*(_choices(group, chosen, width) for group in shown), _keys(keys, width)]) + "\n"
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -103,23 +99,19 @@ def _groups(config_name: str) -> list[str]:
     return [group for group in groups if len(group_choices(group)) > 1]
 
 
-def _names(group: str, chosen: Any) -> str:
+def _names(group: str, chosen: Mapping[str, Any]) -> str:
     """Returns the names of the choices of a group, a star at those of this configuration; of a long list these alone."""
-    marked, names = _as_list(chosen), group_choices(group)
+    marked, names = chosen.get(group) or (), group_choices(group)
     shown = [f"*{name}" if name in marked else name for name in names if len(names) <= MAX_CHOICES or name in marked]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more: --help {group}" if more else "")
 
 
-def _choices(group: str, chosen: Any, width: int) -> str:
+def _choices(group: str, chosen: Mapping[str, Any], width: int) -> str:
     """Returns the choices of a group with their meanings; a star marks those of this configuration."""
-    marked = _as_list(chosen)
+    marked = chosen.get(group) or ()
     rows = ((f"{'*' if name in marked else ' '} {name}", choice_meaning(group, name)) for name in group_choices(group))
     return f"{INDENT}{group}=\n{_table(rows, width, CHOICE_COLUMN)}\n"
-
-
-def _as_list(chosen: Any) -> list[str]:
-    return [chosen] if isinstance(chosen, str) else list(chosen or ())
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -168,7 +160,7 @@ def _keys(rows: Iterable[Row], width: int) -> str:
     """Returns the keys with value and meaning; a blank line separates the sections."""
     sections: dict[str, list[tuple[str, str]]] = {}
     for row in rows:
-        sections.setdefault(row.key.rpartition(".")[0], []).append((row.written, row.meaning))
+        sections.setdefault(row.parent, []).append((row.written, row.meaning))
     return "\n\n".join(_table(lines, width, KEY_COLUMN) for lines in sections.values())
 
 
@@ -176,22 +168,17 @@ def _sections(rows: Iterable[Row], width: int) -> str:
     """Returns every key with its value, by section; of keys that every label has, the names alone."""
     sections: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
-        place, _, entry = row.key.rpartition(".")
-        if not place.endswith(LABEL):
-            entry = _short(row.written.removeprefix(f"{place}."))
-        sections.setdefault((place, row.section), {})[entry] = None
+        key, equals, value = row.written.removeprefix(f"{row.parent}.").partition("=")
+        if value.startswith("/") and len(value) > MAX_PATH:  # the length of the screen must not depend on the package's place
+            value = f".../{value.rpartition('/')[2]}"
+        entry = key if row.parent.endswith(LABEL) else f"{key}{equals}{value}"
+        sections.setdefault((row.parent, row.section), {})[entry] = None
     lines = []
-    for (place, meaning), entries in sections.items():
+    for (parent, meaning), entries in sections.items():
         title = textwrap.shorten(meaning, width - len(INDENT) - NAME_COLUMN, placeholder=" ...")
-        lines += [_table([(f"{place}.", title)], width, NAME_COLUMN)] if place else []
-        lines += _wrap(" ".join(entries), width, 2 * INDENT if place else INDENT)
+        lines += [_table([(f"{parent}.", title)], width, NAME_COLUMN)] if parent else []
+        lines += _wrap(" ".join(entries), width, 2 * INDENT if parent else INDENT)
     return "\n".join(lines)
-
-
-def _short(written: str) -> str:
-    """Returns `key=value`, of a long path the last part: the length of the screen must not depend on where the package is."""
-    key, _, value = written.partition("=")
-    return f"{key}=.../{value.rpartition('/')[2]}" if value.startswith("/") and len(value) > MAX_PATH else written
 
 
 def _table(rows: Iterable[tuple[str, str]], width: int, column: int) -> str:

@@ -1,4 +1,4 @@
-"""The words of a command line: overrides and options, those that are unknown, those without effect, our short forms."""
+"""The words of a command line: our short forms, options that are unknown, keys without effect."""
 
 from __future__ import annotations
 
@@ -15,37 +15,25 @@ from hydra.core.hydra_config import HydraConfig
 from checkpoints.run_folder import is_run
 from sage.io.files import config_dir
 from sage.io.ranges import did_you_mean
-from sage.io.target_paths import gguf_of, path_of_target
-from train.config.run_config import kinds_of, read_plain
+from sage.io.target_paths import target_names
+from train.config.resuming import own_choices
 from train.config.schema import ConfigError, LaunchConfig
+from train.config.store import BY_PATH, key_of
 
-OWN_OPTIONS = ("--version", "--debug")
 RESUME = "--resume"
 WITHOUT_DASHES = ("target", "data", "draft", "checkpoint", "out", "action")
-BY_PATH = "target=by_path"  # the choice for a target given by its path alone
 PATH_KEY = re.compile(r"(?:\A|\.)(?:path|dir|cache_dir|media_root|bad_list|draft|checkpoint|out|state)\Z")
 PLAIN = re.compile(r"[A-Za-z0-9_/.+*?@%:~-]*")
 SYNTAX = re.compile(r"\A[\['\"]|[,$]")  # of a list, a quoted text, a sweep, or an interpolation
-OTHER_RUN = "give another run.dir"
 
 
-def key_of(override: str) -> str:
-    """Returns the key: `+group@package=choice` -> `group`; `key=value` -> `key`."""
-    return override.split("=", 1)[0].lstrip("+~").split("@")[0]
+def refuse_unknown_options(arguments: Sequence[str], schema: type, leading: Sequence[str] = ()) -> None:
+    """Raises ConfigError with the first option that neither Hydra nor this command has; Hydra would print its usage, or guess.
 
-
-def options_of(schema: type) -> list[str]:
-    """Returns the options of a command with this configuration: those of Hydra and our own."""
-    resume = [RESUME] if "run" in {field.name for field in fields(schema)} else []
-    return [*get_args_parser()._option_string_actions, *OWN_OPTIONS, *resume]
-
-
-def refuse_unknown_options(arguments: Sequence[str], options: Sequence[str], leading: Sequence[str] = ()) -> None:
-    """Raises ConfigError with the first option that is none of `options`; Hydra would print its usage, or guess.
-
-    Args:
-        leading: options that the command takes as its first word only.
+    `leading` are options that the command takes as its first word only.
     """
+    resume = [RESUME] if "run" in {field.name for field in fields(schema)} else []
+    options = [*get_args_parser()._option_string_actions, "--version", "--debug", *resume]
     for option in (argument.partition("=")[0] for argument in arguments if argument.startswith("-")):
         if option in leading:
             raise ConfigError(f"{option}: has to be the first word; move it to the front")
@@ -60,55 +48,57 @@ def expand(arguments: Sequence[str], schema: type | None = None) -> list[str]:
     """Returns the words of a command line with our short forms written out as overrides that Hydra composes.
 
         --resume RUN       run.dir=RUN run.resume=true
-        RUN                checkpoint=RUN, for a `schema` with this key
+        RUN, draft=DIR     checkpoint=RUN, checkpoint=DIR, for a `schema` with this key
         data=FILE          data=auto data.path=FILE, as for data.path=FILE without a choice of data
         target.path=NAME   target=NAME, for a name of conf/target
-        target.path=FILE   target=by_path target.path=DIR, for a GGUF file: the folder to which it is dequantized
         target.path=DIR    target=by_path target.path=DIR, unless a target is chosen: name and precision are the folder's own
         run.resume=true    the run's choices of groups whose choices have different keys, unless given
 
     Raises:
         ConfigError: `--resume` without a folder, or the configuration of the run to resume cannot be read.
     """
-    words = _with_target(_with_data(_with_resume(arguments)))
+    words = _with_choices(_with_resume(arguments))
     if schema is not None and "checkpoint" in {field.name for field in fields(schema)}:
         words = [f"checkpoint={word}" if "=" not in word and is_run(Path(word)) else word for word in words]
-    given = dict(word.partition("=")[::2] for word in words)
-    run = Path(given.get("run.dir", ""))
-    if given.get("run.resume", "").lower() != "true" or not is_run(run):
-        return list(map(_quoted, words))
-    kinds = kinds_of(read_plain(run, OTHER_RUN))
-    return [*(f"{group}={kind}" for group, kind in kinds.items() if group not in given), *map(_quoted, words)]
+        words = [re.sub(r"\Adraft=", "checkpoint=", word) for word in words]
+    return [*own_choices(dict(word.partition("=")[::2] for word in words)), *map(_quoted, words)]
 
 
 def _with_resume(arguments: Sequence[str]) -> list[str]:
-    found: list[str] = []
+    words: list[str] = []
     rest = iter(arguments)
     for argument in rest:
         option, equals, folder = argument.partition("=")
         if option != RESUME:
-            found.append(argument)
+            words.append(argument)
             continue
         folder = folder if equals else next(rest, "")
         if not folder or folder.startswith("-"):
             raise ConfigError("--resume: missing folder; give --resume RUN")
-        found += [f"run.dir={folder}", "run.resume=true"]
-    return found
+        words += [f"run.dir={folder}", "run.resume=true"]
+    return words
 
 
-def _with_data(words: list[str]) -> list[str]:
-    """Writes a path in place of a choice of data or of a target as its path; the layout of data is recognized."""
-    found = []
-    for word in words:
+def _with_choices(arguments: Sequence[str]) -> list[str]:
+    """Writes a path in place of a choice of data or of a target as its path, and the choice that it needs before it."""
+    words = []
+    for word in arguments:
         key, _, value = word.partition("=")
         is_path = ("/" in value or os.path.exists(value)) and not (config_dir() / key / f"{value}.yaml").exists()
-        found.append(f"{key}.path={value}" if key in ("data", "target") and is_path else word)
-    keys = [key_of(word) for word in found]
-    is_chosen = bool({"data", "run.resume"} & set(keys)) or any(key.startswith("data.sources.") for key in keys)
-    if "data.path" not in keys or is_chosen:
-        return found
-    place = keys.index("data.path")
-    return [*found[:place], "data=auto", *found[place:]]
+        words.append(f"{key}.path={value}" if key in ("data", "target") and is_path else word)
+    keys = {key_of(word) for word in words}
+    has_data = bool({"data", "run.resume"} & keys) or any(key.startswith("data.sources.") for key in keys)
+    found: list[str] = []
+    for word in words:
+        key, value = key_of(word), word.partition("=")[2]
+        if key == "data.path" and not has_data and "data=auto" not in found:
+            found.append("data=auto")
+        if key == "target.path" and "target" not in keys:
+            is_name = value in target_names() and not os.path.exists(value)
+            found += [f"target={value}"] if is_name else [word] if BY_PATH in found else [BY_PATH, word]
+        else:
+            found.append(word)
+    return found
 
 
 def _quoted(word: str) -> str:
@@ -118,25 +108,6 @@ def _quoted(word: str) -> str:
     if not is_path or not (os.path.exists(os.path.expanduser(value)) or not SYNTAX.search(value)):
         return word
     return f"{key}='" + value.replace("'", "\\'").replace("${", "\\${") + "'"
-
-
-def _with_target(words: list[str]) -> list[str]:
-    """Inserts the choice before its path, since overrides at the end could follow an option of Hydra."""
-    keys = [key_of(word) for word in words]
-    if "target" in keys or "target.path" not in keys:
-        return words
-    place = keys.index("target.path")
-    path = words[place].partition("=")[2]
-    if gguf_of(os.path.expanduser(path)):
-        return [*words[:place], BY_PATH, f"target.path={path_of_target(path)}", *words[place + 1 :]]
-    if path_of_target(path) != path:
-        return [*words[:place], f"target={path}", *words[place + 1 :]]
-    return [*words[:place], BY_PATH, *words[place:]]
-
-
-def own_answers_command(arguments: Sequence[str], run_dir: str) -> str:
-    """Returns `changed_command` that trains on the target's own answers."""
-    return changed_command(arguments, run_dir, "data.answers=target", "own")
 
 
 def changed_command(arguments: Sequence[str], run_dir: str, change: str, suffix: str) -> str:
@@ -163,16 +134,10 @@ def task_overrides() -> list[str]:
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
-def given_keys() -> set[str]:
-    """Returns the keys of this process's command line."""
-    return {key_of(override) for override in task_overrides()}
-
-
 def refuse_unused(overrides: Sequence[str], unused: Mapping[str, str]) -> None:
     """Raises ConfigError with the first override that has no effect.
 
-    Args:
-        unused: dotted keys, or prefixes that end in a dot -> where the key has no effect, and the remedy.
+    `unused` has dotted keys, or prefixes that end in a dot -> where the key has no effect, and the remedy.
     """
     for override in overrides:
         for key, reason in unused.items():

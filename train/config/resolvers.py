@@ -9,8 +9,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from sage.drafts.registry import KINDS
 from sage.io.dtypes import SHORT_NAMES, loaded_dtype
 from sage.io.files import config_dir, package_dir, read_json, user_cache_dir
+from sage.trees import POLICIES
 from train.config.schema import RECIPE_LENGTH, Precision
 from train.config.store import register
 
@@ -20,23 +22,18 @@ LONGEST_PART = 40  # characters of a part of a run's name
 
 def register_resolvers() -> None:
     """Registers the schemas and the functions of this module; `package_dir:PACKAGE` is the folder of an installed package."""
-    register()
+    register(tuple(KINDS.values()), tuple(POLICIES))
     of_target = (target_name, target_dtype, lr_for_width, max_length_for)
-    for resolve in (package_dir, user_cache, run_name, *of_target, sequences_per_pass):
+    OmegaConf.register_new_resolver("user_cache", lambda: str(user_cache_dir()), replace=True)
+    for resolve in (package_dir, run_name, *of_target, sequences_per_pass):
         OmegaConf.register_new_resolver(resolve.__name__, resolve, replace=True)
-
-
-def user_cache() -> str:
-    """Returns the folder of `sage.io.files.user_cache_dir`."""
-    return str(user_cache_dir())
 
 
 def run_name(target: str, draft: str, path: str | None, data: str, objective: str) -> str:
     """Returns `TARGET-DRAFT-DATA`, with `-OBJECTIVE` if it is not the draft's own.
 
-    Args:
-        path: `data.path`; names the data by its last part without suffix, because one format has many files.
-        data: `data.name`, for data without a path.
+    The data are named by the last part of `path` (`data.path`) without suffix, because one format has many files, else by
+    `data.name`.
     """
     parts = [target, draft, Path(path).name.split(".")[0] if path else data]
     if objective not in ("", draft):
@@ -57,23 +54,18 @@ def target_name(path: str) -> str:
 def target_dtype(path: str) -> Precision:
     """Returns the precision for the dtype in a local folder's config.json (`dtype`, in older files `torch_dtype`)."""
     config = _read_config(path)
-    found = config.get("dtype") or config.get("torch_dtype")
-    return Precision(SHORT_NAMES[loaded_dtype(found)])
+    return Precision(SHORT_NAMES[loaded_dtype(config.get("dtype") or config.get("torch_dtype"))])
 
 
 def lr_for_width(path: str, lr: float, width: int) -> float:
-    """Returns the learning rate for a local folder's hidden size, inversely proportional to it; `lr` if it is unknown.
-
-    `lr` is the rate at a hidden size of `width`.
+    """Returns the learning rate for a local folder's hidden size from `lr`, that at `width`, which is kept if it is unknown.
 
     Ref: Tensor Programs V, arXiv 2203.03466, table 3: Adam's rate of hidden weights scales with 1 / width.
     """
     config = _read_config(path)
     text = config.get("text_config")
-    found = text.get("hidden_size") if isinstance(text, dict) else config.get("hidden_size")
-    if not isinstance(found, int) or found < 1:
-        return lr
-    return float(f"{lr * width / found:.2g}")
+    size = text.get("hidden_size") if isinstance(text, dict) else config.get("hidden_size")
+    return float(f"{lr * width / size:.2g}") if isinstance(size, int) and size > 0 else lr
 
 
 def max_length_for(path: str, default: int) -> int:

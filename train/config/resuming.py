@@ -10,7 +10,7 @@ Does not own: the states of a run (train.state), the files of a run folder (chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from checkpoints.run_folder import CONFIG, RECIPE, dotted_keys, is_run
+from checkpoints.run_folder import CONFIG, RECIPE, dotted_keys, is_run, read_run_config
 from sage.decoding.settings import AnswerSettings
-from train.config.overrides import BY_PATH, OTHER_RUN, key_of
-from train.config.run_config import read_plain, with_types
 from train.config.schema import Config, ConfigError
+from train.config.store import BY_PATH, POLICY_GROUP, key_of, subschemas
 
+TYPED_GROUPS = ("draft", "draft/compressor", "tracking")  # their choices have different keys
 # Prefixes of the keys that may not change when a run is resumed.
 FIXED = (
     *("seed", "target.path", "target.revision", "target.adapter", "target.dtype", "draft.", "data.", "score."),
@@ -35,7 +35,6 @@ UNRECORDED = ("run.", "debug", "launch.plan")  # settings of the command rather 
 # Choices that identify a run, by the key in which two of them differ: the run's own choice changes nothing else.
 IDENTITIES = {"target": "target.path", "draft": "draft.kind", "draft/compressor": "draft.compressor.kind", "data": "data.name"}
 UNUSED_GROUPS = ("experiment", "sweep")  # compositions to start with; a run's own configuration contains their values
-POLICY_GROUP = "decode/policy"
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,9 @@ class Change:
 
 
 def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Returns the configuration of the run in `run.dir`, with the overrides of the command line applied to it.
+    """Returns the configuration of the run in `run.dir`, with the `overrides` of the command line, composed, applied to it.
 
-    Args:
-        composed: the configuration that the overrides give to a new run.
-        overrides: of the command line. `experiment=` and `sweep=` are not applied again, and neither is the
-            run's own target, draft or data.
+    `experiment=` and `sweep=` are not applied again, and neither is the run's own target, draft or data.
 
     Raises:
         ConfigError: no run in `run.dir`, or its configuration cannot be read or has keys that this version does not know.
@@ -79,11 +75,21 @@ def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfi
         key = key_of(override)
         if override == BY_PATH or key in UNUSED_GROUPS:
             continue
-        for name in _keys_of(key):
+        is_policy = key == POLICY_GROUP
+        names = ("decode.policies", "decode.options") if is_policy else (IDENTITIES.get(key, key.replace("/", ".")),)
+        for name in names:
             OmegaConf.update(config, name, OmegaConf.select(composed, name), merge=False, force_add=True)
     config.run.dir, config.run.resume = str(folder), True
     config.debug = composed.debug
     return config
+
+
+def own_choices(given: Mapping[str, str]) -> list[str]:
+    """Returns the run's choices of groups with typed choices, as overrides, if the given keys resume a run and lack them."""
+    run = Path(given.get("run.dir", ""))
+    if given.get("run.resume", "").lower() != "true" or not is_run(run):
+        return []
+    return [f"{group}={kind}" for group, kind in _kinds_of(read_plain(run)).items() if group not in given]
 
 
 def changes(config: Config) -> list[Change]:
@@ -110,13 +116,6 @@ def check_same_run(config: Config) -> None:
             )
 
 
-def _keys_of(key: str) -> tuple[str, ...]:
-    """Dotted keys that an override sets; of a group choice all keys of the group, of an identifying one its identity."""
-    if key == POLICY_GROUP:
-        return "decode.policies", "decode.options"
-    return (IDENTITIES.get(key, key.replace("/", ".")),)
-
-
 def _settings(config: DictConfig) -> dict[str, Any]:
     """Dotted keys without empty mappings, with the values that a YAML file has."""
     tree = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(config)))
@@ -126,7 +125,35 @@ def _settings(config: DictConfig) -> dict[str, Any]:
 def _read_typed(folder: Path) -> DictConfig:
     """The run's configuration with the types of the schema; keys that its version did not have get their defaults."""
     try:
-        return with_types(read_plain(folder, OTHER_RUN))
+        return with_types(read_plain(folder))
     except (OmegaConfBaseException, KeyError) as error:
         reason = " ".join(str(error).split("\n")[0].split())
         raise ConfigError(f"{folder}: its configuration does not fit this version ({reason}); start another run.dir") from error
+
+
+def read_plain(run: Path, remedy: str = "give another run.dir") -> dict[str, Any]:
+    """Returns the configuration that the run used last, as nested plain values; ConfigError if it cannot be read."""
+    try:
+        return read_run_config(run)
+    except ValueError as error:
+        raise ConfigError(f"{error}; {remedy}") from error
+
+
+def with_types(saved: Mapping[str, Any]) -> DictConfig:
+    """Returns the saved values with the types of the schema, and the defaults of other keys.
+
+    OmegaConfBaseException or KeyError if a key or a value does not fit the schema.
+    """
+    config = OmegaConf.structured(Config)
+    for group, kind in _kinds_of(saved).items():
+        OmegaConf.update(config, group.replace("/", "."), OmegaConf.structured(subschemas()[(group, kind)]), merge=False)
+    merged = OmegaConf.merge(config, saved)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _kinds_of(saved: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the chosen kinds of `TYPED_GROUPS`."""
+    values = dotted_keys(dict(saved))
+    kinds = {group: values.get(f"{group.replace('/', '.')}.kind") for group in TYPED_GROUPS}
+    return {group: str(kind) for group, kind in kinds.items() if kind}

@@ -1,44 +1,44 @@
-"""The schemas and YAML files as Hydra finds them: choices of a group, with their meanings."""
+"""The schemas and YAML files as Hydra finds them: the choices of a group, the keys of a schema, and their meanings.
+
+Does not own: the values of a configuration (conf/), options of policies (their classes). Imports no torch.
+"""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 import sage.trees
 from checkpoints.run_folder import dotted_keys
 from sage.drafts.registry import KINDS, DraftKind
 from sage.io.files import config_dir
-from sage.io.ranges import first_sentence
+from sage.io.ranges import field_types, first_sentence, key_meanings, plain_type
 from sage.trees import POLICIES
-from train.config.draft import CompressorConfig, ConcatConfig, RatioConfig, ResamplerConfig, SelectConfig, draft_schema
+from train.config.draft import COMPRESSORS, compressor_schema, draft_schema
 from train.config.schema import Config, TrackingConfig, ValidateConfig, WandbConfig
 
+LABEL = "LABEL"  # stands for a name that the user chooses
+LABELED = ("data.sources",)  # mappings with such names
 POLICY_GROUP = "decode/policy"
+BY_PATH = "target=by_path"  # the choice for a target given by its path alone
 UNLISTED = ("name", "kind", "defaults", "architecture.")  # values of a choice that do not describe it
-_registered: tuple[dict[str, DraftKind], tuple[str, ...]] | None = None  # kinds and policies
-_SUBSCHEMAS: dict[tuple[str, str], type] = {
-    ("draft/compressor", "none"): CompressorConfig,
-    ("draft/compressor", "prune"): RatioConfig,
-    ("draft/compressor", "pool"): RatioConfig,
-    ("draft/compressor", "conv"): RatioConfig,
-    ("draft/compressor", "resampler"): ResamplerConfig,
-    ("draft/compressor", "text_only"): CompressorConfig,
-    ("draft/compressor", "weighted"): RatioConfig,
-    ("draft/compressor", "concat"): ConcatConfig,
-    ("draft/compressor", "select"): SelectConfig,
-    ("tracking", "jsonl"): TrackingConfig,
-    ("tracking", "tensorboard"): TrackingConfig,
-    ("tracking", "wandb"): WandbConfig,
-}
+TRACKING = {"jsonl": TrackingConfig, "tensorboard": TrackingConfig, "wandb": WandbConfig}
 
 
 def subschemas() -> dict[tuple[str, str], type]:
     """Returns (group, choice) -> schema, for groups whose choices have different keys."""
-    return {("draft", name): draft_schema(kind) for name, kind in KINDS.items()} | _SUBSCHEMAS
+    found: dict[tuple[str, str], type] = {("draft", name): draft_schema(kind) for name, kind in KINDS.items()}
+    found |= {("draft/compressor", kind): compressor_schema(kind) for kind in COMPRESSORS}
+    return found | {("tracking", kind): schema for kind, schema in TRACKING.items()}
 
 
 def group_choices(group: str) -> list[str]:
@@ -73,22 +73,67 @@ def _policy_meaning(policy: str) -> str:
     return first_sentence(ast.get_docstring(found))
 
 
-def register() -> None:
-    """Registers the schemas for `defaults` lists: the roots, kinds of draft, one per choice under `schema/`, policies.
-
-    Does nothing unless kinds or policies were added since the last call.
-    """
-    global _registered
-    if _registered == (KINDS, POLICIES):
-        return
-    _registered = (dict(KINDS), POLICIES)
+@cache
+def register(kinds: tuple[DraftKind, ...], policies: Sequence[str]) -> None:
+    """Registers the schemas for `defaults` lists, once per set of kinds and policies: the roots, choices, policies."""
     store = ConfigStore.instance()
     store.store(name="train_schema", node=Config)
     store.store(name="validate_schema", node=ValidateConfig)
-    for name, kind in KINDS.items():  # a kind is a choice without a YAML file
-        store.store(group="draft", name=name, node=draft_schema(kind))
-    for (group, choice), schema in _SUBSCHEMAS.items():
-        store.store(group=f"schema/{group}", name=choice, node=schema)
-    for name in POLICIES:  # with the defaults of its class; options are added without `+`
+    for (group, choice), schema in subschemas().items():
+        store.store(group=group if group == "draft" else f"schema/{group}", name=choice, node=schema)  # drafts have no files
+    for name in policies:  # with the defaults of its class; options are added without `+`
         options = OmegaConf.create({}, flags={"struct": False})
         store.store(group=POLICY_GROUP, name=name, package="decode.options", node={name: options})
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a schema: annotation with its ranges, default (`MISSING` without one), meaning, what its section is about.
+
+    `choices` of its group have it; empty: all.
+    """
+
+    hint: Any
+    default: Any
+    meaning: str
+    section: str
+    choices: tuple[str, ...] = ()
+
+
+def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:
+    """Returns the dotted keys of a schema, those of every choice of its groups included; keys of groups follow the others."""
+    owners = {choice: part for (group, choice), part in subschemas().items() if group == group_of(prefix)} or {"": schema}
+    having: dict[str, list[str]] = {}
+    fields: dict[str, dataclasses.Field[Any]] = {}
+    for choice, part in owners.items():
+        for field in dataclasses.fields(part):
+            having.setdefault(field.name, []).append(choice)
+            fields.setdefault(field.name, field)
+    found: dict[str, Key] = {}
+    nested: dict[str, Key] = {}
+    for name, choices in having.items():
+        part, key = owners[choices[0]], prefix + name
+        hint = field_types(part)[name]
+        kind = plain_type(hint)
+        if dataclasses.is_dataclass(kind):
+            nested |= keys_of(typing.cast(type, kind), f"{key}.")
+        elif key in LABELED:
+            nested |= keys_of(typing.get_args(kind)[1], f"{key}.{LABEL}.")
+        else:
+            meaning, section = key_meanings(part).get(name, "").removesuffix("."), first_sentence(schema.__doc__)
+            field = fields[name]
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            default = MISSING if default is dataclasses.MISSING else default
+            owned = tuple(choices) if len(choices) < len(owners) else ()
+            found[key] = Key(hint, default, meaning, section, owned)
+    return found | nested
+
+
+def group_of(prefix: str) -> str:
+    """Returns the group of choices with a dotted name, `draft.compressor.` -> `draft/compressor`."""
+    return prefix.rstrip(".").replace(".", "/")
+
+
+def key_of(override: str) -> str:
+    """Returns the key: `+group@package=choice` -> `group`; `key=value` -> `key`."""
+    return override.split("=", 1)[0].lstrip("+~").split("@")[0]

@@ -14,17 +14,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 
 from sage.commands.cli import EXIT_STOPPED, NOTHING_SAVED
 from sage.io.files import read_json, write_text
-from sage.io.tables import counted
 
 FOLDER = "SAGE_SWEEP"  # environment variable with the folder of the records
-ROOT = Path("runs") / ".sweep"
 SEARCHING = ("sweep=", "hydra/sweeper=", "hydra.sweeper.")  # choices of a sweeper
 LONGEST_NAME = 200  # characters of a folder's name; file systems end at 255
 
@@ -39,34 +38,26 @@ class Job:
     code: int = 0
     error: str | None = None
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped the job, which is then no failure."""
+        return self.code == EXIT_STOPPED or self.error == NOTHING_SAVED
 
-class SweepScore(Protocol):
-    """Scores a job for a sweeper that searches, and compares all jobs at the end."""
-
-    def score(self, config: Any) -> float | None: ...
-
-    def compare(self, jobs: Sequence[Job]) -> None: ...
+    def write(self) -> None:
+        folder = Path(os.environ[FOLDER])
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / f"job_{self.number:05d}.json", json.dumps(asdict(self)) + "\n")
 
 
 def open_folder() -> Path:
     """Sets the folder of a new sweep in the environment; it is created when the first job is done."""
-    folder = ROOT.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder = Path("runs/.sweep").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     os.environ[FOLDER] = str(folder)
     return folder
 
 
-def write_job(job: Job) -> None:
-    folder = Path(os.environ[FOLDER])
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"job_{job.number:05d}.json", json.dumps(asdict(job)) + "\n")
-
-
 def read_jobs(folder: Path) -> list[Job]:
-    """Reads all records, ordered by job number; empty if there was no sweep.
-
-    Raises:
-        ValueError: a record is damaged, or a process with another version of this package wrote it.
-    """
+    """Reads all records, ordered by job number; ValueError for a damaged one, or one of another version."""
     jobs = []
     for path in sorted(folder.glob("job_*.json")):
         try:
@@ -75,6 +66,15 @@ def read_jobs(folder: Path) -> list[Job]:
             reason = "a job of this sweep ran with another version of sage-draft; use one version on all machines"
             raise ValueError(f"{path}: no record of a job ({error}); {reason}") from error
     return jobs
+
+
+def failures(jobs: Sequence[Job]) -> str | None:
+    """Returns one line with every failed job, its exit code and its error; None if no job failed."""
+    failed = [job for job in jobs if job.code and not job.is_stopped]
+    if not failed:
+        return None
+    named = "; ".join(f"{job.name or 'the only job'} (exit {job.code}: {job.error})" for job in failed)
+    return f"{len(failed)} of {len(jobs)} jobs failed: {named}"
 
 
 def swept(arguments: Sequence[str]) -> tuple[list[str], int | None]:
@@ -96,14 +96,20 @@ def swept(arguments: Sequence[str]) -> tuple[list[str], int | None]:
     return keys, number
 
 
-def job_line(number: int, total: int | None, name: str, seconds: Sequence[float]) -> str:
-    """Returns `job 2 of 3: optim.lr=0.001, about 0:12:00 left`.
+def is_sweep() -> bool:
+    """Whether Hydra is running the jobs of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
-    Args:
-        number: from 0.
-        total: None: unknown.
-        seconds: durations of the finished jobs.
-    """
+
+def name_of_job(keys: Sequence[str]) -> str:
+    """Names the current job by its overrides of the swept keys, for example `optim.lr=0.001 seed=1`."""
+    current = HydraConfig.get()
+    overrides = [override.lstrip("+~") for override in current.overrides.task]
+    return " ".join(override for override in overrides if override.split("=")[0] in keys) or current.job.override_dirname
+
+
+def job_line(number: int, total: int | None, name: str, seconds: Sequence[float]) -> str:
+    """Returns `job 2 of 3: optim.lr=0.001, about 0:12:00 left` from the durations of the finished jobs; `number` from 0."""
     position = f"job {number + 1}" if total is None else f"job {number + 1} of {total}"
     if total is None or not seconds:
         return f"{position}: {name}"
@@ -111,34 +117,8 @@ def job_line(number: int, total: int | None, name: str, seconds: Sequence[float]
     return f"{position}: {name}, about {timedelta(seconds=left_s)} left"
 
 
-def stopped_line(total: int | None, num_finished: int) -> str:
-    """Returns what a sweep says after a signal: how many jobs are not finished, the stopped one included."""
-    left = "" if total is None else f", {counted(total - num_finished, 'job')} left"
-    return f"stopped{left}; repeat the command with run.resume=true to go on"
-
-
-def job_name(overrides: Sequence[str], keys: Sequence[str], default: str) -> str:
-    """Names a job by its overrides of `keys`, for example `optim.lr=0.001 seed=1`; `default` if there are none."""
-    shown = [override.lstrip("+~") for override in overrides if override.lstrip("+~").split("=")[0] in keys]
-    return " ".join(shown) or default
-
-
 def folder_name(job: str) -> str:
     """Returns a folder name that needs no quoting in a shell or an override: `optim.lr_0.001-seed_1`."""
     name = re.sub(r"[^\w.+-]+", "_", job.replace(" ", "-")).strip("_")
     digest = hashlib.sha256(job.encode()).hexdigest()[:8]
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{digest}"
-
-
-def is_stopped(code: int, error: str | None) -> bool:
-    """Whether a signal stopped a job, which is then no failure."""
-    return code == EXIT_STOPPED or error == NOTHING_SAVED
-
-
-def failures(jobs: Sequence[Job]) -> str | None:
-    """Returns one line with every failed job, its exit code and its error; None if no job failed."""
-    failed = [job for job in jobs if job.code and not is_stopped(job.code, job.error)]
-    if not failed:
-        return None
-    named = "; ".join(f"{job.name or 'the only job'} (exit {job.code}: {job.error})" for job in failed)
-    return f"{len(failed)} of {len(jobs)} jobs failed: {named}"

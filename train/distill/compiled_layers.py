@@ -20,7 +20,7 @@ from torch import nn
 
 from sage import Target
 from sage.io.model_files import in_one_line
-from train.config.checks import zero_stage
+from train.config.derived import zero_stage
 from train.config.schema import MAX_STAGE, Compile, Config
 
 logger = logging.getLogger(__name__)

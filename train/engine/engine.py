@@ -21,12 +21,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from checkpoints.store import write_tensors
-from train.config.checks import zero_stage
+from train.config.derived import zero_stage
 from train.config.schema import Config, Offload, OptimizerKind, Precision
 from train.distill.student import Student
 from train.distill.teacher import Pairs
-from train.engine.muon import Muon, matrices_of
-from train.engine.optimizer_state import KINDS, WEIGHT, OptimizerState
+from train.engine.optimizers import KINDS, WEIGHT, Muon, OptimizerState, matrices_of
 from train.launch.ranks import Ranks
 
 DEPRECATED = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
@@ -38,7 +37,6 @@ class Engine:
     Args:
         student: the draft and its objective, on the device, in float32; with `train.precision=bf16` the engine casts it and
             keeps a float32 copy of the weights.
-        ranks: of an initialized process group.
         accumulation: the most micro-batches per rank and optimizer step.
 
     Attributes:
@@ -118,10 +116,7 @@ class Engine:
     def save(self, folder: Path) -> None:
         """Writes float32 weights, the optimizer's moments and the draft's buffers to `folder`, unsharded and by name.
 
-        They can be loaded under any ZeRO stage and world size. Every rank has to call it; rank 0 writes one file at a time.
-
-        Raises:
-            OSError: the files could not be written.
+        Every rank has to call it; rank 0 writes one file at a time. OSError if it cannot.
         """
         problem = None
         for kind in KINDS:
@@ -227,14 +222,11 @@ def make_optimizer(draft: nn.Module, config: Config, device: torch.device) -> to
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Imports DeepSpeed for a type of device, without its log messages and without compiling operators.
-
-    On CPUs it would compile a shared-memory operator, which is used for inference only.
-    """
+    """Imports DeepSpeed for a type of device, without its log messages and without compiling operators."""
     os.environ.setdefault("DS_ACCELERATOR", device_type)
     import deepspeed
 
-    if device_type == "cpu":
+    if device_type == "cpu":  # it would compile a shared-memory operator, which is used for inference only
         from deepspeed import ops  # the table of compatible operators is built at its first use, by running compilers
 
         ops.__compatible_ops__["deepspeed_shm_comm"] = False

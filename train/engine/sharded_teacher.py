@@ -29,8 +29,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from sage import Target
 from sage.io.dtypes import torch_dtype
 from sage.targets.loading import meta_target
+from train.config.derived import sharding_ranks
 from train.config.schema import Config, ConfigError, Precision, ShardOver
-from train.config.sharding import sharding_ranks
 from train.engine.engine import import_deepspeed
 from train.launch.ranks import Ranks
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from train.config.schema import Config, ConfigError
 from train.engine.sharded_teacher import ShardedTarget
 from train.launch.nodes import blind_ranks
 from train.launch.ranks import Ranks
+from train.launch.supervisor import RankFailed
 
 logger = logging.getLogger(__name__)
 WAITING = (
@@ -36,26 +36,14 @@ WAITING = (
 )
 
 
-class AnswersStopped(RuntimeError):
-    """A signal stopped the run while the target answered; the finished answers are saved."""
-
-    exit_code = EXIT_STOPPED
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(
-            f"stopped while the target answered the data; finished answers are kept in {folder}, and the same command continues"
-        )
-
-
 def training_data(config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks) -> DataConfig:
     """Returns the data settings of the training split; generates the target's answers if they are configured and missing.
 
     Collective.
 
     Raises:
-        AnswersStopped: a signal, after the first answer was saved.
-        ConfigError: the ranks do not share the cache folder.
-        ValueError: no conversation of a source was answered, or a server cannot be used.
+        RankFailed: stopped by a signal, after the first answer was saved.
+        ValueError: the ranks do not share the cache folder, no conversation was answered, or a server cannot be used.
     """
     if config.data.answers is Answers.given:
         return config.data
@@ -86,45 +74,35 @@ def _generate_locked(
     try:
         with lock:
             ranks.wait_for_all()  # for the lock
-            _generate(config, target, sharded, ranks, answers)
+            with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+                _generate(config, target, sharded, ranks, answers)
             ranks.wait_for_all()
     except KeyboardInterrupt as error:
         if not answers.has_any:
             raise
-        raise AnswersStopped(answers.folder) from error
+        kept = f"finished answers are kept in {answers.folder}, and the same command continues"
+        raise RankFailed(f"stopped while the target answered the data; {kept}", EXIT_STOPPED) from error
 
 
 def _generate(config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks, answers: TargetAnswers) -> None:
     """Does this rank's part: its share of the answers, all of them, or its layers of a sharded target."""
-    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-        if config.regenerate.server:
-            if ranks.is_main:
-                _with_server(config, target, answers)
-        elif sharded is None:
-            _with_decoder(config, target, answers, ranks.rank, ranks.world_size)
-        elif ranks.is_main:
-            with sharded.leading():
-                _with_decoder(config, target, answers, 0, 1)
-        else:
-            sharded.follow()
-
-
-def _with_decoder(config: Config, target: sage.Target, answers: TargetAnswers, rank: int, world_size: int) -> None:
-    """Decodes the answers of one of `world_size` shares of the conversations with the target."""
     settings = config.regenerate
-    draft = sage.load_draft(settings.draft, target) if settings.draft else None
-    drive = own_answers(target, draft, settings, config.data.num_frames, len(answers) // world_size)
-    _answer(answers, drive, rank, world_size)
-
-
-def _with_server(config: Config, target: sage.Target, answers: TargetAnswers) -> None:
-    """Sends all prompts to `regenerate.server`."""
-    settings = config.regenerate
-    assert target.processor is not None
-    served = ServedTarget(config.target.path, target.fingerprint, target.processor)
-    policy = MediaPolicy.of(config.data, Split.train, settings.images)
-    with ServerAnswers(settings, read_key(settings, os.environ), served, policy) as servers:
-        _answer(answers, servers.drive, 0, 1, served_model=servers.check())
+    if settings.server:
+        if not ranks.is_main:
+            return
+        assert target.processor is not None
+        served = ServedTarget(config.target.path, target.fingerprint, target.processor)
+        policy = MediaPolicy.of(config.data, Split.train, settings.images)
+        with ServerAnswers(settings, read_key(settings, os.environ), served, policy) as servers:
+            _answer(answers, servers.drive, 0, 1, served_model=servers.check())
+    elif sharded is not None and not ranks.is_main:
+        sharded.follow()
+    else:
+        rank, world_size = (ranks.rank, ranks.world_size) if sharded is None else (0, 1)
+        with nullcontext() if sharded is None else sharded.leading():
+            draft = sage.load_draft(settings.draft, target) if settings.draft else None
+            drive = own_answers(target, draft, settings, config.data.num_frames, len(answers) // world_size)
+            _answer(answers, drive, rank, world_size)
 
 
 def _answer(answers: TargetAnswers, drive: Drive, rank: int, world_size: int, **origin: Any) -> None:

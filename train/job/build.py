@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 import sage
@@ -34,11 +35,10 @@ from sage.io.dtypes import torch_dtype
 from sage.io.files import write_text
 from sage.io.machine import num_cores
 from sage.planning.base import Policy
-from train.config.checks import check_run_folder, split_text, zero_stage
+from train.config.checks import check_run_folder
+from train.config.derived import RunLength, repetition_line, run_length, split_text, validation_line, zero_stage
 from train.config.resuming import changes
-from train.config.run_length import RunLength, repetition_line, run_length
 from train.config.schema import Config
-from train.config.sharding import validation_line
 from train.distill.build import build_student
 from train.distill.compiled_layers import target_layers
 from train.distill.own_answers import OwnAnswers
@@ -52,15 +52,13 @@ from train.job.schedule import RunSchedule
 from train.launch import cluster_env
 from train.launch.nodes import RunDisk, check_same
 from train.launch.ranks import Ranks
-from train.launch.signals import StopFlag
-from train.monitor.acceptance_estimate import chain_depth
-from train.monitor.metrics import TrainingMetrics
+from train.launch.supervisor import StopFlag
+from train.monitor.metrics import TrainingMetrics, chain_depth
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import Display, open_display
 from train.monitor.sinks import Tracker, open_tracker
 from train.state.provenance import write_provenance
-from train.state.resume import TrainState, check_same_data, fingerprint_data, load_state, seed_everything
-from train.state.space import check_space
+from train.state.resume import TrainState, check_same_data, check_space, fingerprint_data, load_state, seed_everything
 from train.validation.in_loop import DecodeShard, InLoopValidation, all_ranks_decode, shard_prompts
 from train.validation.prompts import PromptSet
 from train.validation.validate import Validate, build_policies, check_assistant
@@ -94,7 +92,8 @@ def building(
         logger.info("compiled at their first pass: %s", compiled)
     with ExitStack() as stack:
         if ranks.is_main:
-            stack.enter_context(claimed_folder(config, length, inputs.student))
+            stack.enter_context(locked_run(Path(config.run.dir)))
+            check_folder(config, length, inputs.student.draft)
         engine = Engine(inputs.student, config, ranks, loader.accumulation)
         # After an error the engine is closed only with one rank, since closing could wait for ranks that have exited.
         stack.push(lambda error, *_: engine.close() if error is None or ranks.world_size == 1 else None)
@@ -132,7 +131,6 @@ class RunInputs:
     Attributes:
         policies: configured, for validations; they have decoded nothing.
         target: frozen; its text layers are sharded over the ranks if `sharded` is not None.
-        loader: starts at the first step.
         shard: the prompts that this rank decodes in validations.
         dropped_share: share of the examples that are longer than `data.max_length` and dropped.
     """
@@ -226,11 +224,7 @@ def new_validation(
 
 
 def restore(config: Config, store: StateStore, engine: Engine, disk: RunDisk, dataset: Any) -> TrainState:
-    """Restores engine and generators from the newest state with `run.resume=true`; returns the state, else a fresh one.
-
-    Raises:
-        ValueError: every state is corrupt, or it is another draft's, or the data has changed since.
-    """
+    """Restores engine and generators from the newest state with `run.resume=true`; returns the state, else a fresh one."""
     ranks = disk.ranks
     state = load_state(store, engine, disk) if config.run.resume else TrainState()
     fingerprints = ranks.broadcast(fingerprint_data(config, dataset) if ranks.is_main else None)
@@ -239,16 +233,13 @@ def restore(config: Config, store: StateStore, engine: Engine, disk: RunDisk, da
     return state
 
 
-@contextmanager
-def claimed_folder(config: Config, length: RunLength, student: Student) -> Iterator[None]:
-    """Locks the run folder, and refuses one that has become a run in the meantime or has no space for the states."""
-    folder, draft = Path(config.run.dir), student.draft
-    with locked_run(folder):
-        check_run_folder(config.run)
-        trained = sum(weight.numel() for weight in draft.parameters() if weight.requires_grad)
-        saved = sum(weight.numel() for weight in draft.state_dict().values())
-        check_space(folder, config.train, length.steps, trained, saved * torch_dtype(config.train.precision).itemsize)
-        yield
+def check_folder(config: Config, length: RunLength, draft: nn.Module) -> None:
+    """Refuses a locked run folder that has become a run in the meantime, or has no space for the states."""
+    check_run_folder(config.run)
+    trained = sum(weight.numel() for weight in draft.parameters() if weight.requires_grad)
+    saved = sum(weight.numel() for weight in draft.state_dict().values())
+    itemsize = torch_dtype(config.train.precision).itemsize
+    check_space(Path(config.run.dir), config.train, length.steps, trained, saved * itemsize)
 
 
 def is_finished(config: Config, ranks: Ranks, length: RunLength, state: TrainState) -> bool:
@@ -263,8 +254,8 @@ def is_finished(config: Config, ranks: Ranks, length: RunLength, state: TrainSta
 def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, ShardedTarget | None]:
     """Loads the frozen target to this rank's device, complete or sharded over all ranks."""
     chosen = config.target
-    options = {"dtype": torch_dtype(chosen.dtype), "device": ranks.device, **chosen.load_options()}
-    load = partial(sage.load_target, chosen.path, **options)
+    dtype = torch_dtype(chosen.dtype)
+    load = partial(sage.load_target, chosen.path, dtype=dtype, device=ranks.device, **chosen.load_options())
     if not config.deepspeed.shard_target:
         return load(), None
     sharded = load_sharded(load, config, ranks)
@@ -278,30 +269,21 @@ def build_teacher(config: Config, target: sage.Target, student: Student) -> Teac
 
 
 def prepare_prompts(config: Config, target: sage.Target, draft: Any, ranks: Ranks) -> DecodeShard:
-    """Loads the held-out prompts and prepares them on rank 0, so that a mistake is found before training.
-
-    The model of assisted generation is checked for the same reason.
-    """
-    found: list[Any] = []
+    """Loads the held-out prompts and prepares them on rank 0, so that a mistake is found before training."""
+    held_out: list[Any] = []
     if ranks.is_main:
         check_assistant(config.decode, target, draft)
-        found = held_out_prompts(config.data, "validation", config.decode.num_prompts)
+        held_out = held_out_prompts(config.data, "validation", config.decode.num_prompts)
     if all_ranks_decode(config, ranks):
-        found = ranks.broadcast(found)
-    prompts = PromptSet(target, config.decode, found)
+        held_out = ranks.broadcast(held_out)
+    prompts = PromptSet(target, config.decode, held_out)
     if ranks.is_main:
         prompts.prepare_first_turns()
     return shard_prompts(config, ranks, prompts)
 
 
 def open_run_folder(config: Config, ranks: Ranks, target: sage.Target, data_fingerprint: str, state: TrainState) -> Tracker:
-    """Writes configuration and provenance and opens the sinks on rank 0. A resumed run keeps its earlier configurations.
-
-    Raises:
-        SaveFailed: the folder cannot be written.
-    """
-    if not ranks.is_main:
-        return Tracker()
+    """Writes configuration and provenance and opens the sinks, on rank 0; SaveFailed if the folder cannot be written."""
     folder = Path(config.run.dir)
     text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
     resolved = OmegaConf.to_container(OmegaConf.create(text))
@@ -320,7 +302,7 @@ def open_outputs(
 ) -> tuple[Tracker, Display, ProfileWindow]:
     """Opens what a run reports to until the stack is closed; a finished run writes and shows nothing."""
     fingerprint, is_shown = inputs.loader.dataset.fingerprint, ranks.is_main and not is_finished
-    tracker = Tracker() if is_finished else open_run_folder(config, ranks, inputs.target, fingerprint, state)
+    tracker = open_run_folder(config, ranks, inputs.target, fingerprint, state) if is_shown else Tracker()
     stack.enter_context(closing(tracker))
     display = stack.enter_context(closing(open_display(state.step, config.train.log_interval_s, is_shown)))
     profile = stack.enter_context(closing(ProfileWindow(config.run.dir, config.train.profile, ranks.rank)))
@@ -344,7 +326,5 @@ def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, length: RunLength)
     logger.info("learning rate %g, %s", config.optim.lr, config.optim.schedule)
     logger.info("%s", serving_line(inputs.student.draft, inputs.target.model.config))
     logger.info("%s on %s, %d held-out prompt(s)", config.train.precision, ranks.device.type, inputs.shard.num_turns)
-    if line := validation_line(config):
+    for line in filter(None, (validation_line(config), repetition_line(config, inputs.loader.steps_per_epoch))):
         logger.info("%s", line)
-    if repetition := repetition_line(config, inputs.loader.steps_per_epoch):
-        logger.info("%s", repetition)

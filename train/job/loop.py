@@ -18,8 +18,8 @@ from data_prep.config import Answers
 from data_prep.loader import StepLoader
 from sage.commands.cli import EXIT_CRASH
 from sage.io.model_files import in_one_line
-from train.config.overrides import own_answers_command
-from train.config.run_length import RunLength
+from train.config.derived import RunLength
+from train.config.overrides import changed_command
 from train.config.schema import Config
 from train.distill.own_answers import OwnAnswers
 from train.distill.teacher import DeviceCopies, Teacher, count_supervised
@@ -27,7 +27,7 @@ from train.engine.engine import Engine
 from train.job.callbacks import Callback
 from train.job.schedule import Due, RunSchedule, learning_rate
 from train.launch.ranks import Ranks
-from train.launch.signals import StopFlag
+from train.launch.supervisor import StopFlag
 from train.monitor.metrics import TrainingMetrics
 from train.monitor.profiler import ProfileWindow
 from train.monitor.progress import Display
@@ -50,17 +50,14 @@ class TrainingRun:
     """The objects of the training loop, built in train.job.build, and what the loop keeps between two steps.
 
     Attributes:
-        length: its limits in steps and time.
         validate: validates the draft; updates the best score in `state`.
         is_finished: whether a resumed run has nothing left to do.
         stop: set by a signal on this rank; `is_stopping` is the same on every rank.
         own_answers: measures the answers of the data in the first steps; None: not measured.
         callbacks: on rank 0; empty on the others.
-        copies: of micro-batches to the device.
         figures: learning rate and gradient norm of the last step, and what is measured once, until it is logged.
         saved: the state when it was last saved, or at the start.
-        validated_at: step of the last complete validation by this process.
-        report: of that validation, on rank 0.
+        validated_at: step of the last complete validation by this process; `report` is its report, on rank 0.
         failure: why the last validation failed; empty if it did not.
     """
 
@@ -117,7 +114,9 @@ def fit(run: TrainingRun) -> bool:
         perform(run, schedule.before_steps(run.state))
         while not schedule.is_over(run.state, run.is_stopping):
             run.profile.at(run.state.step)
-            take_step(run, next(batches))
+            micro_batches = next(batches)
+            with deterministic(run.config.train.deterministic):
+                train_step(run, micro_batches)
             perform(run, schedule.after_step(run.state, run.is_stopping))
         perform(run, schedule.at_end(run.state, run.is_stopping, run.validated_at))
     if run.failure and not run.is_stopping:
@@ -131,17 +130,16 @@ def fit(run: TrainingRun) -> bool:
 
 def perform(run: TrainingRun, due: Iterable[Due]) -> None:
     """Performs what is due, in order."""
-    actions = {Due.log: _log, Due.show: _show, Due.validate: _validate, Due.save: _save}
     for action in due:
-        actions[action](run)
-
-
-def take_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
-    """Takes the next optimizer step of the run and counts it."""
-    with deterministic(run.config.train.deterministic):
-        lr, grad_norm = train_step(run, micro_batches)
-    run.state.step += 1
-    run.figures |= {"lr": lr, "grad_norm": grad_norm}
+        match action:
+            case Due.log:
+                _log(run)
+            case Due.show:
+                run.display.update(run.state.step, max(run.state.step, run.expected_steps), run.metrics.latest)
+            case Due.validate:
+                _validate(run)
+            case Due.save:
+                _save(run)
 
 
 def _log(run: TrainingRun) -> None:
@@ -150,10 +148,6 @@ def _log(run: TrainingRun) -> None:
     run.tracker.log(line, run.state.step)
     for callback in run.callbacks:
         callback.on_log(run.state.step, line)
-
-
-def _show(run: TrainingRun) -> None:
-    run.display.update(run.state.step, max(run.state.step, run.expected_steps), run.metrics.latest)
 
 
 def _validate(run: TrainingRun) -> None:
@@ -182,11 +176,8 @@ def _save(run: TrainingRun) -> None:
     run.saved = replace(run.state)
 
 
-def train_step(run: TrainingRun, micro_batches: MicroBatches) -> tuple[float, float]:
-    """Takes one optimizer step on the mean loss over all supervised tokens of all ranks and micro-batches.
-
-    Returns:
-        the learning rate, and the norm of the gradient before clipping.
+def train_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
+    """Takes one optimizer step on the mean loss over all supervised tokens of all ranks and micro-batches, and counts it.
 
     Raises:
         TrainingError: no token is supervised, or loss or gradient is not finite on some rank; no weight is changed.
@@ -207,7 +198,8 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches) -> tuple[float, fl
         raise TrainingError(_not_finite_message(run, micro_batches, is_bad))
     _report_own_answers(run, count)
     lr = learning_rate(run.config.optim, run.state.step, run.expected_steps)
-    return lr, run.engine.step(lr)
+    run.figures |= {"lr": lr, "grad_norm": run.engine.step(lr)}
+    run.state.step += 1
 
 
 def try_largest(run: TrainingRun) -> None:
@@ -247,7 +239,8 @@ def _report_own_answers(run: TrainingRun, num_supervised: float) -> None:
     run.figures |= own.metrics()
     logger.info("%s", own.line())
     if own.is_foreign and run.config.data.answers is Answers.given:
-        logger.warning("%s", own.warning(own_answers_command(read_command(Path(run.config.run.dir)), run.config.run.dir)))
+        folder = run.config.run.dir
+        logger.warning("%s", own.warning(changed_command(read_command(Path(folder)), folder, "data.answers=target", "own")))
 
 
 @contextmanager
@@ -265,8 +258,8 @@ def _reduce_counts(run: TrainingRun, micro_batches: MicroBatches) -> float:
     """Returns the supervised tokens of this step over all ranks; also reduces the token count, the stop flag and the time."""
     supervised = sum(int(count_supervised(batch["loss_mask"])) for batch in micro_batches)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
-    own = [supervised, tokens, run.stop.is_set, run.metrics.tick()]
-    totals = run.ranks.sum(torch.tensor(own, dtype=torch.float64))
+    counts = [supervised, tokens, run.stop.is_set, run.metrics.tick()]
+    totals = run.ranks.sum(torch.tensor(counts, dtype=torch.float64))
     run.is_stopping = bool(totals[2])
     run.state.tokens += int(totals[1])
     run.state.time_s += float(totals[3]) / run.ranks.world_size
@@ -277,8 +270,8 @@ def _reduce_counts(run: TrainingRun, micro_batches: MicroBatches) -> float:
 
 
 def _not_finite_message(run: TrainingRun, micro_batches: MicroBatches, is_bad: Tensor) -> str:
-    own = [name for batch, bad in zip(micro_batches, is_bad.tolist(), strict=True) if bad for name in _ids([batch])]
-    names = [name for part in run.ranks.gather(own) for name in part]
+    bad = [batch for batch, is_wrong in zip(micro_batches, is_bad.tolist(), strict=True) if is_wrong]
+    names = [name for names in run.ranks.gather(_ids(bad)) for name in names]
     return (
         f"step {run.state.step + 1}: loss or gradient is not finite for the micro-batch with {', '.join(names)}; "
         f"the weights are those of step {run.state.step}. Look at these examples, or lower optim.lr"

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum, auto
 
-from train.config.run_length import RunLength
+from train.config.derived import RunLength
 from train.config.schema import OptimConfig, Schedule, TrainConfig
 from train.state.resume import TrainState
 
@@ -26,12 +26,7 @@ class Due(StrEnum):
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """What is due when, in order.
-
-    Args:
-        train: `log_every`, `validate_every`, `save_every` and `patience` are read.
-        length: of the run.
-    """
+    """What is due when, in order."""
 
     train: TrainConfig
     length: RunLength
@@ -63,11 +58,7 @@ class RunSchedule:
         return [action for action, is_due in due.items() if is_due]
 
     def at_end(self, state: TrainState, is_stopping: bool, validated_at: int | None) -> list[Due]:
-        """Saves before the last validation, which takes long and may be interrupted, and again if that changes the best score.
-
-        Args:
-            validated_at: step of the last complete validation by this process.
-        """
+        """Saves before the last validation, which takes long and may be interrupted, and again if the best score changes."""
         return [Due.save] if is_stopping or validated_at == state.step else [Due.save, Due.validate, Due.save]
 
 
@@ -76,11 +67,7 @@ def _is_multiple(step: int, every: int) -> bool:
 
 
 def learning_rate(optim: OptimConfig, step: int, total: float) -> float:
-    """Returns the learning rate after `step` steps: linear warm-up, then constant or a half cosine to `min_lr_ratio`.
-
-    Args:
-        total: expected steps of the run.
-    """
+    """Returns the learning rate after `step` of `total` expected steps: linear warm-up, then constant or half a cosine."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.schedule is Schedule.constant:

@@ -15,11 +15,7 @@ MAX_COMPILERS = 4  # processes of Inductor per rank; a run compiles a few kernel
 
 
 def detect_launcher() -> int | None:
-    """Returns the world size set by an external launcher, None without one; sets torch's variables from srun's.
-
-    Raises:
-        ConfigError: some of torch's launcher variables are set, but not all of them.
-    """
+    """Returns the world size set by an external launcher, None without one; sets torch's variables from srun's."""
     environment = os.environ
     if "RANK" in environment or "WORLD_SIZE" in environment:
         missing = [name for name in TORCH_VARIABLES if name not in environment]
@@ -30,7 +26,9 @@ def detect_launcher() -> int | None:
         environment["RANK"] = environment["SLURM_PROCID"]
         environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
         environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
-        environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
+        first = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", environment["SLURM_STEP_NODELIST"])  # `gpu[003-007,9],big1`
+        assert first is not None
+        environment.setdefault("MASTER_ADDR", first.group(1) + (first.group(2) or ""))
         job = int(environment["SLURM_JOB_ID"]) * 7 + int(environment["SLURM_STEP_ID"])
         environment.setdefault("MASTER_PORT", str(RENDEZVOUS_PORTS[job % len(RENDEZVOUS_PORTS)]))
         return world_size()
@@ -80,11 +78,8 @@ def is_first_on_node() -> bool:
 
 
 def has_own_threads(is_cpu: bool) -> bool:
-    """Whether OMP_NUM_THREADS sets the threads of this rank.
-
-    torchrun sets it to 1 where it is missing. A rank on a GPU ignores that value: an offloaded optimizer would take one core.
-    """
-    threads = os.environ.get("OMP_NUM_THREADS")
+    """Whether OMP_NUM_THREADS sets the threads of this rank; torchrun sets it to 1 where it is missing."""
+    threads = os.environ.get("OMP_NUM_THREADS")  # a rank on a GPU ignores 1: an offloaded optimizer would take one core
     return threads is not None and (is_cpu or threads != "1" or "TORCHELASTIC_RUN_ID" not in os.environ)
 
 
@@ -111,10 +106,3 @@ def set_torch_defaults() -> None:
 def set_device_index(index: int | None) -> None:
     """Sets LOCAL_RANK, which DeepSpeed requires and takes for the index of this rank's GPU; None: on a CPU."""
     os.environ["LOCAL_RANK"] = str(local_rank() if index is None else index)
-
-
-def first_host(nodelist: str) -> str:
-    """Returns the first host of a SLURM node list: `gpu[003-007,9],big1` -> `gpu003`."""
-    found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodelist)
-    assert found, nodelist
-    return found.group(1) + (found.group(2) or "")

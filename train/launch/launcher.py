@@ -10,41 +10,46 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from checkpoints.run_folder import is_locked, waiting_line
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import write_text
 from sage.training import call
-from train.config.checks import check_batch, check_deepspeed
+from train.config.checks import check_deepspeed
+from train.config.derived import check_batch
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.launch import cluster_env
-from train.launch.log import configure_logging
-from train.launch.signals import StopFlag, ignore_sigterm
-from train.launch.supervisor import Failure, Supervisor, describe, interrupted
-from train.launch.watcher import reported_if_killed
+from train.launch.supervisor import Failure, StopFlag, Supervisor, describe, interrupted
 
 logger = logging.getLogger(__name__)
 IGNORE_LEAKS = "ignore:resource_tracker:UserWarning"  # of the semaphores that a killed rank leaves; they are cleaned up
+ENDED = b"ended"  # is sent when the process ends in any other way
+WATCH = f"import sys; sys.exit() if sys.stdin.buffer.read() == {ENDED!r} else print('error: ' + sys.argv[1], file=sys.stderr)"
+KILLED = (
+    "{run}: the process was killed by a signal, SIGKILL if the kernel did (out of memory? see dmesg); continue from the last "
+    "saved state with sage-train --resume {run}"
+)
+LOGGED_PACKAGES = ("train", "data_prep", "checkpoints", "sage")
 RankWork = Callable[[Config], int]  # the work of one rank, picklable; returns an exit code
 
 
 def launch(config: Config, work: RankWork) -> int:
     """Runs `work(config)` on the configured number of ranks; returns 0 when done, 3 if stopped by a signal after saving.
 
-    Args:
-        config: checked (train.config.checks.check).
-
     Raises:
-        ConfigError: the number of ranks contradicts the external launcher, or the batch or the draft does not support the
-            launcher's number.
+        ConfigError: an external launcher's number of ranks contradicts the configuration, the batch or the draft.
         RankFailed: a rank failed.
     """
     if cluster_env.is_main_rank() and is_locked(Path(config.run.dir)):  # found again when target and data are loaded
@@ -110,9 +115,9 @@ def spawn(config: Config, work: RankWork, num_ranks: int) -> int:
 def _run_spawned_rank(config: Config, work: RankWork, folder: str, num_ranks: int, port: int, rank: int) -> NoReturn:
     """Runs a spawned rank; writes its error to `folder` for the launcher."""
     cluster_env.set_rank(rank, num_ranks, port)
-    own = Path(folder) / f"rank_{rank}"
+    files = Path(folder) / f"rank_{rank}"
     if rank:
-        output = own.with_suffix(".log").open("w")
+        output = files.with_suffix(".log").open("w")
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
     configure_logging(config.debug, is_main=rank == 0)
@@ -120,7 +125,7 @@ def _run_spawned_rank(config: Config, work: RankWork, folder: str, num_ranks: in
         code = work(config)
     except BaseException as error:
         failure = _describe(error, rank, config)
-        write_text(own.with_suffix(".json"), json.dumps(asdict(failure)))
+        write_text(files.with_suffix(".json"), json.dumps(asdict(failure)))
         _exit_at_once(failure.exit_code)
     sys.exit(code)
 
@@ -145,8 +150,8 @@ def _run_external_rank(config: Config, work: RankWork) -> int:
         _exit_at_once(failure.exit_code)
     finally:
         StopFlag.ends_process = False
-    if code == EXIT_STOPPED:
-        ignore_sigterm()  # srun terminates the other ranks once one has exited with 3, and all should exit with 3
+    if code == EXIT_STOPPED and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun terminates the others once one has exited with 3, as all should
     return code
 
 
@@ -157,3 +162,34 @@ def _exit_at_once(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+@contextmanager
+def reported_if_killed(run_dir: str) -> Iterator[None]:
+    """Reports on stderr if this process dies inside the block without leaving it; a second process waits for that."""
+    command = [sys.executable, "-ISc", WATCH, KILLED.format(run=run_dir)]
+    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            watcher.communicate(ENDED)
+
+
+def configure_logging(debug: bool, is_main: bool = True) -> None:
+    """Logs to stderr: everything on rank 0, only errors on the other ranks."""
+    level = (logging.DEBUG if debug else logging.INFO) if is_main else logging.ERROR
+    handler = StderrHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    for name in LOGGED_PACKAGES:
+        package = logging.getLogger(name)
+        package.handlers, package.propagate = [handler], False
+        package.setLevel(level)
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the current `sys.stderr`, which a live progress bar replaces in order to redraw itself below the messages."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)

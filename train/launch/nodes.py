@@ -40,11 +40,7 @@ def blind_ranks(ranks: Ranks, folder: Path) -> dict[int, str]:
 
 
 def check_same(ranks: Ranks, subject: str, found: Any) -> None:
-    """Raises ConfigError, on every rank, if `found` differs between ranks. Collective.
-
-    Args:
-        subject: what should be the same, for the message.
-    """
+    """Raises ConfigError, on every rank, if `found` differs between ranks; `subject` names what it is. Collective."""
     hosts = ranks.gather((socket.gethostname(), found))
     for rank, (host, other) in enumerate(hosts):
         if other != hosts[0][1]:
@@ -59,9 +55,8 @@ class RunDisk:
     """The run folder of rank 0 as this rank sees it.
 
     Attributes:
-        is_remote: whether this rank does not see it.
+        is_remote: whether this rank does not see it; `has_remote`: whether some rank does not.
         is_copying: whether this rank keeps the copies of its node.
-        has_remote: whether some rank does not see it.
     """
 
     ranks: Ranks
@@ -89,11 +84,7 @@ class RunDisk:
         return copy if self.is_remote else folder
 
     def copy(self, folder: Path, to: Path, pattern: str = "**/*") -> None:
-        """Copies files of rank 0 to every node that does not see them. Collective.
-
-        Raises:
-            SaveFailed: on a rank that cannot write them.
-        """
+        """Copies files of rank 0 to every node that does not see them; SaveFailed on a rank that cannot write. Collective."""
         if not self.has_remote:
             return
         files = sorted(path for path in folder.glob(pattern) if path.is_file()) if self.ranks.is_main else []

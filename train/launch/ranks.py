@@ -68,16 +68,11 @@ class Ranks:
         return found
 
     def per_node(self) -> int:
-        """Returns the number of ranks on each machine if it is the same on all and ranks are numbered machine by machine, else
-        that of all ranks.
-        """
+        """Returns the ranks on each machine if they are equally many and numbered machine by machine, else all ranks."""
         nodes = self.gather(cluster_env.node())
-        size = nodes.count(nodes[0])
-        blocks = [nodes[first : first + size] for first in range(0, len(nodes), size)]
-        is_regular = [block[0] for block in blocks] == list(dict.fromkeys(nodes)) and all(
-            block == [block[0]] * size for block in blocks
-        )
-        return size if is_regular else self.world_size
+        machines = list(dict.fromkeys(nodes))
+        size = len(nodes) // len(machines)
+        return size if nodes == [machine for machine in machines for _ in range(size)] else self.world_size
 
     def broadcast(self, item: Any) -> Any:
         """Returns rank 0's picklable `item` on every rank."""
@@ -91,23 +86,22 @@ def process_group(device: str, timeout_s: int) -> Iterator[Ranks]:
     """Initializes the process group that the environment describes, and destroys it at the end.
 
     Args:
-        device: `auto`, `cpu` or `cuda`; `auto` selects a GPU where there is one.
         timeout_s: time limit of a collective operation on the CPU.
 
     Raises:
         ConfigError: `cuda` without a GPU, or several ranks for one GPU.
         RankFailed: some ranks have not started within `JOIN_TIMEOUT_S`, or within `timeout_s`.
     """
-    own_device = pick_device(device, cluster_env.local_rank())
+    picked = pick_device(device, cluster_env.local_rank())
     rank, world_size = cluster_env.rank(), cluster_env.world_size()
-    is_cuda = own_device.type == "cuda"
-    cluster_env.set_device_index(own_device.index)
+    is_cuda = picked.type == "cuda"
+    cluster_env.set_device_index(picked.index)
     # A single rank needs neither port nor network; without a group DeepSpeed would look for MPI.
     store = dist.HashStore() if world_size == 1 else _join(rank, world_size, min(timeout_s, JOIN_TIMEOUT_S))
     backend, limit = ("cpu:gloo,cuda:nccl", NCCL_TIMEOUT_S) if is_cuda else ("gloo", timeout_s)
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit), store=store)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if is_cuda else None
-    ranks = Ranks(rank, world_size, own_device, group)
+    ranks = Ranks(rank, world_size, picked, group)
     try:
         if is_cuda:
             check_own_gpu(ranks)
@@ -162,12 +156,9 @@ def is_first_failure() -> bool:
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:
-    """Returns the device of a rank and makes it torch's current device.
+    """Returns the device of a rank and makes it torch's current device; ConfigError without the GPU that it needs.
 
     Launchers show a rank either all GPUs of its machine, of which it takes that of its local rank, or its own GPU alone.
-
-    Raises:
-        ConfigError: `cuda` without a GPU, or fewer GPUs than ranks on this machine.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and not count:
@@ -183,12 +174,11 @@ def pick_device(device: str, local_rank: int) -> torch.device:
 
 def check_own_gpu(ranks: Ranks) -> None:
     """Raises ConfigError, on every rank, for ranks that share a GPU."""
-    uuid = str(torch.cuda.get_device_properties(ranks.device).uuid)
-    found = ranks.gather(uuid)
-    for rank, other in enumerate(found):
-        first = found.index(other)
+    uuids = ranks.gather(str(torch.cuda.get_device_properties(ranks.device).uuid))
+    for rank, uuid in enumerate(uuids):
+        first = uuids.index(uuid)
         if first != rank:
             raise ConfigError(
-                f"launch.gpus: ranks {first} and {rank} share the GPU {other}; start one rank per GPU, each with a GPU of its "
+                f"launch.gpus: ranks {first} and {rank} share the GPU {uuid}; start one rank per GPU, each with a GPU of its "
                 f"own (srun --gpus-per-task=1) or with all GPUs of its machine visible (srun --gpus-per-node=N)"
             )

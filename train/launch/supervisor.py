@@ -1,4 +1,4 @@
-"""Supervision of spawned ranks: waits for the first failure, forwards signals, and kills the other ranks after a second.
+"""Signals that request a stop, and supervision of spawned ranks: the first failure is reported, then the others are killed.
 
 When one rank fails, the others soon lose the connection to it and fail as well; those failures must not hide the first one.
 """
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from checkpoints.run_folder import list_steps, state_folder
 from sage.commands.cli import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USER, NOTHING_SAVED, is_crash
-from train.launch.signals import STOP_SIGNALS
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM sends SIGUSR1 ahead of a time limit
 GRACE_S = 1.0  # time for the ranks to report their own errors after the first one has exited
 LAST_LINES = 20  # that are shown of the output of a rank that has reported no error
 TIMED_OUT = re.compile(r"timed out waiting (\d+)ms", re.IGNORECASE)  # of gloo, on the rank that waits
@@ -31,8 +31,44 @@ LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket|timed out|recvvalue|remote (worker|process)|nccl",
     re.IGNORECASE,
 )
-INTERRUPTED = "stopped at once; earlier saved states are complete, continue with run.resume=true"
 LOST_RANK = "lost the connection to another rank, which was killed or lost its machine (out of memory? see the system's log)"
+
+
+class SignalHandler:
+    """Calls `_handle` for SIGTERM, SIGINT and SIGUSR1 while the context is open."""
+
+    ignored_after: tuple[signal.Signals, ...] = ()  # the end of the context
+
+    def __enter__(self) -> Self:
+        is_main = threading.current_thread() is threading.main_thread()  # Python allows no other thread to set handlers
+        self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS if is_main}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_IGN if number in self.ignored_after else handler)
+
+    def _handle(self, number: int, _: Any) -> None:
+        raise NotImplementedError
+
+
+class StopFlag(SignalHandler):
+    """A flag that signals set: the run finishes the step, saves, and exits with code 3.
+
+    Attributes:
+        ends_process: whether the process exits after a stop. SIGTERM, which would change its exit code, is then ignored from
+            the end of the context on.
+        is_polled: whether a loop polls the flag. Until then a signal raises KeyboardInterrupt, as a second Ctrl-C always does.
+    """
+
+    ends_process: ClassVar[bool] = False
+    is_set = is_polled = False
+
+    def _handle(self, number: int, _: Any) -> None:
+        if not self.is_polled or (self.is_set and number == signal.SIGINT):
+            raise KeyboardInterrupt
+        self.is_set = True
+        self.ignored_after = (signal.SIGTERM,) if self.ends_process else ()
 
 
 class RankFailed(RuntimeError):
@@ -45,8 +81,9 @@ class RankFailed(RuntimeError):
 
 def interrupted(run_dir: str | Path) -> RankFailed:
     """Returns the error of a run that was stopped without saving: exit code 3 if an earlier state of it is saved, else 130."""
-    is_saved = bool(list_steps(state_folder(run_dir)))
-    return RankFailed(INTERRUPTED, EXIT_STOPPED) if is_saved else RankFailed(NOTHING_SAVED, EXIT_INTERRUPTED)
+    if not list_steps(state_folder(run_dir)):
+        return RankFailed(NOTHING_SAVED, EXIT_INTERRUPTED)
+    return RankFailed("stopped at once; earlier saved states are complete, continue with run.resume=true", EXIT_STOPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +91,7 @@ class Failure:
     """The error that ended a rank: a message of one line, and a traceback in `details` for a crash."""
 
     message: str
-    exit_code: int
+    exit_code: int = EXIT_CRASH
     details: str = ""
     is_secondary: bool = False  # looks like the consequence of another rank's failure
     waited_s: int | None = None  # the time limit of a collective operation, which this rank has reached
@@ -62,26 +99,18 @@ class Failure:
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    own_code = getattr(error, "exit_code", None)
-    is_unexpected = own_code is None and isinstance(error, Exception) and is_crash(error)
-    timed_out = TIMED_OUT.search(str(error)) if is_unexpected and isinstance(error, RuntimeError) else None
-    waited_s = int(timed_out.group(1)) // 1000 if timed_out is not None else None
-    is_secondary = is_unexpected and isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)) is not None
-    is_secondary = is_secondary and waited_s is None
     line = " ".join(str(error).split()) or type(error).__name__
-    if waited_s is not None:
-        line = time_out_line([rank], waited_s)
-    elif is_secondary:
-        line = f"rank {rank}: {LOST_RANK}: {line}"
-    elif is_unexpected:
-        line = f"rank {rank}: {type(error).__name__}: {line}"
-    return Failure(
-        message=line,
-        exit_code=own_code if own_code is not None else EXIT_CRASH if is_crash(error) else EXIT_USER,
-        details="".join(traceback.format_exception(error)) if is_unexpected and not is_secondary else "",
-        is_secondary=is_secondary,
-        waited_s=waited_s,
-    )
+    if (code := getattr(error, "exit_code", None)) is not None:
+        return Failure(message=line, exit_code=code)
+    if not is_crash(error) or not isinstance(error, Exception):
+        return Failure(message=line, exit_code=EXIT_CRASH if is_crash(error) else EXIT_USER)
+    details = "".join(traceback.format_exception(error))
+    if isinstance(error, RuntimeError) and (timed_out := TIMED_OUT.search(line)):
+        waited_s = int(timed_out.group(1)) // 1000
+        return Failure(message=time_out_line([rank], waited_s), details=details, waited_s=waited_s)
+    if isinstance(error, RuntimeError) and LOST_CONNECTION.search(line):
+        return Failure(message=f"rank {rank}: {LOST_RANK}: {line}", is_secondary=True)
+    return Failure(message=f"rank {rank}: {type(error).__name__}: {line}", details=details)
 
 
 def time_out_line(ranks: Sequence[int], waited_s: int) -> str:
@@ -93,15 +122,11 @@ def time_out_line(ranks: Sequence[int], waited_s: int) -> str:
     )
 
 
-class Supervisor:
+class Supervisor(SignalHandler):
     """Waits for spawned ranks and forwards signals to them while its context is open.
 
     A rank that fails writes its error, a `Failure`, to `rank_N.json` in `folder`; all but rank 0 have their output in
-    `rank_N.log`.
-
-    Attributes:
-        failed: rank -> exit code of the ranks that had failed before the others were killed.
-        is_stop_requested: whether a signal has been forwarded to the ranks.
+    `rank_N.log`. `failed` has the exit codes of the ranks that had failed before the others were killed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -109,39 +134,23 @@ class Supervisor:
         self.failed: dict[int, int] = {}
         self.is_stop_requested = False
         self._ranks: Sequence[BaseProcess] = ()
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Supervisor:
-        if threading.current_thread() is threading.main_thread():  # Python allows no other thread to set handlers
-            self._previous = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
     def wait(self, ranks: Sequence[BaseProcess], run_dir: str) -> int:
         """Waits until all ranks have exited; after the first failure, the others have a second to report their own errors.
 
-        Returns:
-            the exit code: 0 done, 3 stopped by a signal after saving.
-
-        Raises:
-            RankFailed: a rank failed.
+        Returns the exit code: 0 done, 3 stopped by a signal after saving. RankFailed if a rank failed.
         """
         self._ranks = ranks
         if self.is_stop_requested:  # while they were started
             self._request_stop()
-        while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
-            if self._find_failed():
-                break
+        while (running := [rank.sentinel for rank in ranks if rank.exitcode is None]) and not self._find_failed():
             wait(running)
         if self._find_failed():
             deadline = time.monotonic() + GRACE_S
             for rank in ranks:
                 rank.join(max(0.0, deadline - time.monotonic()))
             self.failed = self._find_failed()
-            self.kill()
+            self._kill()
             raise self.stopped(run_dir) if self.is_stop_requested else self.root_cause()
         return max((rank.exitcode or 0 for rank in ranks), default=0)
 
@@ -150,17 +159,16 @@ class Supervisor:
         codes, reports = {number: rank.exitcode or 0 for number, rank in enumerate(self._ranks)}, self._reports()
         return {number: code for number, code in codes.items() if code not in (0, EXIT_STOPPED) or (code and number in reports)}
 
-    def kill(self) -> None:
-        """Kills every remaining rank, and waits for it."""
+    def _kill(self) -> None:
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
             rank.join()
 
-    def _forward(self, number: int, frame: Any) -> None:
-        """Signal handler: requests a stop of every rank; kills them at a second Ctrl-C."""
+    def _handle(self, number: int, _: Any) -> None:
+        """Requests a stop of every rank; kills them at a second Ctrl-C."""
         if self.is_stop_requested and number == signal.SIGINT:
-            self.kill()
+            self._kill()
             return
         self.is_stop_requested = True
         self._request_stop()
@@ -181,28 +189,24 @@ class Supervisor:
 
     def root_cause(self) -> RankFailed:
         """Returns the error to report: of a rank killed from outside, else the first failure that is not secondary."""
-        first = min(self._reports().values(), key=lambda report: (report.is_secondary, report.time), default=None)
-        killed = next((rank for rank, code in self.failed.items() if code < 0), None)
+        reports, output = self._reports(), self._last_output()
+        first = min(reports.values(), key=lambda report: (report.is_secondary, report.time), default=None)
+        killed = next(((rank, signal.Signals(-code).name) for rank, code in self.failed.items() if code < 0), None)
         if killed is not None:
-            return self._killed(killed)
-        if first is not None and first.waited_s is not None:
-            waiting = sorted(rank for rank, report in self._reports().items() if report.waited_s is not None)
+            rank, name = killed
+            if name == "SIGKILL":
+                return RankFailed(f"rank {rank} was killed by {name} (out of memory? see dmesg)", EXIT_CRASH)
+            limit = f": {NCCL_TIMED_OUT} (half an hour between GPUs, not launch.timeout_s); see which rank hangs"
+            reason = limit if NCCL_TIMED_OUT in output else ""
+            return RankFailed(f"rank {rank} was killed by {name}{reason}", EXIT_CRASH, output)
+        if first is None:
+            exits = ", ".join(f"rank {rank} with code {code}" for rank, code in self.failed.items())
+            message = f"a rank exited without reporting an error ({exits}); run with launch.ranks=1 to see it"
+            return RankFailed(message, EXIT_CRASH, output)
+        if first.waited_s is not None:
+            waiting = sorted(rank for rank, report in reports.items() if report.waited_s is not None)
             return RankFailed(time_out_line(waiting, first.waited_s), first.exit_code, first.details)
-        if first is not None:
-            return RankFailed(first.message, first.exit_code, first.details)
-        exits = ", ".join(f"rank {rank} with code {code}" for rank, code in self.failed.items())
-        message = f"a rank exited without reporting an error ({exits}); run with launch.ranks=1 to see it"
-        return RankFailed(message, EXIT_CRASH, self._last_output())
-
-    def _killed(self, rank: int) -> RankFailed:
-        """Returns the error of a rank that was killed, or has aborted, by a signal."""
-        name, output = signal.Signals(-self.failed[rank]).name, self._last_output()
-        if name == "SIGKILL":
-            return RankFailed(f"rank {rank} was killed by {name} (out of memory? see dmesg)", EXIT_CRASH)
-        if NCCL_TIMED_OUT in output:
-            reason = f"{NCCL_TIMED_OUT} (half an hour between GPUs, not launch.timeout_s); see which rank hangs"
-            return RankFailed(f"rank {rank} was killed by {name}: {reason}", EXIT_CRASH, output)
-        return RankFailed(f"rank {rank} was killed by {name}", EXIT_CRASH, output)
+        return RankFailed(first.message, first.exit_code, first.details)
 
     def _last_output(self) -> str:
         """Returns the last lines of each rank without the terminal."""

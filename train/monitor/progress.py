@@ -26,17 +26,14 @@ class Display:
     def show_validation(self, done: int, total: int, figures: str) -> None:
         """Shows that `done` of `total` prompts are decoded, counted once per repeat, and the figures so far."""
 
-    def close(self) -> None:
-        return None
+    def close(self) -> None: ...
 
 
 class LiveDisplay(Display):
     """A progress bar with loss, estimated acceptance, tokens/s, memory and the time left; a second one during a validation.
 
-    One line each: a narrow terminal cuts off the last metrics, never the steps or the time left.
-
-    Args:
-        first: step that the run starts from; None: only validations are shown.
+    One line each: a narrow terminal cuts off the last metrics, never the steps or the time left. `first` is the step that the
+    run starts from; None: only validations are shown.
     """
 
     def __init__(self, first: int | None, console: Console | None = None) -> None:
@@ -50,9 +47,8 @@ class LiveDisplay(Display):
             expand=True,
             speed_estimate_period=ESTIMATE_S,
         )
-        self.task = self.bar.add_task(
-            "training", total=None, completed=first or 0, metrics="", unit="", visible=first is not None
-        )
+        is_run = first is not None
+        self.task = self.bar.add_task("training", total=None, completed=first or 0, visible=is_run, metrics="", unit="")
         self.validation: TaskID | None = None
         self.bar.start()
 

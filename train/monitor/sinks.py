@@ -1,7 +1,4 @@
-"""Destinations of metrics: `metrics.jsonl` always, and a tracker (TensorBoard or Weights & Biases) if configured.
-
-Only rank 0 has sinks.
-"""
+"""Destinations of metrics on rank 0: `metrics.jsonl` always, and a tracker (TensorBoard or Weights & Biases) if configured."""
 
 from __future__ import annotations
 
@@ -56,11 +53,7 @@ class Tracker:
 
 
 class Jsonl:
-    """Writes one JSON object per line. A resumed run drops the lines after `from_step`, the step it resumes from.
-
-    Raises:
-        SaveFailed: the file cannot be written; `log` raises it as well.
-    """
+    """Writes one JSON object per line; SaveFailed if it cannot. A resumed run drops the lines after `from_step`."""
 
     def __init__(self, path: Path, from_step: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] <= from_step]
@@ -86,10 +79,6 @@ class TensorBoard:
 
         self.writer = SummaryWriter(str(Path(config.run.dir) / "tensorboard"), purge_step=from_step + 1)
 
-    @staticmethod
-    def check(config: Config) -> None:
-        _check_installed(TrackingKind.tensorboard)
-
     def log(self, metrics: Metrics, step: int) -> None:
         for name, value in metrics.items():
             if name != "step":
@@ -100,11 +89,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs to a Weights & Biases run; a resumed run keeps its id.
-
-    Raises:
-        ConfigError: wandb refuses, or its server cannot be reached.
-    """
+    """Logs to a Weights & Biases run; a resumed run keeps its id. ConfigError if wandb refuses or cannot be reached."""
 
     def __init__(self, config: Config, resolved: dict[str, Any], from_step: int) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -129,14 +114,6 @@ class Wandb:
         except wandb.errors.Error as error:
             raise ConfigError(f"tracking=wandb: {' '.join(str(error).split())}; {WANDB_REMEDY}") from error
 
-    @staticmethod
-    def check(config: Config) -> None:
-        _check_installed(TrackingKind.wandb)
-        assert isinstance(config.tracking, WandbConfig)
-        needs_login = wandb_mode(config.tracking) not in NO_LOGIN_MODES
-        if needs_login and cluster_env.is_main_rank() and not _has_login():  # other ranks have no sinks
-            raise ConfigError(f"tracking=wandb: not logged in to wandb; {WANDB_REMEDY}")
-
     def log(self, metrics: Metrics, step: int) -> None:
         self.run.log(dict(metrics), step=step)
 
@@ -144,7 +121,7 @@ class Wandb:
         self.run.finish()
 
 
-# Sinks that `tracking=NAME` adds to metrics.jsonl; they take the arguments of `open_tracker`, and `check` raises ConfigError.
+# Sinks that `tracking=NAME` adds to metrics.jsonl; they take the arguments of `open_tracker`.
 TRACKERS: dict[TrackingKind, type[TensorBoard] | type[Wandb]] = {
     TrackingKind.tensorboard: TensorBoard,
     TrackingKind.wandb: Wandb,
@@ -152,14 +129,11 @@ TRACKERS: dict[TrackingKind, type[TensorBoard] | type[Wandb]] = {
 
 
 def open_tracker(config: Config, resolved: dict[str, Any], from_step: int) -> Tracker:
-    """Opens metrics.jsonl and the configured tracker.
+    """Opens metrics.jsonl and the configured tracker; ConfigError if it cannot be opened.
 
     Args:
         resolved: the complete configuration as plain data, for trackers that display it.
         from_step: 0, or the step a run is resumed from.
-
-    Raises:
-        ConfigError: the tracker cannot be opened.
     """
     tracker = Tracker([Jsonl(Path(config.run.dir) / METRICS, from_step)])
     try:
@@ -173,14 +147,12 @@ def open_tracker(config: Config, resolved: dict[str, Any], from_step: int) -> Tr
 
 def check_tracking(config: Config) -> None:
     """Raises ConfigError if the package of the tracker or a login is missing; called before anything is written."""
-    if config.tracking.kind in TRACKERS:
-        TRACKERS[config.tracking.kind].check(config)
-
-
-def _check_installed(tracker: TrackingKind) -> None:
-    """Raises ConfigError unless the package of a tracker is installed; package and extra have the tracker's name."""
-    if importlib.util.find_spec(tracker) is None:
-        raise ConfigError(f"tracking={tracker}: package {tracker} is not installed; pip install 'sage-draft[{tracker}]'")
+    kind = config.tracking.kind  # also the name of the package and of the extra
+    if kind in TRACKERS and importlib.util.find_spec(kind) is None:
+        raise ConfigError(f"tracking={kind}: package {kind} is not installed; pip install 'sage-draft[{kind}]'")
+    needs_login = isinstance(config.tracking, WandbConfig) and wandb_mode(config.tracking) not in NO_LOGIN_MODES
+    if needs_login and cluster_env.is_main_rank() and not _has_login():  # other ranks have no sinks
+        raise ConfigError(f"tracking=wandb: not logged in to wandb; {WANDB_REMEDY}")
 
 
 def wandb_mode(config: WandbConfig) -> str:

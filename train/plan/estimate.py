@@ -13,8 +13,8 @@ from typing import Any
 
 from sage.bench.measurement import WARMUP_TOKENS
 from sage.trees import AUTOREGRESSIVE
-from train.config.checks import MAX_STAGE, check_deepspeed, split_of_length
-from train.config.run_length import run_length
+from train.config.checks import MAX_STAGE, check_deepspeed
+from train.config.derived import run_length, split_of_length
 from train.config.schema import Config, ConfigError, DecodeConfig, Offload, PolicyName, ShardOver, ValidateOn
 from train.plan.data import DataPlan
 from train.plan.memory import BYTES, WORKING, Extent, Workload, memory_per_gpu, validation_memory

@@ -18,9 +18,9 @@ from sage.runtime.captured import MAX_FREE
 from sage.targets.weights import weight_bytes
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
-from train.config.checks import MAX_STAGE, zero_stage
+from train.config.checks import MAX_STAGE
+from train.config.derived import sharding_ranks, zero_stage
 from train.config.schema import Config, Device, Offload, Precision
-from train.config.sharding import sharding_ranks
 from train.distill.chunked_loss import BLOCK_LOGITS
 from train.distill.student import MAX_ROOTS
 from train.plan.meta import MetaModels

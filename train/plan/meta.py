@@ -24,7 +24,7 @@ from sage.io.hub import require_hub
 from sage.targets.loading import meta_target
 from train.config.schema import Config, ConfigError, OptimizerKind, TargetConfig
 from train.distill.build import check_kind, fresh_draft, new_student, vocabulary_size
-from train.engine.muon import matrices_of
+from train.engine.optimizers import matrices_of
 
 
 @dataclass(kw_only=True)

@@ -10,10 +10,11 @@ import math
 import torch
 
 from sage.runtime.modes import VisionAttention
-from train.config.checks import MAX_STAGE, zero_stage
+from train.config.checks import MAX_STAGE
+from train.config.derived import zero_stage
 from train.config.schema import Precision
 from train.distill.compiled_layers import is_compiling
-from train.engine.muon import ITERATIONS
+from train.engine.optimizers import ITERATIONS
 from train.plan.memory import BYTES, MASTER_BYTES, Workload, draft_layers, draft_rows
 
 NVLINK_BYTES_PER_S = 100e9  # received by a rank

@@ -15,7 +15,7 @@ from sage.io.tables import text_table
 from train.config.schema import RECIPE_LENGTH
 from train.plan.estimate import LaunchPlan
 from train.plan.memory import BYTES, WORKING
-from train.state.space import STATE_BYTES
+from train.state.resume import STATE_BYTES
 
 TIGHT = 0.05  # of the memory
 NO_GPU = "this machine has no GPU: the figures are those of GPUs as launch.gpu_* describe them; its CPU takes longer"

@@ -208,19 +208,17 @@ def run_command(arguments: Sequence[str]) -> str:
     return compare([read_run(folder) for folder in folders], Path(args.out) if args.out else output_folder(folders))
 
 
-class SweepComparison:
-    """The score of a run for sweepers, and the comparison at the end of a sweep."""
+def score_of_run(config: Config) -> float | None:
+    """Returns the best score among the validations of a run; None for a plan, which writes no run."""
+    return None if config.launch.plan else read_run(Path(config.run.dir), config.score).score
 
-    def score(self, config: Config) -> float | None:
-        """Returns the best score among the validations of a run; None for a plan, which writes no run."""
-        return None if config.launch.plan else read_run(Path(config.run.dir), config.score).score
 
-    def compare(self, jobs: Sequence[Job]) -> None:
-        """Prints and writes the comparison of all jobs with a run folder, with their errors; nothing for a single job."""
-        runs = []
-        for job, folder in ((job, Path(job.dir)) for job in jobs if job.dir is not None):
-            runs.append(read_run(folder) if is_run(folder) else RunSummary(folder=folder))
-            runs[-1].error = f"exit {job.code}: {job.error}" if job.code else None
-        if len(jobs) < 2 or not any(run.config for run in runs):
-            return
-        print(compare(runs, output_folder([run.folder for run in runs])))
+def compare_jobs(jobs: Sequence[Job]) -> None:
+    """Prints and writes the comparison of all jobs with a run folder, with their errors; nothing for a single job."""
+    runs = []
+    for job, folder in ((job, Path(job.dir)) for job in jobs if job.dir is not None):
+        runs.append(read_run(folder) if is_run(folder) else RunSummary(folder=folder))
+        runs[-1].error = f"exit {job.code}: {job.error}" if job.code else None
+    if len(jobs) < 2 or not any(run.config for run in runs):
+        return
+    print(compare(runs, output_folder([run.folder for run in runs])))

@@ -13,7 +13,7 @@ rule about a cause states its figures; the first one that applies is reported. M
 
 A command never leads to the same verdict again: a rule does not apply where its command has been followed.
 
-Does not own: the measurement and its intervals (sage.bench), the estimate (train.monitor.acceptance_estimate).
+Does not own: the measurement and its intervals (sage.bench), the estimate (train.monitor.metrics).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from data_prep.own_answers import MIN_OWN_SHARE, OWN_ANSWERS
 from sage.bench.report_table import decode_shares
 from sage.drafts.registry import KINDS
 from sage.trees import AUTOREGRESSIVE, CHAIN
-from train.config.overrides import changed_command, own_answers_command
+from train.config.overrides import changed_command
 
 COST_AWARE = "cost_aware"
 ESTIMATE = "estimated_tokens_per_pass"
@@ -160,7 +160,7 @@ def _foreign_answers(facts: Facts, name: str) -> Cause | None:
         f"foreign answers: {own:.0%} of the supervised tokens are the target's own choice, below {MIN_OWN_SHARE:.0%}; the "
         "draft has learned text that the target does not write"
     )
-    return "foreign_answers", sentence, own_answers_command(facts.command, facts.run)
+    return "foreign_answers", sentence, changed_command(facts.command, facts.run, "data.answers=target", "own")
 
 
 def _no_own_outputs(facts: Facts, name: str) -> Cause | None:

@@ -28,14 +28,14 @@ def write_provenance(
 
     `changed` holds the settings changed by the resume: dotted key -> [before, after].
     """
-    path, found = folder / PROVENANCE, versions(PACKAGES)
+    path, installed = folder / PROVENANCE, versions(PACKAGES)
     is_cuda = ranks.device.type == "cuda"
     entry = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_step": from_step,
         "command": sys.argv,
         "git": git_revision(),
-        "versions": {name: found.get(name) for name in PACKAGES},
+        "versions": {name: installed.get(name) for name in PACKAGES},
         "python": platform.python_version(),
         "host": platform.node(),
         "ranks": ranks.world_size,
@@ -54,15 +54,12 @@ def git_revision() -> dict[str, Any] | None:
     here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():
         return None
-    commit = _git(here, "rev-parse", "HEAD")
-    return {"commit": commit or None, "is_dirty": bool(_git(here, "status", "--porcelain", "--untracked-files=no"))}
 
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
 
-def _git(folder: Path, *arguments: str) -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return {"commit": git("rev-parse", "HEAD") or None, "is_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}

@@ -26,19 +26,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoints.run_folder import DRAFT, step_name
+from checkpoints.run_folder import BEST_DRAFT, DRAFT, state_folder, step_name
 from checkpoints.store import StateStore, new_folder, read_tensors, remove_leftovers, saving, write_tensors
 from data_prep.build import open_sources
 from data_prep.splits import Split
 from sage.io.files import json_digest, read_json, write_text
 from sage.io.manifest import write_manifest
-from train.config.schema import Config, ConfigError
+from train.config.schema import Config, ConfigError, TrainConfig
 from train.engine.engine import Engine
 from train.launch.nodes import RunDisk
 from train.launch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 TRAINER = "trainer.json"
+STATE_BYTES = 12  # per trained parameter: a float32 weight and two moments
+NUM_DRAFTS = 3  # draft/, draft_best/, and the one that replaces either
 
 
 @dataclass(kw_only=True)
@@ -46,12 +48,9 @@ class TrainState:
     """The progress of a run.
 
     Attributes:
-        step: optimizer steps taken.
-        tokens: tokens of all ranks without padding.
+        tokens: of all ranks, without padding.
         time_s: seconds of training without validation and saving.
-        best: highest validation score so far.
-        best_step: its step.
-        stale: validations since then.
+        best: highest validation score so far, of `best_step`; `stale`: validations since then.
         validated_step: step of the last validation; 0: none yet.
         data: see `fingerprint_data`; None: not recorded.
     """
@@ -75,11 +74,7 @@ class TrainState:
 
 
 def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainState) -> None:
-    """Saves a state as that of `state.step`. Every rank has to call it.
-
-    Raises:
-        SaveFailed: on every rank, if one of them could not write; earlier states are untouched.
-    """
+    """Saves a state as that of `state.step`; SaveFailed on every rank if one could not write. Every rank has to call it."""
     _on_all_ranks(store, ranks, state.step, lambda: store.begin(state.step) if ranks.is_main else None)
     _on_all_ranks(store, ranks, state.step, lambda: _write(store.part(state.step), engine, ranks, state))
     _on_all_ranks(store, ranks, state.step, lambda: store.commit(state.step, state.best_step) if ranks.is_main else None)
@@ -87,10 +82,9 @@ def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainStat
 
 
 def save_draft(run: Path, engine: Engine, ranks: Ranks, step: int) -> Path:
-    """Writes `draft/` of a run, with a manifest of checksums; it loads in one process without DeepSpeed.
+    """Writes `draft/` of a run, with a manifest of checksums, and returns it; it loads in one process without DeepSpeed.
 
-    Every rank has to call it; of several calls at a step, the first one writes. Returns the folder. SaveFailed on rank 0 if it
-    cannot be written.
+    Every rank has to call it; of several calls at a step, the first one writes. SaveFailed on rank 0 if it cannot.
     """
     folder = run / DRAFT
     if engine.draft_saved_at == step:
@@ -130,11 +124,8 @@ def _on_all_ranks(store: StateStore, ranks: Ranks, step: int, work: Callable[[],
 def load_state(store: StateStore, engine: Engine, disk: RunDisk) -> TrainState:
     """Restores engine and generators from the newest complete state of rank 0. Every rank has to call it.
 
-    Returns a fresh `TrainState` if nothing is saved.
-
-    Raises:
-        ValueError: every state is corrupt, or it was saved from another draft or by another version.
-        ConfigError: another node has a newer state.
+    Returns a fresh `TrainState` if nothing is saved. ValueError if every state is corrupt or of another draft or version, or
+    another node has a newer one.
     """
     ranks = disk.ranks
     _check_newest(store, ranks)
@@ -160,12 +151,13 @@ def load_state(store: StateStore, engine: Engine, disk: RunDisk) -> TrainState:
 
 def _check_newest(store: StateStore, ranks: Ranks) -> None:
     """Refuses to resume on a rank 0 whose disk lacks the newest state; launchers may number nodes in another order."""
-    found = ranks.gather((max(store.steps(), default=0), socket.gethostname(), str(store.folder.absolute())))
-    step, host, folder = max(found, key=lambda one: one[0])
-    if step > found[0][0]:
+    newest = ranks.gather((max(store.steps(), default=0), socket.gethostname(), str(store.folder.absolute())))
+    step, host, folder = max(newest, key=lambda state: state[0])
+    main_step, main_host, _ = newest[0]
+    if step > main_step:
         raise ConfigError(
-            f"run.resume: step {step} is saved on {host} in {folder}, but rank 0 is on {found[0][1]}, where the newest is "
-            f"{found[0][0] or 'none'}; number {host} first (torchrun: --node-rank=0 there), or copy its run folder"
+            f"run.resume: step {step} is saved on {host} in {folder}, but rank 0 is on {main_host}, where the newest is "
+            f"{main_step or 'none'}; number {host} first (torchrun: --node-rank=0 there), or copy its run folder"
         )
 
 
@@ -246,3 +238,47 @@ def seed_everything(seed: int, rank: int) -> None:
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.manual_seed(mixed)
+
+
+# -- disk space --------------------------------------------------------------------------------------------------------------
+
+
+def num_states(train: TrainConfig, steps: int | None) -> int:
+    """Returns the highest number of states that a run of so many steps has on disk, with the one that is being written.
+
+    The last state is written twice if the last validation has the best score. Of a run without a limit of steps, those of
+    `train.keep_every` are not counted.
+    """
+    if steps is None:
+        return train.keep_last + 2
+    saves = steps // train.save_every + bool(steps % train.save_every) if train.save_every else 1
+    kept = train.keep_last + 1  # and that of the best draft
+    if train.keep_every and train.save_every:
+        kept += sum(step % train.keep_every == 0 for step in range(train.save_every, steps + 1, train.save_every))
+    return min(saves, kept) + 1
+
+
+def check_space(run: Path, train: TrainConfig, steps: int | None, num_trained: int, draft_bytes: int) -> None:
+    """Raises ConfigError if the states and drafts of a run do not fit on the disk of its folder.
+
+    Args:
+        run: its folder; what a run to be resumed has written counts as free.
+        steps: of the run, if it has a limit.
+        num_trained: trained parameters.
+        draft_bytes: of the weights of a saved draft.
+    """
+    states = num_states(train, steps)
+    needed = states * num_trained * STATE_BYTES + NUM_DRAFTS * draft_bytes
+    nearest = next(folder for folder in (run.absolute(), *run.absolute().parents) if folder.exists())
+    files = (path for folder in (state_folder(run), run / DRAFT, run / BEST_DRAFT) for path in folder.rglob("*"))
+    written = sum(path.stat().st_size for path in files if path.is_file())
+    free = shutil.disk_usage(nearest).free + written
+    if needed > free:
+        raise ConfigError(
+            f"run.dir={run}: needs {_shown(needed)} for up to {states} state(s) and the drafts, {_shown(free)} are free there; "
+            "free space, lower train.keep_last, raise train.save_every or train.keep_every, or give a run.dir on another disk"
+        )
+
+
+def _shown(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

@@ -31,7 +31,7 @@ from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget
 from train.launch.nodes import RunDisk
 from train.launch.ranks import Ranks
-from train.launch.signals import StopFlag
+from train.launch.supervisor import StopFlag
 from train.monitor.progress import Display
 from train.monitor.sinks import Tracker
 from train.report.run_page import write_run_report
