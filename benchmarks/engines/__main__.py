@@ -23,8 +23,9 @@ from data_prep.config import KEY_VARIABLE
 from sage.bench.options import baselines, variants
 from sage.bench.report import display_name, machine
 from sage.bench.runners import BASELINES
-from sage.commands.cli import add_device_option, add_passes_option, new_parser, run
+from sage.commands.cli import add_device_option, add_dtype_option, add_passes_option, new_parser, run
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
+from sage.io.dtypes import torch_dtype
 from sage.io.files import write_json
 from sage.io.machine import available_cores
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server", metavar="URL", help="a running OpenAI-compatible server, such as http://localhost:8000/v1")
     parser.add_argument("--server-model", metavar="NAME", help="its name of the target; default: the only one it serves")
     add_device_option(parser, "cpu")
+    add_dtype_option(parser, None, "dtype of our decoders beside --server (default: fp32 on a CPU, else the target's)")
     add_passes_option(parser)
     parser.add_argument("--prompts", type=int, default=32, help="number of prompts (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns of every decoder (default: %(default)s)")
@@ -83,6 +85,8 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")
     if not args.server and args.server_model:
         raise ValueError("--server-model: has no effect without --server")
+    if not args.server and args.dtype:
+        raise ValueError("--dtype: has no effect without --server; vLLM is compared in fp32")
     if not args.server and args.device != "cpu":
         raise ValueError(f"--device {args.device}: has no effect without --server; vLLM runs on the CPU here")
     try:
@@ -104,6 +108,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         num_prompts=args.prompts,
         cores=available_cores()[: args.threads],
         log_folder=args.logs,
+        dtype=torch_dtype(args.dtype) if args.dtype else None,
         **{name: getattr(args, name) for name in same},
     )
 

@@ -67,7 +67,8 @@ class Comparison:
     passes: str = PassMode.auto  # how our passes run; `auto`: captured on a GPU, compiled on a CPU, since vLLM compiles as well
     cores: Sequence[int] = field(default_factory=available_cores)  # that both sides are pinned to, with one thread each
     log_folder: Path | None = None  # receives vLLM's logs
-    device: str = "cpu"  # of our decoders, with fp32 on the CPU, else with the target's dtype
+    device: str = "cpu"  # of our decoders
+    dtype: torch.dtype | None = None  # of our decoders; None: fp32 on the CPU, else the target's
 
     @property
     def served_draft(self) -> str:
@@ -177,7 +178,7 @@ def vllm_decoders(
 
 def load_target(comparison: Comparison) -> Target:
     device = resolve_device(comparison.device)
-    dtype = torch.float32 if device.type == "cpu" else None
+    dtype = comparison.dtype or (torch.float32 if device.type == "cpu" else None)
     target = sage.load_target(comparison.target, dtype=dtype, device=device)
     target.passes = resolve_pass_mode(comparison.passes, device.type, MANY_ANSWERS, target.is_plain)
     return target

@@ -144,6 +144,7 @@ def test_an_engine_that_ends_shows_the_end_of_its_log(fake_engine: Path, tmp_pat
         (["--num-speculative-tokens", "3,x"], ["--num-speculative-tokens", "3,x", "positive integers"]),
         (["--draft", "nowhere"], ["--draft", "no such folder"]),
         (["--server", "http://host", "--num-speculative-tokens", "3"], ["--num-speculative-tokens", "--server"]),
+        (["--dtype", "bf16"], ["--dtype", "--server"]),
         (["--device", "cuda"], ["--device cuda", "--server"]),
     ],
 )
