@@ -24,7 +24,6 @@ from sage.commands.cli import (
 from sage.decoding.settings import DraftedAnswerSettings, Sampling
 from sage.io.ranges import NonNegativeInt, PositiveInt, Range, check_fields, from_attributes
 from sage.io.tables import markdown_table
-from sage.planning.base import defaults
 from sage.trees import AUTOREGRESSIVE, POLICIES, check_name, policy, policy_class, with_options
 
 HF_GENERATE, HF_STATIC, HF_COMPILED = "hf_generate", "hf_static_cache", "hf_compiled"
@@ -220,6 +219,8 @@ def policies_command(arguments: Sequence[str]) -> None:
 
 def policy_table() -> str:
     """Returns a row per policy: name, first line of its docstring, options with defaults."""
+    from sage.planning.base import defaults  # imports torch
+
     rows = []
     for name in POLICIES:
         kind = policy_class(name)
