@@ -1,4 +1,4 @@
-"""An export format is one module and one row of the registry: everything that handles formats asks the object."""
+"""An export format is one class and one row of the registry: everything that handles formats asks the object."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Export formats: one module and one row of `registry` each; what they share is in base and checkpoints.export.configs."""
+"""Export formats: one class and one row of `registry` each; what they share is in base and checkpoints.export.configs."""

@@ -1,4 +1,9 @@
-"""Drafts that predict a block in one pass: what their formats have in common.
+"""Drafts that predict a block in one pass: what their formats have in common, and the formats `dflash` and `dspark`.
+
+`dflash` has the layout of the package speculators, or with `--flavour native` DFlash's own. The slot of the anchor predicts
+nothing, slot k the token k after it. Blocks of `dspark` predict from the anchor on, corrected by the token before;
+`sample_from_anchor` is always written: without it vLLM reads false, speculators true.
+Ref: DFlash, arXiv 2602.06036, z-lab/dflash; DSpark, arXiv 2607.05147.
 
 Shapes: H hidden, A feature levels, V target vocabulary, U draft vocabulary.
 """
@@ -23,19 +28,24 @@ from checkpoints.export.configs import (
     levels_problem,
     rope_parameters,
 )
-from checkpoints.export.formats.base import BATCH, TOKENS, CheckInput, Checks, ExportFormat, fixed_batch
+from checkpoints.export.format_checks import UNSUPPORTED, Field, check_fields, is_size, one_of
+from checkpoints.export.formats.base import BATCH, TOKENS, TYPE, CheckInput, Checks, ExportFormat, fixed_batch
 from checkpoints.export.formats.block_checks import (
     ANCHOR,
     CAUSAL,
     FULL,
     LEVELS,
     MAX_LAYERS,
+    NATIVE_LAYOUT,
+    NATIVE_PART,
     NON_CAUSAL_WINDOW,
+    SPECULATORS_LAYOUT,
     BlockLayout,
     block_checks,
     lookup,
+    native_part,
 )
-from checkpoints.export.formats.records import ImportOptions, Obstacle
+from checkpoints.export.formats.records import Finding, ImportOptions, Obstacle
 from checkpoints.export.formats.speculators import SPECULATORS_CHECKS, speculator_config
 from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts, read_target_embedding, read_target_lm_head
 from sage.drafts.block import BlockConfig, BlockDraft
@@ -51,6 +61,7 @@ class BlockFormat(ExportFormat):
 
     Class attributes:
         conditional, other_conditional: `draft.conditional` of the drafts that it expresses, and of `other_format`.
+        own_checks: those of this format alone.
     """
 
     draft = BlockDraft
@@ -68,6 +79,7 @@ class BlockFormat(ExportFormat):
     conditional: ClassVar[str]
     other_conditional: ClassVar[str]
     other_format: ClassVar[str]
+    own_checks: ClassVar[Checks]
     output = "output"
 
     @property
@@ -77,7 +89,8 @@ class BlockFormat(ExportFormat):
 
     @property
     def checks(self) -> Checks:
-        return (*SPECULATORS_CHECKS, *block_checks(self.layout))
+        first = SPECULATORS_CHECKS if self.names_target else (native_part,)
+        return (*first, *block_checks(self.layout), *self.own_checks)
 
     def own_specs(self, config: EngineConfig) -> TensorSpecs:
         """Returns the expected tensors of the heads beside lm_head."""
@@ -217,3 +230,144 @@ class BlockFormat(ExportFormat):
             parts += [draft.markov_head.markov_w2(state)]
             parts += [] if draft.confidence_head is None else [draft.confidence_head(torch.cat((hidden, state), -1))[..., None]]
         return torch.cat(parts, -1)
+
+
+# -- DFlash -------------------------------------------------------------------------------------------------------------
+
+
+SGLANG_TARGETS = ("llama", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_5")  # with `set_dflash_layers_to_capture` in SGLang 0.5.23
+
+
+def _anchor(given: CheckInput) -> Iterator[Finding]:
+    if given.config.raw.get(ANCHOR) or lookup(given.config.raw, f"{NATIVE_PART}.{ANCHOR}"):
+        effect = "vLLM's V2 runner refuses it and V1 shifts every token by one: a head that predicts in slot 0 is a DSpark"
+        yield Finding(ANCHOR, "true", effect)
+
+
+class DFlashFormat(BlockFormat):
+    """Block drafts whose first slot predicts nothing, with the target's lm_head."""
+
+    method = algorithm = "dflash"
+    conditional, other_conditional, other_format = "none", "markov", "dspark"
+    own_checks = (_anchor,)
+    sglang_tree = ""  # SGLang reads the size of a block
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the layout is DFlash's own."""
+        return self.flavour is not None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} in its native layout" if self.is_native else self.name
+
+    @property
+    def engine_class(self) -> str:
+        return "DFlashDraftModel" if self.is_native else "DFlashSpeculator"
+
+    @property
+    def layout(self) -> BlockLayout:
+        return NATIVE_LAYOUT if self.is_native else SPECULATORS_LAYOUT
+
+    @property
+    def names_target(self) -> bool:  # type: ignore[override]
+        return not self.is_native
+
+    def recognizes(self, config: EngineConfig) -> bool:
+        if not self.is_native:
+            return super().recognizes(config)
+        return TYPE not in config.raw and (NATIVE_PART in config.raw or self.engine_class in config.classes)
+
+    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
+        if not self.is_native:
+            return super().config(draft, facts, dtype)
+        own = {
+            "mask_token_id": draft.mask_token,
+            "target_layer_ids": [level - self.layout.first_level for level in draft.feature_levels],
+            "causal": draft.causal,
+        }
+        return {
+            "architectures": [self.engine_class],
+            **self.layers_config(draft, facts, dtype),
+            "torch_dtype": dtype_name(dtype),
+            "block_size": draft.block_size,
+            "num_target_layers": facts.num_layers,
+            NATIVE_PART: own,
+        }
+
+    def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:
+        yield from super().obstacles(draft, facts)
+        if draft.confidence:
+            remedy = "train with draft.confidence=false"
+            yield Obstacle(key="draft.confidence", value="true", problem="DFlash has no such head", remedy=remedy)
+        if not self.is_native:
+            return
+        if 0 in draft.feature_levels:
+            problem = "contains 0, the embeddings, which are no output of a layer"
+            remedy = "export without --flavour, or train without it"
+            yield Obstacle(key="draft.feature_levels", problem=problem, remedy=remedy)
+        if draft.draft_vocab_size != facts.vocab_size:
+            problem = f"{draft.draft_vocab_size}: the native layout has no lm_head, SGLang takes the target's"
+            yield Obstacle(key="draft.draft_vocab_size", problem=problem, remedy="export without --flavour")
+
+    def served_by(self, facts: TargetFacts) -> tuple[str, ...]:
+        vllm = tuple(engine for engine in facts.served_by if engine != "SGLang")
+        return (*vllm, "SGLang") if self.is_native and facts.model_type in SGLANG_TARGETS else vllm
+
+
+# -- DSpark -------------------------------------------------------------------------------------------------------------
+
+
+RANK, HEAD, CONFIDENCE, WITH_MARKOV = "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"
+NO_ANCHOR = "vLLM takes a missing one for false, speculators for true: all tokens shift by one"
+NO_RANK = "vLLM's class needs the markov head; a draft without one is a DFlash"
+OTHER_HEAD = "vLLM computes the vanilla head, whatever was trained, or stops at an unknown name"
+FIELDS = (
+    Field(ANCHOR, one_of(True, False), "true or false", NO_ANCHOR, is_top=True),
+    Field(RANK, is_size, "a positive integer", NO_RANK, is_top=True, refusal=UNSUPPORTED),
+    Field(HEAD, one_of("vanilla"), "'vanilla'", OTHER_HEAD, is_top=True, refusal=UNSUPPORTED),
+)
+
+
+def _heads(given: CheckInput) -> Iterator[Finding]:
+    yield from check_fields(given, FIELDS)
+    raw = given.config.raw
+    if given.options and raw.get(CONFIDENCE) and not raw.get(WITH_MARKOV):
+        yield Finding(WITH_MARKOV, "not true", "", refusal="our confidence head reads both, cannot import it")
+
+
+class DSparkFormat(BlockFormat):
+    """Block drafts with a markov head, whose first slot predicts too."""
+
+    method = algorithm = "dspark"
+    engine_class = "DSparkSpeculator"
+    other_classes = ("DSparkDraftModel", "Qwen3DSparkModel")
+    # vLLM reads `sliding_window_non_causal` for other kinds only
+    layout = replace(SPECULATORS_LAYOUT, causal="", is_anchored=True, reads_mask_file=False)
+    names_target = True
+    environment = "VLLM_USE_V2_MODEL_RUNNER=1 "
+    own_checks = (_heads,)
+    conditional, other_conditional, other_format = "markov", "none", "dflash"
+
+    def own_specs(self, config: EngineConfig) -> TensorSpecs:
+        rank, vocab, hidden = config.size(RANK) or 1, config.size("vocab_size") or 1, config.size("hidden_size") or 1
+        specs = {
+            "markov_head.markov_w1.weight": TensorSpec((vocab, rank)),
+            "markov_head.markov_w2.weight": TensorSpec((config.size("draft_vocab_size") or vocab, rank)),
+        }
+        if config.raw.get(CONFIDENCE):
+            size = hidden + (rank if config.raw.get(WITH_MARKOV) else 0)
+            specs |= {"confidence_head.proj.weight": TensorSpec((1, size)), "confidence_head.proj.bias": TensorSpec((1,))}
+        return specs
+
+    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
+        heads = {RANK: draft.conditional_rank, HEAD: "vanilla", CONFIDENCE: draft.confidence, WITH_MARKOV: draft.confidence}
+        return super().config(draft, facts, dtype) | heads
+
+    def warnings(self, draft: Any, facts: TargetFacts) -> list[str]:
+        needs = "vLLM 0.32 serves DSpark drafts with VLLM_USE_V2_MODEL_RUNNER=1 only, which does not run on a CPU."
+        return [*super().warnings(draft, facts), needs]
+
+    def heads(self, config: EngineConfig) -> dict[str, Any]:
+        has_confidence = bool(config.raw.get(CONFIDENCE))
+        return {"conditional": self.conditional, "conditional_rank": config.size(RANK), "confidence": has_confidence}

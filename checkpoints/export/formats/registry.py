@@ -46,13 +46,13 @@ FORMATS: dict[str, FormatRow] = {
         ),
         FormatRow(
             name="dflash",
-            home="checkpoints.export.formats.dflash:DFlashFormat",
+            home="checkpoints.export.formats.block:DFlashFormat",
             engines={None: ("vLLM",), "native": ("vLLM", "SGLang")},
             imports="DFlash",
         ),
         FormatRow(
             name="dspark",
-            home="checkpoints.export.formats.dspark:DSparkFormat",
+            home="checkpoints.export.formats.block:DSparkFormat",
             engines={None: ("vLLM",)},
             imports="DSpark",
         ),
