@@ -80,7 +80,7 @@ class EngineConfig:
     def size(self, key: str) -> int | None:
         """Returns a positive integer; None if the field is missing or anything else."""
         value = self.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+        return value if is_size(value) else None
 
     @property
     def head_dim(self) -> int | None:
@@ -133,6 +133,11 @@ class EngineConfig:
         """Indices k of the hidden_states[k] that SGLang feeds to the draft: the written ones plus one; None = its default."""
         value = as_list(as_mapping(self.raw.get("eagle_config")).get(LEVELS_KEY))
         return [k + 1 if isinstance(k, int) else k for k in value] if value else None
+
+
+def is_size(value: Any) -> bool:
+    """Returns whether a value is a positive integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:

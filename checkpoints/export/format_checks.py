@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpoints.export.configs import DEFAULT_EPS, DEFAULT_THETA, SIZES, EngineConfig
+from checkpoints.export.configs import DEFAULT_EPS, DEFAULT_THETA, SIZES, is_size
 from checkpoints.export.folder import PICKLED
 from checkpoints.export.formats.base import MAPS, CheckInput
 from checkpoints.export.formats.records import Finding
@@ -28,11 +29,6 @@ HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 ACTIVATIONS = (None, "silu", "gelu", "relu")  # that our layers compute; None: the default
 UNSUPPORTED = "our head does not support it, cannot import it"
 INVALID = "invalid, cannot import it"
-
-
-def is_size(value: Any) -> bool:
-    """Returns whether a value is a positive integer."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def is_token(value: Any, vocab: int | None) -> bool:
@@ -64,18 +60,14 @@ class Field:
     is_top: bool = False
     refusal: str = ""
 
-    def check(self, config: EngineConfig) -> Finding | None:
-        """Returns the finding if the expectation is not met."""
-        value = config.get(self.key)
-        if self.is_met(value):
-            return None
-        where = self.key if self.is_top else config.key_path(self.key)
-        return Finding(where, f"{value!r}, expected {self.expected}", self.effect, refusal=self.refusal)
-
 
 def check_fields(given: CheckInput, fields: Iterable[Field]) -> Iterator[Finding]:
     """Yields the findings about fields that are checked for themselves."""
-    yield from (found for field in fields if (found := field.check(given.config)))
+    for field in fields:
+        value = given.config.get(field.key)
+        if not field.is_met(value):
+            where = field.key if field.is_top else given.config.key_path(field.key)
+            yield Finding(where, f"{value!r}, expected {field.expected}", field.effect, refusal=field.refusal)
 
 
 BUILDS = "the engine cannot build the layer"
@@ -201,16 +193,9 @@ def rope(given: CheckInput) -> Iterator[Finding]:
         yield given.at(key, found, "image positions differ from training", refusal=option)
 
 
-def switches(given: CheckInput) -> Iterator[Finding]:
-    """Yields the findings about tied tables and biases, which EAGLE's layer does not have."""
-    yield from check_fields(given, (Field("tie_word_embeddings", one_of(False), "false", TIED), *BIASES))
-
-
-def unsupported_residual(given: CheckInput) -> Iterator[Finding]:
-    """Yields a finding if the normed feature is the residual stream."""
-    yield from check_fields(given, [Field("norm_before_residual", is_absent, "false", RESIDUAL, is_top=True)])
-
-
+# EAGLE's layer has neither tied tables nor biases, and the normed feature is not its residual stream.
+switches = partial(check_fields, fields=(Field("tie_word_embeddings", one_of(False), "false", TIED), *BIASES))
+unsupported_residual = partial(check_fields, fields=[Field("norm_before_residual", is_absent, "false", RESIDUAL, is_top=True)])
 LAYER_CHECKS = (classes, layer_type, sizes, context_length, rope, target_size, switches)  # of EAGLE's formats
 
 

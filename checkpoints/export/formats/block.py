@@ -24,11 +24,12 @@ from checkpoints.export.configs import (
     TensorSpec,
     TensorSpecs,
     head_specs,
+    is_size,
     layer_specs,
     levels_problem,
     rope_parameters,
 )
-from checkpoints.export.format_checks import UNSUPPORTED, Field, check_fields, is_size, one_of
+from checkpoints.export.format_checks import UNSUPPORTED, Field, check_fields, one_of
 from checkpoints.export.formats.base import BATCH, TOKENS, TYPE, CheckInput, Checks, ExportFormat, fixed_batch
 from checkpoints.export.formats.block_checks import (
     ANCHOR,

@@ -27,6 +27,7 @@ from checkpoints.export.configs import (
     as_list,
     as_mapping,
     default_levels,
+    is_size,
     levels_problem,
 )
 from checkpoints.export.format_checks import (
@@ -38,7 +39,6 @@ from checkpoints.export.format_checks import (
     check_tensors,
     classes,
     context_length,
-    is_size,
     is_token,
     layer_type,
     rope,

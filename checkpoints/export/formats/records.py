@@ -67,7 +67,7 @@ class ImportOptions:
     use_target_rope: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FormatRow:
     """A row of the registry.
 

@@ -18,53 +18,17 @@ if TYPE_CHECKING:
     from checkpoints.export.formats.base import ExportFormat
 
 
-FORMATS: dict[str, FormatRow] = {
-    row.name: row
-    for row in (
-        FormatRow(
-            name="eagle3",
-            home="checkpoints.export.formats.eagle3:Eagle3Format",
-            engines={None: ("vLLM", "SGLang")},
-            imports="EAGLE-3",
-        ),
-        FormatRow(
-            name="speculators",
-            home="checkpoints.export.formats.speculators:SpeculatorsFormat",
-            engines={None: ("vLLM",)},
-            imports="EAGLE-3",
-        ),
-        FormatRow(
-            name="eagle",
-            home="checkpoints.export.formats.eagle:EagleFormat",
-            engines={"vllm": ("vLLM",), "sglang": ("SGLang",), "plugin": ("vLLM",)},
-        ),
-        FormatRow(
-            name="peagle",
-            home="checkpoints.export.formats.peagle:PEagleFormat",
-            engines={None: ("vLLM",)},
-            imports="P-EAGLE",
-        ),
-        FormatRow(
-            name="dflash",
-            home="checkpoints.export.formats.block:DFlashFormat",
-            engines={None: ("vLLM",), "native": ("vLLM", "SGLang")},
-            imports="DFlash",
-        ),
-        FormatRow(
-            name="dspark",
-            home="checkpoints.export.formats.block:DSparkFormat",
-            engines={None: ("vLLM",)},
-            imports="DSpark",
-        ),
-        FormatRow(
-            name="gguf",
-            home="checkpoints.export.formats.gguf:GgufFormat",
-            engines={None: ("llama.cpp",)},
-            needs_converter=True,
-            imports="EAGLE-3",
-        ),
-    )
-}
+HOME = "checkpoints.export.formats"
+ROWS = (
+    FormatRow("eagle3", f"{HOME}.eagle3:Eagle3Format", {None: ("vLLM", "SGLang")}, imports="EAGLE-3"),
+    FormatRow("speculators", f"{HOME}.speculators:SpeculatorsFormat", {None: ("vLLM",)}, imports="EAGLE-3"),
+    FormatRow("eagle", f"{HOME}.eagle:EagleFormat", {"vllm": ("vLLM",), "sglang": ("SGLang",), "plugin": ("vLLM",)}),
+    FormatRow("peagle", f"{HOME}.peagle:PEagleFormat", {None: ("vLLM",)}, imports="P-EAGLE"),
+    FormatRow("dflash", f"{HOME}.block:DFlashFormat", {None: ("vLLM",), "native": ("vLLM", "SGLang")}, imports="DFlash"),
+    FormatRow("dspark", f"{HOME}.block:DSparkFormat", {None: ("vLLM",)}, imports="DSpark"),
+    FormatRow("gguf", f"{HOME}.gguf:GgufFormat", {None: ("llama.cpp",)}, needs_converter=True, imports="EAGLE-3"),
+)
+FORMATS = {row.name: row for row in ROWS}
 
 
 def load_format(row: FormatRow, flavour: str | None = None) -> ExportFormat:
