@@ -54,26 +54,6 @@ def test_an_interrupted_export_leaves_the_existing_one(
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-class TestRestore:
-    def folders(self, tmp_path: Path, *names: str) -> Path:
-        for name in names:
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "x").write_text(name)
-        return tmp_path / "out"
-
-    def test_the_previous_folder_is_restored(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        out = self.folders(tmp_path, ".out.old")
-        restore_interrupted(out)
-        assert (out / "x").read_text() == ".out.old"
-        assert "interrupted" in caplog.text
-
-    def test_the_new_folder_is_kept(self, tmp_path: Path) -> None:
-        out = self.folders(tmp_path, ".out.old", "out")
-        restore_interrupted(out)
-        assert (out / "x").read_text() == "out"
-        assert not (tmp_path / ".out.old").exists()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_corrupt_file_is_named(exports: Path, tmp_path: Path, name: str) -> None:
     out = Path(shutil.copytree(exports / "eagle3", tmp_path / "out"))

@@ -64,22 +64,8 @@ def logits(folder: str, held: str, dtype: str) -> None:
 
 def serve(draft: str, image: str, dtype: str) -> None:
     """Starts the server, asks about an image, and stops it."""
-    command = [
-        sys.executable,
-        "-m",
-        "sage.serving",
-        "--draft",
-        draft,
-        "--policy",
-        "chain",
-        "--port",
-        "0",
-        "--dtype",
-        dtype,
-        "--device",
-        "cpu",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    words = f"-m sage.serving --draft {draft} --policy chain --port 0 --dtype {dtype} --device cpu"
+    with subprocess.Popen([sys.executable, *words.split()], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             address = next(found[1] for line in server.stdout if (found := re.search(r"(http://\S+)/v1 ", line)))
