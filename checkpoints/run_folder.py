@@ -11,8 +11,7 @@
     checks/DRAFT_step_########/report.json  measured later by sage-validate; never replaces another measurement
     .lock                    locked by the process that trains
 
-Owns: names, the lock, readers, the validation score. Does not own: writing (train), checkpoints (checkpoints.store),
-the draft that a user names (sage.drafts.location).
+The draft that a user names is found by sage.drafts.location.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def next_check(home: Path, draft: str, step: int | None) -> Path:
         step: optimizer steps that the draft was trained for; None: unknown.
     """
     first = home / CHECKS / (draft if step is None else f"{draft}_{step_name(step)}")
-    candidates = itertools.chain([first], (first.with_name(f"{first.name}_{number}") for number in itertools.count(2)))
+    candidates = (first.with_name(f"{first.name}_{number}") if number > 1 else first for number in itertools.count(1))
     return next(folder for folder in candidates if not folder.exists())
 
 
@@ -201,12 +200,13 @@ def recipe_changes(run: Path, step: int | None = None) -> list[tuple[int, dict[s
     """
     files = config_files(run, step)
     recipes = [{k: v for k, v in dotted_keys(_read_config(path)).items() if k.startswith(RECIPE)} for _, path in files]
-    found = []
+    changes = []
     for (first, _), before, after in zip(files[1:], recipes, recipes[1:], strict=False):
-        keys = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
-        if keys:
-            found.append((first, {key: (before.get(key), after.get(key)) for key in keys}))
-    return found
+        changed = {
+            key: (before.get(key), after.get(key)) for key in sorted(before | after) if before.get(key) != after.get(key)
+        }
+        changes += [(first, changed)] if changed else []
+    return changes
 
 
 def describe_recipe_changes(run: Path, step: int | None = None) -> list[str]:
@@ -302,10 +302,7 @@ def score_settings(run_config: Mapping[str, Any]) -> tuple[str, str | None]:
 def score_policy(policies: Iterable[str], policy: str | None = None) -> str | None:
     """Returns the policy that is scored: `policy` if measured, else `sage`, else the first that drafts; None if none does."""
     drafting = [str(name) for name in policies if name != AUTOREGRESSIVE]
-    for name in (policy, SAGE):
-        if name is not None and str(name) in drafting:
-            return str(name)
-    return drafting[0] if drafting else None
+    return next((str(name) for name in (policy, SAGE, *drafting) if name is not None and str(name) in drafting), None)
 
 
 def score(report: Mapping[str, Any], metric: str = DEFAULT_METRIC, policy: str | None = None) -> float | None:

@@ -81,7 +81,7 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
 
 def speed_warnings(report: Mapping[str, Any]) -> list[str]:
     """Returns a warning about a draft with which decoding was slower than without one in its validation."""
-    speedups = [one["speedup"] for name, one in report.get("policies", {}).items() if name != AUTOREGRESSIVE]
+    speedups = [figures["speedup"] for name, figures in report.get("policies", {}).items() if name != AUTOREGRESSIVE]
     if not speedups or max(speedups) >= 1:
         return []
     return [f"Slower than decoding without a draft in its validation: {max(speedups):.2f}x at best; sage-validate states why."]

@@ -2,9 +2,6 @@
 
 An export appears under its name only when complete (checkpoints.store describes the temporary names). Reading weights runs no
 pickled code and opens no path outside the folder.
-
-Owns: folders and their files. Does not own: the content of an export (checkpoints.export.exporter, importer), the expected
-tensors (checkpoints.export.formats).
 """
 
 from __future__ import annotations
@@ -29,16 +26,8 @@ from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest, verify_manif
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-}
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SAFETENSORS_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}
 
 
 @contextmanager
@@ -54,22 +43,17 @@ def new_export(out: Path, step: int, overwrite: bool = False) -> Iterator[Path]:
         OSError: the disk is full or not writable; `out` is unchanged.
     """
     restore_interrupted(out)
-    _refuse_existing(out, overwrite)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        if not has_manifest(out):
+            raise ValueError(f"--out {out}: exists and was not written by sage-export; give another folder")
+        if not overwrite:
+            raise ValueError(f"--out {out}: exists; give another folder, or --overwrite to replace it")
     try:
         with new_folder(out) as part:
             yield part
             write_manifest(part, step)
     except (OSError, SafetensorError) as error:  # safetensors raises the latter for a full disk
         raise OSError(f"--out {out}: could not be written ({error}); no partial export was left there") from error
-
-
-def _refuse_existing(out: Path, overwrite: bool) -> None:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not has_manifest(out):
-        raise ValueError(f"--out {out}: exists and was not written by sage-export; give another folder")
-    if not overwrite:
-        raise ValueError(f"--out {out}: exists; give another folder, or --overwrite to replace it")
 
 
 def export_info(folder: Path) -> dict[str, Any]:
@@ -167,16 +151,12 @@ class Weights:
 
 
 def _find_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).is_file():
-        return _find_shards(folder)
-    if (folder / PICKLED).is_file():
-        return [folder / PICKLED]
-    raise ValueError(f"{folder}: no weights; expected {WEIGHTS}, {INDEX} or {PICKLED}")
-
-
-def _find_shards(folder: Path) -> list[Path]:
+    """Returns the files of weights, or of an index the shards, none of which may lie outside the folder."""
+    first = next((name for name in (WEIGHTS, INDEX, PICKLED) if (folder / name).is_file()), None)
+    if first is None:
+        raise ValueError(f"{folder}: no weights; expected {WEIGHTS}, {INDEX} or {PICKLED}")
+    if first != INDEX:
+        return [folder / first]
     listed = read_json(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{folder / INDEX}: has no weight_map")
@@ -192,10 +172,7 @@ def _find_shards(folder: Path) -> list[Path]:
 def _read_headers(file: Path) -> list[TensorInfo]:
     try:
         with safe_open(file, "pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return [
-                TensorInfo(name, tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype()), file)
-                for name, s in slices.items()
-            ]
+            slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118
+            return [TensorInfo(name, tuple(s.get_shape()), SAFETENSORS_DTYPES.get(s.get_dtype()), file) for name, s in slices]
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{file}: corrupt or not a safetensors file ({error})") from error

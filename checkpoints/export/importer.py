@@ -2,8 +2,6 @@
 
 The imported draft computes exactly what was trained; what our head cannot express is refused by name. Fields that only affect
 engines (class name, context length) are ignored here; `sage-export --check` reports them.
-
-Owns: converting. Does not own: reading a format (checkpoints.export.formats), decoding (sage).
 """
 
 from __future__ import annotations

@@ -60,15 +60,12 @@ def _front_matter(card: ExportResult) -> str:
         fields["license_name"] = "not-stated"
     if card.options.license_link:
         fields["license_link"] = card.options.license_link
-    if _is_hub_id(card.facts.name):
-        fields |= {"base_model": card.facts.name, "base_model_relation": "adapter"}
+    name = card.facts.name or ""
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists():  # a hub id
+        fields |= {"base_model": name, "base_model_relation": "adapter"}
     task = "image-text-to-text" if card.facts.has_images else "text-generation"
     fields |= {"pipeline_tag": task, "tags": ["speculative-decoding", card.format.name, "sage-draft"]}
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in fields.items()), "---"])
-
-
-def _is_hub_id(name: str | None) -> bool:
-    return name is not None and name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
 def _summary(card: ExportResult) -> str:
@@ -85,9 +82,7 @@ def _summary(card: ExportResult) -> str:
 
 
 def _warnings(card: ExportResult) -> str:
-    if not card.warnings:
-        return ""
-    return "\n".join(["## Limitations", "", *(f"* {warning}" for warning in card.warnings)])
+    return "\n".join(["## Limitations", "", *(f"* {warning}" for warning in card.warnings)]) if card.warnings else ""
 
 
 def _measurements(card: ExportResult) -> str:
@@ -95,9 +90,8 @@ def _measurements(card: ExportResult) -> str:
     if report is None:
         return "## Measurements\n\nNothing was measured: the run has no report for this draft."
     policies = report["policies"].items()
-    table = markdown_table(
-        list(COLUMNS), [[c.format(name=name, **figures) for c in COLUMNS.values()] for name, figures in policies]
-    )
+    rows = [[column.format(name=name, **figures) for column in COLUMNS.values()] for name, figures in policies]
+    table = markdown_table(list(COLUMNS), rows)
     note = (
         f"Measured with this project's lossless decoder, not with a serving engine: {measured_with(report)}, "
         f"target {report['target']}, seed {report['seed']}. Speedups are relative to the fastest autoregressive decoder of the "

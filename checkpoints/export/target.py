@@ -68,8 +68,8 @@ class TargetFacts:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """The same fields as `sage.Target.fingerprint`."""
-        found = {key: getattr(self, key) for key in ("model_type", "hidden_size", "vocab_size", "num_layers")}
-        return found | ({"adapter": self.adapter} if self.adapter else {})
+        fields = {key: getattr(self, key) for key in ("model_type", "hidden_size", "vocab_size", "num_layers")}
+        return fields | ({"adapter": self.adapter} if self.adapter else {})
 
     def adapted(self, config: Any) -> TargetFacts:
         """Returns the facts with the adapter for which the draft of `config` was trained."""
@@ -175,11 +175,11 @@ def read_target_lm_head(facts: TargetFacts) -> Tensor:
 
 def _read_table(facts: TargetFacts, suffixes: Sequence[str]) -> Tensor:
     """Reads the tensor [V, D] whose name ends with the first suffix that occurs."""
-    folder = _local_folder(facts.name or "")
+    folder, shape = _local_folder(facts.name or ""), (facts.vocab_size, facts.hidden_size)
     weights = Weights(folder)
-    shape = (facts.vocab_size, facts.hidden_size)
     tables = [name for name, info in weights.infos.items() if info.shape == shape]
-    names = next((found for one in suffixes if (found := [name for name in tables if name.endswith(one)])), [])
+    named = ([name for name in tables if name.endswith(suffix)] for suffix in suffixes)
+    names = next(filter(None, named), [])
     if len(names) != 1:
         raise ValueError(
             f"embedding: {folder} has {len(names)} tensors named *{suffixes[-1]} of shape {list(shape)}, expected one; "

@@ -115,7 +115,7 @@ def _run(home: Path, arguments: list[str]) -> str:
 def _differences(folder: Path, facts: TargetFacts, dtype: torch.dtype, found: dict[str, Any]) -> list[str]:
     """Compares the summary of a converted file with the export in its folder; returns what differs."""
     weights, config = Weights(folder), EngineConfig(read_config(folder))
-    expected = {_name(name): [list(info.shape), _kind(info, dtype)] for name, info in weights.infos.items() if name != "t2d"}
+    expected = dict(_described(name, info, dtype) for name, info in weights.infos.items() if name != "t2d")
     tensors = {name: value for name, value in found["tensors"].items() if not name.startswith("rope_freqs")}
     pairs = {name: (tensors.get(name), expected.get(name)) for name in sorted(expected.keys() | tensors.keys())}
     problems = [f"{name} is {ours}, not {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
@@ -126,15 +126,9 @@ def _differences(folder: Path, facts: TargetFacts, dtype: torch.dtype, found: di
     return [*problems, *([] if found["ids"] == ids else ["d2t maps to other tokens"])]
 
 
-def _kind(info: TensorInfo, dtype: torch.dtype) -> str:
-    """Returns llama.cpp's type of a tensor: vectors are float32, the vocabulary map holds target ids."""
-    if info.dtype == torch.int64:
-        return "I64"
-    return OUTTYPES[dtype].upper() if len(info.shape) > 1 else "F32"
-
-
-def _name(name: str) -> str:
-    """Returns llama.cpp's name of a tensor of an `eagle3` export."""
-    if name in NAMES:
-        return NAMES[name]
-    return f"blk.0.{LAYER_NAMES[name.removeprefix('midlayer.').removesuffix('.weight')]}.weight"
+def _described(name: str, info: TensorInfo, dtype: torch.dtype) -> tuple[str, list[Any]]:
+    """Returns llama.cpp's name of a tensor of an `eagle3` export, its shape and type; vectors are float32."""
+    layer_name = name.removeprefix("midlayer.").removesuffix(".weight")
+    own_name = NAMES.get(name) or f"blk.0.{LAYER_NAMES[layer_name]}.weight"
+    kind = "I64" if info.dtype == torch.int64 else OUTTYPES[dtype].upper() if len(info.shape) > 1 else "F32"
+    return own_name, [list(info.shape), kind]
