@@ -120,13 +120,12 @@ class PEagleFormat(SpeculatorsFormat):
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         """One axis of positions: vLLM refuses the axes of M-RoPE in a draft that predicts in parallel."""
-        config = super().config(draft, facts, dtype)
+        config = super().config(draft, facts, dtype) | {MASK: draft.mask_token, "embed_requires_grad": True}
         layer = config["transformer_layer_config"]
         for key in ("rope_theta", "rope_scaling"):
             layer.pop(key, None)
-        own = {LAYERS: draft.num_layers, COUNT: len(draft.feature_levels), "rope_parameters": rope_parameters(facts)}
-        layer |= own
-        return config | {MASK: draft.mask_token, "embed_requires_grad": True}
+        layer |= {LAYERS: draft.num_layers, COUNT: len(draft.feature_levels), "rope_parameters": rope_parameters(facts)}
+        return config
 
     def most_tokens(self, draft: Any) -> int | None:
         return int(draft.block_size)
@@ -186,9 +185,8 @@ class PEagleFormat(SpeculatorsFormat):
         slot_embeds, _ = draft.slots(len(embeds), SLOTS)
         places = torch.cat((positions, positions[..., -1:] + torch.arange(1, SLOTS + 1)), -1)
         masked = draft.mask_hidden.expand(len(levels), SLOTS, -1)
-        features = draft.fc(
-            torch.cat((levels, masked), 1)
-        )  # in one product: that of one row depends on the alignment of weights
+        # In one product: that of one row depends on the alignment of weights.
+        features = draft.fc(torch.cat((levels, masked), 1))
         return draft.lm_head(draft.norm(draft(torch.cat((embeds, slot_embeds), 1), features, places)))
 
 

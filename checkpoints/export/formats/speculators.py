@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from checkpoints.export.configs import LEVELS_KEY, EngineConfig, layer_config
+from checkpoints.export.configs import LEVELS_KEY, EngineConfig, as_mapping, layer_config
 from checkpoints.export.format_checks import HEAD_NORMS, LAYER_CHECKS, check_tensors, single_layer
 from checkpoints.export.formats.base import TYPE, CheckInput, Checks
 from checkpoints.export.formats.eagle3 import Eagle3Format, draft_vocabulary, feature_levels
@@ -28,12 +28,7 @@ def speculator_config(algorithm: str, engine_class: str, facts: TargetFacts, tok
     Args:
         tokens: drafted tokens per round, which `vllm serve DIR` uses.
     """
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
+    method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": [engine_class],
         TYPE: algorithm,
@@ -68,9 +63,7 @@ def _proposal(given: CheckInput) -> Iterator[Finding]:
     if not isinstance(written, dict):
         yield Finding("speculators_config", f"{written!r}", "vLLM finds neither the verifier nor the number of tokens")
         return
-    methods = written.get("proposal_methods")
-    listed = methods if isinstance(methods, list) else []
-    types = [method.get("proposal_type") for method in listed if isinstance(method, dict)]
+    types = [method.get("proposal_type") for method in _methods(given.config.raw)]
     if written.get("default_proposal_method") not in types:
         found = f"{written.get('default_proposal_method')!r} is not one of {types}"
         yield Finding("speculators_config.default_proposal_method", found, "speculators refuses the config")
@@ -82,10 +75,12 @@ def _proposal(given: CheckInput) -> Iterator[Finding]:
 
 def proposed_tokens(raw: Any) -> Any:
     """Returns the drafted tokens per round of the first proposal method, of any type; None if there is none."""
-    methods = raw.get("speculators_config")
-    listed = methods.get("proposal_methods") if isinstance(methods, dict) else None
-    first = listed[0] if isinstance(listed, list) and listed else None
-    return first.get("speculative_tokens") if isinstance(first, dict) else None
+    return next((method.get("speculative_tokens") for method in _methods(raw)), None)
+
+
+def _methods(raw: Any) -> list[dict[str, Any]]:
+    listed = as_mapping(raw.get("speculators_config")).get("proposal_methods")
+    return [method for method in listed if isinstance(method, dict)] if isinstance(listed, list) else []
 
 
 SPECULATORS_CHECKS = (_layout, _proposal)
