@@ -71,18 +71,13 @@ TESTS = "tests/device tests/passes/test_passes.py tests/decoding/test_gpu.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A command; it starts if its estimate fits into the budget, and is killed at its limit.
-
-    Attributes:
-        command: keeps its files in a folder of the step's name.
-        shows: what its success proves, or what it measures.
-    """
+    """A command; it starts if its estimate fits into the budget, and is killed at its limit."""
 
     name: str
     estimate_s: float
     limit_s: float
-    command: Sequence[str]
-    shows: str
+    command: Sequence[str]  # keeps its files in a folder of the step's name
+    shows: str  # what its success proves, or what it measures
 
 
 @dataclass(frozen=True, kw_only=True)

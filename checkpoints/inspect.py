@@ -33,22 +33,14 @@ FIGURES = {"tokens_per_target_pass": "tokens/pass", "mean_accepted_draft": "acce
 
 @dataclass
 class Description:
-    """The description of a folder.
-
-    Attributes:
-        kind: a name in `KINDS`, or `UNKNOWN`.
-        facts: label -> value, in printing order; empty values are not printed.
-        problems: what is corrupt or missing.
-        table: figures of the validation, by policy.
-        measured_with: settings of that validation.
-    """
+    """The description of a folder."""
 
     folder: Path
-    kind: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    table: dict[str, Any] = field(default_factory=dict)
-    measured_with: str = ""
+    kind: str  # a name in `KINDS`, or `UNKNOWN`
+    facts: dict[str, Any] = field(default_factory=dict)  # label -> value, in printing order; empty values are not printed
+    problems: list[str] = field(default_factory=list)  # what is corrupt or missing
+    table: dict[str, Any] = field(default_factory=dict)  # figures of the validation, by policy
+    measured_with: str = ""  # settings of that validation
 
     @contextmanager
     def noting_problems(self) -> Iterator[None]:

@@ -30,17 +30,12 @@ class InvalidExport(ValueError):
 
 @dataclass
 class CheckResult:
-    """The result of a check.
-
-    Attributes:
-        format: recognized by the config; None if it could not be read.
-        notes: checks that were skipped, and why.
-    """
+    """The result of a check."""
 
     folder: Path
-    format: ExportFormat | None = None
+    format: ExportFormat | None = None  # recognized by the config; None if it could not be read
     findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # checks that were skipped, and why
 
     @property
     def errors(self) -> list[Finding]:

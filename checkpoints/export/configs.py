@@ -30,16 +30,12 @@ NO_T2D = "speculators cannot train or verify the draft"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Expected shape and kind of dtype (`float`, `int64`, `bool`) of a tensor, and the effect in an engine if it is missing.
-
-    Attributes:
-        is_zero: the format has the tensor, our drafts do not: it is written as zeros.
-    """
+    """Expected shape and kind of dtype (`float`, `int64`, `bool`) of a tensor, and the effect in an engine if it is missing."""
 
     shape: tuple[int, ...]
     kind: str = "float"
     is_optional: bool = False
-    is_zero: bool = False
+    is_zero: bool = False  # the format has the tensor, our drafts do not: it is written as zeros
     effect_if_missing: str = "no engine reports it: the weight is left uninitialized, acceptance falls to 1.00"
 
 

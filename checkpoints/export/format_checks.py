@@ -43,22 +43,14 @@ def one_of(*values: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Field:
-    """What engines expect of a field, for itself.
-
-    Attributes:
-        is_met: of the value, None if the field is missing.
-        expected: in words; empty if any value is wrong.
-        effect: in an engine, if it is not met.
-        is_top: whether the field is one of the draft, not of its decoder layer.
-        refusal: of an import; empty if only engines are affected.
-    """
+    """What engines expect of a field, for itself."""
 
     key: str
-    is_met: Callable[[Any], bool]
-    expected: str
-    effect: str
-    is_top: bool = False
-    refusal: str = ""
+    is_met: Callable[[Any], bool]  # of the value, None if the field is missing
+    expected: str  # in words; empty if any value is wrong
+    effect: str  # in an engine, if it is not met
+    is_top: bool = False  # whether the field is one of the draft, not of its decoder layer
+    refusal: str = ""  # of an import; empty if only engines are affected
 
 
 def check_fields(given: CheckInput, fields: Iterable[Field]) -> Iterator[Finding]:

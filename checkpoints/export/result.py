@@ -16,36 +16,22 @@ from sage.io.dtypes import dtype_name
 
 @dataclass(kw_only=True)
 class ExportOptions:
-    """Options of an export.
+    """Options of an export."""
 
-    Attributes:
-        flavour: the engine, for a format that differs between engines.
-        dtype: dtype of the weights.
-        target: the target's folder or hub id; None = the one in the draft's config.json.
-        target_name: the target's name in configs and commands; None = as it was loaded.
-        embedding: write the target's embedding too; None = the format's default.
-        overwrite: replace an existing export.
-        name: the export's name in the card's commands; None = its folder.
-        report: the report.json with the card's measurements, or its folder; None = the run's own.
-        license, license_link: for the model card; None = not stated.
-        converter: source folder of llama.cpp, whose converter the format `gguf` calls.
-        allow_unserved: export although no engine serves the target's family.
-        allow_uncompressed: export without the draft's visual compressor.
-    """
-
-    flavour: str | None = None
-    dtype: torch.dtype = torch.bfloat16
-    target: str | None = None
-    target_name: str | None = None
-    embedding: bool | None = None
-    overwrite: bool = False
-    name: str | None = None
-    report: str | None = None
+    flavour: str | None = None  # the engine, for a format that differs between engines
+    dtype: torch.dtype = torch.bfloat16  # dtype of the weights
+    target: str | None = None  # the target's folder or hub id; None = the one in the draft's config.json
+    target_name: str | None = None  # the target's name in configs and commands; None = as it was loaded
+    embedding: bool | None = None  # write the target's embedding too; None = the format's default
+    overwrite: bool = False  # replace an existing export
+    name: str | None = None  # the export's name in the card's commands; None = its folder
+    report: str | None = None  # the report.json with the card's measurements, or its folder; None = the run's own
+    # license, license_link: for the model card; None = not stated
     license: str | None = None
     license_link: str | None = None
-    converter: str | None = None
-    allow_unserved: bool = False
-    allow_uncompressed: bool = False
+    converter: str | None = None  # source folder of llama.cpp, whose converter the format `gguf` calls
+    allow_unserved: bool = False  # export although no engine serves the target's family
+    allow_uncompressed: bool = False  # export without the draft's visual compressor
 
 
 class RoundingError(NamedTuple):
@@ -57,46 +43,31 @@ class RoundingError(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSource:
-    """A draft and its origin.
+    """A draft and its origin."""
 
-    Attributes:
-        draft: folder of the trained draft.
-        run: the run that contains it, if any.
-        step: optimizer steps it was trained for; None if unknown.
-        recipe: the run's configuration when the draft was saved.
-        recipe_changes: earlier changes of the recipe, one line each.
-        provenance: the run's provenance.json.
-        report: the validation report of this draft: the run's own, unless `with_report` chose another.
-    """
-
-    draft: Path
-    run: Path | None = None
-    step: int | None = None
-    recipe: dict[str, Any] = field(default_factory=dict)
-    recipe_changes: list[str] = field(default_factory=list)
-    provenance: dict[str, Any] = field(default_factory=dict)
+    draft: Path  # folder of the trained draft
+    run: Path | None = None  # the run that contains it, if any
+    step: int | None = None  # optimizer steps it was trained for; None if unknown
+    recipe: dict[str, Any] = field(default_factory=dict)  # the run's configuration when the draft was saved
+    recipe_changes: list[str] = field(default_factory=list)  # earlier changes of the recipe, one line each
+    provenance: dict[str, Any] = field(default_factory=dict)  # the run's provenance.json
+    # the validation report of this draft: the run's own, unless `with_report` chose another
     report: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A finished export.
-
-    Attributes:
-        check: the findings of `check_folder`.
-        warnings: what differs from training, as complete sentences.
-        speculative_tokens: drafted tokens per round in the card's commands.
-    """
+    """A finished export."""
 
     folder: Path
     format: ExportFormat
     options: ExportOptions
     source: DraftSource
     facts: TargetFacts
-    check: CheckResult
+    check: CheckResult  # the findings of `check_folder`
     rounding: RoundingError
-    warnings: list[str]
-    speculative_tokens: int
+    warnings: list[str]  # what differs from training, as complete sentences
+    speculative_tokens: int  # drafted tokens per round in the card's commands
 
     @property
     def name(self) -> str:

@@ -21,14 +21,7 @@ EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFacts:
-    """The fields of a target's config that a draft's config depends on.
-
-    Attributes:
-        rope_theta, mrope_section, mrope_interleaved, scaled_rope: as in `RopeConfig`.
-        name: folder or hub id the facts were read from, used in serve commands.
-        quantization: method of the target's weights; None without.
-        adapter, adapter_path: digest and folder or hub id of the adapter that the target contains; None without.
-    """
+    """The fields of a target's config that a draft's config depends on."""
 
     model_type: str
     architecture: str
@@ -36,12 +29,14 @@ class TargetFacts:
     vocab_size: int
     num_layers: int
     max_position_embeddings: int
+    # rope_theta, mrope_section, mrope_interleaved, scaled_rope: as in `RopeConfig`
     rope_theta: float
     mrope_section: list[int] | None = None
     scaled_rope: dict[str, Any] | None = None
     mrope_interleaved: bool = False
-    name: str | None = None
-    quantization: str | None = None
+    name: str | None = None  # folder or hub id the facts were read from, used in serve commands
+    quantization: str | None = None  # method of the target's weights; None without
+    # adapter, adapter_path: digest and folder or hub id of the adapter that the target contains; None without
     adapter: str | None = None
     adapter_path: str | None = None
 

@@ -72,21 +72,15 @@ RUNS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One export.
-
-    Attributes:
-        flavour: of the export; None: the first one that vLLM serves.
-        is_control: vLLM must accept less than our decoder.
-        is_released: vLLM without our plugin, whose rounds must differ.
-    """
+    """One export."""
 
     run: str
     format: str
     dtype: str
     damage: Damage | None = None
-    is_control: bool = False
-    is_released: bool = False
-    flavour: str | None = None
+    is_control: bool = False  # vLLM must accept less than our decoder
+    is_released: bool = False  # vLLM without our plugin, whose rounds must differ
+    flavour: str | None = None  # of the export; None: the first one that vLLM serves
 
     @property
     def name(self) -> str:

@@ -79,21 +79,15 @@ def foreign_lm_head(config: dict[str, Any], folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One export.
-
-    Attributes:
-        damage: changes the export; vLLM must accept less than our decoder does of the intact one.
-        is_fault: a fault of vLLM, whose rounds must differ from ours.
-        is_extra: runs with `--all` only.
-    """
+    """One export."""
 
     target: str
     draft: str
     format: str
     flavour: str | None = None
-    damage: Damage | None = None
-    is_fault: bool = False
-    is_extra: bool = False
+    damage: Damage | None = None  # changes the export; vLLM must accept less than our decoder does of the intact one
+    is_fault: bool = False  # a fault of vLLM, whose rounds must differ from ours
+    is_extra: bool = False  # runs with `--all` only
 
     @property
     def name(self) -> str:

@@ -115,23 +115,15 @@ def trace(engine: VllmProcess, setting: EngineSetting) -> Answers:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: the answers of both sides.
-
-    Attributes:
-        theirs: None if vLLM failed.
-        is_control: vLLM must accept less than our decoder.
-        is_fault: a fault of vLLM, whose rounds must differ from ours.
-        is_refused: whether vLLM refused, where it must.
-        by_number: rounds are compared by their number, not one by one.
-    """
+    """A line of the table: the answers of both sides."""
 
     labels: list[str]
     ours: Answers
-    theirs: Answers | None
-    is_control: bool = False
-    is_fault: bool = False
-    is_refused: bool | None = None
-    by_number: bool = False
+    theirs: Answers | None  # None if vLLM failed
+    is_control: bool = False  # vLLM must accept less than our decoder
+    is_fault: bool = False  # a fault of vLLM, whose rounds must differ from ours
+    is_refused: bool | None = None  # whether vLLM refused, where it must
+    by_number: bool = False  # rounds are compared by their number, not one by one
 
     def problems(self) -> list[str]:
         """Returns what is wrong."""

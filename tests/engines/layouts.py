@@ -66,24 +66,17 @@ SMOL_TOKENS |= {"<|vision_start|>": "<fake_token_around_image>", "<|vision_end|>
 
 @dataclass(frozen=True)
 class Layout:
-    """A target.
+    """A target."""
 
-    Attributes:
-        config: returns the configuration of its model.
-        tokens: names of the pocket tokenizer's special tokens -> other names.
-        image, processor, video: content of preprocessor_config.json (besides what all have in common), processor_config.json
-            and video_preprocessor_config.json; None: there is no such file.
-        files: folder of the pocket target.
-        renames: prefixes of saved weights -> those of published folders.
-    """
-
-    config: Callable[[], Any]
-    tokens: Mapping[str, str] = field(default_factory=dict)
+    config: Callable[[], Any]  # returns the configuration of its model
+    tokens: Mapping[str, str] = field(default_factory=dict)  # names of the pocket tokenizer's special tokens -> other names
+    # image, processor, video: content of preprocessor_config.json (besides what all have in common),
+    # processor_config.json and video_preprocessor_config.json; None: there is no such file
     image: Mapping[str, Any] | None = None
     processor: Mapping[str, Any] | None = None
     video: Mapping[str, Any] | None = None
-    files: Path = POCKET
-    renames: Mapping[str, str] = field(default_factory=dict)
+    files: Path = POCKET  # folder of the pocket target
+    renames: Mapping[str, str] = field(default_factory=dict)  # prefixes of saved weights -> those of published folders
 
 
 def qwen_layout(config: Callable[[], Any], processor: str, patch: int, side: int) -> Layout:

@@ -38,32 +38,22 @@ class Reply:
 
 @dataclass
 class ChatServer:
-    """The model and the failures of the server, which a test may change while it runs, and the requests it has received.
-
-    Attributes:
-        answer: the model.
-        fault: takes the number of the chat request, from 0 on, and its body; None: answers.
-        extensions: whether it takes vLLM's options and returns token ids.
-        takes_images: otherwise it refuses them with status 400.
-        models: the answer to GET /v1/models.
-        delay_s: time that an answer takes.
-        requests: bodies of all chat requests.
-        keys: values of the header Authorization.
-        most_active: largest number of chat requests at the same time.
-    """
+    """The model and the failures of the server, which a test may change while it runs, and the requests it has received."""
 
     processor: Processor
-    answer: Callable[[list[Message], int], TargetAnswer]
+    answer: Callable[[list[Message], int], TargetAnswer]  # the model
     url: str = ""
+    # takes the number of the chat request, from 0 on, and its body; None: answers
     fault: Callable[[int, Any], Reply | None] = lambda number, body: None
-    extensions: bool = True
-    takes_images: bool = True
+    extensions: bool = True  # whether it takes vLLM's options and returns token ids
+    takes_images: bool = True  # otherwise it refuses them with status 400
+    # the answer to GET /v1/models
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": MODEL, "root": MODEL, "max_model_len": 2048}])
-    delay_s: float = 0.0
-    requests: list[Any] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
+    delay_s: float = 0.0  # time that an answer takes
+    requests: list[Any] = field(default_factory=list)  # bodies of all chat requests
+    keys: list[str | None] = field(default_factory=list)  # values of the header Authorization
     num_active: int = 0
-    most_active: int = 0
+    most_active: int = 0  # largest number of chat requests at the same time
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property

@@ -43,22 +43,17 @@ Table = Callable[[], Tensor]  # returns a table of the target, [V, D]
 
 @dataclass
 class CheckInput:
-    """The folder to check.
-
-    Attributes:
-        facts: about the target, if known.
-        trained_levels: the feature levels that an export of this package was trained with; None for other folders.
-        options: of an import; None: a check for engines.
-        tables: of an import: the target's, by name in the format, if they can be read.
-    """
+    """The folder to check."""
 
     format: ExportFormat
     config: EngineConfig
     weights: Weights
-    facts: TargetFacts | None
+    facts: TargetFacts | None  # about the target, if known
     folder: Path
+    # the feature levels that an export of this package was trained with; None for other folders
     trained_levels: list[Any] | None = None
-    options: ImportOptions | None = None
+    options: ImportOptions | None = None  # of an import; None: a check for engines
+    # of an import: the target's, by name in the format, if they can be read
     tables: Mapping[str, Table] = field(default_factory=dict)
 
     @cached_property

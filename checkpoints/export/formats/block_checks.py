@@ -58,31 +58,21 @@ MISSING = object()
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """The fields of a block in one layout of config.json. Keys are dotted.
+    """The fields of a block in one layout of config.json. Keys are dotted."""
 
-    Attributes:
-        levels: key of the feature levels.
-        first_level: the k of hidden_states[k] that the id 0 means.
-        other_levels, other_first: the same of the other layout, which a folder may have too.
-        other_name, other_defaults: of the other layout, and its default ids for a number of layers and of levels.
-        mask_token: key of the mask token.
-        causal: key of what vLLM reads where `is_causal` is missing; empty: sliding layers are causal.
-        is_negated: whether `causal` states the opposite, true by default.
-        is_anchored: whether the slot of the anchor predicts too.
-        reads_mask_file: whether vLLM takes the mask token's embedding from a file of its own.
-    """
-
-    levels: str
-    first_level: int
+    levels: str  # key of the feature levels
+    first_level: int  # the k of hidden_states[k] that the id 0 means
+    # other_levels, other_first: the same of the other layout, which a folder may have too
     other_levels: str
     other_first: int
+    # other_name, other_defaults: of the other layout, and its default ids for a number of layers and of levels
     other_name: str
     other_defaults: Callable[[int, int], list[list[int]]]
-    mask_token: str
-    causal: str
-    is_negated: bool = False
-    is_anchored: bool = False
-    reads_mask_file: bool = True
+    mask_token: str  # key of the mask token
+    causal: str  # key of what vLLM reads where `is_causal` is missing; empty: sliding layers are causal
+    is_negated: bool = False  # whether `causal` states the opposite, true by default
+    is_anchored: bool = False  # whether the slot of the anchor predicts too
+    reads_mask_file: bool = True  # whether vLLM takes the mask token's embedding from a file of its own
 
     def read_levels(self, config: EngineConfig) -> list[int] | None:
         """Returns the indices k of the hidden_states[k] that vLLM reads; None if they are missing or no integers."""

@@ -8,18 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One error or warning: the tensor, config field or file, its value, and its effect in an engine.
-
-    Attributes:
-        is_warning: the draft can be served.
-        refusal: what to do about it in an import; empty if only engines are affected.
-    """
+    """One error or warning: the tensor, config field or file, its value, and its effect in an engine."""
 
     where: str
     found: str
     effect: str
-    is_warning: bool = False
-    refusal: str = ""
+    is_warning: bool = False  # the draft can be served
+    refusal: str = ""  # what to do about it in an import; empty if only engines are affected
 
     def __str__(self) -> str:
         return f"{self.where}: {self.found}; {self.effect}"
@@ -27,21 +22,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Obstacle:
-    """A reason why an engine cannot serve a draft.
+    """A reason why an engine cannot serve a draft."""
 
-    Attributes:
-        key: the setting in the way, or an option of sage-export.
-        problem: why it is in the way.
-        remedy: what to change.
-        value: the key's value, where it has a short one.
-        is_inherent: whether no option of sage-export gets around it.
-    """
-
-    key: str
-    problem: str
-    remedy: str
-    value: str | None = None
-    is_inherent: bool = True
+    key: str  # the setting in the way, or an option of sage-export
+    problem: str  # why it is in the way
+    remedy: str  # what to change
+    value: str | None = None  # the key's value, where it has a short one
+    is_inherent: bool = True  # whether no option of sage-export gets around it
 
     def __str__(self) -> str:
         return f"{self.key}: {self.problem}; {self.remedy}"
@@ -54,36 +41,24 @@ class Obstacle:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """Values that the folder of a third-party draft leaves open.
+    """Values that the folder of a third-party draft leaves open."""
 
-    Attributes:
-        levels: feature levels, where the folder gives none or contradictory ones.
-        image_inputs: draft inputs at image positions in training; None = as in sage_export.json, else `embed`.
-        use_target_rope: use the target's rope even if the folder's config specifies another.
-    """
-
-    levels: tuple[int, ...] | None = None
+    levels: tuple[int, ...] | None = None  # feature levels, where the folder gives none or contradictory ones
+    # draft inputs at image positions in training; None = as in sage_export.json, else `embed`
     image_inputs: str | None = None
-    use_target_rope: bool = False
+    use_target_rope: bool = False  # use the target's rope even if the folder's config specifies another
 
 
 @dataclass(frozen=True)
 class FormatRow:
-    """A row of the registry.
+    """A row of the registry."""
 
-    Attributes:
-        name: the choice `--format NAME`, and an entry of `DraftKind.export_formats`.
-        home: "module:Class" of its `ExportFormat`.
-        engines: flavour -> engines that load it. None: without `--flavour`, of which some formats have no other.
-        needs_converter: whether `--converter DIR` has to name a tool that writes it.
-        imports: drafts that `--import` reads in this format, as messages call them; empty: none.
-    """
-
-    name: str
-    home: str
+    name: str  # the choice `--format NAME`, and an entry of `DraftKind.export_formats`
+    home: str  # "module:Class" of its `ExportFormat`
+    # flavour -> engines that load it. None: without `--flavour`, of which some formats have no other
     engines: Mapping[str | None, tuple[str, ...]]
-    needs_converter: bool = False
-    imports: str = ""
+    needs_converter: bool = False  # whether `--converter DIR` has to name a tool that writes it
+    imports: str = ""  # drafts that `--import` reads in this format, as messages call them; empty: none
 
     @property
     def flavours(self) -> tuple[str, ...]:
