@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from hydra.core.config_store import ConfigStore
+from support.data_helpers import save_run, save_target
 from support.export_helpers import LEVELS, export_draft, make_draft, outputs
 from support.export_helpers import save_target as save_deeper_target
 from support.messages import check_message, exit_code, refused
-from support.validate_helpers import save_run, save_target
 
 import sage
 from sage.bench.__main__ import main as bench
@@ -39,7 +39,7 @@ from train.validation.selection import Checkpoint, settle
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("names") / "target")
+    return save_target("qwen2_5_vl", tmp_path_factory.mktemp("names") / "target")
 
 
 @pytest.fixture(scope="module")

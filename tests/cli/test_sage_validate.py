@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from support.data_helpers import save_draft, save_run, save_target
 from support.messages import refused
-from support.validate_helpers import save_draft, save_run, save_target
 
 import sage
 from sage.bench.runners import PolicyRunner
@@ -27,7 +27,7 @@ from train.validation.selection import Checkpoint, find_checkpoint, overlay, set
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("validate")
-    return save_run(folder / "run", save_target(folder / "target"))
+    return save_run(folder / "run", save_target("qwen2_5_vl", folder / "target"))
 
 
 def composed(*overrides):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.validate_helpers import save_draft, save_target
+from support.data_helpers import save_draft, save_target
 
 import sage
 
@@ -86,7 +86,7 @@ def test_it_is_in_the_help_of_the_commands(checkout: Path) -> None:
 
 
 def test_it_is_in_a_report(checkout: Path, tmp_path: Path) -> None:
-    target = save_target(tmp_path / "target")
+    target = save_target("qwen2_5_vl", tmp_path / "target")
     draft = save_draft(tmp_path / "draft", sage.load_target(target))
     words = ["--prompt", "Hello", "--policies", "pair", "--max-new-tokens", "6", "--repeats", "1", "--baselines", "hf_generate"]
     out = tmp_path / "report.json"

@@ -4,10 +4,9 @@ import json
 
 import pytest
 from PIL import Image
+from support.data_helpers import save_draft, save_target, user
 from support.data_helpers import save_target as save_other
-from support.data_helpers import user
 from support.messages import check_message, refused
-from support.validate_helpers import save_draft, save_target
 
 import sage
 from sage.bench.__main__ import main
@@ -19,7 +18,7 @@ from sage.commands.cli import run
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    target = save_target(folder / "target")
+    target = save_target("qwen2_5_vl", folder / "target")
     return target, save_draft(folder / "draft", sage.load_target(target))
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from support.html_page import Page
 from support.models import OracleSession, followed_by, make_inputs
-from support.traces import HOSTILE, made_trace
+from support.traces import HOSTILE, Page, made_trace
 
 import sage
 from sage.decoding import generation

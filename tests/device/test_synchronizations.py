@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.accelerator import DEVICE, Traffic, on_device
-from support.gpu_attention import use_gpu_kernels
+from support.fake_cuda import use_gpu_kernels
 from support.models import make_inputs, make_llava, make_qwen, near_draft
 from support.pass_helpers import capture_with, head
 from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy

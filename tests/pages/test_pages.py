@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support.html_page import Page
 from support.made_pages import hostile_pages
-from support.traces import HOSTILE
+from support.traces import HOSTILE, Page
 
 from sage.io.page import security, visible
 

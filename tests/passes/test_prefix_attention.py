@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu_attention import use_gpu_kernels
+from support.fake_cuda import use_gpu_kernels
 from torch import Tensor
 
 from sage.runtime import prefix_attention

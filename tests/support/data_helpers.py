@@ -21,12 +21,19 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import sage
+from data_prep.build import build_dataset
+from data_prep.chat import encode_example
+from data_prep.config import DataConfig, RegenerateConfig
 from data_prep.conversation import Conversation, Message
 from data_prep.dataset.order import MixedOrder
 from data_prep.dialog import Dialog, Drive, TargetAnswer
 from data_prep.loader import StepLoader
+from data_prep.own_answers import OwnShare, measure_own
+from data_prep.sources import SourceConfig
+from data_prep.tools.actions import regenerate_data
 from data_prep.tools.regenerate import skipped_path
 from sage.inputs.processing import Processor
+from sage.io.manifest import write_manifest
 from sage.targets.families.llava import LlavaOnevision
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
 from train.config.schema import ObjectiveConfig
@@ -261,3 +268,49 @@ def content(out: Path) -> dict[str, bytes]:
 def rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a JSON-lines file; none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def own_answers(target: sage.Target, chats: list[list[Any]], folder: Path) -> tuple[OwnShare, list[int]]:
+    """Writes the target's answers to some chats and reads them back; returns how many of their tokens are the target's own
+    choice, and these tokens.
+    """
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
+    config = DataConfig(sources={"it": SourceConfig(kind="auto", path=str(folder / "rows.jsonl"))}, holdout=0.0)
+    config.cache_dir, out = str(folder / "cache"), folder / "own.jsonl"
+    regenerate_data(config, target, None, RegenerateConfig(max_new_tokens=12), "train", out)
+    config.sources["it"].path = str(out)
+    dataset = build_dataset(config, target.processor)
+    examples = [encode_example(dataset.conversation(i), target.processor) for i in range(len(dataset))]
+    ids = torch.cat([example["input_ids"][example["loss_mask"]] for example in examples]).tolist()
+    return measure_own(target, (("it", example) for example in examples)), ids
+
+
+def save_draft(folder: Path, target: sage.Target) -> Path:
+    """A draft with random weights."""
+    sage.new_draft(target, "eagle", seed=0).save_pretrained(folder)
+    return folder
+
+
+def save_run(folder: Path, target_folder: Path, num_prompts: int = 2) -> Path:
+    """What sage-train leaves behind, as far as sage-validate reads it."""
+    target = sage.load_target(target_folder)
+    write_manifest(save_draft(folder / "draft", target), step=12)
+    (folder / "state").mkdir()
+    (folder / "config.yaml").write_text(
+        f"""
+target: {{name: tiny, path: {target_folder}, revision: null, dtype: fp32}}
+data:
+  name: pocket
+  max_length: 777
+  sources: {{pocket: {{kind: pocket}}}}
+decode:
+  policies: [autoregressive, static]
+  options: {{static: {{}}, sage: {{max_depth: 5}}}}
+  baselines: [hf_generate]
+  num_prompts: {num_prompts}
+  max_new_tokens: 6
+  traces: 0
+""",
+        encoding="utf-8",
+    )
+    return folder

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import assistant, make_image
+from support.data_helpers import assistant, make_image, own_answers
 from support.family_passes import paths, tree
 from support.family_suite import QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, qwen_images, text
 from support.models import QWEN_IDS, random_draft
-from support.own_answers import own_answers
 from support.processors import user
 from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import assistant
+from support.data_helpers import assistant, own_answers
 from support.family_passes import paths, tree
 from support.family_suite import END, FamilySuite, chatml, text
 from support.models import random_draft
-from support.own_answers import own_answers
 from support.processors import byte_tokenizer_of, user
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaTokenizer, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from support.made_pages import example_report, with_cost_aware
 from support.messages import refused
-from support.reports import example_report, with_cost_aware
 
 from checkpoints.store import SaveFailed
 from train.report.page import best_policy, headline, render_page, write_plots

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.data_helpers import save_target
 from support.messages import refused
 from support.models import make_inputs, make_qwen
-from support.validate_helpers import save_target
 
 import sage
 from data_prep.conversation import Conversation
@@ -59,7 +59,7 @@ def test_the_report_has_the_documented_schema_and_lies_beside_page_and_plots(mod
 
 @pytest.mark.slow
 def test_later_turns_follow_the_targets_own_answers(tmp_path):
-    target = sage.load_target(save_target(tmp_path / "target"))
+    target = sage.load_target(save_target("qwen2_5_vl", tmp_path / "target"))
     ask = {"role": "user", "content": [{"type": "text", "text": "Hi?"}]}
     talks = [Conversation(name, [ask], meta={"follow_ups": ["And?", "So?"]}) for name in "ab"]
     draft = sage.new_draft(target, "eagle", seed=0)
@@ -140,7 +140,7 @@ def test_a_smaller_target_serves_as_the_draft(tmp_path):
 
 
 def test_prompts_of_conversations_leave_out_the_answer(tmp_path):
-    target = sage.load_target(save_target(tmp_path / "target"))
+    target = sage.load_target(save_target("qwen2_5_vl", tmp_path / "target"))
     user = {"role": "user", "content": [{"type": "text", "text": "Hello?"}]}
     answer = {"role": "assistant", "content": [{"type": "text", "text": "A long answer."}]}
     complete = prepare_prompt(target, Conversation(id="c7", messages=[user, answer], family="chat"), 0)
