@@ -100,7 +100,7 @@ def inspect_folder(folder: Path) -> Description:
 
 
 def _find_kind(folder: Path) -> tuple[str, Describe]:
-    return next(((kind, describe) for kind, is_kind, describe in KINDS if is_kind(folder)), (UNKNOWN, _describe_unknown))
+    return next((kind, describe) for kind, is_kind, describe in KINDS if is_kind(folder))
 
 
 def _describe_unknown(found: Description) -> None:
@@ -121,7 +121,7 @@ def _describe_run(found: Description) -> None:
     drafts = [name for name in (BEST_DRAFT, DRAFT) if (folder / name / CONFIG).is_file()]
     known = _read_provenance(found, folder)
     steps = list_steps(state_folder(folder))
-    found.facts = {"started": known.get("started"), "target": _describe_fingerprint(known.get("target"))}
+    found.facts = {"started": known.get("started"), "target": _describe_target_facts(known)}
     found.facts["recipe changed"] = run_folder.describe_recipe_changes(folder)
     found.facts |= {"drafts": drafts or "none yet", "saved at steps": steps, "data fingerprint": known.get("data_fingerprint")}
     for step in steps:
@@ -147,11 +147,9 @@ def _read_provenance(found: Description, run: Path) -> dict[str, Any]:
 
 
 def _describe_state(found: Description) -> None:
-    run = found.folder.parent.parent
-    if is_run(run):
+    if is_run(run := found.folder.parent.parent):
         known = _read_provenance(found, run)
-        fingerprint = known.get("data_fingerprint")
-        found.facts = {"target": _describe_fingerprint(known.get("target")), "data fingerprint": fingerprint}
+        found.facts = {"target": _describe_target_facts(known), "data fingerprint": known.get("data_fingerprint")}
     manifest = verify_state(found.folder)
     sizes = [listed["bytes"] for listed in manifest["files"].values()]
     found.facts |= {"steps trained": manifest["step"], "files": f"{len(sizes)}, {sum(sizes) / 2**20:.1f} MiB"}
@@ -160,7 +158,7 @@ def _describe_state(found: Description) -> None:
 def _describe_draft(found: Description) -> None:
     folder = found.folder
     config = read_json(folder / CONFIG)
-    found.facts = {"target": _describe_fingerprint(config.get("target")), "loaded from": config.get("target_path")}
+    found.facts = {"target": _describe_target_facts(config), "loaded from": config.get("target_path")}
     found.facts["architecture"] = config.get("model_type")
     _add_weights(found)
     if config.get("feature_levels"):
@@ -193,8 +191,7 @@ def _describe_export(found: Description) -> None:
 
 
 def _describe_third_party(found: Description) -> None:
-    check = check_folder(found.folder)
-    config = read_json(found.folder / CONFIG)
+    check, config = check_folder(found.folder), read_json(found.folder / CONFIG)
     found.facts = {"format": check.format and check.format.name, "architecture": config.get("architectures")}
     _add_weights(found)
     found.facts["vocabulary"] = config.get("vocab_size")
@@ -217,7 +214,7 @@ def _add_weights(found: Description) -> None:
 
 def _add_export_info(found: Description, info: dict[str, Any]) -> None:
     found.facts |= {
-        "target": _describe_fingerprint(info.get("target")),
+        "target": _describe_target_facts(info),
         "architecture": info.get("draft"),
         "imported from": info.get("imported_from"),
         "steps trained": info.get("steps_trained"),
@@ -227,8 +224,9 @@ def _add_export_info(found: Description, info: dict[str, Any]) -> None:
     found.add_report(info.get("validation"))
 
 
-def _describe_fingerprint(target: dict[str, Any] | None) -> str:
-    if not target:
+def _describe_target_facts(stored: dict[str, Any]) -> str:
+    """Describes the target of a draft's config, a provenance or an export."""
+    if not (target := stored.get("target")):
         return "unknown"
     name = f"{target['name']}: " if target.get("name") else ""
     sizes = {"num_layers": "{} layers", "hidden_size": "hidden size {}", "vocab_size": "vocabulary {}"}
@@ -248,4 +246,5 @@ KINDS: tuple[tuple[str, Callable[[Path], bool], Describe], ...] = (
     ("export", lambda folder: has_manifest(folder) or (folder / EXPORT_INFO).is_file(), _describe_export),
     ("third-party draft", lambda folder: recognize(EngineConfig(_config_or_empty(folder))) is not None, _describe_third_party),
     ("target", is_target_folder, _describe_target),
+    (UNKNOWN, lambda folder: True, _describe_unknown),
 )
