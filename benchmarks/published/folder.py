@@ -84,10 +84,7 @@ def _write_tokenizer(folder: Path, layout: dict[str, Any]) -> None:
         vocabulary.setdefault(word, len(vocabulary))
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     made.normalizer, made.decoder = normalizers.NFC(), decoders.ByteLevel()
-    parts = [
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
+    parts = [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     made.pre_tokenizer = pre_tokenizers.Sequence(parts)
     fixed = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [{"id": FIRST_SPECIAL + i, "content": token, **fixed} for i, token in enumerate(layout["tokens"].split())]

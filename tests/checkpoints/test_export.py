@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.export_helpers import (
-    BLOCK,
-    LEVELS,
-    MASK,
-    REDUCED,
-    edit_json,
-    export_draft,
-    make_draft,
-    save_draft,
-)
+from support.export_helpers import BLOCK, LEVELS, MASK, REDUCED, edit_json, export_draft, make_draft, save_draft
 from support.messages import check_message, refused
 from support.models import EAGLE_3_1
 from transformers import Qwen3Config

@@ -13,17 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.export_helpers import (
-    EXPORTS,
-    Damage,
-    add,
-    change_config,
-    change_tensors,
-    copy_export,
-    drop,
-    edit_json,
-    put,
-)
+from support.export_helpers import EXPORTS, Damage, add, change_config, change_tensors, copy_export, drop, edit_json, put
 from support.messages import check_message, refused
 
 import sage
@@ -32,13 +22,13 @@ from checkpoints.export.importer import read_draft
 from checkpoints.export.target import TargetFacts
 
 AUX, BLOCK_AUX = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
-TARGET_IDS = "dflash_config.target_layer_ids"
+TARGET_IDS, LAYER = "dflash_config.target_layer_ids", "transformer_layer_config"
 FC, K_NORM = "fc.weight", "layers.0.self_attn.k_norm.weight"
 UP = "midlayer.mlp.up_proj.weight"
 
 
 def layer(**changes: Any) -> Damage:
-    return change_config("transformer_layer_config", **changes)
+    return change_config(LAYER, **changes)
 
 
 def native(**changes: Any) -> Damage:
@@ -132,7 +122,7 @@ DAMAGES: list[tuple[Any, ...]] = [
     ("eagle3", text("sage_export.json", "{}"), "sage_export.json", ("architecture",), IMPORTED),
     (
         "eagle3",
-        lambda folder: edit_json(folder / "sage_export.json", lambda content: content["target"].update(num_layers="x")),
+        lambda folder: edit_json(folder / "sage_export.json", lambda info: info["target"].update(num_layers="x")),
         "sage_export.json",
         ("num_layers", "'x'", "int"),
         IMPORTED,
@@ -169,16 +159,16 @@ DAMAGES: list[tuple[Any, ...]] = [
     ("eagle3", change_config(norm_before_residual=True), "norm_before_residual", ("True", "SGLang"), IMPORTED),
     ("eagle3", change_config(target_hidden_size=None), "target_hidden_size", ("null", "SGLang"), IMPORTED),
     ("eagle3", change_config(target_hidden_size=64), "target_hidden_size", ("64", "32"), IMPORTED),
-    ("speculators", layer(rope_theta=5.0), "transformer_layer_config.rope_theta", ("5", "10000"), IMPORTED),
-    ("plain", layer(head_dim=...), "transformer_layer_config.head_dim", ("None", "128"), IMPORTED),
+    ("speculators", layer(rope_theta=5.0), f"{LAYER}.rope_theta", ("5", "10000"), IMPORTED),
+    ("plain", layer(head_dim=...), f"{LAYER}.head_dim", ("None", "128"), IMPORTED),
     (
         "plain",
         layer(rope_parameters={"rope_theta": 1e4, "mrope_section": [2, 1, 1]}),
-        "transformer_layer_config.rope_parameters",
+        f"{LAYER}.rope_parameters",
         ("[2, 1, 1]", "does not support M-RoPE"),
         IMPORTED,
     ),
-    ("plain", layer(rope_parameters=...), "transformer_layer_config.rope_parameters", ("missing", "1e6"), IMPORTED),
+    ("plain", layer(rope_parameters=...), f"{LAYER}.rope_parameters", ("missing", "1e6"), IMPORTED),
     ("peagle", change_config(fc_norm=True), "fc_norm", ("does not read it for P-EAGLE",)),
     # the layout of the package speculators, and DFlash's own
     ("speculators", change_config(norm_before_residual=...), "norm_before_residual", ("missing", "true")),
@@ -212,13 +202,7 @@ DAMAGES: list[tuple[Any, ...]] = [
     ("eagle3", change_config(**{AUX: [0, 1]}), AUX, ("3 levels",)),
     ("eagle3", change_config(**{AUX: [0, 1, 1]}), AUX, ("increasing",)),
     ("eagle3", change_config(**{AUX: [0, 1, 3]}), AUX, ("3 layers", "0 to 2")),
-    (
-        "peagle_two",
-        layer(num_aux_hidden_states=...),
-        "transformer_layer_config.num_aux_hidden_states",
-        ("3", "2"),
-        IMPORTED,
-    ),
+    ("peagle_two", layer(num_aux_hidden_states=...), f"{LAYER}.num_aux_hidden_states", ("3", "2"), IMPORTED),
     ("plain", change_config(**{BLOCK_AUX: [0, 1]}), BLOCK_AUX, ("[0, 1]", "one too low", "output of layer k - 1"), IMPORTED),
     ("native", native(target_layer_ids=[1, 2]), TARGET_IDS, ("one too high", "[1, 2]", "[2, 3]")),
     ("plain", change_config(dflash_config=TWICE), BLOCK_AUX, ("[1, 2]", "[2, 3]", "convention")),
@@ -231,16 +215,16 @@ DAMAGES: list[tuple[Any, ...]] = [
     (
         "plain",
         both(layer(is_causal=...), change_config(sliding_window_non_causal=False)),
-        "transformer_layer_config.is_causal",
+        f"{LAYER}.is_causal",
         ("missing", "trains"),
         IMPORTED,
     ),
-    ("plain", layer(is_causal=True), "transformer_layer_config.is_causal", ("true", "says false"), IMPORTED),
-    ("native", change_config(is_causal=True), "is_causal", ("dflash_config.causal says false",), IMPORTED),
-    ("plain", layer(is_causal="no"), "transformer_layer_config.is_causal", ("'no'",), IMPORTED),
-    ("plain", layer(layer_types=["full_attention"] * 2), "transformer_layer_config.layer_types", ("expected 1",), IMPORTED),
-    ("plain", layer(layer_types=["sliding_attention"]), "transformer_layer_config.sliding_window", ("None",)),
-    ("plain", layer(num_hidden_layers=65), "transformer_layer_config.num_hidden_layers", ("65", "64")),
+    ("plain", layer(is_causal=True), f"{LAYER}.is_causal", ("true", "says false"), IMPORTED),
+    ("native", change_config(is_causal=True), "is_causal", ("causal says false",), IMPORTED),
+    ("plain", layer(is_causal="no"), f"{LAYER}.is_causal", ("'no'",), IMPORTED),
+    ("plain", layer(layer_types=["full_attention"] * 2), f"{LAYER}.layer_types", ("expected 1",), IMPORTED),
+    ("plain", layer(layer_types=["sliding_attention"]), f"{LAYER}.sliding_window", ("None",)),
+    ("plain", layer(num_hidden_layers=65), f"{LAYER}.num_hidden_layers", ("65", "64")),
     # the block
     ("plain", change_config(block_size=...), "block_size", ("None", "block of 8")),
     (

@@ -83,12 +83,7 @@ def test_a_row_is_exported_checked_described_and_imported(
     code, text, _ = sage_export(draft, "--format", "block", "--out", out, "--dtype", "float32")
     assert code == 0 and "bit-identical" in text and "block.mlp.up_proj.weight" in load_file(out / "model.safetensors")
     card = (out / "README.md").read_text()
-    for part in (
-        "`block`",
-        '"method": "block", "parallel_drafting": true',
-        "of the blocks 100.0%",
-        f"--import {out}",
-    ):
+    for part in ("`block`", '"method": "block", "parallel_drafting": true', "of the blocks 100.0%", f"--import {out}"):
         assert part in card
     assert "SGLang" not in card
     assert sage_export("--check", out)[1].endswith(f"{out}: block; valid\n")

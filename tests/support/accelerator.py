@@ -138,12 +138,7 @@ class PretendTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor, device: torch.device) -> PretendTensor:
         outer: PretendTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=device,
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=device
         )
         outer.inner = inner
         return outer

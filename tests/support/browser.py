@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -110,11 +109,6 @@ class Browser:
         """Sets the size of the page in pixels, and whether the system prefers light or dark pages."""
         self._devtools("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self._devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
-    def screenshot(self, path: Path, is_whole: bool = False) -> None:
-        """Writes a PNG of the visible part of the page, or of the whole page."""
-        found = self._devtools("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)
-        path.write_bytes(base64.b64decode(found["data"]))
 
     def _devtools(self, name: str, **parameters: Any) -> Any:
         return self._post("/goog/cdp/execute", cmd=name, params=parameters)

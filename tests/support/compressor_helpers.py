@@ -34,16 +34,7 @@ CONVERSATIONS: dict[str, list[Any]] = {
     "image": [words(3, 1), "image", words(4, 2), [EOS], words(2, 3), (*words(4, 4), EOS)],
     "no end of turn": [words(3, 1), "image", words(5, 2), tuple(words(5, 4))],
     "text only": [words(6, 5), [EOS], words(2, 3), (*words(5, 6), EOS)],
-    "two images": [
-        words(2, 1),
-        "image",
-        words(2, 2),
-        "image",
-        words(3, 7),
-        [EOS],
-        words(2, 3),
-        (*words(4, 8), EOS),
-    ],
+    "two images": [words(2, 1), "image", words(2, 2), "image", words(3, 7), [EOS], words(2, 3), (*words(4, 8), EOS)],
     "video": [words(2, 1), "video", words(4, 9), [EOS], words(2, 3), (*words(4, 10), EOS)],
     "two turns": [
         *[words(2, 1), "image", words(3, 2), [EOS], words(2, 3), (*words(4, 4), EOS)],
