@@ -72,51 +72,37 @@ Checks = tuple[Check, ...]
 
 @dataclass(frozen=True)
 class ExportFormat(ABC):
-    """An export format in one of its flavours.
-
-    Class attributes:
-        draft: the class that an export is read back as.
-        expressed: config fields of the draft that the format contains or that `obstacles` checks, besides those of all heads.
-        own_layer, layer: prefixes of the layer's tensors in our draft and in the format.
-        layer_types: the `model_type` of the layer that engines know.
-        other_classes: class names besides `engine_class` that vLLM alone loads.
-        method: the engines' name of the kind of draft.
-        algorithm: `speculators_model_type`, in the layout of the package speculators.
-        has_embedding: whether the target's token embedding is written by default.
-        num_levels: number of the target's feature levels that the draft reads; None: any.
-        borrowed: the target's tables that a folder may contain and an imported draft takes from the target.
-        has_axes: whether the config states the axes of the target's M-RoPE; else positions count along the stream.
-        has_code: whether its folders may name Python code, which engines do not need.
-        names_target: whether vLLM reads target and settings from config.json.
-        environment: variables that vLLM needs, in front of its command.
-        sglang_tree: options of SGLang's command line for a number of drafted tokens.
-        effect_without_length: what engines do without `max_position_embeddings`.
-        effect_of_unexpected: what engines do about a tensor that they do not know.
-        output: what the reload check compares: `logit`, or the name of a vector.
-    """
+    """An export format in one of its flavours."""
 
     row: FormatRow
     flavour: str | None = None
 
-    draft: ClassVar[type[DraftHead]]
+    draft: ClassVar[type[DraftHead]]  # the class that an export is read back as
+    # config fields of the draft that the format contains or that `obstacles` checks, besides those of all heads
     expressed: ClassVar[tuple[str, ...]] = ()
+    # own_layer, layer: prefixes of the layer's tensors in our draft and in the format
     own_layer: ClassVar[str]
     layer: ClassVar[str]
-    layer_types: ClassVar[tuple[str, ...]] = ("llama",)
-    other_classes: ClassVar[tuple[str, ...]] = ()
-    method: ClassVar[str]
-    algorithm: ClassVar[str] = ""
-    has_embedding: ClassVar[bool] = False
+    layer_types: ClassVar[tuple[str, ...]] = ("llama",)  # the `model_type` of the layer that engines know
+    other_classes: ClassVar[tuple[str, ...]] = ()  # class names besides `engine_class` that vLLM alone loads
+    method: ClassVar[str]  # the engines' name of the kind of draft
+    algorithm: ClassVar[str] = ""  # `speculators_model_type`, in the layout of the package speculators
+    has_embedding: ClassVar[bool] = False  # whether the target's token embedding is written by default
+    # number of the target's feature levels that the draft reads; None: any
     num_levels: ClassVar[int | None] = FEATURE_LEVELS
+    # the target's tables that a folder may contain and an imported draft takes from the target
     borrowed: ClassVar[tuple[str, ...]] = (EMBEDDING,)
+    # whether the config states the axes of the target's M-RoPE; else positions count along the stream
     has_axes: ClassVar[bool] = True
-    has_code: ClassVar[bool] = False
-    names_target: ClassVar[bool] = False
-    environment: ClassVar[str] = ""
-    sglang_tree: ClassVar[str] = SGLANG_TREE
+    has_code: ClassVar[bool] = False  # whether its folders may name Python code, which engines do not need
+    names_target: ClassVar[bool] = False  # whether vLLM reads target and settings from config.json
+    environment: ClassVar[str] = ""  # variables that vLLM needs, in front of its command
+    sglang_tree: ClassVar[str] = SGLANG_TREE  # options of SGLang's command line for a number of drafted tokens
+    # what engines do without `max_position_embeddings`
     effect_without_length: ClassVar[str] = "LlamaConfig's default is 2048: beyond it acceptance is 1.00"
+    # what engines do about a tensor that they do not know
     effect_of_unexpected: ClassVar[str] = "vLLM stops at an unknown name, SGLang skips it without a message"
-    output: ClassVar[str] = "logit"
+    output: ClassVar[str] = "logit"  # what the reload check compares: `logit`, or the name of a vector
 
     @property
     @abstractmethod

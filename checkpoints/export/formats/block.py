@@ -58,12 +58,7 @@ NO_ROWS = "vLLM drafts with the target's lm_head, whose rows are other tokens th
 
 
 class BlockFormat(ExportFormat):
-    """What the formats of one-pass drafts have in common, in the layout of the package speculators.
-
-    Class attributes:
-        conditional, other_conditional: `draft.conditional` of the drafts that it expresses, and of `other_format`.
-        own_checks: those of this format alone.
-    """
+    """What the formats of one-pass drafts have in common, in the layout of the package speculators."""
 
     draft = BlockDraft
     layer_types = ("qwen3",)
@@ -77,10 +72,11 @@ class BlockFormat(ExportFormat):
     has_code = True
     effect_without_length = "the engine stops, or takes a default of its own"
     effect_of_unexpected = "vLLM stops at an unknown name"
+    # conditional, other_conditional: `draft.conditional` of the drafts that it expresses, and of `other_format`
     conditional: ClassVar[str]
     other_conditional: ClassVar[str]
     other_format: ClassVar[str]
-    own_checks: ClassVar[Checks]
+    own_checks: ClassVar[Checks]  # those of this format alone
     output = "output"
 
     @property

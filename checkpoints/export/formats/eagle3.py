@@ -88,11 +88,7 @@ def norms_of(config: EngineConfig) -> dict[str, bool]:
 
 
 class Eagle3Format(ExportFormat):
-    """EAGLE-3 drafts for vLLM and SGLang.
-
-    Class attributes:
-        needs_t2d: whether a reduced draft vocabulary needs t2d.
-    """
+    """EAGLE-3 drafts for vLLM and SGLang."""
 
     draft = Eagle3Draft
     expressed: ClassVar[tuple[str, ...]] = ("feature_levels", "draft_vocab_size", "norm_before_residual", *HEAD_NORMS)
@@ -100,7 +96,7 @@ class Eagle3Format(ExportFormat):
     engine_class = "LlamaForCausalLMEagle3"
     other_classes: ClassVar[tuple[str, ...]] = ("Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # AngelSlim's and SafeAILab's
     method = "eagle3"
-    needs_t2d: ClassVar[bool] = False
+    needs_t2d: ClassVar[bool] = False  # whether a reduced draft vocabulary needs t2d
     checks: ClassVar[Checks] = (
         *(*LAYER_CHECKS, single_layer, draft_vocabulary, _null_target_size),
         *(unsupported_residual, feature_levels, check_tensors),
