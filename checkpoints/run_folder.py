@@ -80,18 +80,15 @@ def locked_run(folder: Path) -> Iterator[None]:
 
 def is_locked(folder: Path) -> bool:
     """Whether another process trains in the folder; False where that cannot be found out. Creates nothing."""
-    path = folder / LOCK
-    if not path.exists():
+    if not (folder / LOCK).exists():
         return False
-    lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        with FileLock(folder / LOCK).acquire(timeout=0):
+            return False
     except Timeout:
         return True
     except (OSError, NotImplementedError):
         return False
-    lock.release()
-    return False
 
 
 def waiting_line(folder: Path) -> str:

@@ -91,15 +91,13 @@ def find_facts(config: Any, target: str | None) -> TargetFacts:
     """Reads the facts from `target`, else from the folder the draft was trained with, else from the draft's config.
 
     Raises:
-        ValueError: `target` is given and cannot be read.
+        ValueError: the target's config cannot be read.
     """
-    if target is not None:
-        return TargetFacts.of_folder(target).adapted(config)
     trained_with = config.target_path
-    if trained_with and (Path(trained_with) / CONFIG).is_file():
-        return TargetFacts.of_folder(trained_with).adapted(config)
-    logger.info("the target %s is not available; its facts are read from the draft's config.json", trained_with)
-    return TargetFacts.of_draft(config).adapted(config)
+    if target is None and not (trained_with and (Path(trained_with) / CONFIG).is_file()):
+        logger.info("the target %s is not available; its facts are read from the draft's config.json", trained_with)
+        return TargetFacts.of_draft(config).adapted(config)
+    return TargetFacts.of_folder(target or trained_with).adapted(config)
 
 
 @torch.no_grad()
@@ -149,11 +147,7 @@ def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
 
 
 def find_source(path: Path) -> DraftSource:
-    """Finds the draft that `path` names (see `find_draft`), and the run that contains it.
-
-    Raises:
-        ValueError: there is no draft.
-    """
+    """Finds the draft that `path` names (see `find_draft`), and the run that contains it; ValueError if there is no draft."""
     draft = find_draft(path)
     run = run_folder.run_of(draft)
     if run is None:

@@ -76,11 +76,7 @@ class TargetFacts:
 
     @staticmethod
     def from_dict(stored: Any) -> TargetFacts:
-        """Creates the facts from the output of `to_dict`.
-
-        Raises:
-            ValueError: a field is missing, unknown, or of the wrong type.
-        """
+        """Creates the facts from the output of `to_dict`; ValueError if a field is missing, unknown, or of the wrong type."""
         try:
             facts = TargetFacts(**(stored or {}))
             check_fields(facts)
