@@ -230,16 +230,10 @@ class Rope(nn.Module):
         if self.scaled is not None:
             check_rope_type(self.scaled.get("rope_type"))
         self.axes = rope_axes(config.mrope_section or [], config.mrope_interleaved)
-        self._factors: dict[torch.device, tuple[Tensor, Tensor, float]] = {}
-
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
-        """Frequencies [d / 2], their axes (LongTensor [d / 2] or [0]), and the factor of cos and sin, on a device."""
-        if device not in self._factors:
-            frequency, factor = self._frequencies(device)
-            self._factors[device] = (frequency, torch.tensor(self.axes, device=device, dtype=torch.long), factor)
-        return self._factors[device]
+        self._factors: dict[torch.device, tuple[Tensor, float, Tensor]] = {}
 
     def _frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        """Returns frequencies [d / 2], and the factor of cos and sin."""
         if self.scaled is None:
             exponents = [i / self.head_dim for i in range(0, self.head_dim, 2)]
             return self.theta ** -torch.tensor(exponents, device=device), 1.0
@@ -256,7 +250,11 @@ class Rope(nn.Module):
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Positions [B, T] or, only with `mrope_section` (else ValueError), [3, B, T] -> cos and sin, each [B, 1, T, d]."""
-        frequency, axes, factor = self._on(position_ids.device)
+        device = position_ids.device
+        if device not in self._factors:
+            axes = torch.tensor(self.axes, device=device, dtype=torch.long)
+            self._factors[device] = (*self._frequencies(device), axes)
+        frequency, factor, axes = self._factors[device]
         if position_ids.dim() == 3:
             if not self.axes:
                 raise ValueError("draft.mrope_section: missing, but the target's positions have three axes")

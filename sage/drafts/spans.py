@@ -92,17 +92,12 @@ class Rows:
     @staticmethod
     def concat(parts: list[Rows]) -> Rows:
         """Concatenates the rows of all parts."""
-        return Rows(
-            torch.cat([part.states for part in parts], 1),
-            torch.cat([part.offset for part in parts], 1),
-            torch.cat([part.valid for part in parts], 1),
-        )
+        return Rows(*(torch.cat([getattr(part, name) for part in parts], 1) for name in ("states", "offset", "valid")))
 
     def padded(self, count: int) -> Rows:
         """Returns the rows padded to `count` per span."""
-        more = count - self.offset.shape[1]
-        pad = nn.functional.pad
-        return Rows(pad(self.states, (0, 0, 0, more)), pad(self.offset, (0, more)), pad(self.valid, (0, more)), self.weight)
+        pad, more = nn.functional.pad, count - self.offset.shape[1]
+        return Rows(pad(self.states, (0, 0, 0, more)), pad(self.offset, (0, more)), pad(self.valid, (0, more)))
 
 
 @dataclass

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -157,18 +158,11 @@ def test_failed_download_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class ConnectError(Exception):
         """An error of the HTTP client, which is not an OSError."""
 
-    def answer(error: Exception) -> Any:
-        def load(url: str) -> Any:
-            raise error
-
-        return load
-
-    monkeypatch.setattr("transformers.image_utils.load_image", answer(ConnectError("Name or service not known")))
-    with refused("image https://x.org/a.png", "(Name or service not known)"):
-        open_image("https://x.org/a.png", allow_urls=True)
-    monkeypatch.setattr("transformers.image_utils.load_image", answer(UnidentifiedImageError("page")))
-    with refused("image https://x.org/a.png"):
-        open_image("https://x.org/a.png", allow_urls=True)
+    errors = {ConnectError("Name or service not known"): "(Name or service not known)", UnidentifiedImageError("page"): ""}
+    for error, reason in errors.items():
+        monkeypatch.setattr("transformers.image_utils.load_image", Mock(side_effect=error))
+        with refused("image https://x.org/a.png", reason):
+            open_image("https://x.org/a.png", allow_urls=True)
 
 
 def test_frames_of_a_folder_in_natural_order(tmp_path: Path) -> None:
