@@ -84,7 +84,7 @@ FAULTS = [
     Fault("sage/drafts/head_session.py", "cos, sin = self._rope(self.offset + self.depth, 1)", "cos, sin = self._rope(self.offset, 1)", HEADS),
     Fault("sage/drafts/head_session.py", "parents = self._frontier.index_select(0, rows)", "parents = self._frontier[:1].expand(len(rows))", HEADS),
     # -- objective: losses, gradients, pairs, unrolled steps
-    Fault("sage/drafts/unroll.py", "return out[..., :size] + out[..., size : size + 1] * own", "return out[..., :size] + own", HEADS),
+    Fault("sage/drafts/unroll.py", "return out[..., :size] + out[..., size : size + 1] * of_chain", "return out[..., :size] + of_chain", HEADS),
     Fault("sage/drafts/unroll.py", "(keys <= self.roots[..., None]) | (keys == key.shape[2])", "(keys < self.roots[..., None]) | (keys == key.shape[2])", HEADS),
     Fault("train/distill/teacher.py", "embeds_next=embeds[:, 1:-1]", "embeds_next=embeds[:, :-2]", OBJECTIVE),
     Fault("train/distill/teacher.py", "mask=loss_mask[:, 2:].bool()", "mask=loss_mask[:, 1:-1].bool()", OBJECTIVE),

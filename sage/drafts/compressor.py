@@ -309,12 +309,12 @@ class Select(Gated):
 
     def _rows(self, states: Tensor, spans: Spans, chosen_S: Tensor, needed: Sequence[int], is_sampling: bool) -> Rows:
         """Returns the rows of the operator chosen for each span, computed by those that are needed, in increasing order."""
-        parts = [Rows(*self.operators[number](states, spans, is_sampling)) for number in needed]
-        longest = max(part.offset.shape[1] for part in parts)
-        parts = [part.padded(longest) for part in parts]
+        candidates = [Rows(*self.operators[number](states, spans, is_sampling)) for number in needed]
+        longest = max(rows.offset.shape[1] for rows in candidates)
+        candidates = [rows.padded(longest) for rows in candidates]
         number_S = torch.searchsorted(torch.tensor(needed, device=chosen_S.device), chosen_S)
         span_S = torch.arange(len(chosen_S), device=chosen_S.device)
-        stacked = (torch.stack([getattr(part, name) for part in parts]) for name in ("states", "offset", "valid"))
+        stacked = (torch.stack([getattr(rows, name) for rows in candidates]) for name in ("states", "offset", "valid"))
         return Rows(*(values[number_S, span_S] for values in stacked))
 
 

@@ -40,8 +40,8 @@ class FusedLinear:
             return
         with torch.inference_mode(False), torch.no_grad():
             self.weight = torch.cat([linear.weight for linear in self.maps])
-            for linear, part in zip(self.maps, self.weight.split(self.sizes), strict=True):
-                linear.weight.data = part
+            for linear, weight in zip(self.maps, self.weight.split(self.sizes), strict=True):
+                linear.weight.data = weight
 
     @property
     def is_fused(self) -> bool:
@@ -50,7 +50,7 @@ class FusedLinear:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[.., D] -> [.., sum of sizes]. The fused tensor is no parameter: a trace would keep its numbers, and no gradient."""
-        if self.is_fused and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        if not torch.compiler.is_compiling() and self.is_fused and not torch.is_grad_enabled():
             return nn.functional.linear(hidden, self.weight)
         return torch.cat([linear(hidden) for linear in self.maps], -1)
 
@@ -211,9 +211,9 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def fuse_linears(draft: nn.Module) -> None:
     """Prepares a draft for decoding: fuses the linear layers that share an input (see `FusedLinear`)."""
     for module in draft.modules():
-        for part in vars(module).values():
-            if isinstance(part, FusedLinear):
-                part.fuse()
+        for linear in vars(module).values():
+            if isinstance(linear, FusedLinear):
+                linear.fuse()
 
 
 class Rope(nn.Module):

@@ -143,17 +143,17 @@ class ModelSession(DraftSession):
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
-        own = self.model.embed(prompt.inputs)
+        embedded = self.model.embed(prompt.inputs)
         if prompt.kept is not None:
-            own = own.at(prompt.kept)
-        read_prompt(self.model, own, self.cache)
-        self.position = own.next_position
+            embedded = embedded.at(prompt.kept)
+        read_prompt(self.model, embedded, self.cache)
+        self.position = embedded.next_position
         logits: Tensor = run([self._read(root)])[0]
         return logits
 
     def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass:
-        own = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
-        self.ancestors = torch.cat((self.ancestors[rows], own), 1)
+        itself = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+        self.ancestors = torch.cat((self.ancestors[rows], itself), 1)
         positions = self.position.repeat(len(rows))  # compiled passes do not look at strides
         self.position = self.position + 1
         needed = self._passes.over(self._staging.stage(tokens), positions, self.ancestors, self.cache)

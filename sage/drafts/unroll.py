@@ -53,24 +53,24 @@ class Chains:
         roots: LongTensor [B, R], the rows to compute, different in each sequence; None for all.
 
     Attributes:
-        true: keys and values [B, C, P, d] of step 0.
-        own: keys and values of each later step, [B, C, P - i, d], or [B, C, R, d] with roots.
+        first: keys and values [B, C, P, d] of step 0.
+        later: keys and values of each later step, [B, C, P - i, d], or [B, C, R, d] with roots.
     """
 
     def __init__(self, weight: Tensor | None = None, roots: Tensor | None = None) -> None:
         self.weight, self.roots = weight, roots
-        self.true: tuple[Tensor, Tensor] | None = None
-        self.own: list[tuple[Tensor, Tensor]] = []
+        self.first: tuple[Tensor, Tensor] | None = None
+        self.later: list[tuple[Tensor, Tensor]] = []
         self._mask: Tensor | None = None
 
     @property
     def selects_queries(self) -> bool:
         """Whether the next step computes the rows of the roots only, for which all pairs are keys: step 0."""
-        return self.true is None and self.roots is not None
+        return self.first is None and self.roots is not None
 
     def queries(self, states: Tensor, dim: int = 1) -> Tensor:
         """Returns the rows to compute of states with an entry per key in dimension `dim`: those of the roots in step 0."""
-        return at_rows(states, self.roots, dim) if self.true is None and self.roots is not None else states
+        return at_rows(states, self.roots, dim) if self.first is None and self.roots is not None else states
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Returns the attention [B, H, T, d] of the next step.
@@ -78,22 +78,22 @@ class Chains:
         Args:
             query: [B, H, T, d], rope applied; key, value: [B, C, T, d], or [B, C, P, d] in step 0.
         """
-        if self.true is None:
+        if self.first is None:
             value = value if self.weight is None else value * self.weight[:, None, :, None]
-            self.true = (key, value)
+            self.first = (key, value)
             if self.roots is None:
                 return causal_attention(query, key, value)
             keys = torch.arange(key.shape[2] + 1, device=key.device)  # the last one is that of the chain
             is_visible = (keys <= self.roots[..., None]) | (keys == key.shape[2])
             self._mask = tile_mask(is_visible, query.shape[1] // key.shape[1], query.dtype)  # [B, 1, G * R, P + 1]
             return _masked_attention(query, key, value, self._mask[..., : key.shape[2]])
-        self.own.append((key, value))
+        self.later.append((key, value))
         rows = query.shape[2]
-        keys, values = (torch.stack([states[:, :, :rows] for states in step], 3) for step in zip(*self.own, strict=True))
+        keys, values = (torch.stack([states[:, :, :rows] for states in step], 3) for step in zip(*self.later, strict=True))
         if self._mask is not None:
-            return attend_with_chain(query, *self.true, keys, values, self._mask)
-        true_key, true_value = (states[:, :, :rows] for states in self.true)
-        return attend_with_chain(query, true_key, true_value, keys, values)
+            return attend_with_chain(query, *self.first, keys, values, self._mask)
+        first_key, first_value = (states[:, :, :rows] for states in self.first)
+        return attend_with_chain(query, first_key, first_value, keys, values)
 
 
 def at_rows(states: Tensor, rows: Tensor, dim: int) -> Tensor:
@@ -130,7 +130,7 @@ def attend_with_chain(
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.unflatten(1, (key.shape[1], -1))
     scores = torch.einsum("bcgtd,bctid->bcgti", grouped.to(wide), chain_key.to(wide)) * scale
-    own = torch.einsum("bcgti,bctid->bcgtd", scores.softmax(-1).to(value.dtype), chain_value).flatten(1, 2)
+    of_chain = torch.einsum("bcgti,bctid->bcgtd", scores.softmax(-1).to(value.dtype), chain_value).flatten(1, 2)
     level = (scores.logsumexp(-1) / scale).flatten(1, 2)[..., None]
     high = level.to(query.dtype)
     low = (level - high.to(wide)).to(query.dtype)  # two numbers, so that bf16 holds the score to four digits
@@ -140,7 +140,7 @@ def attend_with_chain(
         out = causal_attention(longer, _with_row(key, 2, in_front=True), _with_row(value, 1, in_front=True), scale)[:, :, 1:]
     else:
         out = _masked_attention(longer, _with_row(key, 2), _with_row(value, 1), mask, scale)
-    return out[..., :size] + out[..., size : size + 1] * own
+    return out[..., :size] + out[..., size : size + 1] * of_chain
 
 
 def _with_row(states: Tensor, num_ones: int, in_front: bool = False) -> Tensor:
@@ -171,10 +171,10 @@ def visible_to_rows(
     step, rollout = steps_of_rows(sizes, roots.device)
     pairs = torch.arange(num_pairs, device=roots.device) <= roots[:, rollout, None]
     is_slot = slice(0 if is_root_slot else sizes[0], None)
-    own = rollout[:, None] == rollout[is_slot]
+    is_same = rollout[:, None] == rollout[is_slot]
     if is_causal:
-        own &= step[is_slot] <= step[:, None]
-    return torch.cat((pairs, own.expand(len(roots), -1, -1)), -1)
+        is_same &= step[is_slot] <= step[:, None]
+    return torch.cat((pairs, is_same.expand(len(roots), -1, -1)), -1)
 
 
 class Rollout(Chains):

@@ -115,8 +115,8 @@ def vocabulary_size(chosen: DraftConfig, target: sage.Target) -> int:
 def end_tokens(target: sage.Target) -> list[int]:
     """Returns the EOS ids of the target; without them in its vocabulary, a draft would continue after the end of an answer."""
     tokenizer = target.processor.tokenizer if target.processor is not None else None
-    own = [tokenizer.eos_token_id] if tokenizer is not None and tokenizer.eos_token_id is not None else []
-    return sorted({*target.eos_token_ids, *own})
+    ends = [tokenizer.eos_token_id] if tokenizer is not None and tokenizer.eos_token_id is not None else []
+    return sorted({*target.eos_token_ids, *ends})
 
 
 def new_student(draft: Draft, config: Config) -> Student:

@@ -136,12 +136,12 @@ class _Target(NamedTuple):
     def of(cls, logits_MU: Tensor, rows: Rows, block: Part, temperature: float, wide: torch.dtype) -> _Target:
         log_p_MU = log_softmax(logits_MU, temperature, wide)
         p_MU = log_p_MU.exp()
-        found = (p_MU, -row_dot(p_MU, log_p_MU), p_MU.argmax(-1))
+        values = (p_MU, -row_dot(p_MU, log_p_MU), p_MU.argmax(-1))
         del log_p_MU
         if rows.rows_per_position(block) is None:
             place_B = rows.position[block.rows] - block.positions.start
-            found = tuple(values.index_select(0, place_B) for values in found)
-        return cls(*(values[:, None] for values in found))
+            values = tuple(value.index_select(0, place_B) for value in values)
+        return cls(*(value[:, None] for value in values))
 
 
 def _evaluate_block(logits_BU: Tensor, target: _Target, config: ObjectiveConfig) -> tuple[Tensor, Tensor, Tensor]:
