@@ -152,15 +152,12 @@ class Failing(FakeRunner):
         return super().run(inputs, sampling)
 
 
-def test_a_baseline_that_fails_is_excluded_with_the_reason():
+def test_a_baseline_that_fails_is_excluded_with_the_reason_but_no_policy_may_fail():
     measurement = measure([*fakes()[0], Failing("hf_x", 0.1, is_autoregressive=True)], PROMPTS, SAMPLING, repeats=1)
     assert measurement.failed == {"hf_x": "IndexError on prompt p1: no such row"}
     found = summarize(measurement, None, ["sage"])
     assert "hf_x" not in found["baselines"] and found["fastest_baseline"] == HF_GENERATE
     assert found["failed_baselines"] == measurement.failed
-
-
-def test_policies_and_hf_generate_may_not_fail():
     failing = Failing("sage", 0.1)
     failing.may_fail = False
     with pytest.raises(IndexError):

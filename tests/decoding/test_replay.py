@@ -35,10 +35,9 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def ready(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> tuple[sage.Target, Any, dict[str, torch.Tensor]]:
+def ready(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> tuple[sage.Target, Any, dict[str, torch.Tensor]]:
     """A target with a scripted draft that errs on purpose, so that every kind of round occurs."""
-    target = tiny_target
-    inputs = make_inputs(target)
+    target, inputs = tiny_qwen, make_inputs(tiny_qwen)
     alone = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=LENGTH).tokens.tolist()
     monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(alone, target.vocab_size, seed=1))
     return target, sage.new_draft(target, seed=0), inputs

@@ -1,15 +1,19 @@
-"""The pages of a validation, from a hand-made report."""
+"""The pages and plots of a validation, from a hand-made report; plots are read before they are rendered."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from support.made_pages import example_report, with_cost_aware
 from support.messages import refused
 
 from checkpoints.store import SaveFailed
-from train.report.page import best_policy, headline, render_page, write_plots
+from sage.bench.report_table import format_table
+from train.report.compare_table import draw_comparison
+from train.report.page import MIN_ROUNDS, PLOTS, best_policy, headline, render_page, write_plots
 from train.report.web import markdown_html
 from train.validation.validate import write
 
@@ -76,3 +80,41 @@ def test_a_full_disk_leaves_no_part_of_a_report(tmp_path: Path, monkeypatch):
     with refused("checks/step", "No space left on device", error=SaveFailed):
         write(with_cost_aware(example_report()), tmp_path / "checks" / "step")
     assert list((tmp_path / "checks").iterdir()) == []
+
+
+def drawn(file: str, report: dict[str, Any]) -> Axes:
+    made = next(plot for plot in PLOTS if plot.file == file).draw(report)
+    assert made is not None
+    (axes,) = made.axes
+    return axes
+
+
+def test_the_time_per_token_is_that_of_the_table():
+    """Bars and their numbers are 1 / `tokens_per_s`, with the shares of the phases after the target's prefill."""
+    report = example_report()
+    axes, parts = drawn("time.png", report), report["policies"].values()
+    per_token = [1e3 / part["tokens_per_s"] for part in parts]
+    assert [text.get_text().strip() for text in axes.texts] == [f"{ms:.2f} ms" for ms in per_token]
+    assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(sum(per_token))
+    assert f" {per_token[-1]:.3f} " in format_table(report)
+
+
+def test_acceptance_leaves_out_positions_of_few_rounds_and_draws_equal_points_side_by_side():
+    report = example_report()
+    levels = [{"depth": 1, "tried": 100, "kept": 80}, {"depth": 2, "tried": MIN_ROUNDS - 1, "kept": 3}]
+    for name in ("static", "sage"):
+        report["policies"][name]["acceptance_by_depth"] = levels
+    axes = drawn("acceptance.png", report)
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[0.8]] * 2
+    assert len({float(line.get_xdata()[0]) for line in axes.lines}) == 2
+
+
+def test_a_comparison_shows_every_policy_with_its_interval():
+    policies = example_report()["policies"]
+    made = draw_comparison({"runs": [{"run": "a", "changed": {}, "policies": policies}], "changed": []})
+    assert made is not None
+    _, speedups = made.axes
+    static, adaptive = (dots.get_offsets()[0].tolist() for dots in speedups.collections)
+    assert (static[0], adaptive[0]) == (policies["static"]["speedup"], policies["sage"]["speedup"]) and static[1] != adaptive[1]
+    intervals = [policies[name]["speedup_ci"] for name in ("static", "sage")]
+    assert [list(line.get_xdata()) for line in speedups.lines[:2]] == intervals
