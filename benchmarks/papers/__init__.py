@@ -3,7 +3,7 @@
 settings.yaml   training runs, and the measurements of each study
 runs.py         settings, and training of the runs that are missing
 measure.py      the kinds of measurement, and their figures as JSON
-tables.py       figures -> tables of the page; plots.py its two pictures
+tables.py       figures -> tables and pictures of the page
 
 A study is an entry of settings.yaml, a function of tables.py, and a section of docs/results.md with the table's markers.
 """

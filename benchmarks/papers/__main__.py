@@ -11,9 +11,8 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.figures import fill_blocks
 from benchmarks.papers.measure import FigureStore, Lab
-from benchmarks.papers.plots import PLOTS
 from benchmarks.papers.runs import SETTINGS, Json, TrainingFailed, load_settings, select_studies
-from benchmarks.papers.tables import TABLES, claims, real_claims
+from benchmarks.papers.tables import PLOTS, TABLES, claims, real_claims
 from sage.commands.cli import new_parser, run
 from sage.io.files import write_text
 from train.report import style

@@ -127,15 +127,12 @@ def trace(
     sampling: Sampling | None = None,
     **options: Any,
 ) -> Trace:
-    """Decodes one prompt and returns its trace, which shows itself in a notebook; `save(path)` writes its page.
+    """Decodes one prompt and returns its trace, which shows itself in a notebook; `save(path)` writes its page. Other arguments
+    and errors are those of `sage.generate`.
 
     Args:
         inputs: chat messages, which also give the page its images, or the output of the target's processor.
         race: also decode the request without a draft, to compare the times.
-        sampling, options: as for `sage.generate`.
-
-    Raises:
-        ValueError: as `sage.generate`.
     """
     messages = inputs if isinstance(inputs, (list, tuple)) else None
     ready = inputs if messages is None else target.prepare(list(messages))

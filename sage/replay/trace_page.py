@@ -275,10 +275,8 @@ def _rejections(trace: Trace, pieces: Pieces) -> Iterator[dict[str, Any]]:
 
 
 def token_pieces(tokens: Sequence[int], tokenizer: Any) -> list[str]:
-    """Returns the text that each token adds; that of a character of several tokens comes with the last of them.
-
-    Args:
-        tokenizer: None for a target without a processor, whose tokens are shown as numbers.
+    """Returns the text that each token adds; that of a character of several tokens comes with the last of them. Without a
+    tokenizer, tokens are shown as numbers.
     """
     if tokenizer is None:
         return [f" {token}" for token in tokens]
@@ -295,11 +293,8 @@ def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
 def answer_spans(
     tokens: Sequence[int], pieces: Sequence[str], rounds: Iterable[tuple[int, int]], tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """Returns `text`, `style`, `round` (0: the prefill), `label` and `note` of every token.
-
-    Args:
-        pieces: of `token_pieces`.
-        rounds: emitted and accepted tokens of every round.
+    """Returns `text`, `style`, `round` (0: the prefill), `label` and `note` of every token, from its piece, and from the emitted
+    and the accepted tokens of every round.
     """
     origins = [("p", 0, "from the prefill")]
     for number, (emitted, accepted) in enumerate(rounds, start=1):

@@ -23,8 +23,7 @@ from checkpoints.export.result import ExportOptions
 from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
 from train.serve_check import check as serve_check
-from train.serve_check.acceptance import MIN_FIRST, Answers, Measured, verdict
-from train.serve_check.page import differing_rounds
+from train.serve_check.acceptance import MIN_FIRST, Answers, Measured, differing_rounds, verdict
 from train.serve_check.vllm_process import EngineFacts, EngineSetting, VllmProcess, prompt_data, validation_prompts
 
 PYTHON = sys.executable

@@ -15,8 +15,7 @@ from data_prep.conversation import Conversation
 from data_prep.tools.stats import measure, render_html
 from sage.bench.measurement import BenchPrompt
 from train.report import page
-from train.serve_check.acceptance import Answers, Measured
-from train.serve_check.page import render_check
+from train.serve_check.acceptance import Answers, Measured, render_check
 from train.validation.validate import PromptTrace, write
 
 PHASES = ("draft_steps", "verify", "accept", "commit", "policy", "other")

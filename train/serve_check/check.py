@@ -32,8 +32,7 @@ from sage.io.files import check_writable
 from sage.io.machine import available_cores
 from sage.io.page import write_page
 from sage.io.tables import text_table
-from train.serve_check.acceptance import Answers, Measured, acceptance_table, decode_chain, verdict
-from train.serve_check.page import render_check
+from train.serve_check.acceptance import Answers, Measured, acceptance_table, decode_chain, render_check, verdict
 from train.serve_check.vllm_process import (
     PROMPTS_FILE,
     EngineFacts,

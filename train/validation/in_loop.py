@@ -105,12 +105,8 @@ def all_ranks_decode(config: Config, ranks: Ranks) -> bool:
 
 
 def shard_prompts(config: Config, ranks: Ranks, prompts: PromptSet) -> DecodeShard:
-    """Assigns every `world_size`-th prompt to each rank, or all prompts to rank 0.
-
-    A pass of a sharded target takes all ranks: rank 0 decodes and the others follow (see train.engine.sharded_teacher).
-
-    Args:
-        prompts: all of them on every rank that decodes, none on the others.
+    """Assigns every `world_size`-th prompt to each rank, or all prompts to rank 0. A pass of a sharded target takes all ranks:
+    rank 0 decodes, and the others, which have no `prompts`, follow (see train.engine.sharded_teacher).
     """
     if all_ranks_decode(config, ranks):
         return DecodeShard(ranks, prompts.shard(ranks.rank, ranks.world_size), divided=prompts)
