@@ -293,8 +293,8 @@ def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
 def answer_spans(
     tokens: Sequence[int], pieces: Sequence[str], rounds: Iterable[tuple[int, int]], tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """Returns `text`, `style`, `round` (0: the prefill), `label` and `note` of every token, from its piece, and from the emitted
-    and the accepted tokens of every round.
+    """Returns `text`, `style`, `round` (0: the prefill), `label` and `note` of every token, from its piece, and the emitted and
+    accepted tokens of every round.
     """
     origins = [("p", 0, "from the prefill")]
     for number, (emitted, accepted) in enumerate(rounds, start=1):

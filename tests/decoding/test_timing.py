@@ -105,9 +105,7 @@ def test_only_the_run_of_a_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("runs", "expected"), [([5, 4, -1, 3], (3.0, True)), ([-5, -4, -6], (4.0, False))])
-def test_disturbed_runs_count_only_if_there_is_no_other(
-    runs: list[float], expected: tuple[float, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disturbed_runs_count_only_if_there_is_no_other(runs, expected, monkeypatch):
     """Negative seconds stand for runs in which a thread waited for a processor."""
     left = itertools.cycle(runs)
     monkeypatch.setattr(timing, "_timed", lambda _: ((seconds := next(left)) < 0, float(abs(seconds))))

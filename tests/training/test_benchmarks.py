@@ -108,8 +108,6 @@ def test_the_chain_attention_of_a_step_is_exact_to_the_precision_of_its_inputs()
         ),
     ],
 )
-def test_unknown_and_unsupported_arguments_are_refused(
-    printed: Callable[..., str], arguments: list[str], words: tuple[str, ...]
-) -> None:
+def test_unknown_and_unsupported_arguments_are_refused(printed, arguments, words):
     with refused(*words):
         printed(*arguments)

@@ -147,9 +147,7 @@ def test_runs_are_found_by_name_pattern_and_folder(runs: list[Path], tmp_path: P
         find_runs([str(runs[0]), "nowhere"])
 
 
-def test_the_command_prints_the_table_and_its_path(
-    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_table_and_its_path(runs, tmp_path, capsys):
     assert exit_code(validate_cli.main, "--compare", runs[2], "--out", tmp_path / "o") == 0
     assert capsys.readouterr().out.endswith(f"comparison: {tmp_path / 'o' / 'compare.md'}\n")
     assert not (tmp_path / "o" / "compare.png").exists()  # without a validation

@@ -45,14 +45,7 @@ def draft(target: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_comparison_runs_both_sides_on_the_same_prompts(
-    fake_engine: Path,
-    target: Path,
-    draft: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_comparison_runs_both_sides_on_the_same_prompts(fake_engine, target, draft, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
     out = tmp_path / "out.json"
     words = ["--draft", f"head={draft}", "--policy", "two=chain:depth=2", "--num-speculative-tokens", "1,3", "--prompts", "2"]

@@ -115,9 +115,7 @@ def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(configure: C
 
 
 @pytest.mark.slow
-def test_a_validation_that_fails_ends_the_run_only_if_it_is_the_last_one(
-    configure: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_validation_that_fails_ends_the_run_only_if_it_is_the_last_one(configure, tmp_path, caplog):
     """Steps 1 to 3: out of memory, a score, out of memory; the last one is repeated at the end, and when the run is resumed."""
     full = torch.OutOfMemoryError("CUDA out of memory.")
     config = configure("train.max_steps=3", "train.validate_every=1")
@@ -160,9 +158,7 @@ def test_a_run_ends_after_its_minutes_with_a_validated_draft(configure: Callable
 
 
 @pytest.mark.slow
-def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothing(
-    configure: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothing(configure, tmp_path, caplog, capsys):
     """A signal after the first of two prompts; the resumed run replaces the partial report by a complete one."""
     is_signalled = [True]
 

@@ -115,9 +115,7 @@ CASES: list[tuple[Facts, str, str, str]] = [  # facts, cause, next command, part
 
 
 @pytest.mark.parametrize(("made", "cause", "command", "parts"), CASES)
-def test_verdict_names_the_cause_with_its_figures_and_the_next_command(
-    made: Facts, cause: str, command: str, parts: str
-) -> None:
+def test_verdict_names_the_cause_with_its_figures_and_the_next_command(made, cause, command, parts):
     verdict = judge(made)
     assert verdict is not None and (verdict.cause, verdict.next) == (cause, command)
     for part in parts.split("|"):
