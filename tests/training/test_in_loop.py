@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,19 +148,10 @@ def test_no_rank_waits_for_one_whose_validation_failed(rank: int, target: Path, 
 
 
 @pytest.mark.slow
-def test_a_run_ends_after_its_minutes_with_a_validated_draft(configure: Callable[..., Config], tmp_path: Path) -> None:
-    """Those before a restart count."""
-    run, length = tmp_path / "run", ["train.max_steps=null", "train.max_minutes=1e-6"]
-    assert run_rank(configure(*length), Scores(1.0)) == 0
-    state = json.loads((run / "state" / "step_00000001" / "trainer.json").read_text())
-    assert state["time_s"] > 6e-5 and state["validated_step"] == 1
-    assert run_rank(configure(*length, "run.resume=true"), Scores(1.0)) == 0
-    assert not (run / "state" / "step_00000002").exists()
-
-
-@pytest.mark.slow
 def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothing(configure, tmp_path, caplog, capsys):
-    """A signal after the first of two prompts; the resumed run replaces the partial report by a complete one."""
+    """A signal after the first of two prompts; the resumed run replaces the partial report by a complete one. The run ends by
+    its minutes, of which those before a restart count, with a validated draft.
+    """
     is_signalled = [True]
 
     def decode(*arguments: Any, progress: Any, show: Any, **options: Any) -> Any:
@@ -176,7 +168,8 @@ def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothin
         return validate(*arguments, progress=after_prompt, show=shown, **options)
 
     seen = list[tuple[int, int, str]]()
-    overrides = ["train.max_steps=1", "decode.num_prompts=2", "decode.policies=[autoregressive,chain]"]
+    length = ["train.max_steps=null", "train.max_minutes=1e-6"]
+    overrides = [*length, "decode.num_prompts=2", "decode.policies=[autoregressive,chain]"]
     config, run = configure(*overrides), tmp_path / "run"
     with caplog.at_level(logging.INFO, logger="train"):
         assert run_rank(config, decode) == 3
@@ -191,6 +184,8 @@ def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothin
     resumed = [*overrides, "run.resume=true"]
     assert run_rank(configured(Path(config.target.path), run, *resumed), decode) == 0
     assert not partial.exists() and read_reports(run)[0][1]["prompts"] == 2
+    state = json.loads((run / "state" / "step_00000001" / "trainer.json").read_text())
+    assert state["time_s"] > 6e-5 and state["validated_step"] == 1 and not (run / "state" / "step_00000002").exists()
     capsys.readouterr()
     assert not run_rank(configured(Path(config.target.path), run, *resumed), Scores()), "decoded again"
     shown = capsys.readouterr().out
@@ -198,44 +193,30 @@ def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothin
     assert "\nverdict: " in shown and "\n* **verdict:** " in (run / "report.md").read_text()
 
 
-class CountingTarget:
-    """Answers every prompt with its number of messages; counts the prepared prompts."""
-
-    def __init__(self) -> None:
-        self.prepared = list[int]()
-
-    def prepare(self, messages: list[Any]) -> dict[str, Any]:
-        self.prepared.append(len(messages))
-        return {"input_ids": len(messages)}
-
-
-class Wires:
-    """Replaces the collective operations of two ranks that run one after the other, rank 0 last."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent = list[Any]()
-        monkeypatch.setattr(Ranks, "gather", lambda _, item: [item])
-        monkeypatch.setattr(Ranks, "gather_on_main", self.gather_on_main)
-
-    def gather_on_main(self, item: Any) -> list[Any]:
-        self.sent.append(item)
-        return [] if len(self.sent) == 1 else [None, self.sent[0]]
-
-
 def test_measurements_are_merged_without_sending_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 prepares the prompts of the others itself; the answers to their follow-up questions arrive with them."""
+    """Rank 0 prepares the prompts of the others itself; the answers to their follow-up questions arrive with them. The ranks
+    run one after the other, rank 0 last.
+    """
+    sent, names, measured = list[Any](), ["a", "b", "c"], []
+
+    def gather_on_main(_: Ranks, item: Any) -> list[Any]:
+        sent.append(item)
+        return [] if len(sent) == 1 else [None, sent[0]]
+
+    monkeypatch.setattr(Ranks, "gather", lambda _, item: [item])
+    monkeypatch.setattr(Ranks, "gather_on_main", gather_on_main)
+    target = SimpleNamespace(prepare=lambda messages: {"input_ids": len(messages)})
     config: Config = compose("config", ["train.validate_on=all", "decode.num_prompts=9"], Config)
     monkeypatch.setattr(PromptSet, "_answer", lambda _, messages: f"answer {len(messages)}")
-    wires, names, measured = Wires(monkeypatch), ["a", "b", "c"], []
     for rank in (1, 0):
-        prompts = PromptSet(CountingTarget(), config.decode, [conversation(name, int(name == "b")) for name in names])
+        prompts = PromptSet(target, config.decode, [conversation(name, int(name == "b")) for name in names])
         if rank == 0:
             prompts.prepare_first_turns()
         shard = shard_prompts(config, Ranks(rank, 2, torch.device("cpu")), prompts)
         own = measurement([turn.name for turn in shard.prompts.turns])
         measured.append(shard.merge(replace(own, prompts=shard.prompts.turns)))
-    sent, later_turns = wires.sent[0]
-    assert [prompt.inputs for prompt in sent.prompts] == [{}, {}]
+    without_inputs, later_turns = sent[0]
+    assert [prompt.inputs for prompt in without_inputs.prompts] == [{}, {}]
     assert [turn if turn is None else turn.id for turn in later_turns] == [None, "b-turn-2"]
     part = replace(own, prompts=own.prompts[:1], runs={"ar": own.runs["ar"][:1]}, planned=Planned(prompts=3, repeats=1))
     merged = shard.merge(part)
@@ -243,7 +224,7 @@ def test_measurements_are_merged_without_sending_pixels(monkeypatch: pytest.Monk
     assert [prompt.name for prompt in merged.prompts] == ["a", "b", "b-turn-2"]
     with pytest.raises(Interrupted):
         shard_prompts(config, Ranks(1, 2, torch.device("cpu")), prompts).merge(part)
-    assert wires.sent[1] is None and measured[0] is None and measured[1] is not None
+    assert sent[1] is None and measured[0] is None and measured[1] is not None
     assert [(prompt.name, prompt.inputs) for prompt in measured[1].prompts] == [
         *(("a", {"input_ids": 0}), ("b", {"input_ids": 0}), ("c", {"input_ids": 0}), ("b-turn-2", {"input_ids": 2}))
     ]
