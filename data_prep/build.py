@@ -22,7 +22,7 @@ from data_prep.dataset.index import SKIPPED, SkipLog, count_reasons, prepare_ind
 from data_prep.dataset.lengths import LongExamples, find_long
 from data_prep.dataset.order import alternate
 from data_prep.dataset.prepare import prepare_examples
-from data_prep.sources.base import Source, Stream, as_prompt, open_source, open_stream, with_validation_prompts
+from data_prep.sources.base import as_prompt, open_source, with_validation_prompts
 from data_prep.splits import Split
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
@@ -103,10 +103,9 @@ def _is_streamed(config: DataConfig, split: Split) -> bool:
 
 def open_sources(config: DataConfig, split: Split) -> list[Any]:
     """Opens the sources (or streams) of a split, in the order of the config; ValueError also for one without such a split."""
-    opened: list[Source | Stream] = []
+    opened: list[Any] = []
     for label, source in config.resolved(split).items():
-        is_stream = source.streaming
-        opened.append(open_stream(label, source, split) if is_stream else open_source(label, source, split, config.cache_dir))
+        opened.append(open_source(label, source, split, config.cache_dir))
         opened[-1].pixel_limits = config.pixel_limits()
         has_split = opened[-1].has_splits or config.validation or config.test_holdout or not config.holdout
         if split is Split.test and not has_split:

@@ -314,14 +314,12 @@ def url_problem(url: str, key_variable: str) -> str:
         _ = parts.port  # raises ValueError for an invalid port
     except ValueError:
         return "is not valid"
-    if not url.isascii() or not url.isprintable() or " " in url:
-        return "has a line break, a blank or another character that no URL has"
-    if parts.scheme not in SCHEMES:
-        return f"is not of the scheme {' or '.join(SCHEMES)}"
-    if parts.username is not None or parts.password is not None:
-        return f"has a user or a password in it; export the key in {key_variable}"
-    if not parts.hostname:
-        return "has no host"
-    if parts.query or parts.fragment:
-        return "has a query or a fragment"
-    return ""
+    has_login = parts.username is not None or parts.password is not None
+    checks = (
+        (not is_key(url), "has a line break, a blank or another character that no URL has"),
+        (parts.scheme not in SCHEMES, f"is not of the scheme {' or '.join(SCHEMES)}"),
+        (has_login, f"has a user or a password in it; export the key in {key_variable}"),
+        (not parts.hostname, "has no host"),
+        (parts.query or parts.fragment, "has a query or a fragment"),
+    )
+    return next((problem for is_wrong, problem in checks if is_wrong), "")

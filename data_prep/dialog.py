@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_prep.conversation import BadItem, Conversation, Message, check_conversation
 
@@ -33,13 +33,6 @@ class TargetAnswer:
 
 
 REASONS = {Outcome.cut: "did not end within max_new_tokens", Outcome.empty: "is empty"}  # the others come with a reason
-
-
-class AnswerRequest(NamedTuple):
-    """The messages before an answer, and the seed of the answer."""
-
-    messages: list[Message]
-    seed: int
 
 
 class Dialog:
@@ -79,15 +72,15 @@ class Dialog:
     def answered(self) -> Conversation:
         return replace(self._conversation, messages=self._messages)
 
-    def next_request(self) -> AnswerRequest | None:
-        """Returns the request for the next answer; None if the dialog is finished."""
+    def next_request(self) -> tuple[list[Message], int] | None:
+        """Returns the messages before the next answer and its seed; None if the dialog is finished."""
         while self._rest and self._rest[0]["role"] != "assistant":
             self._messages.append(self._rest.pop(0))
         if not self._rest:
             return None
         key = f"{self._seed}/{self._conversation.id}/{len(self._messages)}"  # neither the rank nor the order of conversations
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1
-        return AnswerRequest(self._messages, seed)
+        return self._messages, seed
 
     def add(self, answer: TargetAnswer) -> None:
         """Adds the answer to the last request. Any but a complete answer ends the dialog after its last kept one."""

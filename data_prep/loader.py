@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from typing import Any
@@ -40,6 +41,7 @@ NUM_BATCHES_AHEAD = 8  # micro-batches; with large images, each has tens of MB
 NUM_STEPS_KEPT = 64  # divisions of steps by a budget of tokens
 
 
+@dataclass(eq=False, repr=False)
 class StepLoader:
     """Iterating yields, per optimizer step, the list of this rank's micro-batches.
 
@@ -68,38 +70,32 @@ class StepLoader:
             tokens; or a budget for a dataset whose lengths are unknown.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Collate,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        start_step: int = 0,
-        num_workers: int = 0,
-        length_window: int = 1,
-        stage: Callable[[Batch], Batch] | None = None,
-        micro_batch_tokens: int | None = None,
-    ) -> None:
-        if micro_batch_tokens is not None:
-            micro_batch_size = 1  # the fewest examples of a micro-batch
-        if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * world_size):
-            per_rank = f"train.micro_batch_size ({micro_batch_size}) x " if micro_batch_tokens is None else ""
+    dataset: Any
+    collate: Collate
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    start_step: int = 0
+    num_workers: int = 0
+    length_window: int = 1
+    stage: Callable[[Batch], Batch] | None = None
+    micro_batch_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_tokens is not None:
+            self.micro_batch_size = 1  # the fewest examples of a micro-batch
+        size, ranks = self.micro_batch_size, self.world_size
+        if min(self.global_batch_size, size) < 1 or self.global_batch_size % (size * ranks):
+            per_rank = f"train.micro_batch_size ({size}) x " if self.micro_batch_tokens is None else ""
             raise ValueError(
-                f"train.global_batch_size: {global_batch_size}; allowed: a multiple of {per_rank}ranks ({world_size})"
+                f"train.global_batch_size: {self.global_batch_size}; allowed: a multiple of {per_rank}ranks ({ranks})"
             )
-        self.dataset, self.collate = dataset, collate
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.micro_batch_tokens = micro_batch_tokens
-        self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.start_step, self.num_workers, self.length_window = start_step, num_workers, length_window
-        self.stage = stage
-        self.lengths: np.ndarray | None = getattr(dataset, "lengths", None)
-        if micro_batch_tokens is not None and self.lengths is None:
-            raise ValueError(f"train.micro_batch_tokens: {micro_batch_tokens}; the lengths of these data are unknown")
-        self.accumulation = global_batch_size // (micro_batch_size * world_size)
+        self.lengths: np.ndarray | None = getattr(self.dataset, "lengths", None)
+        if self.micro_batch_tokens is not None and self.lengths is None:
+            raise ValueError(f"train.micro_batch_tokens: {self.micro_batch_tokens}; the lengths of these data are unknown")
+        self.accumulation = self.global_batch_size // (size * ranks)
         self.wait_s, self.num_tokens, self.num_padded_tokens = 0.0, 0, 0
         self._epoch = lru_cache(maxsize=2)(self._order)  # a step may span two epochs
         self._divided = lru_cache(maxsize=NUM_STEPS_KEPT)(self._divide)  # read ahead by a thread, and by `__iter__`

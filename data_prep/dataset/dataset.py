@@ -302,18 +302,14 @@ def measure_preparation(dataset: Any) -> Preparation | None:
     if not isinstance(dataset, ConversationDataset):
         return None
     positions = range(0, len(dataset), max(1, len(dataset) // NUM_PREPARED))[:NUM_PREPARED]
-    timed = [_timed(dataset, position) for position in (0, *positions)][1:]  # the first call of all imports modules
-    images = sum(count for count, _ in timed)
-    return Preparation(sum(cpu_s for count, cpu_s in timed if count) / images, images / len(timed)) if images else None
-
-
-def _timed(dataset: ConversationDataset, position: int) -> tuple[int, float]:
-    """Returns the images and videos of an example and the seconds of a core that it takes; none of an invalid one."""
-    started_s = time.process_time()
-    try:
-        conversation = dataset.conversation(position)
-        count = sum(1 for _ in media_parts(conversation.messages))
-        encode_example(conversation, dataset.processor, dataset.config.num_frames)
-    except BadItem:  # training reports it
-        return 0, 0.0
-    return count, time.process_time() - started_s
+    timed = []  # images and videos of each example, and its seconds of a core
+    for position in (0, *positions):
+        started_s = time.process_time()
+        try:
+            conversation = dataset.conversation(position)
+            encode_example(conversation, dataset.processor, dataset.config.num_frames)
+            timed.append((sum(1 for _ in media_parts(conversation.messages)), time.process_time() - started_s))
+        except BadItem:  # training reports it
+            timed.append((0, 0.0))
+    images = sum(count for count, _ in timed[1:])  # the first call of all imports modules
+    return Preparation(sum(cpu_s for count, cpu_s in timed[1:] if count) / images, images / len(positions)) if images else None

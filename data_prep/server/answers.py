@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from data_prep.config import RegenerateConfig
 from data_prep.conversation import Message, media_parts
-from data_prep.dialog import AnswerRequest, Dialog, Outcome, TargetAnswer
+from data_prep.dialog import Dialog, Outcome, TargetAnswer
 from data_prep.server.client import (
     CHAT,
     MODELS,
@@ -109,28 +109,28 @@ class ServerAnswers:
     def _prompts_with_image(self, dialogs: list[Dialog]) -> Iterator[list[Message]]:
         """Yields the first prompts of dialogs that have an image and can be sent."""
         for dialog in dialogs:
-            request = dialog.next_request()
-            if request is None or not any(part["type"] == "image" for part in media_parts(request.messages)):
+            messages, _ = dialog.next_request() or ([], 0)
+            if not any(part["type"] == "image" for part in media_parts(messages)):
                 continue
             try:
-                request_messages(request.messages, self._policy)
+                request_messages(messages, self._policy)
             except ValueError:
                 continue
-            yield request.messages
+            yield messages
 
     async def _run(self, dialog: Dialog) -> Dialog:
         while (request := dialog.next_request()) is not None:
-            dialog.add(await self._answer(request))
+            dialog.add(await self._answer(*request))
         return dialog
 
-    async def _answer(self, request: AnswerRequest) -> TargetAnswer:
+    async def _answer(self, messages: list[Message], seed: int) -> TargetAnswer:
         try:
-            messages = request_messages(request.messages, self._policy)
+            body = {"model": self._model, "messages": request_messages(messages, self._policy)}
         except ValueError as error:
             return TargetAnswer("", Outcome.invalid, str(error))
-        options = self._options | {"max_tokens": self._settings.max_new_tokens, "seed": request.seed}
+        options = self._options | {"max_tokens": self._settings.max_new_tokens, "seed": seed}
         try:
-            reply = await self._pool.complete({"model": self._model, "messages": messages, **options})
+            reply = await self._pool.complete(body | options)
             answer = answer_of(reply, self._target.processor)
             return answer or TargetAnswer("", Outcome.failed, "the server's answer is no chat completion")
         except RequestRefused as refusal:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
+from typing import Any
 
 from data_prep.conversation import BadItem, Conversation, check_conversation, media_parts
 from data_prep.sources.files import check_path
@@ -71,6 +72,7 @@ class Stream(ABC):
     """Conversations in order, from any position; their number is unknown."""
 
     name: str
+    limit = 0
     pixel_limits: Mapping[str, int] = MappingProxyType({})
     has_splits = False
 
@@ -83,19 +85,16 @@ class Stream(ABC):
         """Returns a text that changes whenever the items change."""
 
 
-def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str = "") -> Source:
-    """Opens the source with the key `label`; raises ValueError if its path is empty, missing, or not of this kind."""
-    if config.path:
+def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str = "") -> Any:
+    """Opens the source with the key `label`, with `streaming` as a `Stream`.
+
+    Raises ValueError if its path is empty, missing, or not of this kind.
+    """
+    if config.path and not config.streaming:
         check_path(config.kind, config.path)
-    source: Source = import_module(KINDS[config.kind].module).open_source(label, config, split, cache_dir)
+    source = import_module(KINDS[config.kind].module).open_source(label, config, split, cache_dir)
     source.limit = config.num_examples
     return source
-
-
-def open_stream(label: str, config: SourceConfig, split: Split) -> Stream:
-    """Opens the source of a config for reading in order; its kind must have the option `streaming`."""
-    stream: Stream = import_module(KINDS[config.kind].module).open_stream(label, config, split)
-    return stream
 
 
 def with_validation_prompts(shares: Shares, sources: Iterable[Source]) -> Shares:

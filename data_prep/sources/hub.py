@@ -48,8 +48,8 @@ class Rows(RowSource):
 class HubStream(Stream):
     """Rows of a hub data set in order, without a download."""
 
-    def __init__(self, source: RowSource, path: str, subset: str, split: str, limit: int) -> None:
-        self.name, self.source, self.subset, self.split, self.limit = path, source, subset, split, limit
+    def __init__(self, source: RowSource, path: str, subset: str, split: str) -> None:
+        self.name, self.source, self.subset, self.split = path, source, subset, split
 
     def iterate(self, start: int) -> Iterator[Conversation | BadItem]:
         table = load_table(self.name, self.subset, self.split, "", streaming=True).skip(start)
@@ -106,9 +106,15 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
     return table
 
 
-def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
-    """Opens the rows of a path, or the images and videos of a folder without rows."""
-    path = _checked_path(label, config)
+def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source | Stream:
+    """Opens the rows of a path, or the images and videos of a folder without rows; a stream without a download."""
+    if unknown := sorted(set(config.columns) - set(ROLES)):
+        raise ValueError(f"data.sources.{label}.columns: role {unknown[0]!r}; allowed: {', '.join(ROLES)}")
+    path = require_path(label, config.path, "files of conversations, a folder or a pattern of them, or a hub name")
+    if config.streaming:
+        root = config.media_root or (path if os.path.isdir(path) else os.path.dirname(path))
+        source = Rows(RawRows(path, "", ()), config, root)  # rows are given to `convert`
+        return HubStream(source, path, config.subset, config.split or "train")
     files = find_files(path, config.subset)
     if files.form is Form.media and config.kind == "auto":
         folder: Source = import_module("data_prep.sources.folder").open_source(label, config, split, cache_dir)
@@ -125,17 +131,3 @@ def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) 
         rows = table_rows(path, config.subset, name, cache_dir)
     roots = (config.media_root, files.folder) if config.media_root else (files.folder,)
     return Rows(rows, config, roots, None if config.split else files)
-
-
-def open_stream(label: str, config: SourceConfig, split: Split) -> Stream:
-    """Opens the same for reading in order, without a download."""
-    path = _checked_path(label, config)
-    roots = config.media_root or (path if os.path.isdir(path) else os.path.dirname(path))
-    source = Rows(RawRows(path, "", ()), config, roots)  # rows are given to `convert`
-    return HubStream(source, path, config.subset, config.split or "train", config.num_examples)
-
-
-def _checked_path(label: str, config: SourceConfig) -> str:
-    if unknown := sorted(set(config.columns) - set(ROLES)):
-        raise ValueError(f"data.sources.{label}.columns: role {unknown[0]!r}; allowed: {', '.join(ROLES)}")
-    return require_path(label, config.path, "files of conversations, a folder or a pattern of them, or a hub name")

@@ -1,6 +1,6 @@
 """The kinds of sources, and the configuration of one.
 
-Adding a source is one module with `open_source` (see `base.Source`; `open_stream` where it supports `streaming`) and one entry
+Adding a source is one module with `open_source` (see `base.Source`; `base.Stream` where it supports `streaming`) and one entry
 in `KINDS`; a prompt set is one entry in `prompt_sets.LAYOUTS`, and its name here.
 """
 

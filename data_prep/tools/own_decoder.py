@@ -51,12 +51,13 @@ def _decoded(
     def is_asked(dialog: Dialog) -> bool:
         """Adds the dialog's next request; returns whether there is one."""
         while (request := dialog.next_request()) is not None:
+            messages, seed = request
             try:
-                opened = _with_open_media(request.messages, num_frames)
+                opened = _with_open_media(messages, num_frames)
             except ValueError as error:
                 dialog.add(TargetAnswer("", Outcome.invalid, str(error)))
                 continue
-            answering[decoder.add(target.prepare(opened), policy, sampling=sampling, seed=request.seed)] = dialog
+            answering[decoder.add(target.prepare(opened), policy, sampling=sampling, seed=seed)] = dialog
             return True
         return False
 
