@@ -44,17 +44,11 @@ class Fit(StrEnum):
 
 
 class Lengths(NamedTuple):
-    """Tokens of an example before it is shortened, visual tokens included.
-
-    Attributes:
-        total: of the complete conversation.
-        first_turn: up to the end of the first answer.
-        prompt: before the first answer.
-    """
+    """Tokens of an example before it is shortened, visual tokens included."""
 
     total: int
-    first_turn: int
-    prompt: int
+    first_turn: int  # up to the end of the first answer
+    prompt: int  # before the first answer
 
     def fit(self, max_length: int | None, on_long: OnLong) -> Fit:
         if max_length is None or self.total <= max_length:

@@ -38,13 +38,11 @@ REASONS = {Outcome.cut: "did not end within max_new_tokens", Outcome.empty: "is 
 class Dialog:
     """A conversation in progress: alternately `next_request` and `add`, until `next_request` returns None.
 
-    Args:
-        keeps_cut: whether an answer that is cut short is the last one of its conversation, or left out.
+    The outcome is `answered` as long as all answers are; any other ends the dialog, with a reason that names the conversation.
 
-    Attributes:
-        position: position of the conversation in the dataset.
-        outcome: `answered` as long as all answers are; any other outcome ends the dialog.
-        reason: why an answer is missing, with the name of the conversation.
+    Args:
+        position: of the conversation in the dataset.
+        keeps_cut: whether an answer that is cut short is the last one of its conversation, or left out.
     """
 
     def __init__(self, position: int, conversation: Conversation, seed: int, keeps_cut: bool = True) -> None:

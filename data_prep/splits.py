@@ -28,11 +28,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of validation and test items among the split groups of sources without splits of their own.
-
-    Attributes:
-        validation, test: shares from 0 to 1; both 0: every item belongs to every split.
-    """
+    """The shares of the split groups of sources without splits of their own; both 0: every item belongs to every split."""
 
     validation: float = 0.0
     test: float = 0.0

@@ -50,18 +50,13 @@ def skip_path(config: DataConfig, index: Index) -> Path:
 
 
 class ConversationDataset(Dataset[Example]):
-    """Opens images and encodes examples on access, in the calling process.
-
-    Attributes:
-        fingerprint: content hash of the items, for provenance.
-        epoch: seed, number of an epoch -> its positions in order, int64 [N].
-    """
+    """Opens images and encodes examples on access, in the calling process."""
 
     def __init__(self, config: DataConfig, index: Index, processor: Processor, weights: list[float] | None = None) -> None:
         self.config, self.index, self.processor = config, index, processor
         self.fingerprint = index.fingerprint
         self.skipped = SkipLog(skip_path(config, index), is_strict=config.on_bad is OnBad.error)
-        self.epoch = MixedOrder(index.source, weights).epoch
+        self.epoch = MixedOrder(index.source, weights).epoch  # seed, number of an epoch -> its positions, int64 [N]
         self._labels = list(config.sources)
         self._measuring = Measuring(config, index, processor)
 
@@ -280,15 +275,10 @@ def _answers(dataset: Any) -> Iterable[np.ndarray]:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a few examples of a dataset took.
+    """What a few examples of a dataset took."""
 
-    Attributes:
-        image_s: seconds of one core per image or video, text included.
-        images: images and videos per example.
-    """
-
-    image_s: float
-    images: float
+    image_s: float  # seconds of one core per image or video, text included
+    images: float  # images and videos per example
 
     def line(self, workers: int) -> str:
         """Returns one line: the time of an image, and how many images this number of workers prepares per second."""

@@ -39,19 +39,11 @@ REMEDY = "; data.on_bad=skip skips and lists such items"
 
 
 class Index:
-    """The valid items of all sources.
-
-    Attributes:
-        source: source of each item, int64 [N].
-        row: index of each item in its source, int64 [N].
-        sources: the sources by number.
-        folder: the folder of the index.
-        fingerprint: content hash of the items.
-    """
+    """The valid items of all sources; `fingerprint` is a hash of their content."""
 
     def __init__(self, folder: Path, sources: list[Source]) -> None:
         self.folder, self.sources = folder, sources
-        self.source, self.row = np.load(folder / "index.npy")
+        self.source, self.row = np.load(folder / "index.npy")  # number of the source, and index in it, int64 [N]
         self.fingerprint = json_digest([folder.name, hashlib.sha256((folder / "index.npy").read_bytes()).hexdigest()])
 
     def __len__(self) -> int:
@@ -164,17 +156,13 @@ class SkipLog:
     """A JSON-lines file of {"source", "index", "kind", "reason"}, to which several processes may append.
 
     Args:
-        path: the file, created with the first entry.
         is_strict: whether invalid items are raised and not listed (`data.on_bad=error`). Items that are only too long are
             always listed.
-
-    Attributes:
-        items: the items skipped by this process.
     """
 
     def __init__(self, path: Path, is_strict: bool) -> None:
         self.path, self.is_strict = path, is_strict
-        self.items: list[BadItem] = []
+        self.items: list[BadItem] = []  # those of this process
         self._listed = {(row["source"], row["index"]) for row in read_skipped(path)}
 
     def add(self, item: BadItem) -> None:

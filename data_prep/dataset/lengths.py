@@ -36,21 +36,14 @@ T = TypeVar("T")
 
 @dataclass
 class LongExamples:
-    """The examples of a data set that exceed `max_length`.
+    """The examples of a data set that exceed `max_length`."""
 
-    Attributes:
-        total: examples of the data set; None for a stream.
-        counts: measured examples by outcome.
-        longest: tokens of the longest measured example before it is shortened.
-        shortest: tokens of the shortest first turn.
-    """
-
-    total: int | None
+    total: int | None  # examples of the data set; None for a stream
     max_length: int | None
     on_long: OnLong
-    counts: Counter[Fit] = field(default_factory=Counter)
-    longest: int = 0
-    shortest: int = 0
+    counts: Counter[Fit] = field(default_factory=Counter)  # of the measured examples
+    longest: int = 0  # tokens of the longest measured example before it is shortened
+    shortest: int = 0  # tokens of the shortest first turn
 
     def add(self, lengths: Lengths) -> None:
         self.shortest = min(self.shortest or lengths.first_turn, lengths.first_turn)

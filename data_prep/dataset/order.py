@@ -163,15 +163,10 @@ def fullest_micro_batch(lengths: np.ndarray, budget: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Group:
-    """Examples that form one micro-batch.
+    """Examples that form one micro-batch."""
 
-    Attributes:
-        members: places of the examples in their step.
-        longest: tokens of the longest of them, to which the others are padded.
-    """
-
-    members: tuple[int, ...]
-    longest: int
+    members: tuple[int, ...]  # places of the examples in their step
+    longest: int  # tokens of the longest of them, to which the others are padded
 
     @property
     def padded_tokens(self) -> int:

@@ -155,18 +155,13 @@ def write_examples(folder: Path, items: Iterable[tuple[str, int, Packed]], table
 
 
 class ExampleStore:
-    """The examples of a folder written by `write_examples`, memory-mapped; pixels are decoded on access.
-
-    Attributes:
-        ids: of the examples.
-        sources, lengths: number of the source and tokens of each example, int64 [N].
-    """
+    """The examples of a folder written by `write_examples`, memory-mapped; pixels are decoded on access."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         meta = json.loads((folder / META).read_text())
         with np.load(folder / COLUMNS) as stored:
-            self.sources, self.lengths, ends = stored["columns"]
+            self.sources, self.lengths, ends = stored["columns"]  # number of the source, and tokens, int64 [N]
             self.table = PixelTable(stored["table"], meta["frames"])
         self._ends = np.concatenate(([0], ends))
         self.ids: list[str] = meta["ids"]

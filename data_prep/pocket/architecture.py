@@ -66,31 +66,20 @@ TEMPLATE = """\
 
 @dataclass(frozen=True, kw_only=True)
 class PocketFamily:
-    """What differs from family to family.
-
-    Attributes:
-        media_tokens: entry of the configuration -> special token of the family's images and videos.
-        media_text: texts of an image and of a video in the chat template, as Jinja strings.
-        processors: class of the image processor, of the video processor, and of the Hugging Face processor.
-        image_settings: entries of `preprocessor_config.json`; an image is resized to at most 112 x 112 pixels.
-        processor_settings: entries of `processor_config.json`.
-        vision, rope, text, settings: entries of the configuration of the vision tower, of the text layers' rope, of the text
-            layers, and of the model.
-        num_front_layers: number of leading text layers that stay in place when layers are added.
-    """
+    """What differs from family to family."""
 
     config_class: type[PreTrainedConfig]
     model_class: type[PreTrainedModel]
-    media_tokens: dict[str, str]
-    media_text: tuple[str, str]
-    processors: tuple[str, str, str]
-    image_settings: dict[str, Any]
-    processor_settings: dict[str, Any] = field(default_factory=dict)
-    vision: dict[str, Any]
-    rope: dict[str, Any] = field(default_factory=dict)
-    text: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    num_front_layers: int = 0
+    media_tokens: dict[str, str]  # entry of the configuration -> special token
+    media_text: tuple[str, str]  # texts of an image and of a video in the chat template, as Jinja strings
+    processors: tuple[str, str, str]  # classes of images, of videos, and of Hugging Face's processor
+    image_settings: dict[str, Any]  # of preprocessor_config.json; an image is resized to at most 112 x 112 pixels
+    processor_settings: dict[str, Any] = field(default_factory=dict)  # of processor_config.json
+    vision: dict[str, Any]  # configuration of the vision tower
+    rope: dict[str, Any] = field(default_factory=dict)  # .. of the text layers' rope, in addition to all families'
+    text: dict[str, Any] = field(default_factory=dict)  # .. of the text layers
+    settings: dict[str, Any] = field(default_factory=dict)  # .. of the model
+    num_front_layers: int = 0  # text layers that stay in place when layers are added
 
     def config(self, tokenizer: PreTrainedTokenizerBase, layers: int) -> PreTrainedConfig:
         """Returns the configuration of the target with `layers` text layers."""

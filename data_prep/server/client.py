@@ -155,13 +155,7 @@ class RequestRefused(Exception):
 
 
 class AttemptFailed(Exception):
-    """An attempt failed for a reason that may pass.
-
-    Attributes:
-        delay_s: pause that the server requests; None without one.
-        is_busy: the server is running, but accepts no request now.
-        is_down: the server cannot be connected to.
-    """
+    """An attempt failed for a reason that may pass: the server is busy, or down, or requests a pause, or the answer is bad."""
 
     def __init__(self, reason: str, delay_s: float | None = None, is_busy: bool = False, is_down: bool = False) -> None:
         super().__init__(reason)
@@ -169,18 +163,13 @@ class AttemptFailed(Exception):
 
 
 class Server:
-    """State of one server.
-
-    Attributes:
-        name: its place in `regenerate.server`, for messages.
-        num_active: requests in progress.
-        num_faults: failures since the last answer; several at the same time count as one.
-        ready_at: time (`time.monotonic`) before which it gets no request, after a failure.
-    """
+    """State of one server; `name` is its place in `regenerate.server`, for messages."""
 
     def __init__(self, url: str, name: str, client: httpx.AsyncClient, secrets: Sequence[str]) -> None:
-        self.name, self.num_active, self.num_faults, self.ready_at = name, 0, 0, 0.0
-        self._url, self._client, self._secrets = url, client, secrets
+        self.name, self._url, self._client, self._secrets = name, url, client, secrets
+        self.num_active = 0  # requests in progress
+        self.num_faults = 0  # failures since the last answer; several at the same time count as one
+        self.ready_at = 0.0  # time (`time.monotonic`) before which it gets no request, after a failure
 
     async def request(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
         """Sends one request; returns the JSON of the answer.

@@ -26,16 +26,10 @@ class Content(StrEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """A source format.
+    """A source format."""
 
-    Attributes:
-        module: the module that reads it, imported on first use (`datasets` takes seconds to import).
-        options: fields of `SourceConfig` that the format uses, besides `ALWAYS_USED`.
-        content: what `path` must be.
-    """
-
-    module: str
-    options: tuple[str, ...] = ("path", "media_root")
+    module: str  # that reads it, imported on first use (`datasets` takes seconds to import)
+    options: tuple[str, ...] = ("path", "media_root")  # fields of `SourceConfig` that it uses, besides `ALWAYS_USED`
     content: Content = Content.none
 
 

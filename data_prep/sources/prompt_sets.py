@@ -45,17 +45,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one benchmark.
-
-    Attributes:
-        read: row -> question.
-        select_rows: parsed JSON file -> list of rows.
-        id_key: key of the row's id.
-        family, family_key: task family of all rows, or the key of a row's family.
-    """
+    """The layout of one benchmark; `family` is the task family of all rows, `family_key` the key of a row's."""
 
     read: Callable[[Row, MediaFinder], Question]
-    select_rows: Callable[[Any], Any] = list
+    select_rows: Callable[[Any], Any] = list  # parsed JSON file -> list of rows
     id_key: str = "id"
     family: str = ""
     family_key: str = ""

@@ -31,12 +31,7 @@ ROW_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticErro
 
 
 class RawRows:
-    """Raw rows by index, of a list or a table.
-
-    Attributes:
-        name: the file or data set.
-        digest: a text that changes whenever the rows change.
-    """
+    """Raw rows by index, of a list or a table; `digest` changes whenever they change."""
 
     def __init__(self, name: str, digest: str, rows: Any) -> None:
         self.name, self.digest, self._rows = name, digest, rows

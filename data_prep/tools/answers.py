@@ -106,9 +106,6 @@ class TargetAnswers:
     Args:
         origin: `decoder_origin` or `server_origin`.
         weights: `weights_digest` of the target.
-
-    Attributes:
-        files: label of a source -> its file in `folder`.
     """
 
     def __init__(
@@ -120,7 +117,7 @@ class TargetAnswers:
         self._provenance = provenance_of(self._dataset, named, settings)
         decisive = {key: value for key, value in self._provenance.items() if key not in NOT_IN_KEY}
         self.folder = cache_dir(config.cache_dir) / "answers" / json_digest(decisive)
-        self.files = {label: self.folder / f"{label}.jsonl" for label in config.sources}
+        self.files = {label: self.folder / f"{label}.jsonl" for label in config.sources}  # by source
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -40,22 +40,14 @@ LOG_INTERVAL_S = 60.0  # between two log lines of the progress if stderr is not 
 
 @dataclass(frozen=True)
 class RegenerationResult:
-    """Numbers of conversations after a call of `regenerate`.
-
-    Attributes:
-        done_before, done_now: finished before this call and by it.
-        total: all conversations of the dataset.
-        is_merged: whether all ranks' parts are complete and `out` is written.
-        outcomes: outcome -> number of conversations, of all that are finished.
-        num_skipped: conversations without a row, once merged.
-    """
+    """Numbers of conversations after a call of `regenerate`."""
 
     done_before: int
-    done_now: int
+    done_now: int  # finished by this call
     total: int
-    is_merged: bool
-    outcomes: Counter[str]
-    num_skipped: int
+    is_merged: bool  # all ranks' parts are complete and `out` is written
+    outcomes: Counter[str]  # of the finished ones
+    num_skipped: int  # without a row, once merged
 
     def as_text(self, out: Path) -> str:
         counts = ", ".join(f"{self.outcomes[outcome]} {outcome}" for outcome in Outcome if self.outcomes[outcome])

@@ -43,24 +43,15 @@ NUM_BINS = 24
 
 @dataclass
 class Statistics:
-    """Measures of a sample of a dataset.
+    """Measures of a sample of a dataset."""
 
-    Attributes:
-        total: examples in the dataset; None for a stream.
-        sources, families: measured examples by source and by task family.
-        values: one value per measured example, by measure (a key of `MEASURES`).
-        skipped: invalid items by reason.
-        own: the share of tokens that are the target's own choice, if it was measured.
-        long: the examples that exceed `data.max_length`, if they were counted.
-    """
-
-    total: int | None
-    sources: Counter[str] = field(default_factory=Counter)
+    total: int | None  # examples in the dataset; None for a stream
+    sources: Counter[str] = field(default_factory=Counter)  # of the measured examples
     families: Counter[str] = field(default_factory=Counter)
-    values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
-    skipped: Counter[str] = field(default_factory=Counter)
-    own: OwnShare | None = None
-    long: LongExamples | None = None
+    values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})  # one per example
+    skipped: Counter[str] = field(default_factory=Counter)  # invalid items by reason
+    own: OwnShare | None = None  # the share of tokens that are the target's own choice, if it was measured
+    long: LongExamples | None = None  # the examples that exceed `data.max_length`, if they were counted
 
     @property
     def num_measured(self) -> int:
