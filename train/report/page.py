@@ -29,6 +29,7 @@ from train.report.verdict import best_policy, verdict_markdown
 from train.report.web import prompt_section, write_report
 
 Report = Mapping[str, Any]
+MIN_ROUNDS = 10  # of an acceptance rate that is drawn; shares of fewer are mostly noise
 
 SPEED_NOTE = (
     "Speeds are those of decoding only: the clock starts after the target's prefill, which produces the first token, and "
@@ -94,16 +95,12 @@ def headline(report: Report) -> str:
 def _policies(report: Report) -> str:
     rows = [row for part in speed_rows(report) for row in part]
     failed = [f"`{name}` was left out: {reason}." for name, reason in report["failed_baselines"].items()]
-    parts = [markdown_table(HEADER, rows), f"Measured with {measured_with(report)}.", SPEED_NOTE, _differences(report)]
-    parts += [f"{margins(report)}." if margins(report) else "", *failed]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _differences(report: Report) -> str:
-    """Returns how close the top two logits were where outputs differ from the target's, as they can in low precision."""
+    parts = [markdown_table(HEADER, rows), f"Measured with {measured_with(report)}.", SPEED_NOTE]
     gaps = {name: part["first_gaps"] for name, part in report["policies"].items() if part["first_gaps"]}
-    texts = (f"`{name}` {', '.join(f'{gap:.2g}' for gap in found)}" for name, found in gaps.items())
-    return f"Gap of the top two logits at the first difference: {'; '.join(texts)}." if gaps else ""
+    if gaps:  # outputs can differ in low precision
+        texts = (f"`{name}` {', '.join(f'{gap:.2g}' for gap in values)}" for name, values in gaps.items())
+        parts.append(f"Gap of the top two logits at the first difference: {'; '.join(texts)}.")
+    return "\n\n".join([*parts, *([f"{margins(report)}."] if margins(report) else []), *failed])
 
 
 def _calibration(report: Report) -> str:
@@ -169,9 +166,6 @@ def _setup(report: Report) -> str:
     return "## Setup\n\n" + "\n".join(lines) + command
 
 
-MIN_ROUNDS = 10  # shares of fewer rounds are mostly noise
-
-
 @dataclass(frozen=True)
 class Plot:
     """A plot: file name beside the report, caption, and the function that draws it; None without data."""
@@ -219,24 +213,20 @@ def draw_speed(report: Report) -> Figure | None:
 
 def draw_acceptance(report: Report) -> Figure | None:
     """Draws the conditional acceptance rate at each draft position that enough rounds reached."""
-    shares = {
-        name: {
-            level["depth"]: level["kept"] / level["tried"]
-            for level in part["acceptance_by_depth"]
-            if level["tried"] >= MIN_ROUNDS
-        }
-        for name, part in report["policies"].items()
-    }
-    curves = {name: found for name, found in shares.items() if found}
+    curves: dict[str, dict[int, float]] = {}
+    for name, part in report["policies"].items():
+        reached = [level for level in part["acceptance_by_depth"] if level["tried"] >= MIN_ROUNDS]
+        if reached:
+            curves[name] = {level["depth"]: level["kept"] / level["tried"] for level in reached}
     if not curves:
         return None
     subtitle = f"of the rounds that accepted all tokens before it; positions that at least {MIN_ROUNDS} rounds reached"
     made = style.figure(3.9, "Acceptance rate by draft position", subtitle)
     axes = made.subplots()
-    for place, (name, found) in enumerate(curves.items()):
+    for place, (name, rates) in enumerate(curves.items()):
         offset, color = style.dodged(place, len(curves), 0.4), style.policy_color(name, report["policies"])
-        positions = [depth + offset for depth in found]
-        axes.plot(positions, list(found.values()), color=color, linewidth=1.8, marker="o", markersize=5, label=name)
+        positions = [depth + offset for depth in rates]
+        axes.plot(positions, list(rates.values()), color=color, linewidth=1.8, marker="o", markersize=5, label=name)
     axes.set_xlabel("draft position")
     axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -256,9 +246,17 @@ def draw_time(report: Report) -> Figure | None:
         1.75 + 0.38 * len(policies), "Decoding time by phase", "milliseconds per generated token, after the target's prefill"
     )
     axes = made.subplots()
-    lengths = [style.phase_bar(axes, place, part, phases) for place, part in enumerate(policies.values())]
-    for place, length in enumerate(lengths):
-        axes.text(length, place, f"  {length:.2f} ms", va="center", fontsize=9.5)
+    lengths = []
+    for place, part in enumerate(policies.values()):
+        left, total_s = 0.0, sum(part["time_s"].get(phase, 0.0) for phase in style.PHASES)
+        for phase in phases if total_s > 0 and part["tokens_per_s"] > 0 else ():
+            label, color = style.PHASES[phase]
+            # the shares of the prompts' median runs in the time of the tables, 1 / `tokens_per_s`
+            width = 1e3 / part["tokens_per_s"] * part["time_s"].get(phase, 0.0) / total_s
+            axes.barh(place, width, left=left, height=0.62, color=color, label=label if place == 0 else None)
+            left += width
+        axes.text(left, place, f"  {left:.2f} ms", va="center", fontsize=9.5)
+        lengths.append(left)
     axes.set_xlim(0, max(lengths) * 1.16)
     style.label_bars(axes, list(policies))
     style.legend_below(made, 4, handlelength=1.0)

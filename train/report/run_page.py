@@ -35,6 +35,18 @@ NOTE = (
     "draft and target; compare it with the measured `chain`. The speedup is that of the best policy, decoding only."
 )
 ESTIMATE = "estimated_tokens_per_pass"
+Lines = Sequence[dict[str, Any]]
+LOSSES = (("loss", style.INK), ("loss_ce", "#2f6fa7"), ("loss_feature", "#d98e4a"))
+NAMES = {  # of metrics in legends
+    "loss": "total",
+    "loss_ce": "cross-entropy",
+    "loss_feature": "features",
+    "agreement": "agreement of the top tokens",
+    "acceptance": "acceptance probability",
+}
+HEIGHT_IN = 7.4
+DODGED = 0.07  # share of the steps over which the dots of one validation are spread
+LOG_SCALE_RATIO = 50.0  # curves that span a larger factor have a logarithmic axis
 
 
 def write_run_report(folder: Path, out: Path | None = None) -> Path:
@@ -56,9 +68,7 @@ def write_run_report(folder: Path, out: Path | None = None) -> Path:
     return path
 
 
-def measured_against_estimate(
-    lines: Sequence[dict[str, Any]], reports: Sequence[tuple[int, dict[str, Any]]]
-) -> list[dict[str, Any]]:
+def measured_against_estimate(lines: Lines, reports: Sequence[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Returns one row per validation: its step, the last estimate logged before it, and the figures of every drafting policy.
 
     `ratio` is tokens per target pass measured for the policy `chain`, over the estimate, which simulates such chains.
@@ -76,7 +86,7 @@ def measured_against_estimate(
     return rows
 
 
-def page(run: RunSummary, lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]], home: Path) -> str:
+def page(run: RunSummary, lines: Lines, measured: Lines, home: Path) -> str:
     """Returns the content of report.md; links are relative to `home`, the folder of the page."""
     folder = run.folder
     reports = read_reports(folder)
@@ -102,7 +112,7 @@ def page(run: RunSummary, lines: Sequence[dict[str, Any]], measured: Sequence[di
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _headline(run: RunSummary, last: dict[str, Any], measured: Sequence[dict[str, Any]]) -> str:
+def _headline(run: RunSummary, last: dict[str, Any], measured: Lines) -> str:
     minutes = last["time_s"] / 60
     text = f"{last['step']:,} steps, {last['tokens']:,} tokens in {minutes:.1f} minutes of training; loss {last['loss']:.4f}."
     if run.score is None:
@@ -118,7 +128,7 @@ def _headline(run: RunSummary, last: dict[str, Any], measured: Sequence[dict[str
     return text
 
 
-def _own_answers(lines: Sequence[dict[str, Any]]) -> str:
+def _own_answers(lines: Lines) -> str:
     found = next((line for line in lines if OWN_ANSWERS in line), None)
     if found is None:
         return ""
@@ -128,25 +138,18 @@ def _own_answers(lines: Sequence[dict[str, Any]]) -> str:
     return f"{found[OWN_ANSWERS]:.0%} {text}{listed}, measured in the first steps."
 
 
-def _table(measured: Sequence[dict[str, Any]]) -> str:
+def _table(measured: Lines) -> str:
     names = list(dict.fromkeys(name for row in measured for name in row["policies"]))
     head = ["step", "estimate", "measured / estimate", *(f"`{name}`" for name in names), "speedup", "identical"]
-    rows = [
-        [
-            f"{row['step']:,}",
-            _number(row["estimate"]),
-            _number(row["ratio"]),
-            *(_number(row["policies"].get(name, {}).get("tokens_per_target_pass")) for name in names),
-            f"{max((part['speedup'] for part in row['policies'].values()), default=0.0):.2f}x",
-            f"{sum(p['match'] for p in row['policies'].values())}/{sum(p['total'] for p in row['policies'].values())}",
-        ]
-        for row in measured
-    ]
+    rows = []
+    for row in measured:
+        policies = row["policies"].values()
+        tokens = (row["policies"].get(name, {}).get("tokens_per_target_pass") for name in names)
+        numbers = ("-" if value is None else f"{value:.2f}" for value in (row["estimate"], row["ratio"], *tokens))
+        speedup = max((part["speedup"] for part in policies), default=0.0)
+        same = f"{sum(part['match'] for part in policies)}/{sum(part['total'] for part in policies)}"
+        rows.append([f"{row['step']:,}", *numbers, f"{speedup:.2f}x", same])
     return markdown_table(head, rows, ">")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _files(folder: Path, home: Path) -> str:
@@ -164,20 +167,6 @@ def _files(folder: Path, home: Path) -> str:
     checks = run_folder.list_checks(folder)
     links += [(f"later check {check.name}", check / run_folder.REPORT_PAGE, "") for check in checks]
     return "\n".join(f"* [{label}]({Path(os.path.relpath(path, home)).as_posix()}){text}" for label, path, text in links)
-
-
-Lines = Sequence[dict[str, Any]]
-LOSSES = (("loss", style.INK), ("loss_ce", "#2f6fa7"), ("loss_feature", "#d98e4a"))
-NAMES = {  # of metrics in legends
-    "loss": "total",
-    "loss_ce": "cross-entropy",
-    "loss_feature": "features",
-    "agreement": "agreement of the top tokens",
-    "acceptance": "acceptance probability",
-}
-HEIGHT_IN = 7.4
-DODGED = 0.07  # share of the steps over which the dots of one validation are spread
-LOG_SCALE_RATIO = 50.0  # curves that span a larger factor have a logarithmic axis
 
 
 def draw_curves(name: str, lines: Lines, measured: Lines) -> Figure:

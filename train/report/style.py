@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,20 +94,6 @@ def despine(axes: Axes, grid: str = "y") -> None:
     axes.tick_params(length=0)
     axes.grid(axis=grid, color=GRID, linewidth=0.9)  # type: ignore[arg-type]
     axes.set_axisbelow(True)
-
-
-def phase_bar(axes: Axes, place: int, part: Mapping[str, Any], phases: Container[str] = PHASES) -> float:
-    """Stacks the milliseconds per token of each phase in a horizontal bar; returns their sum. The first bar has the labels.
-
-    The sum over all phases is that of the tables, 1 / `tokens_per_s`, with the shares of the prompts' median runs.
-    """
-    left, total_s = 0.0, sum(part["time_s"].get(phase, 0.0) for phase in PHASES)
-    for phase, (name, color) in PHASES.items():
-        if phase in phases and total_s > 0 and part["tokens_per_s"] > 0:
-            width = 1e3 / part["tokens_per_s"] * part["time_s"].get(phase, 0.0) / total_s
-            axes.barh(place, width, left=left, height=0.62, color=color, label=name if place == 0 else None)
-            left += width
-    return left
 
 
 def label_bars(axes: Axes, labels: Sequence[str]) -> None:

@@ -45,8 +45,8 @@ from train.report.web import drafting_by_speed, ranked_prompts
 from train.validation.prompts import PromptSet
 
 logger = logging.getLogger(__name__)
-
-
+FOLDER = "traces"
+NUM_POLICIES = 2  # that are traced, the fastest ones
 Validate = Callable[..., dict[str, Any] | None]  # the signature of `validate`
 Merge = Callable[..., Measurement | None]  # the signature of `DecodeShard.merge`
 
@@ -257,10 +257,6 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for weight, data in weights:
             weight.data = data
-
-
-FOLDER = "traces"
-NUM_POLICIES = 2  # the fastest ones
 
 
 @dataclass(frozen=True, kw_only=True)
