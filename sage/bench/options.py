@@ -13,14 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from sage.commands.cli import (
-    CHECKPOINT_DTYPE,
-    add_load_options,
-    add_model_options,
-    add_settings,
-    named_models,
-    new_parser,
-)
+from sage.commands.cli import CHECKPOINT_DTYPE, add_load_options, add_model_options, add_settings, named_models, new_parser
 from sage.decoding.settings import DraftedAnswerSettings, Sampling
 from sage.io.ranges import NonNegativeInt, PositiveInt, Range, check_fields, from_attributes
 from sage.io.tables import markdown_table

@@ -260,10 +260,7 @@ def _ratio_or_zero(value: float, by: float) -> float:
 
 
 def rate_interval(
-    tokens: Sequence[float],
-    seconds: Sequence[float],
-    base_tokens: Sequence[float] = (),
-    base_seconds: Sequence[float] = (),
+    tokens: Sequence[float], seconds: Sequence[float], base_tokens: Sequence[float] = (), base_seconds: Sequence[float] = ()
 ) -> tuple[float, float] | None:
     """Returns the interval (low, high) of sum tokens / sum seconds, with a base over that of the base, prompts resampled in
     pairs; None for fewer than two prompts, or if nothing was decoded.

@@ -91,8 +91,7 @@ def test_runners_rotate_after_a_short_warm_up():
 
 
 @pytest.mark.parametrize(
-    ("after", "prompts", "repeats", "counts"),
-    [(2, 2, 1, [1, 1]), (4, 3, 2, [2, 1, 1]), (6, 3, 2, [2, 2, 2])],
+    ("after", "prompts", "repeats", "counts"), [(2, 2, 1, [1, 1]), (4, 3, 2, [2, 1, 1]), (6, 3, 2, [2, 2, 2])]
 )
 def test_an_interrupted_measurement_contains_the_complete_prompts(after, prompts, repeats, counts):
     """The last runner is interrupted in the middle of a prompt, so that the others' runs of that prompt are dropped."""

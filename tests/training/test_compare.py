@@ -19,15 +19,7 @@ from train.cli import validate as validate_cli
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, ScoreConfig, ScoreMetric
 from train.config.sweep import Job, failures, folder_name, job_line, swept
-from train.report.compare import (
-    changed_keys,
-    compare,
-    compare_jobs,
-    find_runs,
-    read_run,
-    run_command,
-    score_of_run,
-)
+from train.report.compare import changed_keys, compare, compare_jobs, find_runs, read_run, run_command, score_of_run
 from train.report.run_page import measured_against_estimate, write_run_report
 
 BASE: dict[str, Any] = {"seed": 0, "launch": {"ranks": 2}, "decode": {"options": {"chain": {"depth": 5}}}}
