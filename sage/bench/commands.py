@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
@@ -17,6 +18,7 @@ from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runne
 from sage.commands.cli import find_models, load_options
 from sage.io.files import write_json
 from sage.io.progress import progress_callback
+from sage.planning.base import Policy
 from sage.runtime.modes import resolve_pass_mode
 
 
@@ -28,15 +30,15 @@ def compare(args: argparse.Namespace, command: str) -> None:
     transformers_logging.set_verbosity_error()  # assisted generation logs warnings about its own defaults
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    own, sampling = options.variants(args.policies, args.policy), sage.Sampling.from_attributes(args)
+    variants, sampling = options.variants(args.policies, args.policy), sage.Sampling.from_attributes(args)
     placement = load_options(args)
     path, folder = find_models(args)
     target = sage.load_target(path, **placement)
     draft = None if folder is None else sage.load_draft(folder, target)
-    labels = [one.label for one in own]
+    labels = [variant.label for variant in variants]
     runners: list[Runner] = [
-        PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options), is_first_answer=args.first_answer)
-        for one in own
+        PolicyRunner(target, draft, label, policy, is_first_answer=args.first_answer)
+        for label, policy in new_policies(variants).items()
     ]
     baselines = [*options.baselines(args.baselines), *([HF_ASSISTED] if args.assistant else [])]
     runners += baseline_runners(target, baselines, args.assistant, draft, leave_out=labels)
@@ -47,15 +49,14 @@ def compare(args: argparse.Namespace, command: str) -> None:
     measurement = measure(
         runners, prompts, sampling, args.repeats, args.warmup, progress, ends=ends, batch_size=args.batch_size
     )
-    replayed = {one.label: sage.policy(one.policy, **one.options) for one in own}  # new ones, and every other policy
-    replayed |= all_policies({}, leave_out=[one.policy for one in own])
+    replayed = new_policies(variants) | all_policies({}, leave_out=[variant.policy for variant in variants])
     report = build_report(
         measurement,
         target,
         str(folder or "none"),
         labels,
-        kinds={one.label: one.policy for one in own},
-        options={one.label: one.options for one in own if one.options},
+        kinds={variant.label: variant.policy for variant in variants},
+        options={variant.label: variant.options for variant in variants if variant.options},
         calibration=calibration(runners, measurement),
         replay=replays(target, draft, prompts, sampling, replayed) if args.replay else {},
         command=command,
@@ -65,3 +66,7 @@ def compare(args: argparse.Namespace, command: str) -> None:
     if args.out is not None:
         write_json(Path(args.out), report)
         print(f"written: {args.out}")
+
+
+def new_policies(variants: Sequence[options.Variant]) -> dict[str, Policy]:
+    return {variant.label: sage.policy(variant.policy, **variant.options) for variant in variants}

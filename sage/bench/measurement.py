@@ -113,11 +113,13 @@ def measure(
         while done < total:
             first = done % len(prompts)
             group = prompts[first : first + (batch_size * BATCHES if batch_size > 1 else 1)]
-            found = {runner.name: _run_group(runner, group, sampling, failed, batch_size) for runner in rotated(runners, done)}
-            for place in range(len(group)):
-                latest = {name: own[place] for name, own in found.items() if own is not None}
+            results = {
+                runner.name: _run_group(runner, group, sampling, failed, batch_size) for runner in rotated(runners, done)
+            }
+            for index in range(len(group)):
+                latest = {name: group_runs[index] for name, group_runs in results.items() if group_runs is not None}
                 for name, run in latest.items():
-                    runs[name][first + place].append(run)
+                    runs[name][first + index].append(run)
                 done += 1
                 if observe is not None:
                     observe(latest)
@@ -131,7 +133,7 @@ def measure(
         prompts=list(prompts[:measured]),
         sampling=sampling,
         repeats=-(-done // len(prompts)),
-        runs={name: own[:measured] for name, own in runs.items() if name not in failed},
+        runs={name: by_prompt[:measured] for name, by_prompt in runs.items() if name not in failed},
         autoregressive=[runner.name for runner in runners if runner.is_autoregressive and runner.name not in failed],
         failed=failed,
         planned=None if done == total else Planned(prompts=len(prompts), repeats=repeats),
@@ -152,20 +154,20 @@ def _run_group(
     before.
     """
     samplings = [sampling if prompt.seed is None else replace(sampling, seed=prompt.seed) for prompt in prompts]
-    found = []
-    for prompt, own in zip(prompts, samplings, strict=True):
+    if len(prompts) > 1 and isinstance(runner, PolicyRunner) and runner.name not in failed:
+        return runner.run_batch([prompt.inputs for prompt in prompts], samplings, batch_size)
+    runs = []
+    for prompt, seeded in zip(prompts, samplings, strict=True):
         if runner.name in failed:
             return None
-        if len(prompts) > 1 and isinstance(runner, PolicyRunner):
-            return runner.run_batch([one.inputs for one in prompts], samplings, batch_size)
         try:
-            found.append(runner.run(prompt.inputs, own))
+            runs.append(runner.run(prompt.inputs, seeded))
         except Exception as error:  # any error of another library
             if not runner.may_fail:
                 raise
             failed[runner.name] = f"{type(error).__name__} on prompt {prompt.name}: {' '.join(str(error).split())[:300]}"
             logger.warning("%s is excluded: %s", runner.name, failed[runner.name])
-    return None if runner.name in failed else found
+    return None if runner.name in failed else runs
 
 
 def _check(

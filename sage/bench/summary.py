@@ -68,16 +68,16 @@ def pooled_counts(runs: Runs) -> dict[str, float]:
 
     `mean_accepted_draft` is the mean over rounds; `tokens_per_target_pass` weights each generation by its target passes.
     """
-    stats = [run.stats for repeats in runs for run in repeats]
-    accepted = [count for one in stats for count in one.accepted]
-    rounds = sum(one.rounds for one in stats)
-    passes = sum(one.target_passes for one in stats)
-    nodes = sum(entry.get("nodes", 0) for one in stats for entry in one.rounds_log)
-    tokens = sum(one.tokens_per_target_pass * one.target_passes for one in stats)
+    answers = [run.stats for repeats in runs for run in repeats]
+    accepted = [count for stats in answers for count in stats.accepted]
+    rounds = sum(stats.rounds for stats in answers)
+    passes = sum(stats.target_passes for stats in answers)
+    nodes = sum(entry.get("nodes", 0) for stats in answers for entry in stats.rounds_log)
+    tokens = sum(stats.tokens_per_target_pass * stats.target_passes for stats in answers)
     return {
         "mean_accepted_draft": sum(accepted) / len(accepted) if accepted else 0.0,
         "tokens_per_target_pass": tokens / passes if passes else 0.0,
-        "draft_steps_per_round": sum(one.draft_steps for one in stats) / rounds if rounds else 0.0,
+        "draft_steps_per_round": sum(stats.draft_steps for stats in answers) / rounds if rounds else 0.0,
         "nodes_per_round": nodes / rounds if rounds else 0.0,
         "nodes_per_accepted_token": nodes / sum(accepted) if sum(accepted) else 0.0,
     }
