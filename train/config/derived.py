@@ -30,10 +30,6 @@ class RunLength:
         minutes = [] if self.time_s is None else [f"{self.time_s / 60:g} minutes"]
         return " or ".join((*steps, *minutes))
 
-    def is_reached(self, step: int, time_s: float) -> bool:
-        """Whether a run that has taken `step` steps in `time_s` seconds of training has its length."""
-        return self.expected_steps(step, time_s) <= step
-
     def expected_steps(self, step: int, time_s: float) -> float:
         """Returns the steps that the run will have at its end, if further steps take as long as those so far."""
         limit = math.inf if self.steps is None else self.steps

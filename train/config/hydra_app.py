@@ -98,7 +98,8 @@ class App:
             print(help_text(self.config_name, self.schema, words), flush=True)
             return cli.EXIT_DONE
         self._swept_keys, self._num_jobs = sweep.swept(words)
-        folder = sweep.open_folder()
+        folder = Path("runs/.sweep").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        os.environ[sweep.FOLDER] = str(folder)  # is created when the first job of a sweep is done
         start = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=self.config_name)(self)
         code = self._guard(lambda: start() or max(self._codes, default=cli.EXIT_DONE))
         return max(code, self._guard(lambda: self._summarize(folder)))

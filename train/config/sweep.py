@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -47,13 +46,6 @@ class Job:
         folder = Path(os.environ[FOLDER])
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / f"job_{self.number:05d}.json", json.dumps(asdict(self)) + "\n")
-
-
-def open_folder() -> Path:
-    """Sets the folder of a new sweep in the environment; it is created when the first job is done."""
-    folder = Path("runs/.sweep").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    os.environ[FOLDER] = str(folder)
-    return folder
 
 
 def read_jobs(folder: Path) -> list[Job]:

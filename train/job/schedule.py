@@ -37,7 +37,7 @@ class RunSchedule:
 
     def has_length(self, state: TrainState) -> bool:
         """Whether all steps are taken, or the time is up."""
-        return self.length.is_reached(state.step, state.time_s)
+        return self.length.expected_steps(state.step, state.time_s) <= state.step
 
     def before_steps(self, state: TrainState) -> list[Due]:
         """Repeats the validation of the step that a run is resumed from, if a signal interrupted or prevented it."""

@@ -189,7 +189,9 @@ class Supervisor(SignalHandler):
 
     def root_cause(self) -> RankFailed:
         """Returns the error to report: of a rank killed from outside, else the first failure that is not secondary."""
-        reports, output = self._reports(), self._last_output()
+        reports, logs = self._reports(), sorted(self.folder.glob("rank_*.log"))  # of the ranks without the terminal
+        lines = {path.stem: path.read_text(errors="replace").splitlines()[-LAST_LINES:] for path in logs}
+        output = "".join("\n".join([f"{name}:", *last, ""]) for name, last in lines.items() if last)
         first = min(reports.values(), key=lambda report: (report.is_secondary, report.time), default=None)
         killed = next(((rank, signal.Signals(-code).name) for rank, code in self.failed.items() if code < 0), None)
         if killed is not None:
@@ -207,8 +209,3 @@ class Supervisor(SignalHandler):
             waiting = sorted(rank for rank, report in reports.items() if report.waited_s is not None)
             return RankFailed(time_out_line(waiting, first.waited_s), first.exit_code, first.details)
         return RankFailed(first.message, first.exit_code, first.details)
-
-    def _last_output(self) -> str:
-        """Returns the last lines of each rank without the terminal."""
-        written = {path.stem: path.read_text(errors="replace").splitlines() for path in sorted(self.folder.glob("rank_*.log"))}
-        return "".join("\n".join([f"{name}:", *lines[-LAST_LINES:], ""]) for name, lines in written.items() if lines)
