@@ -34,12 +34,7 @@ from train.launch.supervisor import RankFailed
 logger = logging.getLogger(__name__)
 
 
-class Action(StrEnum):
-    check = "check"
-    convert = "convert"
-    regenerate = "regenerate"
-
-
+Action = StrEnum("Action", ["check", "convert", "regenerate"])
 NUM_OWN = 64  # examples of which own answers are measured by default
 WITH_SERVER = dict.fromkeys(
     ("regenerate.draft", "regenerate.policy", "launch.", "target.dtype", "target.attention", "target.revision"),

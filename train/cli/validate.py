@@ -26,7 +26,6 @@ from train.report.compare import run_command
 from train.validation.selection import Checkpoint, find_checkpoint, settle
 
 COMPARE = "--compare"
-LOG_INTERVAL_S = TrainConfig.log_interval_s
 UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; remove it") | {
     "data.answers": "in sage-validate, which reads prompts alone; remove it",
 }
@@ -105,7 +104,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     target.processor.thinking = config.data.thinking.flag
     draft = sage.load_draft(checkpoint.draft, target)
     prompt_set, ends = PromptSet(target, config.decode, held_out), (KeyboardInterrupt,)
-    with closing(open_display(None, LOG_INTERVAL_S, is_main=True)) as display:
+    with closing(open_display(None, TrainConfig.log_interval_s, is_main=True)) as display:
         show = display.show_validation
         report = validate(config.decode, target, draft, prompt_set, info, policies=policies, show=show, ends=ends)
     assert report is not None

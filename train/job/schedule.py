@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum, auto
+from enum import StrEnum
 
 from train.config.derived import RunLength
 from train.config.schema import OptimConfig, Schedule, TrainConfig
 from train.state.resume import TrainState
 
-
-class Due(StrEnum):
-    """What the training loop does between two steps."""
-
-    log = auto()  # a line of metrics.jsonl
-    show = auto()  # the progress display
-    validate = auto()
-    save = auto()  # skipped if the last save holds the same progress
+# What the training loop does between two steps: a line of metrics.jsonl, the progress display, a validation, a saved state.
+Due = StrEnum("Due", ["log", "show", "validate", "save"])
 
 
 @dataclass(frozen=True)
