@@ -190,7 +190,7 @@ def _check_train(config: Config) -> None:
 
 def _check_objective(config: Config) -> None:
     objective = config.objective
-    weights = [part.name for part in fields(objective) if part.name.endswith("_weight")]
+    weights = [term.name for term in fields(objective) if term.name.endswith("_weight")]
     if not any(getattr(objective, name) for name in weights):
         shown = ", ".join(f"objective.{name}=0" for name in weights)
         raise ConfigError(f"{shown}: nothing to train on; raise one of them")

@@ -88,17 +88,17 @@ def _with_choices(arguments: Sequence[str]) -> list[str]:
         words.append(f"{key}.path={value}" if key in ("data", "target") and is_path else word)
     keys = {key_of(word) for word in words}
     has_data = bool({"data", "run.resume"} & keys) or any(key.startswith("data.sources.") for key in keys)
-    found: list[str] = []
+    overrides: list[str] = []
     for word in words:
         key, value = key_of(word), word.partition("=")[2]
-        if key == "data.path" and not has_data and "data=auto" not in found:
-            found.append("data=auto")
+        if key == "data.path" and not has_data and "data=auto" not in overrides:
+            overrides.append("data=auto")
         if key == "target.path" and "target" not in keys:
             is_name = value in target_names() and not os.path.exists(value)
-            found += [f"target={value}"] if is_name else [word] if BY_PATH in found else [BY_PATH, word]
+            overrides += [f"target={value}"] if is_name else [word] if BY_PATH in overrides else [BY_PATH, word]
         else:
-            found.append(word)
-    return found
+            overrides.append(word)
+    return overrides
 
 
 def _quoted(word: str) -> str:

@@ -72,8 +72,8 @@ def max_length_for(path: str, default: int) -> int:
     """Returns `recipe.max_length` of a shipped target with the `model_type` of a local folder; `default` if there is none."""
     line = f"\n  model_type: {_read_config(path).get('model_type')}\n"
     texts = (file.read_text(encoding="utf-8") for file in sorted((config_dir() / "target").glob("*.yaml")))
-    found = next((text for text in texts if line in text), "{}")
-    return int(OmegaConf.select(OmegaConf.create(found), "recipe.max_length") or default)
+    shipped = next((text for text in texts if line in text), "{}")
+    return int(OmegaConf.select(OmegaConf.create(shipped), "recipe.max_length") or default)
 
 
 def sequences_per_pass(most: int, max_length: int | None) -> int:

@@ -28,7 +28,7 @@ TYPED_GROUPS = ("draft", "draft/compressor", "tracking")  # their choices have d
 FIXED = (
     *("seed", "target.path", "target.revision", "target.adapter", "target.dtype", "draft.", "data.", "score."),
     *("train.global_batch_size", "train.precision", "train.length_window", "optim.kind"),
-    *("regenerate.on_cut", *(f"regenerate.{part.name}" for part in fields(AnswerSettings))),
+    *("regenerate.on_cut", *(f"regenerate.{setting.name}" for setting in fields(AnswerSettings))),
 )
 CHANGEABLE = ("data.num_workers", "data.bad_list", "data.cache_keep")  # not data.cache: known lengths change the batches
 UNRECORDED = ("run.", "debug", "launch.plan")  # settings of the command rather than of the run

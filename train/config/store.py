@@ -36,9 +36,9 @@ TRACKING = {"jsonl": TrackingConfig, "tensorboard": TrackingConfig, "wandb": Wan
 
 def subschemas() -> dict[tuple[str, str], type]:
     """Returns (group, choice) -> schema, for groups whose choices have different keys."""
-    found: dict[tuple[str, str], type] = {("draft", name): draft_schema(kind) for name, kind in KINDS.items()}
-    found |= {("draft/compressor", kind): compressor_schema(kind) for kind in COMPRESSORS}
-    return found | {("tracking", kind): schema for kind, schema in TRACKING.items()}
+    schemas: dict[tuple[str, str], type] = {("draft", name): draft_schema(kind) for name, kind in KINDS.items()}
+    schemas |= {("draft/compressor", kind): compressor_schema(kind) for kind in COMPRESSORS}
+    return schemas | {("tracking", kind): schema for kind, schema in TRACKING.items()}
 
 
 def group_choices(group: str) -> list[str]:
@@ -69,8 +69,8 @@ def _policy_meaning(policy: str) -> str:
     folder = Path(sage.trees.__file__).parent
     path = folder / f"{policy}.py" if (folder / f"{policy}.py").is_file() else folder / policy / "policy.py"
     classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    [found] = [node for node in classes if any(ast.unparse(line) == f"name = {policy!r}" for line in node.body)]
-    return first_sentence(ast.get_docstring(found))
+    [node] = [node for node in classes if any(ast.unparse(line) == f"name = {policy!r}" for line in node.body)]
+    return first_sentence(ast.get_docstring(node))
 
 
 @cache
@@ -102,31 +102,31 @@ class Key:
 
 def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:
     """Returns the dotted keys of a schema, those of every choice of its groups included; keys of groups follow the others."""
-    owners = {choice: part for (group, choice), part in subschemas().items() if group == group_of(prefix)} or {"": schema}
+    owners = {choice: owner for (group, choice), owner in subschemas().items() if group == group_of(prefix)} or {"": schema}
     having: dict[str, list[str]] = {}
     fields: dict[str, dataclasses.Field[Any]] = {}
-    for choice, part in owners.items():
-        for field in dataclasses.fields(part):
+    for choice, owner in owners.items():
+        for field in dataclasses.fields(owner):
             having.setdefault(field.name, []).append(choice)
             fields.setdefault(field.name, field)
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     nested: dict[str, Key] = {}
     for name, choices in having.items():
-        part, key = owners[choices[0]], prefix + name
-        hint = field_types(part)[name]
+        owner, key = owners[choices[0]], prefix + name
+        hint = field_types(owner)[name]
         kind = plain_type(hint)
         if dataclasses.is_dataclass(kind):
             nested |= keys_of(typing.cast(type, kind), f"{key}.")
         elif key in LABELED:
             nested |= keys_of(typing.get_args(kind)[1], f"{key}.{LABEL}.")
         else:
-            meaning, section = key_meanings(part).get(name, "").removesuffix("."), first_sentence(schema.__doc__)
+            meaning, section = key_meanings(owner).get(name, "").removesuffix("."), first_sentence(schema.__doc__)
             field = fields[name]
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             default = MISSING if default is dataclasses.MISSING else default
             owned = tuple(choices) if len(choices) < len(owners) else ()
-            found[key] = Key(hint, default, meaning, section, owned)
-    return found | nested
+            keys[key] = Key(hint, default, meaning, section, owned)
+    return keys | nested
 
 
 def group_of(prefix: str) -> str:

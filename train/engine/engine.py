@@ -120,11 +120,11 @@ class Engine:
         """
         problem = None
         for kind in KINDS:
-            found = {name: value.to("cpu", copy=True) for name, value in self._state.read(kind) if self.ranks.is_main}
+            tensors = {name: value.to("cpu", copy=True) for name, value in self._state.read(kind) if self.ranks.is_main}
             buffers = self._buffers() if kind == WEIGHT else {}
             try:
                 if self.ranks.is_main and problem is None:
-                    write_tensors(folder / f"{kind}.safetensors", found | buffers, {"step": str(self._state.step)})
+                    write_tensors(folder / f"{kind}.safetensors", tensors | buffers, {"step": str(self._state.step)})
             except OSError as error:  # raised at the end: the other ranks enter the next collective read
                 problem = error
         if problem is not None:
@@ -159,8 +159,8 @@ class Engine:
 
     def take_bad_gradient(self) -> Tensor:
         """Returns and resets whether a gradient on this rank was not finite; bool [] on the device, without synchronization."""
-        found, self._bad_gradient = self._bad_gradient, torch.zeros_like(self._bad_gradient)
-        return found
+        is_bad, self._bad_gradient = self._bad_gradient, torch.zeros_like(self._bad_gradient)
+        return is_bad
 
     def _check_gradient(self, gradient: Tensor) -> None:
         self._bad_gradient = self._bad_gradient | ~gradient.isfinite().all()

@@ -233,14 +233,16 @@ def try_largest(run: TrainingRun) -> None:
 
 def _report_own_answers(run: TrainingRun, num_supervised: float) -> None:
     """Logs, in the step that completes the measurement, how many supervised tokens are the target's own choice."""
-    own = None if run.own_answers is None else run.own_answers.end_step(run.ranks, run.state.step + 1, num_supervised)
-    if own is None:
+    measured = None if run.own_answers is None else run.own_answers.end_step(run.ranks, run.state.step + 1, num_supervised)
+    if measured is None:
         return
-    run.figures |= own.metrics()
-    logger.info("%s", own.line())
-    if own.is_foreign and run.config.data.answers is Answers.given:
+    run.figures |= measured.metrics()
+    logger.info("%s", measured.line())
+    if measured.is_foreign and run.config.data.answers is Answers.given:
         folder = run.config.run.dir
-        logger.warning("%s", own.warning(changed_command(read_command(Path(folder)), folder, "data.answers=target", "own")))
+        logger.warning(
+            "%s", measured.warning(changed_command(read_command(Path(folder)), folder, "data.answers=target", "own"))
+        )
 
 
 @contextmanager

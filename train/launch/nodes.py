@@ -33,15 +33,15 @@ def blind_ranks(ranks: Ranks, folder: Path) -> dict[int, str]:
     ranks.gather(None)  # until the token is there
     with suppress(OSError):
         os.listdir(folder.parent)  # opening it makes NFS look again for a folder that did not exist a moment ago
-    found = ranks.gather((token.exists(), socket.gethostname()))
+    seen = ranks.gather((token.exists(), socket.gethostname()))
     if ranks.is_main:
         token.unlink(missing_ok=True)
-    return {rank: host for rank, (is_seen, host) in enumerate(found) if not is_seen}
+    return {rank: host for rank, (is_seen, host) in enumerate(seen) if not is_seen}
 
 
-def check_same(ranks: Ranks, subject: str, found: Any) -> None:
-    """Raises ConfigError, on every rank, if `found` differs between ranks; `subject` names what it is. Collective."""
-    hosts = ranks.gather((socket.gethostname(), found))
+def check_same(ranks: Ranks, subject: str, value: Any) -> None:
+    """Raises ConfigError, on every rank, if `value` differs between ranks; `subject` names what it is. Collective."""
+    hosts = ranks.gather((socket.gethostname(), value))
     for rank, (host, other) in enumerate(hosts):
         if other != hosts[0][1]:
             raise ConfigError(

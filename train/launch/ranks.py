@@ -57,15 +57,15 @@ class Ranks:
 
     def gather(self, item: Any) -> list[Any]:
         """Returns every rank's picklable `item`, in rank order, on every rank."""
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, item, group=self.group)
-        return found
+        items: list[Any] = [None] * self.world_size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
 
     def gather_on_main(self, item: Any) -> list[Any]:
         """Returns every rank's picklable `item`, in rank order, on rank 0, and an empty list elsewhere."""
-        found: list[Any] = [None] * self.world_size if self.is_main else []
-        dist.gather_object(item, found or None, dst=0, group=self.group)
-        return found
+        items: list[Any] = [None] * self.world_size if self.is_main else []
+        dist.gather_object(item, items or None, dst=0, group=self.group)
+        return items
 
     def per_node(self) -> int:
         """Returns the ranks on each machine if they are equally many and numbered machine by machine, else all ranks."""

@@ -115,7 +115,7 @@ def _on_all_ranks(store: StateStore, ranks: Ranks, step: int, work: Callable[[],
         work()
     except OSError as error:
         cause = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-    causes = [found for found in ranks.gather(cause) if found]
+    causes = list(filter(None, ranks.gather(cause)))
     if causes:
         failed = store.abandon(step, causes[0]) if ranks.is_main else None
         raise ranks.broadcast(failed)
