@@ -43,7 +43,7 @@ def main() -> int:
     if arguments.images is not None:
         print(_parts(arguments, overrides))
         return 0
-    config: Config = compose("config", [*overrides, f"launch.device={arguments.device}"], Config)
+    config = compose("config", [*overrides, f"launch.device={arguments.device}"], Config)
     check(config)
     if config.deepspeed.stage == MAX_STAGE:
         raise ValueError("deepspeed.stage=3: allowed: 0, 1 or 2 here; under ZeRO-3 the draft cannot run outside the engine")
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _parts(arguments: argparse.Namespace, overrides: list[str]) -> str:
-    config: Config = compose("config", [*overrides, "launch.plan=true"], Config)  # opens no data
+    config = compose("config", [*overrides, "launch.plan=true"], Config)  # opens no data
     check(config)
     sizes = parts.Sizes(
         sequences=config.train.micro_batch_size,

@@ -142,7 +142,7 @@ def test_an_export_is_a_draft_of_every_command(tmp_path: Path) -> None:
     assert torch.equal(outputs(sage.load_draft(out, loaded)), outputs(made))
     found = settle(compose("validate", [], ValidateConfig), Checkpoint(draft=out, run=None), [])
     assert (found.target.path, found.target.dtype) == (str(target), "fp32")
-    config: Config = compose("config", [f"target.path={target}", "draft=eagle3", f"draft.path={out}"], Config)
+    config = compose("config", [f"target.path={target}", "draft=eagle3", f"draft.path={out}"], Config)
     config.draft.feature_levels = LEVELS  # type: ignore[attr-defined]
     started = build_student(config, loaded, None, None).decoding_draft  # type: ignore[arg-type]
     assert torch.equal(outputs(started), outputs(made))
@@ -191,7 +191,7 @@ def folder_of(home: Path, **config: object) -> Path:
     ("dtype", "expected"), [("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "bf16"), (None, "bf16")]
 )
 def test_the_precision_is_that_of_the_folder(tmp_path: Path, key: str, dtype: str | None, expected: str) -> None:
-    config: Config = compose("config", [f"target.path={folder_of(tmp_path, **{key: dtype})}/"], Config)
+    config = compose("config", [f"target.path={folder_of(tmp_path, **{key: dtype})}/"], Config)
     assert (config.target.name, config.target.dtype, config.train.precision) == ("Own-7B", expected, expected)
     assert config.run.dir == "runs/Own_7B-eagle3-pocket"
 
@@ -208,7 +208,7 @@ def test_the_default_precision_is_bf16(tmp_path: Path, content: str | None) -> N
 @pytest.mark.slow
 def test_the_path_replaces_the_target_of_an_experiment(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, dtype="float32")
-    config: Config = compose("config", ["experiment=eagle3", f"target.path={folder}"], Config)
+    config = compose("config", ["experiment=eagle3", f"target.path={folder}"], Config)
     assert (config.target.name, config.target.dtype, config.run.name) == ("Own-7B", "fp32", "eagle3-Own-7B")
 
 

@@ -360,7 +360,7 @@ def test_killed_client_of_a_server_continues(
 
 def test_invalid_rows_are_found_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "What?"}]}) + "\n")
-    config: Config = compose("config", [f"data.path={tmp_path}/chats.jsonl", f"data.cache_dir={tmp_path}/cache"], Config)
+    config = compose("config", [f"data.path={tmp_path}/chats.jsonl", f"data.cache_dir={tmp_path}/cache"], Config)
     monkeypatch.setattr(build, "build_target", None)
     with refused("chats.jsonl: item 0", "'user'", error=BadItem):
         build.build_inputs(config, cast(Ranks, SimpleNamespace(world_size=1)))

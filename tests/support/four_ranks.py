@@ -33,7 +33,7 @@ def main(arguments: Path, observations: Path) -> None:
     words = json.loads(arguments.read_text())
     with process_group("cpu", LIMIT_S) as ranks:
         for over in ("world", "auto"):
-            config: Config = compose("config", [*words, f"deepspeed.shard_over={over}"], Config)
+            config = compose("config", [*words, f"deepspeed.shard_over={over}"], Config)
             load = partial(sage.load_target, config.target.path, dtype=torch.float32, device=ranks.device)
             seen[over] = observed(load_sharded(load, config, ranks), load(), ranks)
     observations.write_text(json.dumps(seen))

@@ -90,8 +90,7 @@ def configured(target: Path, run: Path, *overrides: str) -> Config:
     from train.config.schema import Config
 
     one_rank = ["deepspeed=zero0", "launch.device=cpu"]
-    config: Config = compose("config", [*command(target, run), *one_rank, *overrides], Config)
-    return config
+    return compose("config", [*command(target, run), *one_rank, *overrides], Config)
 
 
 def configure(*overrides: str) -> Config:
@@ -100,8 +99,7 @@ def configure(*overrides: str) -> Config:
     from train.config.schema import Config
 
     draft = [] if any(word.startswith(("draft=", "experiment=")) for word in overrides) else ["draft=eagle"]
-    config: Config = compose("config", ["launch.plan=true", "data.path=/no/data", *draft, *overrides], Config)
-    return config
+    return compose("config", ["launch.plan=true", "data.path=/no/data", *draft, *overrides], Config)
 
 
 def big(target: str, *overrides: str) -> LaunchPlan:

@@ -36,7 +36,7 @@ def main(jobs: Path, observations: Path) -> None:
     for job in json.loads(jobs.read_text()):
         os.environ["MASTER_PORT"] = str(job["port"])
         record_targets(seen["targets"], job["name"])
-        config: Config = compose("config", job["arguments"], Config)
+        config = compose("config", job["arguments"], Config)
         if job["stop"]:
             with process_group("cpu", LIMIT_S) as ranks:
                 train_until_signal(config, ranks, job["stop"])

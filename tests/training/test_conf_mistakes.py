@@ -123,8 +123,7 @@ def test_negative_control_a_good_configuration_passes(in_empty_folder: Path) -> 
 
 
 def config_in(folder: Path, *overrides: str) -> Config:
-    config: Config = compose("config", [f"target.path={folder}", f"run.dir={folder}/run", *overrides], Config)
-    return config
+    return compose("config", [f"target.path={folder}", f"run.dir={folder}/run", *overrides], Config)
 
 
 def test_an_existing_run_folder_is_not_overwritten(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_baseline_that_failed_on_one_rank_is_dropped() -> None:
 
 
 def test_ranks_that_decode() -> None:
-    config: Config = compose("config", [], Config)
+    config = compose("config", [], Config)
     for where, device, ranks, expected in (
         *(("auto", "cpu", 4, False), ("auto", "cuda", 4, True), ("auto", "cuda", 1, False)),
         *(("all", "cpu", 2, True), ("main", "cuda", 2, False)),
@@ -136,7 +136,7 @@ def test_no_rank_waits_for_one_whose_validation_failed(rank: int, target: Path, 
     monkeypatch.setattr(Ranks, "gather_on_main", lambda _, item: [])
     monkeypatch.setattr("train.validation.in_loop.InLoopValidation._save_draft", lambda _: target)
     monkeypatch.setattr("sage.load_draft", lambda *_: None)
-    config: Config = compose("config", ["train.validate_on=all"], Config)
+    config = compose("config", ["train.validate_on=all"], Config)
     ranks = Ranks(rank, 2, torch.device("cpu"))
     shard = shard_prompts(config, ranks, PromptSet(None, config.decode, [{"input_ids": name} for name in "ab"]))
     parts: Any = dict.fromkeys(("engine", "target", "sharded", "tracker", "stop", "disk"))
@@ -206,7 +206,7 @@ def test_measurements_are_merged_without_sending_pixels(monkeypatch: pytest.Monk
     monkeypatch.setattr(Ranks, "gather", lambda _, item: [item])
     monkeypatch.setattr(Ranks, "gather_on_main", gather_on_main)
     target = SimpleNamespace(prepare=lambda messages: {"input_ids": len(messages)})
-    config: Config = compose("config", ["train.validate_on=all", "decode.num_prompts=9"], Config)
+    config = compose("config", ["train.validate_on=all", "decode.num_prompts=9"], Config)
     monkeypatch.setattr(PromptSet, "_answer", lambda _, messages: f"answer {len(messages)}")
     for rank in (1, 0):
         prompts = PromptSet(target, config.decode, [conversation(name, int(name == "b")) for name in names])

@@ -307,7 +307,7 @@ def test_what_the_number_of_ranks_of_a_launcher_rules_out_is_refused(
     for name, value in {"RANK": "0", "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, str(value))
     arguments = command(tmp_path, tmp_path / "run", *TINY_REPORT, "launch.ranks=2", "train.micro_batch_size=1")
-    config: Config = compose("config", [*arguments, "launch.device=cpu", *overrides], Config)
+    config = compose("config", [*arguments, "launch.device=cpu", *overrides], Config)
     with refused(*words, error=ConfigError):
         launch(config, run_rank)
 

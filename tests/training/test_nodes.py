@@ -230,7 +230,7 @@ def test_a_sweep_of_two_ranks_each_ends_in_one_comparison(
     assert all(run["policies"]["static"]["total"] == 3 for run in compared["runs"])
     assert done.stdout.endswith(f"comparison: {tmp_path / 'sweep' / 'compare.md'}\n")
     merged = json.loads((runs[0] / "validation" / "step_00000002" / "report.json").read_text())
-    config: Config = compose("config", [*command(target, runs[0]), *own], Config)
+    config = compose("config", [*command(target, runs[0]), *own], Config)
     loaded, prompts = sage.load_target(target), held_out_prompts(config.data, "validation", 3)
     draft, info = sage.load_draft(runs[0] / "draft", loaded), ReportInfo(run_dir=tmp_path / "alone", step=2)
     alone_report: Any = validate(config.decode, loaded, draft, PromptSet(loaded, config.decode, prompts), info)

@@ -20,7 +20,7 @@ LR = 1e-2
 
 
 def new_optimizer(module: torch.nn.Module, *settings: str) -> Any:
-    config: Config = compose("config", ["optim=muon", f"optim.lr={LR}", *settings], Config)
+    config = compose("config", ["optim=muon", f"optim.lr={LR}", *settings], Config)
     return make_optimizer(module, config, torch.device("cpu"))
 
 
@@ -90,7 +90,7 @@ def test_a_tensor_without_a_gradient_is_left_alone() -> None:
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_offloaded_adamw_is_fused_on_gpus(offload: str) -> None:
     """Its parameters are then float32 tensors on the CPU, for which torch has a fused step as well."""
-    config: Config = compose("config", [f"deepspeed.offload_optimizer={offload}", "optim.lr=1e-2"], Config)
+    config = compose("config", [f"deepspeed.offload_optimizer={offload}", "optim.lr=1e-2"], Config)
     weights = [torch.nn.Linear(8, 8, bias=False) for _ in range(2)]
     for weight, device in zip(weights, ("cuda", "cpu"), strict=True):
         torch.nn.init.ones_(weight.weight)
@@ -107,7 +107,7 @@ def test_offloaded_adamw_is_fused_on_gpus(offload: str) -> None:
 def test_a_parameter_without_a_gradient_counts_as_zero(stage: int, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a rank whose micro-batch has no image. Were it left out there alone, the ranks would clip to different norms."""
     settings = [f"deepspeed=zero{stage}", "target.dtype=bf16", "launch.device=cpu", "draft=eagle", "optim.grad_clip=1"]
-    config: Config = compose("config", settings, Config)
+    config = compose("config", settings, Config)
     student = new_student(sage.new_draft(make_qwen(), "eagle", seed=0), config)
     with process_group("cpu", 60) as ranks:
         engine = Engine(student, config, ranks, 2)

@@ -285,7 +285,7 @@ def test_a_plan_reports_the_data(target: Path, tmp_path: Path, capsys: pytest.Ca
     words = ["launch.plan=true", f"target.path={target}", "draft=eagle", "data=messages", f"data.cache_dir={tmp_path}/cache"]
 
     def planned(*more: str) -> str:
-        config: Config = compose("config", [*words, *more], Config)
+        config = compose("config", [*words, *more], Config)
         assert train(config) == 0
         shown = capsys.readouterr()
         return shown.out + shown.err

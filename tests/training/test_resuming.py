@@ -34,8 +34,7 @@ def started(folder: Path, *overrides: str) -> Path:
 
 
 def resumed(run: Path, *overrides: str) -> Config:
-    config: Config = compose("config", [*expand(["--resume", str(run)]), *overrides], Config)
-    return config
+    return compose("config", [*expand(["--resume", str(run)]), *overrides], Config)
 
 
 def test_nothing_but_the_run_is_needed(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_an_interrupted_validation_is_repeated(target: Path, tmp_path: Path) -> 
 
 
 def test_if_all_ranks_decode_one_that_aborts_interrupts_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Config = compose("config", ["train.validate_on=all"], Config)
+    config = compose("config", ["train.validate_on=all"], Config)
     others = [False]
     monkeypatch.setattr(Ranks, "gather", lambda _, item: [item, *others])
     monkeypatch.setattr(Ranks, "gather_on_main", lambda _, item: [])

@@ -32,8 +32,7 @@ LINES = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
 
 
 def config_in(folder: Path, *overrides: str) -> Config:
-    config: Config = compose("config", [f"run.dir={folder}", *overrides], Config)
-    return config
+    return compose("config", [f"run.dir={folder}", *overrides], Config)
 
 
 def logged(config: Config) -> Tracker:

@@ -62,8 +62,7 @@ def restored_threads(alone: None) -> Iterator[None]:
 
 
 def configure(target: Path, run: Path, *overrides: str) -> Config:
-    config: Config = compose("config", [*command(target, run), *SETTINGS, *overrides], Config)
-    return config
+    return compose("config", [*command(target, run), *SETTINGS, *overrides], Config)
 
 
 def steps(run: Path) -> list[int]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -33,6 +33,7 @@ from train.config.resuming import with_own_config
 from train.config.schema import Config, ConfigError
 from train.config.store import key_of
 
+Schema = TypeVar("Schema")
 FULL_ERROR = "HYDRA_FULL_ERROR"  # environment variable; makes Hydra raise errors instead of printing them and exiting
 
 
@@ -163,7 +164,7 @@ class App:
         return max((job.code for job in jobs), default=cli.EXIT_DONE)
 
 
-def to_object(composed: DictConfig, schema: type, overrides: Sequence[str], swept_keys: Sequence[str] = ()) -> Any:
+def to_object(composed: DictConfig, schema: type[Schema], overrides: Sequence[str], swept_keys: Sequence[str] = ()) -> Schema:
     """Converts a DictConfig to its dataclass; the target's GGUF file is dequantized here, after Hydra's own checks.
 
     Each job of a sweep gets a run folder named by the `swept_keys`. A resumed run has its own configuration with the
@@ -182,14 +183,14 @@ def to_object(composed: DictConfig, schema: type, overrides: Sequence[str], swep
             composed.run.dir = str(Path(composed.run.dir) / sweep.folder_name(sweep.name_of_job(swept_keys)))
         if is_own := composed.run.resume and (is_run(Path(composed.run.dir)) or not sweep.is_sweep()):
             composed = with_own_config(composed, overrides)
-    config = OmegaConf.to_object(composed)
+    config: Any = OmegaConf.to_object(composed)
     assert isinstance(config, schema), f"{type(config).__name__} is not {schema.__name__}"
-    if isinstance(config, Config) and not is_own:
-        shorten_validation(config, {key_of(override) for override in overrides})
+    if schema is Config and not is_own:
+        shorten_validation(cast(Config, config), {key_of(override) for override in overrides})
     return config
 
 
-def compose(config_name: str, overrides: list[str], schema: type) -> Any:
+def compose(config_name: str, overrides: list[str], schema: type[Schema]) -> Schema:
     """Returns the configuration of a command line with these overrides; any mistake is a ConfigError of one line."""
     register_resolvers()
     try:

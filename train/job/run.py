@@ -35,8 +35,7 @@ def compose(*overrides: str) -> Config:
 
     ConfigError of one line for an unknown key, a wrong type or a missing value.
     """
-    config: Config = compose_config("config", list(overrides), Config)
-    return config
+    return compose_config("config", list(overrides), Config)
 
 
 def run(config: Config, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:

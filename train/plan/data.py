@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from huggingface_hub import try_to_load_from_cache
 
 import sage
@@ -182,7 +183,7 @@ def _padded_tokens(lengths: np.ndarray, config: Config, rank: int, ranks: int) -
     train = config.train
     loader = StepLoader(
         _Examples(lengths),
-        lambda examples: {"num_tokens": len(examples) * max(len(example["input_ids"]) for example in examples)},
+        lambda examples: {"attention_mask": torch.ones(len(examples), max(len(e["input_ids"]) for e in examples))},
         train.global_batch_size,
         train.micro_batch_size,
         rank,
@@ -192,7 +193,7 @@ def _padded_tokens(lengths: np.ndarray, config: Config, rank: int, ranks: int) -
         micro_batch_tokens=train.micro_batch_tokens,
     )
     steps = iter(loader)
-    tokens = [[batch["num_tokens"] for batch in step] for step in islice(steps, NUM_STEPS)]
+    tokens = [[batch["attention_mask"].numel() for batch in step] for step in islice(steps, NUM_STEPS)]
     steps.close()
     return tokens
 
