@@ -96,11 +96,11 @@ class InputFormat:
         pixels: Inputs = {}
         texts: dict[str, list[str]] = {"image": [], "video": []}
         if images:
-            found, texts["image"] = self.encode_images(image_processor, images)
-            pixels |= found
+            inputs, texts["image"] = self.encode_images(image_processor, images)
+            pixels |= inputs
         if videos:
-            found, texts["video"] = self.encode_videos(image_processor, videos, fps)
-            pixels |= found
+            inputs, texts["video"] = self.encode_videos(image_processor, videos, fps)
+            pixels |= inputs
         return pixels, [texts[kind].pop(0) for kind in order]
 
     def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
@@ -119,9 +119,10 @@ class InputFormat:
             "image": self.image_texts(image_processor, images) if images else [],
             "video": self.video_texts(image_processor, videos, fps) if videos else [],
         }
-        readers = {kind: None if found is None else iter(found) for kind, found in texts.items()}
-        found = [None if (reader := readers[kind]) is None else next(reader) for kind in order]
-        return None if None in found else [text for text in found if text is not None]
+        if any(texts[kind] is None for kind in order):
+            return None
+        readers = {kind: iter(of_kind or ()) for kind, of_kind in texts.items()}
+        return [next(readers[kind]) for kind in order]
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:
         """Returns per-token inputs in addition to `input_ids` [T]; none by default."""

@@ -106,8 +106,8 @@ class Processor:
     @property
     def template_arguments(self) -> dict[str, Any]:
         """Further arguments of the chat template, which a server of the target needs as well."""
-        found = self.family.template_arguments
-        return found if self.thinking is None else {name: self.thinking for name in found}
+        arguments = self.family.template_arguments
+        return arguments if self.thinking is None else dict.fromkeys(arguments, self.thinking)
 
     @contextmanager
     def thinks(self, thinking: bool | None) -> Iterator[None]:
@@ -240,11 +240,11 @@ class Processor:
         before = [prefix for chat in chats for prefix in self._prefixes(chat)]
         joined = self._ids([prefix + text for prefix, text in zip(before, texts, strict=True)])
         alone = dict(zip(prefixes, self._ids(prefixes), strict=True)) if (prefixes := sorted(set(before) - {""})) else {}
-        found = iter(
+        pieces = iter(
             self._without_prefix(text, ids, alone.get(prefix, [])) if isinstance(text, str) else list(text)
             for prefix, text, ids in zip(before, given, joined, strict=True)
         )
-        tokenized = [list(islice(found, len(chat))) for chat in chats]
+        tokenized = [list(islice(pieces, len(chat))) for chat in chats]
         for chat, ids in zip(chats, tokenized, strict=True):
             if self._bos_ids and not str(chat[0][0]).startswith(self.tokenizer.bos_token):
                 ids[0] = [*self._bos_ids, *ids[0]]
@@ -254,12 +254,12 @@ class Processor:
         """Returns, for each segment that is tokenized within its chat, the special token before it or a line break; else ""."""
         if not self.prepends_blank:
             return [""] * len(chat)
-        found = [""]
+        prefixes = [""]
         for (before, was_supervised), (_, is_supervised) in pairwise(chat):
             is_answer = is_supervised and not was_supervised
             before = before if isinstance(before, str) else ""
-            found.append("" if is_answer else next((token for token in self._added if before.endswith(token)), "\n"))
-        return found
+            prefixes.append("" if is_answer else next((token for token in self._added if before.endswith(token)), "\n"))
+        return prefixes
 
     def _without_prefix(self, text: str, ids: list[int], prefix: list[int]) -> list[int]:
         """Returns the ids of a text without those of its prefix."""
@@ -291,8 +291,7 @@ class Processor:
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}  # no warning of a long prompt
-        ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
-        return ids
+        return self.tokenizer(texts, **options)["input_ids"]
 
     @cached_property
     def _bos_ids(self) -> list[int]:
@@ -319,17 +318,17 @@ class Processor:
         if texts is None:
             return None
         left, omitted = iter(texts), []
-        found: list[Segment] = []
+        shortened_segments: list[Segment] = []
         for text, is_answer in segments:
             if not isinstance(text, str):
-                found.append((text, is_answer))
+                shortened_segments.append((text, is_answer))
                 omitted.append(0)
                 continue
             expanded = self._placeholders.sub(lambda _: next(left), text)
             shortened = self._slot_runs.sub(lambda run: run[1], expanded)
-            found.append((shortened, is_answer))
+            shortened_segments.append((shortened, is_answer))
             omitted.append(sum(len(run[0]) // len(run[1]) - 1 for run in self._slot_runs.finditer(expanded)))
-        return found, omitted
+        return shortened_segments, omitted
 
     def tokens_of(self, text: str) -> list[int]:
         """Returns the ids of a text without special tokens around it."""

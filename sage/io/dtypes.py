@@ -18,8 +18,7 @@ def torch_dtype(name: str) -> torch.dtype:
     long = LONG_NAMES.get(name, name)
     if long not in SHORT_NAMES:
         raise ValueError(f"dtype: {name!r}; allowed: {', '.join([*LONG_NAMES, *SHORT_NAMES])}")
-    found: torch.dtype = getattr(torch, long)
-    return found
+    return getattr(torch, long)
 
 
 def loaded_dtype(published: str | None) -> str:

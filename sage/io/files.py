@@ -50,9 +50,9 @@ def import_installed(name: str) -> None:
         ImportError: another module of that name is imported already; names its file.
     """
     path = PACKAGES_DIR / name / "__init__.py"
-    found = sys.modules.get(name)
-    if found is not None:
-        other = getattr(found, "__file__", None)
+    module = sys.modules.get(name)
+    if module is not None:
+        other = getattr(module, "__file__", None)
         if other is None or Path(other).resolve() != path:
             raise ImportError(
                 f"{other or name}: this module is imported in place of sage-draft's package {name}; "

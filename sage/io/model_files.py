@@ -61,7 +61,7 @@ def load_weights(model_class: Any, folder: str | Path, role: str, allow_unused: 
     wrong = [f"{name} is missing" for name in info["missing_keys"]]
     wrong += [f"{name} is of a quantization that config.json does not name" for name in unused if QUANTIZED.search(name)]
     wrong += [] if allow_unused else [f"{name} is not part of the model" for name in unused]
-    wrong += [f"{name} is {list(found)}, not {list(expected)}" for name, found, expected in info["mismatched_keys"]]
+    wrong += [f"{name} is {list(shape)}, not {list(expected)}" for name, shape, expected in info["mismatched_keys"]]
     if wrong:
         raise ValueError(
             f"{role}: {folder}: its weights do not fit its config: {_listed(sorted(wrong))}; save or copy it again"

@@ -111,7 +111,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if origin is not None and issubclass(origin, Collection) and not issubclass(origin, dict):
         is_collection = isinstance(value, Sequence if origin is list else origin) and not isinstance(value, (str, bytes))
-        return is_collection and all(_fits(one, args[0]) for one in value)
+        return is_collection and all(_fits(item, args[0]) for item in value)
     if hint in (int, float):
         is_number = isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
         return is_number and abs(value) < math.inf
@@ -149,16 +149,16 @@ def type_name(hint: Any, is_plural: bool = False) -> str:
 
 def key_meanings(schema: type) -> dict[str, str]:
     """Returns the meaning of every described field of a dataclass, inherited fields included."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for base in reversed(schema.__mro__):
-        found |= parse_section(base.__doc__ or "")
-    return found
+        meanings |= parse_section(base.__doc__ or "")
+    return meanings
 
 
 def parse_section(doc: str) -> dict[str, str]:
     """Parses the entries `name: text` or `name, name: text` of a docstring's `Attributes:` or `Args:`."""
     lines = iter(inspect.cleandoc(doc).splitlines())
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     names: list[str] = []
     for line in lines:
         if SECTION.fullmatch(line):
@@ -168,10 +168,10 @@ def parse_section(doc: str) -> dict[str, str]:
             break
         if entry := ENTRY.fullmatch(line):
             names = entry.group(1).split(", ")
-            found |= dict.fromkeys(names, entry.group(2))
+            meanings |= dict.fromkeys(names, entry.group(2))
         else:
-            found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
-    return found
+            meanings |= {name: f"{meanings[name]} {line.strip()}".strip() for name in names}
+    return meanings
 
 
 def first_sentence(doc: str | None) -> str:

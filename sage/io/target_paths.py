@@ -40,9 +40,9 @@ def path_of_target(name: str) -> str:
         return str(unpacked(gguf))
     if name == BY_PATH or Path(name).exists() or Path(name).name != name or not file.is_file():
         return name
-    found = str(yaml.safe_load(file.read_text(encoding="utf-8"))["path"])
-    found = found.replace("${user_cache:}", str(user_cache_dir()))
-    return re.sub(r"\$\{package_dir:(\w+)\}", lambda package: package_dir(package[1]), found)
+    path = str(yaml.safe_load(file.read_text(encoding="utf-8"))["path"])
+    path = path.replace("${user_cache:}", str(user_cache_dir()))
+    return re.sub(r"\$\{package_dir:(\w+)\}", lambda package: package_dir(package[1]), path)
 
 
 def find_target(name: str, key: str = "target") -> str:
@@ -78,12 +78,12 @@ def looks_local(path: str) -> bool:
 
 def gguf_of(path: str | Path) -> Path | None:
     """Returns the GGUF file of a path: the file itself, or the only one in a folder without config.json."""
-    found = Path(path)
-    if found.suffix == ".gguf" and found.is_file():
-        return found
-    if not found.is_dir() or (found / "config.json").is_file():
+    model = Path(path)
+    if model.suffix == ".gguf" and model.is_file():
+        return model
+    if not model.is_dir() or (model / "config.json").is_file():
         return None
-    files = [file for file in sorted(found.glob("*.gguf")) if PROJECTOR not in file.name]
+    files = [file for file in sorted(model.glob("*.gguf")) if PROJECTOR not in file.name]
     return files[0] if len(files) == 1 else None
 
 

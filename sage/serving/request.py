@@ -174,8 +174,8 @@ class TextRequest(CompletionRequest):
         tokenizer, family = processor.tokenizer, processor.family
         ids = processor.tokens_of(self.prompt) if isinstance(self.prompt, str) else self.prompt
         media = tokenizer.convert_tokens_to_ids([*family.placeholders.values(), *family.slot_texts.values()])
-        if found := next((number for number in ids if number >= len(tokenizer) or number in media), None):
-            raise ValueError(f"token {found} is unknown, or stands for an image or video; send those as chat messages")
+        if token := next((number for number in ids if number >= len(tokenizer) or number in media), None):
+            raise ValueError(f"token {token} is unknown, or stands for an image or video; send those as chat messages")
         example = processor.encode([(self.prompt if isinstance(self.prompt, str) else tuple(self.prompt), False)])
         del example["loss_mask"]
         return processor.collate([example])

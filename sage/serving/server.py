@@ -32,8 +32,8 @@ def bind(host: str, port: int) -> socket.socket:
     """Returns a socket bound to an address; ValueError if that is not possible."""
     with ExitStack() as on_error:
         try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, kind, protocol, _, (address, _, *scope) = found[0]
+            addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, (address, _, *scope) = addresses[0]
             bound = on_error.enter_context(socket.socket(family, kind, protocol))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((address, port, *scope))

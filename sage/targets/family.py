@@ -120,8 +120,7 @@ class Family(InputFormat):
 
     def text_model(self, model: Any) -> nn.Module:
         """Returns the text layers with their final norm."""
-        found: nn.Module = model.get_decoder()
-        return found
+        return model.get_decoder()
 
     def optimize(self, model: nn.Module) -> None:
         """Replaces slow modules of a loaded model by equivalent ones, with the same weights under the same names."""
@@ -258,14 +257,14 @@ class Family(InputFormat):
         embeds = model.get_input_embeddings()(input_ids)
         visual_mask = torch.zeros_like(input_ids, dtype=torch.bool)
         visual = past.visual if past and self._has_same_pixels(inputs, past.inputs) else self.visual_features(model, placed)
-        for token_id, found in visual.items():
+        for token_id, output in visual.items():
             mask = input_ids == token_id
-            if int(mask.sum()) != len(found.embeds):
+            if int(mask.sum()) != len(output.embeds):
                 raise ValueError(
-                    f"inputs: {int(mask.sum())} visual placeholders for {len(found.embeds)} visual embeddings; "
+                    f"inputs: {int(mask.sum())} visual placeholders for {len(output.embeds)} visual embeddings; "
                     f"prepare text and images together with target.prepare(messages)"
                 )
-            embeds = embeds.masked_scatter(mask[..., None], found.embeds.to(embeds))
+            embeds = embeds.masked_scatter(mask[..., None], output.embeds.to(embeds))
             visual_mask |= mask
         extras = _join_extras(visual, input_ids, visual_mask)
         position_ids, next_position = placed[POSITIONS], placed[NEXT_POSITION]
@@ -279,8 +278,8 @@ class Family(InputFormat):
 def _join_extras(visual: dict[int, Visual], input_ids: Tensor, visual_mask: Tensor) -> dict[str, Tensor]:
     """Returns the extras of all slots in the order of the positions; zeros for a slot without one."""
     joined: dict[str, Tensor] = {}
-    for token_id, found in visual.items():
-        for name, values in found.extras.items():
+    for token_id, output in visual.items():
+        for name, values in output.extras.items():
             is_slot = input_ids[visual_mask] == token_id
             into = joined.setdefault(name, values.new_zeros(len(is_slot), *values.shape[1:]))
             into[is_slot] = values

@@ -72,10 +72,10 @@ def load_target(
     published = dtype_name(config.dtype)
     given = dtype or (torch_dtype(loaded_dtype(published)) if published in SHORT_NAMES else "auto")
     model = load_weights(family.auto_class, path, "target", allow_unused=True, dtype=given, **placement, **kwargs)
-    model, found = (model, None) if adapter is None else with_adapter(model, os.path.expanduser(adapter), path)
+    model, adapted = (model, None) if adapter is None else with_adapter(model, os.path.expanduser(adapter), path)
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
-    target = Target(model if placement else model.to(device), processor, adapter=found)
+    target = Target(model if placement else model.to(device), processor, adapter=adapted)
     if target.quantization:
         say_what_is_lost(target.name, target.quantization, model)
     target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_plain)

@@ -77,9 +77,9 @@ def _move_arguments(
 
 def _moved(value: Any, device: torch.device, copies: Copies) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)(_moved(one, device, copies) for one in value)
+        return type(value)(_moved(item, device, copies) for item in value)
     if type(value) is dict:  # masks by layer type
-        return {key: _moved(one, device, copies) for key, one in value.items()}
+        return {key: _moved(item, device, copies) for key, item in value.items()}
     if not isinstance(value, Tensor) or value.device == device:
         return value
     key = (id(value), device)

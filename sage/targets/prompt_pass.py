@@ -102,5 +102,4 @@ def _prompt_pass(target: Target, levels: tuple[int, ...]) -> PromptPass | None:
         is_small = sum(weight.nbytes for weight in target.text_model.parameters()) < MIN_BYTES
         is_other = target.family.window is not None or target.linear is not None
         target.functions[key] = None if is_small or is_other else PromptPass(target, levels)
-    found: PromptPass | None = target.functions[key]
-    return found
+    return target.functions[key]

@@ -156,8 +156,7 @@ class TreePass(PassFunction):
 
     def _cache(self, inputs: Any) -> PackedCache:
         """Returns the cache as the layers of the pass see it."""
-        found: PackedCache = inputs.cache()
-        return found
+        return inputs.cache()
 
     def _attention(self, inputs: TreeInputs) -> tuple[Mask, PassKeys | None]:
         """Returns what nodes attend to: additive masks, or the keys; no mask if a single node attends to all of them."""
@@ -207,8 +206,7 @@ class TreePasses:
         if target.linear is not None and self.executor.has_buckets:
             self.executor = EAGER
         self.is_split = self.executor.splits_keys(target.device, target.dtype, target.head_dim)
-        one = TreePass if target.linear is None else RecurrentTreePass
-        kinds = (one, SplitTreePass) if self.is_split else (one,)
+        kinds = [TreePass if target.linear is None else RecurrentTreePass, *([SplitTreePass] if self.is_split else [])]
         functions = [self._function(kind, tuple(levels)) for kind in kinds]
         self._pass = BoundPass(self.executor, functions[0], target.device, *functions[1:])
         self._steps = torch.empty(0, dtype=torch.long)

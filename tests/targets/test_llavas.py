@@ -11,7 +11,6 @@ import torch
 from support.data_helpers import assistant
 from support.family_passes import paths, tree
 from support.family_suite import CLIP, END, IMAGE, VICUNA, VIDEO, FamilySuite, chatml, text
-from support.messages import refused
 from support.models import LLAVA_IDS, SIGLIP, in_double, llava_config, random_draft
 from support.processors import byte_tokenizer_of, image_part, random_image, user
 from transformers import (
@@ -75,10 +74,6 @@ class TestLlava(FamilySuite):
         target = self.target_of(self.config(vision_config=vision, vision_feature_select_strategy=strategy))
         prompt = target.embed(in_double(target.prepare(user(image_part(16, 8), "?"))))  # raises if the model has others
         assert int(prompt.visual_mask.sum()) == slots
-
-    def test_another_vision_tower(self) -> None:
-        with refused("target: ", "llava with a vision tower of model_type 'pixtral'", "clip_vision_model, siglip_vision_model"):
-            family_of(self.config(vision_config={"model_type": "pixtral"}))
 
     def test_tokens_of_vicuna(self) -> None:
         """A SentencePiece tokenizer: the tokens of the whole conversation as Vicuna was trained on, `<s>` first."""

@@ -98,35 +98,32 @@ class TestQwen3VL(FamilySuite):
             torch.testing.assert_close(own[new].mlp.up_proj.weight, theirs[old].mlp.up_proj.weight)
 
 
-class TestQwen3VLMoe(TestQwen3VL):
-    def config(self) -> Any:
-        experts = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
-        return Qwen3VLMoeConfig(
-            text_config=text(head_dim=8, rope_parameters=ROPE, **experts),
-            vision_config=VISION,
-            tie_word_embeddings=False,
-            **QWEN_IDS,
-        )
+@pytest.fixture
+def sparse() -> sage.Target:
+    """A mixture of experts in float32, with distinct experts for distinct tokens."""
+    experts = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+    sizes = text(head_dim=8, rope_parameters=ROPE, **experts)
+    config = Qwen3VLMoeConfig(text_config=sizes, vision_config=VISION, tie_word_embeddings=False, **QWEN_IDS)
+    target = TestQwen3VL().target_of(config)
+    target.model.float()
+    return target
 
-    def prepare_float64(self, model: Any) -> None:
-        model.set_experts_implementation("eager")  # grouped_mm, the default, takes no float64
 
-    def test_a_shallow_model_keeps_the_deepstack_layers(self, target: sage.Target) -> None:
-        small = sage.new_draft(target, "model", num_layers=5).model
-        assert torch.equal(small.text_model.layers[2].mlp.experts.down_proj, target.text_model.layers[2].mlp.experts.down_proj)
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_a_tree_of_a_mixture_of_experts_is_its_paths(sparse: sage.Target, experts: str) -> None:
+    sparse.model.set_experts_implementation(experts)
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in TestQwen3VL().longest(sparse).items()}
+    torch.testing.assert_close(tree(sparse, sparse.embed(inputs)), paths(sparse, inputs), atol=1e-3, rtol=0)
 
-    def test_grouped_experts_give_the_same_tree(self, target: sage.Target) -> None:
-        """In float32, with distinct tokens, which are routed to different experts."""
-        model = target.model.float()
-        model.set_experts_implementation("grouped_mm")
-        inputs = {k: v.float() if v.is_floating_point() else v for k, v in self.longest(target).items()}
-        torch.testing.assert_close(tree(target, target.embed(inputs)), paths(target, inputs), atol=1e-3, rtol=0)
 
-    def test_active_parameters_are_those_of_the_chosen_experts(self, target: sage.Target) -> None:
-        experts = sum(p.numel() for name, p in target.model.named_parameters() if ".experts." in name)
-        assert experts == 8 * 8 * 3 * 16 * 32
-        total = sum(p.numel() for p in target.model.parameters())
-        assert target.family.active_parameters(target.model) == total - experts * 6 // 8
+def test_parameters_of_a_mixture_of_experts(sparse: sage.Target) -> None:
+    """Active are those of the chosen experts; a shallow model keeps the deepstack layers."""
+    experts = sum(p.numel() for name, p in sparse.model.named_parameters() if ".experts." in name)
+    assert experts == 8 * 8 * 3 * 16 * 32
+    total = sum(p.numel() for p in sparse.model.parameters())
+    assert sparse.family.active_parameters(sparse.model) == total - experts * 6 // 8
+    small = sage.new_draft(sparse, "model", num_layers=5).model
+    assert torch.equal(small.text_model.layers[2].mlp.experts.down_proj, sparse.text_model.layers[2].mlp.experts.down_proj)
 
 
 def test_axes_alternate() -> None:

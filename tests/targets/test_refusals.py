@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from support.messages import check_message, refused
 from support.processors import byte_tokenizer_of
 from transformers import (
     AutoTokenizer,
+    Gemma2Config,
     Gemma3TextConfig,
     Gemma4Config,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
     LlavaOnevisionConfig,
     MistralConfig,
     OlmoHybridConfig,
@@ -38,20 +42,35 @@ def test_windows() -> None:
         assert family_of(config).window is None
 
 
-def test_linear_attention(tmp_path: Path) -> None:
+REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {  # configuration -> its message
+    "linear attention": (OlmoHybridConfig, ("has layers of type linear_attention", "the text models qwen3_5_text, ")),
+    "soft caps": (lambda: Gemma2Config(num_hidden_layers=2), ("attn_logit_softcapping=50.0: soft caps",)),
+    "sinks": (lambda: GptOssConfig(num_hidden_layers=2), ("gpt_oss has attention sinks",)),
+    "sizes": (Gemma4Config, ("gemma4 has layers that differ in head_dim", "one size for all layers")),
+    "directions": (lambda: Gemma3TextConfig(use_bidirectional_attention=True), ("use_bidirectional_attention=true",)),
+    "text model": (
+        lambda: LlavaOnevisionConfig(text_config={"model_type": "gemma", "num_hidden_layers": 2}),
+        ("llava_onevision with a text model of model_type 'gemma'", "llama, mistral"),
+    ),
+    "vision tower": (
+        lambda: LlavaConfig(vision_config={"model_type": "pixtral"}),
+        ("llava with a vision tower of model_type 'pixtral'", "clip_vision_model, siglip_vision_model"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configurations(name: str) -> None:
+    make, parts = REFUSED[name]
+    with refused("target: ", *parts):
+        family_of(make())
+
+
+def test_a_configuration_is_refused_before_weights_are_loaded(tmp_path: Path) -> None:
     OlmoHybridConfig().save_pretrained(tmp_path)
     for load in (sage.load_target, sage.targets.loading.load_processor):
-        with refused("target: ", "olmo_hybrid has layers of type linear_attention", "the text models qwen3_5_text, "):
+        with refused("target: ", "olmo_hybrid has layers of type linear_attention"):
             load(str(tmp_path))
-
-
-def test_soft_caps_and_sinks(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", "num_hidden_layers": 2}))
-    with refused("target: ", "attn_logit_softcapping=50.0: soft caps"):
-        sage.load_target(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_hidden_layers": 2}))
-    with refused("target: ", "gpt_oss has attention sinks"):
-        sage.load_target(tmp_path)
 
 
 FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {  # change of a saved target's folder -> its message
@@ -88,27 +107,11 @@ def test_targets_whose_files_do_not_fit_together(name: str, tmp_path: Path) -> N
         sage.load_target(tmp_path)
 
 
-def test_layers_of_different_sizes() -> None:
-    with refused("target: gemma4 has layers that differ in head_dim", "one size for all layers"):
-        family_of(Gemma4Config())
-
-
-def test_attention_in_both_directions() -> None:
-    with refused("target: ", "use_bidirectional_attention=true"):
-        family_of(Gemma3TextConfig(num_hidden_layers=2, use_bidirectional_attention=True))
-
-
 def test_remote_code(tmp_path: Path) -> None:
     remote = {"model_type": "llavaonevision1_5", "auto_map": {"AutoConfig": "configuration.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(remote))
     with pytest.raises(ValueError, match="^target: .*'llavaonevision1_5' is code in the folder.* never run"):
         sage.load_target(tmp_path)
-
-
-def test_a_known_model_with_an_unknown_text_model() -> None:
-    config = LlavaOnevisionConfig(text_config={"model_type": "gemma", "num_hidden_layers": 2})
-    with pytest.raises(ValueError, match="^target: llava_onevision with a text model of model_type 'gemma', .* llama, mistral"):
-        family_of(config)
 
 
 def test_a_rope_that_heads_cannot_follow() -> None:

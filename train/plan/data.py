@@ -147,8 +147,8 @@ def local_folder(path: str) -> str | None:
     """Returns the folder of a target's tokenizer and image processor: a local one, or that of the hub's cache."""
     if os.path.isdir(folder := os.path.expanduser(path)):
         return folder
-    found = try_to_load_from_cache(path, "preprocessor_config.json")
-    return os.path.dirname(found) if isinstance(found, str) else None
+    file = try_to_load_from_cache(path, "preprocessor_config.json")
+    return os.path.dirname(file) if isinstance(file, str) else None
 
 
 def _unopened(config: Config) -> str:

@@ -68,9 +68,9 @@ def bytes_of_step(work: Workload) -> dict[str, float]:
         "text": target.num_layers * tokens,
         "draft": draft_depth * tokens * _draft_rows(work)[0] * (1 + BACKWARD),
     }
-    found = {part: layer_bytes(*layer, part in compiled) * rows[part] for part, layer in layers.items()}
+    traffic = {part: layer_bytes(*layer, part in compiled) * rows[part] for part, layer in layers.items()}
     logits = work.draft_vocab_size * tokens * (46 * _compared_share(work) + 68 * predicted)
-    return found | {"objective": logits + work.models.draft.has_own_lm_head * head_sum}
+    return traffic | {"objective": logits + work.models.draft.has_own_lm_head * head_sum}
 
 
 def layer_bytes(width: int, mlp_width: int, heads: int, size: int, is_compiled: bool) -> float:

@@ -87,11 +87,11 @@ def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
 def _run(plan: LaunchPlan) -> list[tuple[str, str]]:
     """The complete run: its steps on these data, and its validations."""
     rows: list[tuple[str, str]] = []
-    if (found := plan.balance) is not None:
-        speed = plan.config.train.global_batch_size * found.mean_tokens / plan.data_step_s / plan.ranks
+    if (balance := plan.balance) is not None:
+        speed = plan.config.train.global_batch_size * balance.mean_tokens / plan.data_step_s / plan.ranks
         rows += [
-            ("these data", f"{found.mean_tokens:,.0f} tokens per example, {found.real_share:.0%} of the padded ones"),
-            ("", f"{found.efficiency:.0%} of what ranks could compute until the slowest one is done"),
+            ("these data", f"{balance.mean_tokens:,.0f} tokens per example, {balance.real_share:.0%} of the padded ones"),
+            ("", f"{balance.efficiency:.0%} of what ranks could compute until the slowest one is done"),
             ("", f"{seconds(plan.data_step_s)} per step, {speed:,.0f} tokens/s per GPU"),
         ]
     train, recipe = plan.config.train, plan.config.target.recipe.micro_batch_size or 0

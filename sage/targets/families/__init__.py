@@ -22,14 +22,14 @@ SINKS = ("gpt_oss",)  # model types whose attention has sinks; no field of the c
 
 def _discover() -> dict[str, type[Family]]:
     """Returns `model_type` -> family."""
-    found: dict[str, type[Family]] = {}
+    families: dict[str, type[Family]] = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         module = import_module(f"{__name__}.{name}")
-        own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
-        for family in own:
+        classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+        for family in classes:
             if issubclass(family, Family):
-                found |= dict.fromkeys(family.model_types, family)
-    return found
+                families |= dict.fromkeys(family.model_types, family)
+    return families
 
 
 FAMILIES = _discover()

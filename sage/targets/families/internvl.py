@@ -31,15 +31,15 @@ class InternVL(Family):
         self, image_processor: Any, order: Sequence[str], images: list[Any], videos: list[list[Any]], fps: list[float]
     ) -> tuple[Inputs, list[str]]:
         left, rates = {"image": iter(images), "video": iter(videos)}, iter(fps)
-        found = []
+        encoded = []
         for kind in order:
             item = [next(left[kind])]
             if kind == "image":
-                found.append(self.encode_images(image_processor, item))
+                encoded.append(self.encode_images(image_processor, item))
             else:
-                found.append(self.encode_videos(image_processor, item, [next(rates)]))
-        pixels = torch.cat([inputs["pixel_values"] for inputs, _ in found])
-        return {"pixel_values": pixels}, [text for _, texts in found for text in texts]
+                encoded.append(self.encode_videos(image_processor, item, [next(rates)]))
+        pixels = torch.cat([inputs["pixel_values"] for inputs, _ in encoded])
+        return {"pixel_values": pixels}, [text for _, texts in encoded for text in texts]
 
     def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
         out = image_processor(images=images, crop_to_patches=True, return_tensors="pt")

@@ -144,11 +144,11 @@ class Qwen2_5_VL(Family):
         return (*LAYOUT, *(WINDOWS if self.has_windows else ()))
 
     def vision_layout(self, inputs: Inputs) -> Inputs:
-        found: Inputs = {}
+        layout: Inputs = {}
         for kind, (_, grid) in PIXELS.items():
             if inputs.get(grid) is not None:
-                found |= {f"{VISION}{kind}.{name}": value for name, value in self._layout(inputs[grid]).items()}
-        return found
+                layout |= {f"{VISION}{kind}.{name}": value for name, value in self._layout(inputs[grid]).items()}
+        return layout
 
     def _layout(self, grid: Tensor) -> dict[str, Any]:
         """Returns what the vision tower computes from the grids [images, 3] (transformers.vision_utils), by argument."""
