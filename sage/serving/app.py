@@ -50,23 +50,20 @@ LEFT = 499  # status of a request whose client has left, as of nginx
 def new_app(service: Service) -> ASGIApp:
     """Returns the ASGI application of a service whose scheduler runs."""
 
-    async def guard(request: Request) -> None:
-        check_access(service, request)
-
-    app = FastAPI(title="sage-serve", docs_url=None, redoc_url=None, dependencies=[Depends(guard)])
+    app = FastAPI(title="sage-serve", docs_url=None, redoc_url=None, dependencies=[Depends(check_access)])
+    app.state.service, app.state.inbox = service, Inbox(service.limits.max_body_bytes)
     if service.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=service.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "sage-draft"}
     model |= {"root": service.model, "max_model_len": service.max_context}
-    inbox = Inbox(service.limits.max_body_bytes)
 
     @app.post(CHAT)
     async def chat_completions() -> Response:
-        return Exchange(service, inbox, ChatRequest)
+        return Exchange(ChatRequest)
 
     @app.post(COMPLETIONS)
     async def completions() -> Response:
-        return Exchange(service, inbox, TextRequest)
+        return Exchange(TextRequest)
 
     @app.get("/v1/models")
     async def models() -> Any:
@@ -105,10 +102,11 @@ def new_app(service: Service) -> ASGIApp:
     return AccessLog(app)
 
 
-def check_access(service: Service, request: Request) -> None:
+async def check_access(request: Request) -> None:
     """Refuses requests without the key. Without a key, a server that listens locally also refuses requests under any name
     but that of this machine: a web page could reach it by a name that resolves to it.
     """
+    service: Service = request.app.state.service
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     is_known = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), service.api_key.encode())
     if service.api_key and request.url.path not in OPEN_PATHS and not is_known:
@@ -212,14 +210,14 @@ class Inbox:
 class Exchange(Response):
     """Receives a request of a kind and answers it; raises ApiError before anything is sent."""
 
-    def __init__(self, service: Service, inbox: Inbox, kind: type[CompletionRequest]) -> None:
+    def __init__(self, kind: type[CompletionRequest]) -> None:
         super().__init__()
-        self._service, self._inbox, self._kind = service, inbox, kind
+        self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._service
+        service, inbox = scope["app"].state.service, scope["app"].state.inbox
         with suppress(ClientDisconnect), service.scheduler.reserved() as job:
-            async with self._inbox.body(Request(scope, receive)) as body:
+            async with inbox.body(Request(scope, receive)) as body:
                 completion: Completion = await until_left(service.prepared(self._kind, body), receive)
                 scope["state"]["completion"] = completion
             async with aclosing(service.scheduler.decode(job, completion.inputs, completion.sampling)) as results:
