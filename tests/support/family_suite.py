@@ -126,8 +126,9 @@ class FamilySuite:
 
     # -- fixtures --------------------------------------------------------------------------------------------------------------
 
-    @pytest.fixture
+    @pytest.fixture(scope="class")
     def target(self) -> sage.Target:
+        """The target of all tests of a family, which leave it as it is."""
         return self.target_of(self.config())
 
     def target_of(self, config: PreTrainedConfig, template: str | None = None) -> sage.Target:

@@ -82,6 +82,11 @@ class TestQwen3_5(FamilySuite):
     def prepare_float64(self, model: Any) -> None:
         model.set_experts_implementation("eager")
 
+    @pytest.fixture
+    def target(self) -> sage.Target:
+        """A new one for each test: models keep the rule that they are made with."""
+        return self.target_of(self.config())
+
     @pytest.mark.parametrize("fault", ["sibling", "window"])
     def test_negative_controls(self, target: sage.Target, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The state of a sibling, and a convolution whose window is off by one."""

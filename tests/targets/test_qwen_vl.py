@@ -85,8 +85,9 @@ class TestQwen3VL(FamilySuite):
         monkeypatch.setattr(target.family, "text_inputs", lambda prompt: {})
         assert float((tree(target, target.embed(inputs)) - paths(target, inputs)).abs().max()) > 1e-3
 
-    def test_feature_levels_are_above_the_deepstack_layers(self, target: sage.Target) -> None:
+    def test_feature_levels_are_above_the_deepstack_layers(self) -> None:
         """Where the target has enough layers."""
+        target = self.target_of(self.config())
         assert levels_for(target) == [2, 4, 5]
         target.num_layers = 36
         assert levels_for(target) == [4, 18, 33]
