@@ -79,9 +79,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CorruptFolder(f"{path}: missing") from error
     except ValueError as error:
         raise CorruptFolder(f"{path}: corrupt: not JSON") from error
-    if not _has_manifest_form(manifest):
+    files = manifest.get("files") if isinstance(manifest, dict) and manifest.keys() == {"step", "files"} else None
+    is_listed = isinstance(files, dict) and all(isinstance(f, dict) and set(f) == {"bytes", "sha256"} for f in files.values())
+    if not is_listed or type(manifest["step"]) is not int:
         raise CorruptFolder(f"{path}: corrupt: not a manifest")
-    for name in manifest["files"]:
+    for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
             raise CorruptFolder(f"{path}: lists {name!r}, a path outside the folder")
     # A flipped byte can leave the JSON equivalent (white space): the text itself is compared as well.
@@ -94,13 +96,6 @@ def sha256(path: Path) -> str:
     """Returns the hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _has_manifest_form(manifest: Any) -> bool:
-    if not isinstance(manifest, dict) or set(manifest) != {"step", "files"} or not isinstance(manifest["files"], dict):
-        return False
-    listed = manifest["files"].values()
-    return type(manifest["step"]) is int and all(isinstance(f, dict) and set(f) == {"bytes", "sha256"} for f in listed)
 
 
 def _manifest_text(manifest: dict[str, Any]) -> str:

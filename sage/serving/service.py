@@ -21,10 +21,8 @@ from sage.inputs.processing import Processor
 from sage.serving.completion import Completion
 from sage.serving.decoding import Decoding, load_plan, plan_decoding
 from sage.serving.errors import ApiError, invalid
-from sage.serving.media import MediaReader
-from sage.serving.metrics import Metrics
-from sage.serving.request import CompletionRequest, read_request
-from sage.serving.scheduler import Scheduler
+from sage.serving.request import CompletionRequest, MediaReader, read_request
+from sage.serving.scheduler import Metrics, Scheduler
 from sage.serving.settings import ServerLimits
 from sage.targets import Target
 from sage.targets.loading import load_processor

@@ -19,8 +19,7 @@ from sage.runtime.compiled import CompiledFunction
 from sage.runtime.modes import PassMode
 from sage.serving.decoding import Decoding, Plan, plan_decoding
 from sage.serving.errors import ApiError
-from sage.serving.metrics import Metrics
-from sage.serving.scheduler import Job, Scheduler
+from sage.serving.scheduler import Job, Metrics, Scheduler
 from sage.serving.settings import ServerLimits
 
 ENDLESS, UNWANTED = 0, 13  # tokens of a prompt
