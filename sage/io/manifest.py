@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CorruptFolder(f"{path}: missing") from error
     except ValueError as error:
         raise CorruptFolder(f"{path}: corrupt: not JSON") from error
-    files = manifest.get("files") if isinstance(manifest, dict) and manifest.keys() == {"step", "files"} else None
+    files: Any = manifest.get("files") if isinstance(manifest, dict) and manifest.keys() == {"step", "files"} else None
     is_listed = isinstance(files, dict) and all(isinstance(f, dict) and set(f) == {"bytes", "sha256"} for f in files.values())
     if not is_listed or type(manifest["step"]) is not int:
         raise CorruptFolder(f"{path}: corrupt: not a manifest")
