@@ -32,7 +32,7 @@ class Repeated:
     left: list[int]
     is_endless: bool
     error: None = None
-    generation: Any = field(default_factory=lambda: SimpleNamespace(stats=Stats()))
+    stats: Stats = field(default_factory=Stats)
 
     @property
     def is_over(self) -> bool:
