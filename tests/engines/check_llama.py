@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from check_families import DEPTH, MAX_NEW_TOKENS, NUM_PROMPTS, STEPS, TRAIN_PROMPTS, answers_to, questions, train
 from layouts import FILES, SCALED, TEXT, Layout, save_layout
 
@@ -98,8 +97,7 @@ def check(folder: Path, home: Path, server: Path) -> int:
 
 def save_target(folder: Path) -> sage.Target:
     """Saves a random Llama 3 with the published model's tokenizer, and loads it."""
-    config = transformers.LlamaConfig(**{**TEXT, **TOKENS}, head_dim=64, rope_parameters=SCALED)
-    save_layout(Layout(lambda: config), folder)
+    save_layout(Layout(config={"type": "LlamaConfig", **TEXT, **TOKENS, "head_dim": 64, "rope_parameters": SCALED}), folder)
     for file in ("chat_template.jinja", *FILES):
         shutil.copy(build_published() / file, folder)
     return sage.load_target(folder, dtype=torch.float32)
