@@ -9,137 +9,36 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
-from support.export_helpers import BLOCK, LEVELS, MASK, REDUCED, edit_json, export_draft, make_draft, save_draft
+from support.export_helpers import BLOCK, EXPORTS, MASK, REDUCED, edit_json, export_draft, make_draft, save_draft
 from support.messages import check_message, refused
-from support.models import EAGLE_3_1
 from transformers import Qwen3Config
 
 import sage
 from checkpoints.export.configs import EngineConfig
 from checkpoints.export.exporter import export, speed_warnings
-from checkpoints.export.formats.block_checks import MISSING, lookup
 from checkpoints.export.formats.registry import find_format, variants
 from checkpoints.export.result import ExportOptions
 from checkpoints.export.serving import serving_line
 from checkpoints.export.target import TargetFacts
 from sage.drafts.eagle import Eagle3Config
 
-AUX = "eagle_aux_hidden_state_layer_ids"
 LAYER = "transformer_layer_config"
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # no axes of M-RoPE
-TOKENS = "speculators_config.proposal_methods"
-
-
-def proposal(tokens: int) -> list[dict[str, Any]]:
-    return [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}]
+KNOWN = yaml.safe_load(Path(__file__).with_name("exports.yaml").read_text(encoding="utf-8"))
 
 
 def written(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-# Of each export, the fields of config.json that engines read, and some tensors with their shapes; `...` is absent.
-FIELDS: dict[str, dict[str, Any]] = {
-    "eagle3": {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "max_position_embeddings": 512,
-        "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 1, 1]},
-        "tie_word_embeddings": False,
-        "target_hidden_size": ...,
-        "fc_norm": ...,
-        AUX: LEVELS,
-        f"eagle_config.{AUX}": [-1, 0, 1],
-    },
-    "speculators": {
-        "architectures": ["Eagle3DraftModel"],
-        "model_type": ...,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        **EAGLE_3_1,
-        AUX: LEVELS,
-        TOKENS: proposal(3),
-        f"{LAYER}.vocab_size": 330,
-    },
-    "vllm": {"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama"},
-    "sglang": {"architectures": ["LlamaForCausalLMEagle"]},
-    "reduced": {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
-        "model_type": ...,
-        "aux_hidden_state_layer_ids": [1, 2],
-        "mask_token_id": MASK,
-        "block_size": 4,
-        "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
-        TOKENS: proposal(3),
-        f"{LAYER}.is_causal": True,
-        f"{LAYER}.max_position_embeddings": 512,
-        f"{LAYER}.layer_types": ["full_attention"] * 2,
-        f"{LAYER}.rope_parameters": PLAIN_ROPE,
-    },
-    "native": {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1], "causal": False},
-        "is_causal": False,
-        "num_target_layers": 3,
-    },
-    "dspark": {
-        "sample_from_anchor": True,
-        "markov_rank": 6,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-        TOKENS: proposal(4),
-    },
-    "peagle_two": {
-        "speculators_model_type": "peagle",
-        "mask_token_id": MASK,
-        AUX: [0, 2],
-        "norm_before_residual": False,
-        "embed_requires_grad": True,
-        TOKENS: proposal(4),
-        f"{LAYER}.num_aux_hidden_states": 2,
-        f"{LAYER}.num_hidden_layers": 2,
-        f"{LAYER}.rope_parameters": PLAIN_ROPE,
-        f"{LAYER}.rope_scaling": ...,
-    },
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "eagle3": {"d2t": (109,), "t2d": (330,), "lm_head.weight": (109, 32), "embed_tokens.weight": ...},
-    "speculators": {"layers.0.hidden_norm.weight": (32,), "midlayer.hidden_norm.weight": ..., "embed_tokens.weight": (330, 32)},
-    "vllm": {"layers.0.input_layernorm.weight": ..., "lm_head.weight": ..., "d2t": ..., "fc.bias": ...},
-    "sglang": {"fc.bias": (32,)},
-    "plain": {"lm_head.weight": ..., "d2t": ..., "t2d": ..., "embed_tokens.weight": ...},
-    "reduced": {"lm_head.weight": (109, 32), "d2t": (109,), "embed_tokens.weight": ..., "mask_hidden": ...},
-    "dspark": {
-        "markov_head.markov_w1.weight": (330, 6),
-        "markov_head.markov_w2.weight": (109, 6),
-        "confidence_head.proj.weight": (1, 32 + 6),
-    },
-    "peagle_two": {
-        "mask_hidden": (1, 1, 64),
-        "mask_embedding": ...,
-        "layers.0.self_attn.q_proj.weight": (32, 64),
-        "layers.1.self_attn.q_proj.weight": (32, 32),
-    },
-}
-
-
 class TestWritten:
-    @pytest.mark.parametrize("name", FIELDS)
-    def test_fields_that_engines_read(self, exports: Path, name: str) -> None:
-        config, _ = written(exports / name)
-        found = {key: lookup(config, key, MISSING) for key in FIELDS[name]}
-        assert found == {key: MISSING if value is ... else value for key, value in FIELDS[name].items()}
-
-    @pytest.mark.parametrize("name", SHAPES)
-    def test_names_and_shapes(self, exports: Path, name: str) -> None:
-        _, tensors = written(exports / name)
-        found = {key: tuple(tensors[key].shape) if key in tensors else ... for key in SHAPES[name]}
-        assert found == SHAPES[name]
+    @pytest.mark.parametrize("name", EXPORTS)
+    def test_fields_and_shapes_are_those_that_engines_have_read(self, exports: Path, target: sage.Target, name: str) -> None:
+        config, tensors = written(exports / name)
+        known = json.loads(json.dumps(config).replace(str(target.name), "TARGET"))
+        assert known == KNOWN[name]["config"]
+        assert {key: [*tensor.shape] for key, tensor in tensors.items()} == KNOWN[name]["shapes"]
 
     def test_tensors_are_the_trained_ones_in_bf16(self, exports: Path, target: sage.Target) -> None:
         state, (_, tensors) = sage.load_draft(exports / "eagle3-draft", target).state_dict(), written(exports / "eagle3")
