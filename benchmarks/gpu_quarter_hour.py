@@ -68,18 +68,19 @@ class Step:
 def steps(work: Path, is_gpu: bool) -> list[Step]:
     """Returns the steps of gpu_steps.yaml, with published sizes on a GPU and pocket sizes on a CPU; some need a GPU."""
     table = yaml.safe_load(Path(__file__).with_name("gpu_steps.yaml").read_text(encoding="utf-8"))
-    constants = {"LARGE": LARGE, "NODES": ",".join(map(str, NODES)), "STEP_LENGTH": STEP_LENGTH}
+    constants: dict[str, Any] = {"LARGE": LARGE, "NODES": ",".join(map(str, NODES)), "STEP_LENGTH": STEP_LENGTH}
     constants |= {"TIMED_STEP": TIMED_STEP, "TRAIN_LARGE": TRAIN_LARGE, "work": shlex.quote(str(work.resolve()))}
-    words = constants | table["words"] | table["gpu" if is_gpu else "cpu"]
+    words: dict[str, Any] = constants | table["words"] | table["gpu" if is_gpu else "cpu"]
     found = []
     for row in table["steps"]:
         if row.get("is_for_gpus") and not is_gpu:
             continue
-        command, likely_s, limit_s = row["command"], *row["seconds"]
+        command: str = row["command"]
         while "{" in command:  # words consist of words
             command = command.format(**words, **row, folder=f"{words['work']}/{row['name']}")
+        likely_s, limit_s = row["seconds"]
         argv = [sys.executable, "-m", *shlex.split(command)]
-        limit_s *= 1 if is_gpu else 2
+        limit_s = limit_s if is_gpu else 2 * limit_s
         found.append(Step(name=row["name"], estimate_s=likely_s, limit_s=limit_s, command=argv, shows=row["shows"]))
     return found
 
