@@ -159,9 +159,8 @@ def _table(figures: Results, step: str) -> list[list[str]]:
 
 def main() -> int:
     parser = new_parser("python -m benchmarks.gpu_page", description=__doc__)
-    parser.add_argument(
-        "folders", metavar="DIR", nargs="*", type=Path, help="--out of gpu_quarter_hour; the last one's steps win"
-    )
+    text = "--out of gpu_quarter_hour; the last one's steps win"
+    parser.add_argument("folders", metavar="DIR", nargs="*", type=Path, help=text)
     parser.add_argument("--out", metavar="FILE", type=Path, default=PAGE, help="page to write; default: docs/gpu.md")
     args = parser.parse_args()
     results, figures = dict[str, Any](), dict[str, Any]()

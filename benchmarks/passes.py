@@ -208,9 +208,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, metavar="N", help="text layers of --shape; default: as many as fit")
     parser.add_argument("--out", metavar="FILE", help="also write the table as JSON")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
-    parser.add_argument(
-        "--torch-kernels", action="store_true", help="linear layers and attention of compiled passes with torch's kernels only"
-    )
+    text = "linear layers and attention of compiled passes with torch's kernels only"
+    parser.add_argument("--torch-kernels", action="store_true", help=text)
     cli.add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
     cli.add_device_option(parser, "auto")
     args = parser.parse_args()

@@ -113,9 +113,7 @@ def main() -> int:
     cli.add_model_options(parser)
     parser.add_argument("--policies", default=",".join(sage.POLICIES), metavar="NAME,..", help="default: all")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL of chat messages; default: the pocket test split")
-    parser.add_argument(
-        "--per-family", type=int, default=16, metavar="N", help="prompts of each pocket task family; default %(default)s"
-    )
+    parser.add_argument("--per-family", type=int, default=16, metavar="N", help="prompts of each task; default %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     cli.add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")

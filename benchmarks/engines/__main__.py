@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = new_parser("python -m benchmarks.engines", description=__doc__)
     draft_help = f"{DRAFT_HELP}; repeatable. The first one is also that of vLLM, exported as eagle3, or of --server"
     parser.add_argument("--draft", metavar="[LABEL=]RUN", action="append", required=True, help=draft_help)
-    parser.add_argument(
-        "--target", metavar="DIR", help="folder of the target; default: the one the first draft was trained for"
-    )
+    parser.add_argument("--target", metavar="DIR", help="folder of the target; default: that of the first draft")
     add_widen_option(parser)
     parser.add_argument("--policies", metavar="A,B", help="our policies with default options; see `sage-bench --help`")
     parser.add_argument(
@@ -56,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="timed turns of every decoder (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--threads", type=int, metavar="N", help="cores that both sides are pinned to; default: all")
-    parser.add_argument(
-        "--engine-python", type=Path, default=ENGINE_PYTHON, help="interpreter with vLLM (default: %(default)s)"
-    )
+    parser.add_argument("--engine-python", type=Path, default=ENGINE_PYTHON, help="with vLLM (default: %(default)s)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="existing folder for vLLM's logs; default: a temporary one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(argv)

@@ -111,11 +111,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", default="1,2,4,8,16", metavar="N,..", help=text)
     parser.add_argument("--prompts", type=int, default=48, help="prompts of a turn (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of every server (default: %(default)s)")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="tokens of an answer (default: %(default)s)"
-    )
-    text = "interpreter with vLLM (default: %(default)s)"
-    parser.add_argument("--engine-python", type=Path, default=ENGINE_PYTHON, help=text)
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of an answer (default: %(default)s)")
+    parser.add_argument("--engine-python", type=Path, default=ENGINE_PYTHON, help="with vLLM (default: %(default)s)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="existing folder for logs; default: a temporary one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     return parser.parse_args(argv)
