@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
     from train.config.schema import Config
     from train.launch.ranks import Ranks
     from train.plan.estimate import LaunchPlan
-    from train.validation.validate import Validate
 
 ROOT = Path(__file__).parents[2]
+VALIDATE = "train.validation.in_loop.validate"
+Validate = Callable[..., dict[str, Any] | None]
 SMALL = [
     "data=pocket",
     "data.num_examples=12",
@@ -60,7 +62,7 @@ def quick_report(**figures: float) -> dict[str, Any]:
 
 
 def quick_validation(*_: Any, **__: Any) -> dict[str, Any]:
-    """Replaces `train.validation.validate.validate` without decoding."""
+    """Replaces `VALIDATE` without decoding."""
     return quick_report()
 
 
@@ -68,7 +70,8 @@ def train_quickly(config: Config, validate: Validate = quick_validation) -> int:
     """Trains on one rank of this process with a validation that decodes nothing; returns the exit code."""
     from train.job.run import run_rank
 
-    return run_rank(config, validate)
+    with mock.patch(VALIDATE, validate):
+        return run_rank(config)
 
 
 def make_target(where: Path, family: str = "qwen2_5_vl", layers: int = 2) -> Path:
@@ -124,7 +127,7 @@ def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Valida
     from train.job.build import building
     from train.job.loop import fit
 
-    with building(config, ranks, validate=validate) as run:
+    with mock.patch(VALIDATE, validate), building(config, ranks) as run:
         feed = run.loader
 
         class Interrupted:

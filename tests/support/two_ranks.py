@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.train_helpers import quick_validation, train_until_signal
+from support.train_helpers import train_quickly, train_until_signal
 
 import sage
 import train.job.build
@@ -41,7 +41,7 @@ def main(jobs: Path, observations: Path) -> None:
             with process_group("cpu", LIMIT_S) as ranks:
                 train_until_signal(config, ranks, job["stop"])
         else:
-            assert run_rank(config, None if job["is_validated"] else quick_validation) == 0
+            assert (run_rank if job["is_validated"] else train_quickly)(config) == 0
     observations.write_text(json.dumps(seen))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.messages import refused
-from support.train_helpers import configured, draft_weights, quick_report
+from support.train_helpers import VALIDATE, configured, draft_weights, quick_report, train_quickly
 
 from checkpoints.run_folder import read_reports
 from data_prep.conversation import FOLLOW_UPS, Conversation
@@ -25,7 +25,6 @@ from sage.decoding.sampling import Sampling
 from train.config.hydra_app import compose
 from train.config.schema import Config, ValidateOn
 from train.job.loop import TrainingError
-from train.job.run import run_rank
 from train.launch.ranks import Ranks
 from train.state.resume import TrainState
 from train.validation.in_loop import InLoopValidation, ValidationOutcome, all_ranks_decode, interleave, shard_prompts
@@ -101,7 +100,7 @@ def test_a_run_without_progress_ends_early_and_keeps_its_best_draft(configure: C
     """The best score is at step 2; with a patience of two the run ends at step 4 of 9. Steps 2 and 3 are traced."""
     scores = Scores(1.0, 2.0, 1.5, 2.0, 9.9)
     length = ["train.max_steps=9", "train.validate_every=1", "train.patience=2"]
-    assert run_rank(configure(*length, "score.metric=speedup", "train.profile=[2,3]"), scores) == 0
+    assert train_quickly(configure(*length, "score.metric=speedup", "train.profile=[2,3]"), scores) == 0
     run = tmp_path / "run"
     assert scores.left == [9.9]
     assert len(scores.prompts) == 4 and all(prompts is scores.prompts[0] for prompts in scores.prompts)  # prepared once
@@ -121,12 +120,12 @@ def test_a_validation_that_fails_ends_the_run_only_if_it_is_the_last_one(configu
     full = torch.OutOfMemoryError("CUDA out of memory.")
     config = configure("train.max_steps=3", "train.validate_every=1")
     with refused(f"{tmp_path / 'run'}: step 3 is saved", "rank 0: OutOfMemoryError: CUDA out of memory", error=TrainingError):
-        run_rank(config, Scores(full, 1.0, full, full))
+        train_quickly(config, Scores(full, 1.0, full, full))
     assert "step 1: validation failed (rank 0: OutOfMemoryError" in caplog.text
     trainer = json.loads((tmp_path / "run" / "state" / "step_00000003" / "trainer.json").read_text())
     assert (trainer["best_step"], trainer["validated_step"]) == (2, 2)
     config.run.resume = True
-    assert run_rank(config, Scores(2.0)) == 0
+    assert train_quickly(config, Scores(2.0)) == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -140,9 +139,8 @@ def test_no_rank_waits_for_one_whose_validation_failed(rank: int, target: Path, 
     ranks = Ranks(rank, 2, torch.device("cpu"))
     shard = shard_prompts(config, ranks, PromptSet(None, config.decode, [{"input_ids": name} for name in "ab"]))
     parts: Any = dict.fromkeys(("engine", "target", "sharded", "tracker", "stop", "disk"))
-    validation = InLoopValidation(
-        config=config, ranks=ranks, shard=shard, state=TrainState(), policies={}, validate=Scores(OSError("no")), **parts
-    )
+    monkeypatch.setattr(VALIDATE, Scores(OSError("no")))
+    validation = InLoopValidation(config=config, ranks=ranks, shard=shard, state=TrainState(), policies={}, **parts)
     assert validation() == ValidationOutcome(failure=f"rank {rank}: OSError: no")
     assert gathered[0] is True  # the merge, marked as incomplete
 
@@ -172,7 +170,7 @@ def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothin
     overrides = [*length, "decode.num_prompts=2", "decode.policies=[autoregressive,chain]"]
     config, run = configure(*overrides), tmp_path / "run"
     with caplog.at_level(logging.INFO, logger="train"):
-        assert run_rank(config, decode) == 3
+        assert train_quickly(config, decode) == 3
     partial = run / "validation" / "step_00000001_partial"
     assert f"{partial}: partial: interrupted after 1 of 2 prompts" in caplog.text
     report = json.loads((partial / "report.json").read_text())
@@ -182,12 +180,12 @@ def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothin
     assert re.fullmatch(r"chain \d\.\d\d tokens/pass \d+\.\d\dx", seen[1][2])
     is_signalled.append(False)
     resumed = [*overrides, "run.resume=true"]
-    assert run_rank(configured(Path(config.target.path), run, *resumed), decode) == 0
+    assert train_quickly(configured(Path(config.target.path), run, *resumed), decode) == 0
     assert not partial.exists() and read_reports(run)[0][1]["prompts"] == 2
     state = json.loads((run / "state" / "step_00000001" / "trainer.json").read_text())
     assert state["time_s"] > 6e-5 and state["validated_step"] == 1 and not (run / "state" / "step_00000002").exists()
     capsys.readouterr()
-    assert not run_rank(configured(Path(config.target.path), run, *resumed), Scores()), "decoded again"
+    assert not train_quickly(configured(Path(config.target.path), run, *resumed), Scores()), "decoded again"
     shown = capsys.readouterr().out
     assert shown.startswith(f"{run}: already finished at step 1; train.max_steps=N")
     assert "\nverdict: " in shown and "\n* **verdict:** " in (run / "report.md").read_text()

@@ -28,7 +28,6 @@ from support.train_helpers import (
     configured,
     draft_weights,
     environment,
-    quick_validation,
     single_process,
     srun_variables,
     train_quickly,
@@ -214,7 +213,7 @@ def micro_gradients(home: Path, target: Path) -> dict[str, torch.Tensor]:
     """The float64 sum of the bf16 gradients of four micro-batches."""
     one = config(target, home / "reference", "train.micro_batch_size=1", *ONE_BF16_STEP)
     generators = rng_state(torch.device("cpu"))
-    with process_group("cpu", 60) as ranks, building(one, ranks, validate=quick_validation) as run:
+    with process_group("cpu", 60) as ranks, building(one, ranks) as run:
         student = copy.deepcopy(run.engine.student)
         trained = {name: p for name, p in student.draft.named_parameters() if p.requires_grad}
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trained.items()}

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.messages import check_message, refused
 from support.train_helpers import (
+    VALIDATE,
     command,
     configured,
     draft_weights,
@@ -118,7 +120,7 @@ def test_trying_the_largest_micro_batch_changes_nothing(configure: Configure, tm
     """With noise on the features, so that a generator that is not restored would show; then without memory."""
     for name in ("tried", "plain"):
         config = configure(tmp_path / name, "objective.feature_noise=0.1", "train.micro_batch_size=4", *options)
-        with process_group("cpu", 60) as ranks, building(config, ranks, validate=quick_validation) as run:
+        with process_group("cpu", 60) as ranks, mock.patch(VALIDATE, quick_validation), building(config, ranks) as run:
             if name == "tried":
                 try_largest(run)
             assert fit(run)
@@ -374,5 +376,5 @@ def test_every_validation_decodes_with_a_copy_of_the_same_policies(target: Path,
         return report
 
     words = ["train.validate_every=1", "decode.policies=[cost_aware]", "decode.baselines=[]", "launch.device=cpu"]
-    assert run_rank(compose("config", command(target, tmp_path / "run", *words), Config), decode) == 0
+    assert train_quickly(compose("config", command(target, tmp_path / "run", *words), Config), decode) == 0
     assert [before for before, _ in learned] == [0, 0] and all(after > 0 for _, after in learned)

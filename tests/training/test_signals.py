@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.train_helpers import configured, quick_report
+from support.train_helpers import configured, quick_report, train_quickly
 
 from checkpoints.store import StateStore
 from sage.bench.measurement import Interrupted
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.job.run import run_rank
 from train.launch.launcher import launch
 from train.launch.ranks import Ranks
 from train.launch.supervisor import RankFailed, StopFlag
@@ -49,7 +48,7 @@ class SignalledValidation:
         return quick_report(tokens_per_target_pass=1.0 + len(self.steps))
 
     def train(self, config: Config) -> int:
-        return run_rank(config, self)
+        return train_quickly(config, self)
 
 
 def configure(target: Path, run: Path, *overrides: str) -> Config:

@@ -61,21 +61,17 @@ from train.state.provenance import write_provenance
 from train.state.resume import TrainState, check_same_data, check_space, fingerprint_data, load_state, seed_everything
 from train.validation.in_loop import DecodeShard, InLoopValidation, all_ranks_decode, shard_prompts
 from train.validation.prompts import PromptSet
-from train.validation.validate import Validate, build_policies, check_assistant
-from train.validation.validate import validate as measure_draft
+from train.validation.validate import build_policies, check_assistant
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def building(
-    config: Config, ranks: Ranks, stop: StopFlag | None = None, validate: Validate | None = None
-) -> Iterator[TrainingRun]:
+def building(config: Config, ranks: Ranks, stop: StopFlag | None = None) -> Iterator[TrainingRun]:
     """Builds a run; closes its sinks and its engine at the end, also after an error.
 
     Args:
         stop: requests a stop of training and validation.
-        validate: measures the draft; default: `train.validation.validate.validate`.
 
     Raises:
         ValueError: a model, data, policy or state does not fit, or another process trains in the folder; nothing is written.
@@ -115,7 +111,7 @@ def building(
             metrics=TrainingMetrics(loader, state.tokens, chain_depth(config.decode)),
             state=state,
             length=length,
-            validate=new_validation(config, disk, inputs, engine, tracker, state, stop, validate or measure_draft, display),
+            validate=new_validation(config, disk, inputs, engine, tracker, state, stop, display),
             profile=profile,
             stop=stop,
             own_answers=OwnAnswers(target, list(config.data.sources), length.steps, state.step),
@@ -202,7 +198,6 @@ def new_validation(
     tracker: Tracker,
     state: TrainState,
     stop: StopFlag,
-    validate: Validate,
     display: Any,
 ) -> InLoopValidation:
     """Returns the validation of a run, which measures the draft in the engine."""
@@ -218,7 +213,6 @@ def new_validation(
         shard=inputs.shard,
         disk=disk,
         policies=inputs.policies,
-        validate=validate,
         display=display,
     )
 

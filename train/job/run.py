@@ -27,7 +27,6 @@ from train.monitor.sinks import check_tracking
 
 if TYPE_CHECKING:
     from train.job.loop import TrainingRun
-    from train.validation.validate import Validate
 
 
 def compose(*overrides: str) -> Config:
@@ -78,13 +77,8 @@ def check_main_guard(config: Config) -> None:
         raise ConfigError(f"{cause}: starts processes that import {path}, which would train again there; {remedy}")
 
 
-def run_rank(config: Config, validate: Validate | None = None, callbacks: Sequence[Callback] = ()) -> int:
-    """Trains on this process's rank, and prints a summary on rank 0; returns 0 when done, 3 if stopped by a signal.
-
-    Args:
-        validate: replaces `train.validation.validate.validate`.
-        callbacks: called on rank 0.
-    """
+def run_rank(config: Config, callbacks: Sequence[Callback] = ()) -> int:
+    """Trains on this process's rank, and prints a summary on rank 0; returns 0 when done, 3 if stopped by a signal."""
     with ExitStack() as stack:
         stop = stack.enter_context(StopFlag())
         set_torch_defaults()
@@ -99,7 +93,7 @@ def run_rank(config: Config, validate: Validate | None = None, callbacks: Sequen
         from train.launch.ranks import process_group
 
         ranks = stack.enter_context(process_group(str(config.launch.device), config.launch.timeout_s))
-        training = stack.enter_context(building(config, ranks, stop, validate))
+        training = stack.enter_context(building(config, ranks, stop))
         training.callbacks = callbacks if ranks.is_main else ()
         stop.is_polled = True
         is_done = training.is_finished or fit(training)

@@ -38,7 +38,7 @@ from train.report.run_page import write_run_report
 from train.report.verdict import verdict_lines
 from train.state.resume import TrainState, rng_state, save_draft, set_rng_state
 from train.validation.prompts import PromptSet
-from train.validation.validate import ReportInfo, Validate
+from train.validation.validate import ReportInfo, validate
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,6 @@ class InLoopValidation:
     shard: DecodeShard  # the prompts that this rank decodes
     disk: RunDisk  # the run folder
     policies: dict[str, Policy]  # every validation decodes with copies of them, which have learned nothing
-    validate: Validate
     display: Display = field(default_factory=Display)  # shows the progress of every validation
 
     def __call__(self) -> ValidationOutcome:
@@ -239,7 +238,7 @@ class InLoopValidation:
         try:
             draft = sage.load_draft(folder, self.target)
             with self.sharded.leading() if self.sharded is not None else nullcontext():
-                return self.validate(
+                return validate(
                     self.config.decode,
                     self.target,
                     draft,

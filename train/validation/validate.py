@@ -47,7 +47,6 @@ from train.validation.prompts import PromptSet
 logger = logging.getLogger(__name__)
 FOLDER = "traces"
 NUM_POLICIES = 2  # that are traced, the fastest ones
-Validate = Callable[..., dict[str, Any] | None]  # the signature of `validate`
 Merge = Callable[..., Measurement | None]  # the signature of `DecodeShard.merge`
 
 
