@@ -42,16 +42,12 @@ class Curve:
 
     def __call__(self, count: float) -> float:
         """Returns the seconds at `count`, at least those at the table's first one; extrapolates linearly beyond the table."""
-        return max(self._in_table(count), self.scale * self.seconds[0])
-
-    def _in_table(self, count: float) -> float:
+        if len(self.counts) == 1:
+            return self.scale * self.seconds[0]
         count = node_bucket(math.ceil(count)) if self.is_stepped else count
-        upper = min(bisect_left(self.counts, count), len(self.counts) - 1)
-        lower = max(upper - 1, 0)
-        if lower == upper:
-            return self.scale * self.seconds[upper]
-        share = (count - self.counts[lower]) / (self.counts[upper] - self.counts[lower])
-        return self.scale * (self.seconds[lower] + share * (self.seconds[upper] - self.seconds[lower]))
+        upper = min(max(bisect_left(self.counts, count), 1), len(self.counts) - 1)
+        (first, last), (first_s, last_s) = self.counts[upper - 1 : upper + 1], self.seconds[upper - 1 : upper + 1]
+        return self.scale * max(first_s + (count - first) / (last - first) * (last_s - first_s), self.seconds[0])
 
     def up_to(self, count: int) -> list[float]:
         """Returns the seconds at 1, 2, .. `count`."""
@@ -147,10 +143,6 @@ class Costs:
             draft=Curve(list(self.draft.counts), shares),
             commit_s=self.first_level_s / requests,
         )
-
-    def correct_commit(self, seconds: float, rate: float) -> None:
-        """Moves `commit_s` towards a timing, as `Curve.correct`."""
-        self.commit_s = self.first_level_s * correction(self.first_level_s, seconds, rate)
 
     def state(self) -> dict[str, Any]:
         """Returns the tables as JSON-serializable numbers."""

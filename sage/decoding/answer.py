@@ -92,22 +92,20 @@ class StopCriterion:
     def append(self, tokens: list[int]) -> list[int]:
         """Appends tokens to the answer up to its end; returns the appended ones."""
         kept = tokens[: self.num_remaining]
-        if self.stop or not self.eos.isdisjoint(kept):
-            kept = self._append_until_end(kept)
-        else:
+        if not self.stop and self.eos.isdisjoint(kept):
             self.tokens += kept
+        else:
+            for count, token in enumerate(kept, start=1):
+                self.tokens.append(token)
+                if token in self.eos or self._has_stop_string():
+                    kept, self.is_over = kept[:count], True
+                    break
         self.is_over = self.is_over or self.num_remaining == 0
         return kept
 
-    def _append_until_end(self, tokens: list[int]) -> list[int]:
-        for count, token in enumerate(tokens, start=1):
-            self.tokens.append(token)
-            if token in self.eos or (self.stop and self._has_stop_string()):
-                self.is_over = True
-                return tokens[:count]
-        return tokens
-
     def _has_stop_string(self) -> bool:
+        if not self.stop:
+            return False
         longest = max(len(text.encode()) for text in self.stop)
         tail = self.tokenizer.decode(self.tokens[-longest - 1 :], skip_special_tokens=True)
         return any(text in tail for text in self.stop)

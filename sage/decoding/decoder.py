@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sage.decoding.answer import Stats, StopCriterion
-from sage.decoding.verify import Verdict, Verifier
+from sage.decoding.verify import Verifier
 from sage.drafts.draft import DraftSession, check_probabilities
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.planning.base import Policy
@@ -258,16 +258,9 @@ class Growth:
     last_level: int
     chosen: NextLevel | None = None
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether there is a further level."""
-        has_next = self.chosen is not None and len(self.chosen.expand) > 0 and self.builder.depth < self.last_level
-        return has_next and self.request.error is None
-
     def next_pass(self) -> Pass | None:
         """Adds levels as long as the draft knows their logits, and returns the pass by which it expands the next one."""
-        while self.goes_on:
-            assert self.chosen is not None
+        while self.chosen is not None and self.chosen.expand and self.builder.depth < self.last_level:
             rows, tokens = self.builder.advance(self.chosen)
             self.request.clock.lap("policy")
             self.request.stats.draft_steps += 1
@@ -335,15 +328,12 @@ def _verify_pass(request: Request, tree: Tree) -> Pass:
 
 
 def _accept(request: Request, tree: Tree, output: TreeOutput) -> Round:
-    """Follows the target's choices through the tree, and commits the path."""
+    """Follows the target's choices through the tree, emits them, keeps their cache rows and features, and reports the round to
+    the policy.
+    """
     request.clock.lap("verify", len(tree))
     verdict = request.verifier.verify(output.logits, tree, request.policy.needs_feedback(), output.greedy)
-    return commit(request, tree, verdict, output.features)
-
-
-def commit(request: Request, tree: Tree, verdict: Verdict, features: Features) -> Round:
-    """Emits the accepted tokens, keeps their cache rows and features, and reports the round to the policy."""
-    path, tokens = verdict.path, verdict.tokens
+    path, tokens, features = verdict.path, verdict.tokens, output.features
     emitted = _emit(request, tokens)
     num_accepted = min(len(path) - 1, len(emitted))
     request.clock.lap("accept")

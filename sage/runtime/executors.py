@@ -14,19 +14,15 @@ _EXECUTORS: dict[PassMode, Executor] = {PassMode.eager: EAGER}
 
 def executor_of(mode: PassMode) -> Executor:
     """Returns the executor of a resolved pass mode."""
-    if mode not in _EXECUTORS:
-        _EXECUTORS[mode] = _new_executor(mode)
-    return _EXECUTORS[mode]
-
-
-def _new_executor(mode: PassMode) -> Executor:
-    if mode is PassMode.compiled:
+    if mode not in _EXECUTORS and mode is PassMode.compiled:
         from sage.runtime.compiled import Compiled
 
-        return Compiled()
-    from sage.runtime.captured import Captured
+        _EXECUTORS[mode] = Compiled()
+    elif mode not in _EXECUTORS:
+        from sage.runtime.captured import Captured
 
-    return Captured(is_compared=mode is PassMode.auto)
+        _EXECUTORS[mode] = Captured(is_compared=mode is PassMode.auto)
+    return _EXECUTORS[mode]
 
 
 def describe_passes(target: Any) -> str:

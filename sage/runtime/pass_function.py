@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ MIN_KEYS, KEY_STEP = 256, 1024
 LAYOUT = ("owners", "offsets", "numbers", "places", "ends", "calls")  # attributes of `sage.runtime.packing.Layout`
 MIN_PARENTS = 64  # rows of the static buffers of parents and of columns that levels see: one size for all common levels
 Value: TypeAlias = Tensor | Sequence[Tensor]  # of an argument; several tensors of one description
+Run: TypeAlias = Callable[[Any], Sequence[Tensor]]  # a pass function bound to an executor and to the present weights
 
 
 def node_bucket(count: int) -> int:
@@ -124,10 +125,6 @@ class Argument:
         if self.padding is Padding.counting:
             return torch.arange(shape[0], dtype=self.dtype, device=device)
         return torch.zeros(shape, dtype=self.dtype, device=device)
-
-    def example(self, sizes: Mapping[Dim, int], device: torch.device) -> list[Tensor]:
-        """Returns `empty` tensors, as many as the argument has."""
-        return [self.empty(sizes, device) for _ in range(1 if self.count is None else int(self.count))]
 
 
 def argument(
@@ -267,7 +264,7 @@ class PassFunction(nn.Module, ABC):
         values: list[Tensor] = []
         dynamic: list[Any] = []
         for described in self.arguments:
-            made = described.example(sizes, device)
+            made = [described.empty(sizes, device) for _ in range(1 if described.count is None else int(described.count))]
             values += made
             dynamic += [{axis: symbols[dim] for axis, dim in enumerate(described.dims) if dim in symbols} or None] * len(made)
         return tuple(values), (tuple(dynamic),)
@@ -275,13 +272,6 @@ class PassFunction(nn.Module, ABC):
 
 def _tensor(value: Value) -> Tensor:
     return value[0] if isinstance(value, (list, tuple)) else value
-
-
-class Run(Protocol):
-    """A pass function bound to an executor and to the present weights of its model."""
-
-    def __call__(self, inputs: Any) -> Sequence[Tensor]:
-        """Runs the function on its described arguments, a dataclass of the type `PassFunction.inputs`."""
 
 
 class Executor(ABC):

@@ -118,8 +118,12 @@ def choose_attention(program: Any, several_rows: Sequence[int]) -> Choice:
     ours, theirs = (sum(seconds) * len(calls) for seconds in zip(*[timing[:2] for timing in timings], strict=True))
     is_faster = ours < theirs
     if is_faster:
+        graph = program.graph_module.graph
         for call in calls:
-            _replace_attention(program.graph_module.graph, call)
+            arguments = (call.query, call.key, call.value, call.mask, call.scale, torch.get_num_threads())
+            with graph.inserting_before(call.node):
+                call.node.replace_all_uses_with(_insert_call(graph, FOLDED_ATTENTION, *arguments))
+            graph.erase_node(call.node)
         program.graph_module.recompile()
     name = "folded_attention" if is_faster else "torch"
     times = f"folded_attention {1e3 * ours:.2f} ms, torch {1e3 * theirs:.2f} ms with {TIMED_KEYS} keys"
@@ -220,14 +224,6 @@ def _replace_linear(graph: Any, group: Layers) -> None:
         if user.target is CAT and list(user.args[0]) == parts and user.args[1:] == (-1,):
             user.replace_all_uses_with(joint)
             graph.erase_node(user)
-
-
-def _replace_attention(graph: Any, call: AttentionCall) -> None:
-    with graph.inserting_before(call.node):
-        arguments = (call.query, call.key, call.value, call.mask, call.scale, torch.get_num_threads())
-        node = _insert_call(graph, FOLDED_ATTENTION, *arguments)
-    call.node.replace_all_uses_with(node)
-    graph.erase_node(call.node)
 
 
 def _insert_call(graph: Any, target: Any, *args: Any) -> Any:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +45,8 @@ def few_rows_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 KERNELS: dict[str, Forward] = {"torch": nn.Linear.forward, "onednn": onednn_linear, "joint_linear": few_rows_linear}
 Choice = list[str]  # names of the kernels for few and for many rows
 _CHOICES: dict[Hashable, list[Choice]] = {}  # of this process
-
-
-@dataclass
-class Layers:
-    """The linear layers of a model that do not run with torch's kernel, and what replaces their `forward`."""
-
-    state: Hashable  # that they were chosen for
-    forwards: list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]
-
-
-_MODELS: weakref.WeakKeyDictionary[nn.Module, Layers] = weakref.WeakKeyDictionary()
+# by model, what they were chosen for, and what replaces the `forward` of layers that do not run with torch's kernel
+_MODELS: weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, dict[nn.Linear, Any]]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -65,37 +56,36 @@ def fast_prompts(model: nn.Module, is_enabled: bool) -> Iterator[None]:
     Args:
         is_enabled: False for torch's kernels, the reference.
     """
-    forwards = _forwards(model) if is_enabled and not torch.is_grad_enabled() else []
-    for layer, forward in forwards:
+    forwards = _forwards(model) if is_enabled and not torch.is_grad_enabled() else {}
+    for layer, forward in forwards.items():
         layer.__dict__["forward"] = forward
     try:
         yield
     finally:
-        for layer, _ in forwards:
+        for layer in forwards:
             layer.__dict__.pop("forward", None)
 
 
-def _forwards(model: nn.Module) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]:
+def _forwards(model: nn.Module) -> dict[nn.Linear, Any]:
     first = next(model.parameters())
     state = (first.dtype, first.device, torch.get_num_threads())
-    if model not in _MODELS or _MODELS[model].state != state:
-        _MODELS[model] = Layers(state, _chosen(model))
-    return _MODELS[model].forwards
-
-
-def _chosen(model: nn.Module) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]:
-    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
-    by_shape = {layer.weight.shape: layer for layer in layers}
-    kinds = {(layer.weight.dtype, layer.weight.device.type) for layer in layers}
-    is_usable = len(kinds) == 1 and kinds <= {(dtype, "cpu") for dtype in DTYPES}
-    if not is_usable or sum(layer.weight.nbytes for layer in layers) < MIN_BYTES:
-        return []
-    names = dict(zip(by_shape, fastest(list(by_shape.values())), strict=True))
-    return [
-        (layer, partial(_forward, layer, *[KERNELS[name] for name in names[layer.weight.shape]]))
-        for layer in layers
-        if set(names[layer.weight.shape]) != {"torch"}
-    ]
+    if model not in _MODELS or _MODELS[model][0] != state:
+        layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+        by_shape = {layer.weight.shape: layer for layer in layers}
+        kinds = {(layer.weight.dtype, layer.weight.device.type) for layer in layers}
+        is_usable = len(kinds) == 1 and kinds <= {(dtype, "cpu") for dtype in DTYPES}
+        if not is_usable or sum(layer.weight.nbytes for layer in layers) < MIN_BYTES:
+            layers, by_shape = [], {}
+        chosen = dict(zip(by_shape, fastest(list(by_shape.values())), strict=True)) if layers else {}
+        _MODELS[model] = (
+            state,
+            {
+                layer: partial(_forward, layer, *[KERNELS[name] for name in chosen[layer.weight.shape]])
+                for layer in layers
+                if set(chosen[layer.weight.shape]) != {"torch"}
+            },
+        )
+    return _MODELS[model][1]
 
 
 def _forward(layer: nn.Linear, few: Forward, many: Forward, x: Tensor) -> Tensor:
@@ -126,25 +116,18 @@ def _has_kernel() -> bool:
         return False
 
 
-def _has_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of `dtype` here: bfloat16 on few processors only, others raise an error."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 @preparation()
 @torch.no_grad()
 def measured(layers: Sequence[nn.Linear]) -> tuple[list[Choice], bool]:
     """Times every available kernel for each layer; returns the names of those with the fastest runs, and whether they
     are certain: not if other processes disturbed every run of one.
     """
-    names = [
-        "torch",
-        *(["onednn"] if _has_onednn(layers[0].weight.dtype) else []),
-        *(["joint_linear"] if _has_kernel() else []),
-    ]
-
+    mkldnn, is_half = torch.ops.mkldnn, layers[0].weight.dtype == torch.bfloat16
+    names = ["torch"]
+    if torch.backends.mkldnn.is_available() and (not is_half or mkldnn._is_mkldnn_bf16_supported()):  # of few processors
+        names.append("onednn")
+    if _has_kernel():
+        names.append("joint_linear")
     chosen, is_certain = [], True
     for layer in layers:
         choice = []

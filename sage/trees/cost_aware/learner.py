@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from sage.costs.calibration import Acceptance, Calibrator, Reliability
-from sage.costs.tables import Costs
+from sage.costs.tables import Costs, correction
 from sage.planning.tree import RoundOutcome
 from sage.runtime.host_tensors import CPU, double_tensor, long_tensor
 
@@ -239,7 +239,7 @@ def correct_costs(costs: Costs, outcome: RoundOutcome) -> None:
     costs.verify.correct(expected_s, times.verify_s, LIVE_RATE)
     for width, seconds in times.draft:
         if width == 0:
-            costs.correct_commit(seconds, LIVE_RATE)
+            costs.commit_s = costs.first_level_s * correction(costs.first_level_s, seconds, LIVE_RATE)
         else:
             costs.draft.correct(costs.draft(width), seconds, LIVE_RATE)
     explained = times.verify_s + sum(seconds for _, seconds in times.draft)
