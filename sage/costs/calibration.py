@@ -36,24 +36,14 @@ class Calibrator:
     Args:
         prior: weight of the initial weights, in labels.
         memory: factor that the evidence is multiplied by in every learning step.
-        start: the initial weights; None = the identity.
     """
 
-    def __init__(self, prior: float = 20.0, memory: float = 0.99, start: Tensor | None = None) -> None:
+    def __init__(self, prior: float = 20.0, memory: float = 0.99) -> None:
         self.prior, self.memory = prior, memory
-        self.start = torch.tensor([1.0, *[0.0] * (NUM_FEATURES - 1)], dtype=torch.float64) if start is None else start
+        self.start = torch.tensor([1.0, *[0.0] * (NUM_FEATURES - 1)], dtype=torch.float64)  # the identity
         self.weights = self.start.clone()
         self._weight_list: list[float] = self.weights.tolist()
         self.curvature = torch.zeros(NUM_FEATURES, NUM_FEATURES, dtype=torch.float64)
-
-    def __call__(self, probs: Tensor, depths: Tensor) -> Tensor:
-        """Returns acceptance probabilities [M, R], float64 in (0, 1).
-
-        Args:
-            probs: [M, R], the R largest draft probabilities below each node, in descending order.
-            depths: LongTensor [M], depth of the candidates.
-        """
-        return torch.sigmoid(self._features(probs, depths) @ self.weights).view_as(probs)
 
     def leading(self, probs: list[float], depth: int, min_prob: float) -> list[float]:
         """Returns the leading acceptance probabilities of one node, up to the first below `min_prob`; without tensors.
@@ -88,8 +78,13 @@ class Calibrator:
         return accepted
 
     def learn(self, probs: Tensor, depths: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Takes one Newton step on the decayed, weighted log-likelihood, given [M, R] probabilities and labels in [0, 1], and
-        depths and weights [M]; returns the predictions [M, R] before the step.
+        """Takes one Newton step on the decayed, weighted log-likelihood; returns the predictions [M, R] before it, float64.
+
+        Args:
+            probs: [M, R], the R largest draft probabilities below each node, in descending order.
+            depths: LongTensor [M], of the candidates.
+            labels: [M, R], in [0, 1].
+            weights: [M].
         """
         features = self._features(probs, depths)
         predicted = torch.sigmoid(features @ self.weights)

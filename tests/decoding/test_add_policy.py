@@ -1,4 +1,4 @@
-"""A policy is one class in one module: adding the file is enough for the API, the configuration, --help and a report."""
+"""A policy is one class in one module: adding the file is enough for the API, the configuration and --help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.data_helpers import save_draft, save_target
 
 import sage
 
@@ -79,18 +78,6 @@ def test_it_is_in_the_api_and_in_the_configuration(checkout: Path) -> None:
 def test_it_is_in_the_help_of_the_commands(checkout: Path) -> None:
     choices = python(checkout, "-m", "train.cli.train", "--help", "decode").split("  decode/policy=\n")[1].split("\n\n")[0]
     assert re.search(r"^ +pair +The two most probable tokens at level 1$", choices, re.MULTILINE)
-    assert "pair" in python(checkout, "-m", "sage", "--help")
     printed = python(checkout, "-c", "from sage.bench.__main__ import main; main(['policies']); main(['--help'])")
     assert "| `pair` | The two most probable tokens at level 1 | `depth` 1 |" in printed
     assert "pair" in printed.split("--policies A,B")[-1]
-
-
-def test_it_is_in_a_report(checkout: Path, tmp_path: Path) -> None:
-    target = save_target("qwen2_5_vl", tmp_path / "target")
-    draft = save_draft(tmp_path / "draft", sage.load_target(target))
-    words = ["--prompt", "Hello", "--policies", "pair", "--max-new-tokens", "6", "--repeats", "1", "--baselines", "hf_generate"]
-    out = tmp_path / "report.json"
-    printed = python(checkout, "-m", "sage.bench", "--target", str(target), "--draft", str(draft), *words, "--out", str(out))
-    assert "pair" in printed
-    section = json.loads(out.read_text())["policies"]["pair"]
-    assert section["match"] == section["total"] == 1 and section["nodes_per_round"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -57,7 +58,8 @@ class TestCalibrator:
         weights = 0.3 * torch.randn(6, generator=generator, dtype=torch.float64) + torch.eye(6)[0]
         calibrator.load_state(calibrator.state() | {"weights": weights.tolist()})
         probs, depths = random_probs(50, ranks, 2), torch.arange(50) % 9 + 1
-        for row, depth, wanted in zip(probs, depths, calibrator(probs, depths), strict=True):
+        predicted = copy.deepcopy(calibrator).learn(probs, depths, torch.zeros_like(probs), torch.ones(50))
+        for row, depth, wanted in zip(probs, depths, predicted, strict=True):
             room, kept = 1.0, []
             for probability in wanted.tolist():  # siblings are exclusive
                 kept.append(min(probability, room))

@@ -171,7 +171,7 @@ class Bytes:
         return bytes(self.table[token % len(self.table)] for token in tokens).decode(errors="replace")
 
 
-@pytest.mark.parametrize("length", range(1, 2 * len(Bytes.table) + 2))
+@pytest.mark.parametrize("length", (1, 3, 5, 8, len(Bytes.table), 2 * len(Bytes.table) + 1))
 def test_stream_yields_the_complete_text_in_complete_characters(length: int, with_oracle: Callable[..., None]) -> None:
     target = make_qwen()
     target.processor, target.eos_token_ids = SimpleNamespace(tokenizer=Bytes()), []
@@ -248,7 +248,7 @@ class TestRefusals:
         with refused("draft", "level 1", "NaN"):
             sage.generate(tiny_qwen, draft, make_inputs(tiny_qwen))
 
-    @pytest.mark.parametrize("policy", [name for name in sage.POLICIES if name != "autoregressive"])
+    @pytest.mark.parametrize("policy", ["chain", "eagle2", "cost_aware"])
     def test_nan_deep_in_the_draft_names_its_pass(
         self, policy: str, tiny_qwen: sage.Target, with_oracle: Callable[..., None]
     ) -> None:

@@ -14,6 +14,7 @@ from support.toy_helpers import (
     EOS,
     PLAIN,
     PROMPT,
+    SMALL,
     UNDECIDED,
     VOCABULARY,
     Context,
@@ -22,7 +23,9 @@ from support.toy_helpers import (
     distance,
     drafted_tree,
     make_policy,
+    name_of,
     probability,
+    processed_by,
     sequences,
     target_probs,
     toy_request,
@@ -44,20 +47,6 @@ from sage.decoding.verify import accept
 from sage.planning.tree import Tree
 from sage.trees.eagle2 import Eagle2
 
-# At most seven nodes per round, so that all draws can be enumerated; covers every kind of pruning.
-SMALL: list[tuple[str, dict[str, Any]]] = [
-    ("autoregressive", {}),
-    ("chain", {"depth": 3}),
-    ("static", {"paths": [(0,), (2,), (0, 0), (0, 1), (0, 1, 0)]}),
-    ("eagle2", {"total": 6, "depth": 3, "top_k": 2}),
-    ("eagle2", {"total": 3, "depth": 2, "top_k": 4}),
-    ("spec_llava", {"budget": 4, "branch": 3, "steps": 2}),
-    ("spec_llava", {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.25}),
-    ("talon", {"total": 6, "top_k": 3, "ratio": 0.4}),
-    ("ddd", {"total": 6, "depth": 3, "top_k": 2, "threshold": 0.7, "check_every": 1}),
-    ("sage", {"top_k": 4, "max_nodes": 5, "alpha_from": "current"}),
-    ("cost_aware", {"max_depth": 3, "max_nodes": 5, "max_width": 3, "top_k": 3}),
-]
 # Default options, limited to four tokens; trees of 25 nodes and more.
 LARGE: list[tuple[str, dict[str, Any]]] = [
     ("static", {}),
@@ -68,11 +57,6 @@ LARGE: list[tuple[str, dict[str, Any]]] = [
     ("sage", {"top_k": 4}),
     ("cost_aware", {"max_depth": 3, "top_k": 4}),
 ]
-
-
-def name_of(value: Any) -> str:
-    """A readable test id."""
-    return value if isinstance(value, str) else "-".join(f"{key}={option}" for key, option in value.items())
 
 
 every_policy = pytest.mark.parametrize(("name", "options"), SMALL, ids=name_of)
@@ -260,18 +244,12 @@ def test_distribution_of_the_loop(name: str, options: dict[str, Any]) -> None:
 PROCESSED = Sampling(temperature=1.5, couple=False, top_p=0.97, repetition_penalty=1.6, min_new_tokens=2)
 
 
-def processed_probs(context: Context) -> torch.Tensor:
-    """p(next | context) after Hugging Face's processors, one context at a time."""
-    prefix = torch.tensor([[*PROMPT, *context]])
-    scores = target_probs(context).log()[None]
-    for processor in (
-        RepetitionPenaltyLogitsProcessor(1.6),
-        MinNewTokensLengthLogitsProcessor(len(PROMPT), 2, [EOS]),
-        TemperatureLogitsWarper(1.5),
-        TopPLogitsWarper(0.97),
-    ):
-        scores = processor(prefix, scores)
-    return scores[0].softmax(0)
+PROCESSORS = (
+    RepetitionPenaltyLogitsProcessor(1.6),
+    MinNewTokensLengthLogitsProcessor(len(PROMPT), 2, [EOS]),
+    TemperatureLogitsWarper(1.5),
+    TopPLogitsWarper(0.97),
+)
 
 
 @pytest.mark.slow
@@ -279,7 +257,7 @@ def processed_probs(context: Context) -> torch.Tensor:
 def test_distribution_of_the_loop_with_logits_processors(name: str, options: dict[str, Any]) -> None:
     """Repetition penalty and minimum length depend on the path, so every subtree is processed differently."""
     found, _ = loop_distribution(name, options, [EOS], PROCESSED)
-    expected = {tokens: p for tokens, p in sequences(4, EOS, processed_probs).items() if p > 0}
+    expected = {tokens: p for tokens, p in sequences(4, EOS, processed_by(PROCESSORS)).items() if p > 0}
     assert distance(found, expected) < 1e-12
     assert len(found) > 30  # the filters keep enough sequences to compare
     assert distance(found, sequences(4, EOS)) > 0.02  # the processors have an effect
@@ -308,7 +286,7 @@ ON_MODELS = {name: {} for name in sage.POLICIES if name != "autoregressive"} | {
 }
 
 
-@pytest.fixture(scope="module", params=list(itertools.product(MAKERS, (2, 4), (False, True))), ids=str)
+@pytest.fixture(scope="module", params=[(family, *heads) for family in MAKERS for heads in ((2, False), (4, True))], ids=str)
 def model(request: pytest.FixtureRequest) -> tuple[sage.Target, Any, dict[str, torch.Tensor]]:
     """A target of either family with grouped or plain heads (4 query heads), tied or not, its draft and a prompt; float64."""
     family, kv_heads, tied = request.param

@@ -11,6 +11,7 @@ import torch
 from support.models import in_float64, make_inputs
 from support.toy_helpers import (
     PROMPT,
+    SMALL,
     VOCABULARY,
     Context,
     Distribution,
@@ -19,6 +20,7 @@ from support.toy_helpers import (
     distance,
     draft_probs,
     make_policy,
+    processed_by,
     sequences,
     target_probs,
     toy_answer,
@@ -36,25 +38,12 @@ from sage.drafts.model import ModelDraft
 from sage.planning.tree import Tree
 
 LENGTH = 4
-POLICIES: list[tuple[str, dict[str, Any]]] = [
-    ("autoregressive", {}),
-    ("chain", {"depth": 3}),
-    ("static", {}),
-    ("eagle2", {"total": 6, "depth": 3, "top_k": 2}),
-    ("spec_llava", {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.25}),
-    ("talon", {"total": 6, "top_k": 3, "ratio": 0.4}),
-    ("ddd", {"total": 6, "depth": 3, "top_k": 2, "threshold": 0.7, "check_every": 1}),
-    ("sage", {"top_k": 4}),
-    ("cost_aware", {"max_depth": 3, "max_nodes": 5, "max_width": 3, "top_k": 3}),
-]
-every_policy = pytest.mark.parametrize(("name", "options"), POLICIES, ids=[name for name, _ in POLICIES])
+POLICIES = {name: options for name, options in SMALL}  # one form of each
+every_policy = pytest.mark.parametrize(("name", "options"), POLICIES.items(), ids=POLICIES)
 EVEN = torch.arange(0, 128, 2)
 COUPLED = Sampling(temperature=1.0)
 PROCESSED = Sampling(temperature=1.5, top_p=0.97, repetition_penalty=1.6)
-
-
-def test_every_policy_is_enumerated() -> None:
-    assert {name for name, _ in POLICIES} == set(sage.POLICIES)
+processed_probs = processed_by((RepetitionPenaltyLogitsProcessor(1.6), TemperatureLogitsWarper(1.5), TopPLogitsWarper(0.97)))
 
 
 # -- enumeration ---------------------------------------------------------------------------------------------------------------
@@ -113,14 +102,6 @@ def test_distribution_with_coupled_trees(name: str, options: dict[str, Any]) -> 
     found, runs = coupled_distribution(name, options)
     assert distance(found, sequences(LENGTH)) < 1e-12
     assert name == "autoregressive" or sum(sum(stats.accepted) for stats in runs) > len(runs) / 2
-
-
-def processed_probs(context: Context) -> torch.Tensor:
-    """p(next | context) under `PROCESSED`, by Hugging Face's processors."""
-    scores = target_probs(context).log()[None]
-    for processor in (RepetitionPenaltyLogitsProcessor(1.6), TemperatureLogitsWarper(1.5), TopPLogitsWarper(0.97)):
-        scores = processor(torch.tensor([[*PROMPT, *context]]), scores)
-    return scores[0].softmax(0)
 
 
 @pytest.mark.slow

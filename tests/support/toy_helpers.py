@@ -139,6 +139,27 @@ UNDECIDED = -2
 PLAIN = Sampling(temperature=1.0, couple=False)  # draws are looked up: no noise to share
 
 
+# At most seven nodes per round, so that all draws can be enumerated; covers every kind of pruning.
+SMALL: list[tuple[str, dict[str, Any]]] = [
+    ("autoregressive", {}),
+    ("chain", {"depth": 3}),
+    ("static", {"paths": [(0,), (2,), (0, 0), (0, 1), (0, 1, 0)]}),
+    ("eagle2", {"total": 6, "depth": 3, "top_k": 2}),
+    ("eagle2", {"total": 3, "depth": 2, "top_k": 4}),
+    ("spec_llava", {"budget": 4, "branch": 3, "steps": 2}),
+    ("spec_llava", {"budget": 4, "branch": 2, "steps": 2, "min_confidence": 0.25}),
+    ("talon", {"total": 6, "top_k": 3, "ratio": 0.4}),
+    ("ddd", {"total": 6, "depth": 3, "top_k": 2, "threshold": 0.7, "check_every": 1}),
+    ("sage", {"top_k": 4, "max_nodes": 5, "alpha_from": "current"}),
+    ("cost_aware", {"max_depth": 3, "max_nodes": 5, "max_width": 3, "top_k": 3}),
+]
+
+
+def name_of(value: Any) -> str:
+    """A readable test id."""
+    return value if isinstance(value, str) else "-".join(f"{key}={option}" for key, option in value.items())
+
+
 def make_policy(name: str, options: dict[str, Any]) -> Policy:
     """A configured policy; one that needs costs gets tables for which drafting pays off."""
     policy = sage.policy(name, **options)
@@ -160,6 +181,18 @@ def draft_probs(context: Context) -> torch.Tensor:
     generator = torch.Generator().manual_seed(7 + sum((token + 2) * 37**i for i, token in enumerate(context)))
     noise = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
     return (target_probs(context).log() + 0.7 * noise).softmax(0)
+
+
+def processed_by(processors: Sequence[Any]) -> NextTokenProbs:
+    """p(next | context) after Hugging Face's processors, one context at a time."""
+
+    def probs(context: Context) -> torch.Tensor:
+        scores = target_probs(context).log()[None]
+        for processor in processors:
+            scores = processor(torch.tensor([[*PROMPT, *context]]), scores)
+        return scores[0].softmax(0)
+
+    return probs
 
 
 class TableSession(DraftSession):
