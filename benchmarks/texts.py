@@ -25,7 +25,7 @@ from sage.bench.runners import on_device
 from sage.bench.summary import first_difference, next_logits
 from sage.commands import cli
 from sage.decoding.noise import gumbel
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.io.dtypes import torch_dtype
 from sage.io.tables import text_table
 from sage.runtime.executors import describe_passes

@@ -32,7 +32,7 @@ from sage.bench.options import Variant
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, Runner, baseline_runner
 from sage.commands.cli import resolve_device
 from sage.decoding.answer import PREFILL_PHASES
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.io.machine import available_cores, pin
 from sage.runtime.executors import describe_passes
 from sage.runtime.modes import MANY_ANSWERS, PassMode, resolve_pass_mode

@@ -13,8 +13,8 @@ from torch import Tensor
 from sage.costs.measure import known_costs
 from sage.decoding.answer import Detokenizer, Stats, StopCriterion
 from sage.decoding.decoder import Request, Round, decode
-from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.verify import Verifier
+from sage.decoding.settings import Sampling
+from sage.decoding.verify import TargetSampler, Verifier
 from sage.drafts.draft import Draft, check_draft, new_session
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.planning.base import Policy

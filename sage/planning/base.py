@@ -54,7 +54,7 @@ class Policy(ABC):
 
         Args:
             is_coupled: whether the candidates of the next request are scored with the noise of the target's draws: their
-                numbers are then scores, not acceptance probabilities (`sage.decoding.sampling`).
+                numbers are then scores, not acceptance probabilities (`sage.decoding.verify`).
         """
 
     def for_request(self) -> Policy:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sage.decoding.decoder import Round
 from sage.decoding.generation import Generation, start
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.draft import Draft
 from sage.inputs.messages import text_of

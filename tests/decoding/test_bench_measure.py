@@ -35,7 +35,7 @@ from sage.bench.summary import (
     top2_gap,
 )
 from sage.decoding.answer import Stats
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.runtime.timing import PHASES
 
 SAMPLING = Sampling(max_new_tokens=8)

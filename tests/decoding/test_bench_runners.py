@@ -21,7 +21,7 @@ from sage.bench.runners import (
 )
 from sage.costs import measure
 from sage.costs.measure import measure_costs
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 
 SAMPLING = Sampling(max_new_tokens=8)
 

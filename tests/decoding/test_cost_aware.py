@@ -18,7 +18,7 @@ import sage
 from sage.costs import measure as probe
 from sage.costs.calibration import Calibrator, Reliability
 from sage.costs.tables import Costs, Curve
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.decoding.verify import Verdict
 from sage.drafts.draft import new_session
 from sage.drafts.model import ModelDraft

@@ -42,7 +42,7 @@ import sage
 from sage.decoding import generation
 from sage.decoding.answer import Stats
 from sage.decoding.decoder import decode
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.decoding.verify import accept
 from sage.planning.tree import Tree
 from sage.trees.eagle2 import Eagle2

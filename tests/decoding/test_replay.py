@@ -15,8 +15,8 @@ from sage.costs.tables import Costs, Curve
 from sage.decoding import generation
 from sage.decoding.answer import StopCriterion
 from sage.decoding.decoder import Request
-from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.verify import Verifier, accept
+from sage.decoding.settings import Sampling
+from sage.decoding.verify import TargetSampler, Verifier, accept
 from sage.replay.replay import NO_TOKEN, RecordedRound, Recording, record, replay
 from sage.runtime.host_tensors import CPU
 from sage.runtime.timing import Clock

@@ -18,8 +18,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import sage
 from sage.decoding import generation
 from sage.decoding.answer import StopCriterion
-from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.verify import Verifier
+from sage.decoding.settings import Sampling
+from sage.decoding.verify import TargetSampler, Verifier
 
 LENGTH = 28
 PROMPT = torch.tensor([3, 0])

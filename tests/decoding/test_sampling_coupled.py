@@ -32,8 +32,8 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 import sage
 from sage.decoding.answer import Stats
 from sage.decoding.decoder import decode
-from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.verify import Verdict, Verifier
+from sage.decoding.settings import Sampling
+from sage.decoding.verify import TargetSampler, Verdict, Verifier
 from sage.drafts.model import ModelDraft
 from sage.planning.tree import Tree
 

@@ -16,8 +16,8 @@ from support.pass_helpers import tree_pass
 from support.toy_helpers import SlowTree, probability, target_probs
 
 import sage
-from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.verify import accept
+from sage.decoding.settings import Sampling
+from sage.decoding.verify import TargetSampler, accept
 from sage.targets import Prompt
 
 Context = tuple[int, ...]

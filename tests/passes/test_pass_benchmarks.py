@@ -14,7 +14,7 @@ from benchmarks import passes, texts
 from sage.bench.measurement import BenchPrompt
 from sage.costs.measure import empty_cache, verify_pass
 from sage.decoding.noise import gumbel
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.runtime.modes import PassMode
 from sage.targets.tree_passes import TreePasses
 

@@ -23,8 +23,8 @@ import sage
 from sage.costs.tables import Costs, Curve
 from sage.decoding.answer import StopCriterion
 from sage.decoding.decoder import Request, decode, grow, selected_tree
-from sage.decoding.sampling import Sampling, TargetSampler
-from sage.decoding.verify import Verifier
+from sage.decoding.settings import Sampling
+from sage.decoding.verify import TargetSampler, Verifier
 from sage.drafts.draft import DraftSession
 from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel, TopK, Tree

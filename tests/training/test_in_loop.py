@@ -21,7 +21,7 @@ from support.train_helpers import VALIDATE, configured, draft_weights, quick_rep
 from checkpoints.run_folder import read_reports
 from data_prep.conversation import FOLLOW_UPS, Conversation
 from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, Planned
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from train.config.hydra_app import compose
 from train.config.schema import Config, ValidateOn
 from train.job.loop import TrainingError

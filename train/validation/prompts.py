@@ -14,7 +14,7 @@ from typing import Any
 from data_prep.conversation import FOLLOW_UPS, Conversation, expand_follow_ups
 from sage.bench.measurement import BenchPrompt
 from sage.decoding.generation import generate
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.trees import AUTOREGRESSIVE
 from train.config.schema import DecodeConfig
 

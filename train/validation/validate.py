@@ -28,7 +28,7 @@ from sage.bench.report import PACKAGES, all_policies, build_report, calibration,
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runners, on_device
 from sage.bench.summary import RunningFigures
 from sage.decoding.generation import start
-from sage.decoding.sampling import Sampling
+from sage.decoding.settings import Sampling
 from sage.io.dtypes import torch_dtype
 from sage.io.files import atomic_path, write_json
 from sage.planning.base import OptionError, Policy
