@@ -73,17 +73,6 @@ def _pool(device: int) -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def call_again(function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
-    """Replays by calling the function again, into the same results: `cuda_graph` for devices without graphs."""
-    outputs = [result.clone() for result in function()]
-
-    def replay() -> None:
-        for static, result in zip(outputs, function(), strict=True):
-            static.copy_(result)
-
-    return replay, outputs
-
-
 class CachePool:
     """Buffers of finished requests, at most `MAX_FREE` of them, which are used again so that graphs stay valid.
 
@@ -122,7 +111,7 @@ class Captured(Executor):
     """Runs functions as graphs.
 
     Args:
-        capture: `cuda_graph`, or for tests `call_again`.
+        capture: `cuda_graph`, or what stands in for it where there are no graphs.
         is_compared: whether the first pass of each shape is compared with the eager one.
 
     Attributes:

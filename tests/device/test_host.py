@@ -12,14 +12,13 @@ import torch
 from support.accelerator import DEVICE, Kind, Traffic, on_device, on_host
 from support.fake_cuda import FakeCuda
 from support.messages import exit_code
-from support.pass_helpers import capture_with
+from support.pass_helpers import call_again, capture_with
 
 import sage
 from sage.commands import device_check
 from sage.commands.device_check import attention_used, synchronizations_per_round
 from sage.commands.generate import main
 from sage.runtime import captured
-from sage.runtime.captured import call_again
 from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import (
     CPU,

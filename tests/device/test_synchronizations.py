@@ -8,12 +8,11 @@ import pytest
 from support.accelerator import DEVICE, Traffic, on_device
 from support.fake_cuda import use_gpu_kernels
 from support.models import make_inputs, make_llava, make_qwen, near_draft
-from support.pass_helpers import capture_with, head
+from support.pass_helpers import call_again, capture_with, head
 from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy
 
 import sage
 from sage.runtime import captured
-from sage.runtime.captured import call_again
 from sage.runtime.modes import PassMode
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from support.accelerator import IS_SUPPORTED, Traffic, on_device
 from support.messages import refused
 from support.models import make_inputs, make_qwen
-from support.pass_helpers import capture_with, without_compiler
+from support.pass_helpers import call_again, capture_with, without_compiler
 from support.synchronizations import count_rounds, new_policy
 from support.train_helpers import configured, make_target, metrics, single_process, train_quickly
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ from sage.drafts.draft import DraftSession
 from sage.drafts.eagle import EagleConfig
 from sage.drafts.head import DraftHead
 from sage.drafts.registry import KINDS, DraftKind
-from sage.runtime.captured import call_again
 from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.runtime.modes import PassMode

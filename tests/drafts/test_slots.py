@@ -10,7 +10,15 @@ import torch
 from support.accelerator import IS_SUPPORTED, Traffic, on_device
 from support.messages import refused
 from support.models import SLOT_HEADS, VOCABULARY, make_inputs, slot_head
-from support.pass_helpers import answer, capture_with, quick_wrappers, slow_except, with_eager_target, without_compiler
+from support.pass_helpers import (
+    answer,
+    call_again,
+    capture_with,
+    quick_wrappers,
+    slow_except,
+    with_eager_target,
+    without_compiler,
+)
 from support.synchronizations import count_rounds, new_policy
 
 import sage

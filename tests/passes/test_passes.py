@@ -14,13 +14,13 @@ import torch
 from support.family_passes import use_cuda_layouts
 from support.messages import refused
 from support.models import EAGLE_3_1, in_float64, make_llava, make_qwen, near_draft
-from support.pass_helpers import answer, capture_with, head, run_chain, slow_except, without_compiler
+from support.pass_helpers import answer, call_again, capture_with, head, run_chain, slow_except, without_compiler
 from support.processors import make_processor
 
 import sage
 from sage.decoding.chat import Chat
 from sage.runtime import captured, executors
-from sage.runtime.captured import MAX_FAILURES, MAX_FREE, CachePool, Captured, CapturedFunction, StaticCall, call_again
+from sage.runtime.captured import MAX_FAILURES, MAX_FREE, CachePool, Captured, CapturedFunction, StaticCall
 from sage.runtime.executors import describe_passes, executor_of, passes_as
 from sage.runtime.modes import MANY_ANSWERS, PassMode, resolve_pass_mode
 from sage.runtime.pass_function import EAGER, Argument, Padding, key_bucket, node_bucket

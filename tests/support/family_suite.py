@@ -14,6 +14,7 @@ import transformers
 from support.data_helpers import assistant, train_step
 from support.family_passes import TREE, between_media, hidden_states, paths, tree, use_cuda_layouts
 from support.models import OracleSession, cut, greedy_text, in_double, random_draft, text_sizes
+from support.pass_helpers import call_again
 from support.processors import byte_tokenizer_of, image_part, random_image, user
 from support.toy_helpers import make_policy
 from transformers import PreTrainedConfig
@@ -29,7 +30,7 @@ from sage.drafts.draft import new_session
 from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.processing import Processor
 from sage.inputs.video import VideoSize
-from sage.runtime.captured import Captured, call_again
+from sage.runtime.captured import Captured
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.loading import meta_target
 from train.plan.meta import count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,17 @@ def slow_except(quick: Sequence[str], names: Sequence[str]) -> list[Any]:
 def head(target: sage.Target, *args: Any, **options: Any) -> Any:
     """A draft head for decoding; one in training runs eagerly."""
     return random_draft(target, *args, **options).eval()
+
+
+def call_again(function: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], object], Sequence[Tensor]]:
+    """Callable[[], object]s by calling the function again, into the same results: `cuda_graph` for devices without graphs."""
+    outputs = [result.clone() for result in function()]
+
+    def replay() -> None:
+        for static, result in zip(outputs, function(), strict=True):
+            static.copy_(result)
+
+    return replay, outputs
 
 
 def capture_with(monkeypatch: pytest.MonkeyPatch, capture: Capture) -> None:
