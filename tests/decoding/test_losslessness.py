@@ -21,7 +21,6 @@ from support.toy_helpers import (
     Distribution,
     SlowTree,
     distance,
-    drafted_tree,
     make_policy,
     name_of,
     probability,
@@ -70,10 +69,6 @@ def test_every_policy_is_enumerated() -> None:
 # -- one round, all draws ----------------------------------------------------------------------------------------------------
 
 
-def total_variation(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().sum() / 2)
-
-
 Rule = Callable[[Tree, Sequence[int]], tuple[list[int], list[int]]]
 
 
@@ -112,28 +107,6 @@ def test_distribution_of_one_round(name: str, options: dict[str, Any]) -> None:
     assert distance(round_distribution(tree, contexts), distribution_below((0,))) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [case for case in SMALL if case[0] in ("eagle2", "spec_llava") and "min_confidence" not in case[1]],
-    ids=name_of,
-)
-def test_the_enumerated_trees_are_pruned(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the tests above would not cover pruning."""
-    policy, drafted = make_policy(name, options), []
-    select = policy.select
-    monkeypatch.setattr(policy, "select", lambda: (drafted.append(len(policy._paths)), select())[1])
-    tree, _ = toy_tree(policy)
-    assert len(tree) < drafted[0]
-
-
-def test_improbable_nodes_are_missing_in_the_enumerated_trees() -> None:
-    """As above, for the pruning by `min_confidence` before a node is drafted."""
-    [options] = [options for _, options in SMALL if "min_confidence" in options]
-    tree, _ = toy_tree(make_policy("spec_llava", options))
-    complete, _ = toy_tree(make_policy("spec_llava", options | {"min_confidence": 0.0}))
-    assert len(tree) < len(complete)
-
-
 def test_negative_control_policy_that_sees_the_draws() -> None:
     """A tree that keeps its only child exactly if the draw below it is token 1, which makes token 1 too probable."""
 
@@ -160,42 +133,6 @@ def test_negative_control_acceptance_that_ignores_the_draw() -> None:
 
     tree, contexts = toy_tree(sage.policy("chain", depth=1))
     assert distance(round_distribution(tree, contexts, eager, length=2), distribution_below((0,), 2)) > 0.05
-
-
-# -- the biased rule of the literature ----------------------------------------------------------------------------------------
-
-
-def checked_by_ratio(candidate_probs: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Distribution of a token if a candidate is accepted with min(1, p / q), else a token is drawn from norm((p - q)+)."""
-    passed = candidate_probs * (p / q).clamp(max=1)
-    residual = (p - q).clamp(min=0)
-    return passed + (1 - passed.sum()) * residual / residual.sum()
-
-
-# The draft overestimates its first candidate only: p / q = .105 / .5 = .21.
-P_SIX = torch.tensor([0.105, *[0.179] * 5], dtype=torch.float64)
-Q_SIX = torch.tensor([0.5, *[0.1] * 5], dtype=torch.float64)
-
-
-def test_negative_control_min_of_one_and_p_over_q_is_biased_for_a_tree_of_top_candidates() -> None:
-    """The top candidate passes with .21, twice its probability: distribution (.21, .158 x 5), a total variation of .105."""
-    request = toy_request(Eagle2(total=2, depth=1, top_k=1), {}, 2, [])
-    request.policy.begin()
-    request.root, request.draft_logits = 0, Q_SIX.log()[None]
-    tree = drafted_tree(request)
-    assert tree.tokens.tolist() == [0, 0]
-    top_candidate = torch.nn.functional.one_hot(tree.tokens[1], 6).double()
-    biased = checked_by_ratio(top_candidate, P_SIX, Q_SIX)
-    torch.testing.assert_close(biased, torch.tensor([0.21, *[0.158] * 5], dtype=torch.float64))
-    assert total_variation(biased, P_SIX) == pytest.approx(0.105, abs=1e-12)
-    # The same rule is exact for a candidate drawn from q.
-    assert total_variation(checked_by_ratio(Q_SIX, P_SIX, Q_SIX), P_SIX) < 1e-12
-    # Our rule on the same tree, by enumeration of the root's draw.
-    ours = torch.zeros(6, dtype=torch.float64)
-    for draw in range(6):
-        _, emitted = accept(tree, [draw, 0])
-        ours[emitted[0]] += P_SIX[draw]
-    assert total_variation(ours, P_SIX) < 1e-12
 
 
 # -- the complete loop, round after round --------------------------------------------------------------------------------------

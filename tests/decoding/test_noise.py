@@ -74,7 +74,7 @@ def test_positions_tokens_and_seeds_are_independent() -> None:
     assert max(abs(float((u * other).mean())) * math.sqrt(u.numel()) for other in others) < 5
 
 
-@pytest.mark.parametrize("shift", [1, 2, 16, 1024])
+@pytest.mark.parametrize("shift", [1, 1024])
 def test_neighbours_are_jointly_uniform(shift: int) -> None:
     """16 x 16 cells of neighbouring tokens, of neighbouring positions, and of neighbouring seeds; chi-square as above."""
     u = (uniforms() * 16).long()

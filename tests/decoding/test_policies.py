@@ -214,15 +214,6 @@ def test_the_best_nodes_are_a_tree_for_any_draft(seed: int, scale: float, count:
     assert float(tree.path_probs[keep].sum()) == pytest.approx(float(tree.path_probs.topk(len(keep)).values.sum()), rel=1e-5)
 
 
-def test_negative_control_reversed_ties_are_not_a_tree() -> None:
-    """The stable order keeps ancestors: taking the last of equal nodes drops a parent."""
-    tree, _, _ = draft_tree(sage.policy("eagle2", total=99, depth=4, top_k=1), lambda path: [1.0])
-    assert best(tree.path_probs.tolist(), 3) == [0, 1, 2]
-    last_of_equals = tree.path_probs[1:].flip(0).sort(descending=True, stable=True).indices[:2]
-    with pytest.raises(AssertionError, match="parent was dropped"):
-        tree.subtree(torch.cat((torch.zeros(1, dtype=torch.long), (4 - last_of_equals).sort().values)))
-
-
 def test_best_children_are_in_tree_order() -> None:
     """.5*(.6 .4) = .30 .20, .3*(.9 .1) = .27 .03: the three best are .30 .20 .27 in tree order."""
     picks, paths = best_children([[0.6, 0.4, 0.0], [0.9, 0.1, 0.0]], [0.5, 0.3], count=3)

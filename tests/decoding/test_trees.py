@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import pytest
 import torch
 from support.messages import refused
@@ -42,13 +39,6 @@ class TestSageEquations:
             slow = sage.trees.sage.confidence(logits.double(), 10)
             quick = [sage.trees.sage.confidence_of(row) for row in logits.double().softmax(-1).tolist()]
             torch.testing.assert_close(torch.tensor(quick, dtype=torch.float64), slow)
-
-    def test_lemma_4_3_is_false(self) -> None:
-        """Two candidates at one half, k = 10: alpha is .699 and the lemma's bound on p1 is .729, above the true .5."""
-        logits = torch.tensor([0.5, 0.5] + [0.0] * 8).log()
-        alpha = float(sage.trees.sage.confidence(logits, 10))
-        assert alpha == pytest.approx(1 - math.log(2) / math.log(10), abs=1e-6)
-        assert 1 / 10 + alpha * 9 / 10 > 0.5
 
     def test_depth_width_level_width_and_threshold(self) -> None:
         assert sage.trees.sage.depth(0.5, 3, 8) == 5.5
@@ -137,16 +127,6 @@ class TestSagePolicy:
 
 
 class TestOtherPolicies:
-    @pytest.mark.parametrize("total", [3, 8, 16])
-    def test_eagle2_with_a_beam_of_the_whole_tree_is_the_best_first_tree(self, total: int) -> None:
-        """DDTree (arXiv 2604.12989) verifies the most probable prefixes under the product of a block's marginals."""
-        probs = torch.rand(total - 1, generator=torch.Generator().manual_seed(total), dtype=torch.float64).sort().values.flip(0)
-        probs /= probs.sum()
-        prefixes = [path for depth in (1, 2, 3) for path in itertools.product(range(total - 1), repeat=depth)]
-        best = sorted(prefixes, key=lambda path: -math.prod(probs[rank].item() for rank in path))[: total - 1]
-        tree = grow_fully(sage.policy("eagle2", total=total, depth=3, top_k=total - 1), probs)
-        assert set(paths_of(tree)[1:]) == set(best)
-
     def test_static_tree_is_that_of_the_paper(self) -> None:
         tree = grow_fully(sage.policy("static"), GEOMETRIC)
         assert sorted(paths_of(tree)[1:]) == sorted(STATIC_TREE)
