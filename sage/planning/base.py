@@ -69,6 +69,9 @@ class Policy(ABC):
             requests: number of requests, this one included.
         """
 
+    def observe_together(self, requests: int, tokens: int, seconds: float) -> None:  # noqa: B027 (optional hook)
+        """Learns from a whole round of requests that all have policies of this class; called for one of them."""
+
     def begin(self) -> None:  # noqa: B027 (optional hook)
         """Starts a round."""
 

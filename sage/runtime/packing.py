@@ -88,6 +88,11 @@ def layout(
         slots: queries behind the tokens of each request.
         has_token_queries: whether the tokens themselves are queries.
     """
+    if num_rows == 1:  # without a copy to the device; the places of a single row are not read
+        order = torch.arange(counts[0], device=device)
+        zeros = torch.zeros_like(order)
+        unread = zeros.new_zeros(1, (counts[0] if has_token_queries else 0) + slots)
+        return Layout(zeros, order, zeros, unread, order[-1:], zeros[:1])
     numbers = [number for number, count in enumerate(counts) for _ in range(count)]
     offsets = [offset for count in counts for offset in range(count)]
     queries = [count if has_token_queries else 0 for count in counts]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.models import Operators, make_qwen
+from support.models import Operators, make_inputs, make_qwen, random_draft
 from support.toy_helpers import make_policy, toy_answer, toy_tree
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from sage.planning.tree import Frontier, RoundOutcome, Tree
 from sage.runtime.timing import RoundTimes
 from sage.targets.tree_passes import TreePass
 from sage.trees.cost_aware import learner as learning
-from sage.trees.cost_aware.learner import LEARN_EVERY, ChildMass, Learner, Prices, labelled_candidates
+from sage.trees.cost_aware.learner import LEARN_EVERY, ChildMass, Learner, Pace, Prices, labelled_candidates
 
 COUPLED = Sampling(temperature=1.0, seed=3, max_new_tokens=10)
 PLAIN = replace(COUPLED, couple=False)
@@ -429,3 +429,32 @@ class TestLearning:
         table = mass.table(4)
         assert table[1] == pytest.approx([0.5, 0.5, (0.5 + 0.9) / 2, 0.5, 0.5])
         assert table[0] == table[2] == table[3] == table[4] == [0.5] * 5, "beyond the last row, the last row is repeated"
+
+
+def test_requests_draft_together_or_not_as_their_rounds_were_faster() -> None:
+    """Rounds of eight requests are faster without drafting, those of one with it; trials become rare."""
+    speeds = {(8, True): 900.0, (8, False): 1000.0, (1, True): 300.0, (1, False): 200.0}
+    policy = sage.policy("cost_aware")
+    kinds: dict[int, list[bool]] = {8: [], 1: []}
+    for requests in (8, 1):
+        for _ in range(1000):
+            one = policy.for_request()
+            one.share(8 * (requests - 1), requests)
+            kinds[requests].append(one.should_draft())
+            one.observe_together(requests, 24, 24 / speeds[requests, kinds[requests][-1]])
+        assert policy.for_request().should_draft() == (requests == 1)
+    assert kinds[8][0] and kinds[8][:100].count(True) < 20 and kinds[8][100:].count(True) < 50
+    assert not kinds[1][0] and kinds[1][:100].count(False) < 20
+
+
+def test_the_draft_reads_the_prompt_when_it_drafts_first(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = iter([False] * 4 + [True] * 100)
+    monkeypatch.setattr(Pace, "drafts", property(lambda self: next(drafts)))
+    monkeypatch.setattr(Pace, "observe", lambda *_: None)
+    inputs, draft, policy = make_inputs(tiny_qwen), random_draft(tiny_qwen), make_policy("cost_aware", {})
+    policy._paces[1] = Pace()
+    (out,) = sage.generate_batch(tiny_qwen, draft, [inputs], policy, max_new_tokens=16)
+    alone = sage.generate(tiny_qwen, draft, inputs, policy=make_policy("cost_aware", {}), max_new_tokens=16)
+    assert out.tokens.tolist() == alone.tokens.tolist()
+    drafted = [entry["drafted"] > 0 for entry in out.stats.rounds_log]
+    assert not any(drafted[:3]) and drafted[3] and out.stats.draft_context > 0

@@ -191,8 +191,9 @@ class TestCaches:
         with passes_as("auto", tiny_qwen, num_answers=1):
             first = answer(tiny_qwen, draft, form, "static")
             kept = [function for function in (*tiny_qwen.functions.values(), *draft.pass_functions(tiny_qwen)) if function.kept]
-            free = [shared for pool in executor._pools.values() for shared in pool._free]
+            free = (shared for pool in executor._pools.values() for shared in pool._free)
             buffers = [weakref.ref(buffer) for shared in free for buffer in shared.buffers]
+            del free
             assert len(kept) == 3 and buffers and all(buffer() is not None for buffer in buffers)
         assert tiny_qwen.passes is PassMode.eager
         assert not any(function.kept for function in kept) and all(buffer() is None for buffer in buffers)

@@ -25,7 +25,11 @@ LEARN_ALL_ROUNDS = 128  # number of initial rounds that are all learned from; af
 LEARN_ONE_IN = 8
 LEARN_EVERY = 16  # pending rounds per learning step; the first steps are after 1, 2, 4, 8 and 16 rounds
 ALONE = (0, 1)  # rows of other requests in a pass, and number of requests
+OUTLIER = 3  # times an expected time: timings beyond are interruptions
 FIRST_TOKENS = 1.5  # tokens of a round without drafting, assumed before any round
+PACE_MEMORY = 0.98  # share of the evidence that is kept from one round to the next
+TRIAL_ROUNDS, TRIAL_REQUESTS = 6, 32  # a trial has at least as many rounds, and rounds of requests
+MIN_GAP, MAX_GAP = 64, 1024  # rounds between two trials, after the first one
 
 
 class Prices(NamedTuple):
@@ -137,6 +141,49 @@ class ChildMass:
         counts[column] = self.memory * counts[column] + 1
 
 
+@dataclass
+class Pace:
+    """Whether rounds of so many requests are faster with drafting or without it, by measurement of whole rounds.
+
+    Costs of passes are measured for one request, and work of the host adds up over requests, so prices do not decide where the
+    two are close. Once in a while a few rounds of the other kind are run; such trials become rare while they change nothing.
+
+    Attributes:
+        is_faster: whether drafting is faster as far as known.
+        gap: rounds until the next trial, of which `waited` have passed.
+        trial: rounds of the present trial that are left.
+        speeds: recent tokens and seconds of rounds with drafting, and without it.
+    """
+
+    is_faster: bool = True
+    gap: int = 6
+    waited: int = 0
+    trial: int = 0
+    speeds: dict[bool, tuple[float, float]] = field(default_factory=lambda: {True: (0.0, 0.0), False: (0.0, 0.0)})
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the next round drafts."""
+        return self.is_faster != (self.trial > 0)
+
+    def observe(self, requests: int, tokens: int, seconds: float) -> None:
+        """Learns from a round."""
+        drafts = self.drafts
+        known = self.speeds[drafts]
+        self.speeds[drafts] = PACE_MEMORY * known[0] + tokens, PACE_MEMORY * known[1] + seconds
+        if self.trial == 0:
+            self.waited += 1
+            if self.waited >= self.gap:
+                self.trial, self.waited = max(TRIAL_ROUNDS, TRIAL_REQUESTS // requests), 0
+            return
+        self.trial -= 1
+        if self.trial == 0:
+            (tokens_now, seconds_now), (tokens_else, seconds_else) = self.speeds[drafts], self.speeds[not drafts]
+            changes = tokens_now * seconds_else > tokens_else * seconds_now
+            self.gap = MIN_GAP if changes else min(max(2 * self.gap, MIN_GAP), MAX_GAP)
+            self.is_faster = drafts if changes else not drafts
+
+
 class Learner:
     """Learns from verified rounds in batches; arguments as for `CostAware`.
 
@@ -146,6 +193,8 @@ class Learner:
         usual_size: moving average of the number of verified nodes.
         left_out: moving average of `Plan.left_out`, of requests that do not share their passes.
         pending: rounds that are not processed yet, and their plans.
+        host_s: by number of requests, the seconds that the first and a further draft pass of one take beyond its share: work of
+            the host.
     """
 
     def __init__(self, calibrate: bool, memory: float, max_depth: int) -> None:
@@ -157,6 +206,7 @@ class Learner:
         self.usual_size = 8.0
         self.left_out = 0.0
         self.pending: list[tuple[RoundOutcome, Plan]] = []
+        self.host_s: dict[int, list[float]] = {}
         self._tokens = self._seconds = 0.0
 
     def price(self, costs: Costs, requests: int = 1) -> float:
@@ -195,15 +245,36 @@ class Learner:
             self.after.add(depths, self.calibrator.learn(probs, depths, labels, weights), labels)
         return True
 
+    def costs_of(self, costs: Costs, others: tuple[int, int]) -> Costs:
+        """Returns the costs for a request that shares its passes with `others`."""
+        shared = costs.shared(*others)
+        if others != ALONE:
+            first_s, level_s = self.host_s.get(others[1], (0.0, 0.0))
+            shared.commit_s = shared.first_level_s + first_s
+            shared.draft.seconds = [seconds + level_s for seconds in shared.draft.seconds]
+        return shared
+
     def _learn_prices(self, outcome: RoundOutcome, plan: Plan, costs: Costs) -> None:
-        """Updates lambda. Times are those of the cost tables, because a single timing may include an interruption."""
+        """Updates lambda. Times are those of the cost tables, because a single timing may include an interruption; those of
+        several requests, whose work on the host adds up, are measured unless they are far off.
+        """
         size, requests = len(outcome.tree), plan.others[1]
+        shared = costs.shared(*plan.others)
         if requests == 1:
             correct_costs(costs, outcome)
             self.left_out += LIVE_RATE * (plan.left_out - self.left_out)
-        verify_s = costs.shared(*plan.others).verify_s(size, outcome.context)
+        seconds = shared.verify_s(size, outcome.context) + requests * (plan.drafting_s + costs.overhead)
+        if requests > 1:
+            times, host_s = outcome.times(), self.host_s.setdefault(requests, [0.0, 0.0])
+            for width, measured_s in times.draft:
+                (expected_s,), kind = shared.drafting_s([width]), int(width > 0)
+                bound = OUTLIER * (expected_s + max(host_s[kind], expected_s))
+                error = min(measured_s, bound) - expected_s - host_s[kind]
+                host_s[kind] = max(host_s[kind] + LIVE_RATE * error, 0.0)
+            if seconds / OUTLIER < requests * times.total_s < OUTLIER * seconds:
+                seconds = requests * times.total_s
         self._tokens = self.memory * self._tokens + requests * (outcome.accepted + 1)
-        self._seconds = self.memory * self._seconds + verify_s + requests * (plan.drafting_s + costs.overhead)
+        self._seconds = self.memory * self._seconds + seconds
         self.usual_size += LIVE_RATE * (size - self.usual_size)
 
     def state(self) -> dict[str, Any]:

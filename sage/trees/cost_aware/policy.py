@@ -28,7 +28,7 @@ from sage.costs.tables import Costs
 from sage.io.ranges import PositiveInt, Range
 from sage.planning.base import Policy
 from sage.planning.tree import Frontier, NextLevel, RoundOutcome
-from sage.trees.cost_aware.learner import ALONE, CONFIDENCE_BINS, LABELLED_RANKS, Learner, Plan, Prices
+from sage.trees.cost_aware.learner import ALONE, CONFIDENCE_BINS, LABELLED_RANKS, Learner, Pace, Plan, Prices
 
 MIN_PATH_PROB = 1e-12  # divisor in place of an acceptance probability of 0
 USED_RANKS = 0.5  # of the nodes of a usual tree: candidates of later ranks below a node are seldom among them
@@ -74,7 +74,8 @@ class CostAware(Policy):
         self._others = ALONE  # nodes that other requests verify in the same passes, and number of requests
         self._learners: dict[bool, Learner] = {}  # by `is_coupled`: a score needs another calibration than a probability
         self._prices: dict[tuple[Any, ...], tuple[Costs, Prices]] = {}  # since something was learned last
-        self._is_coupled = False
+        self._paces: dict[int, Pace] = {}  # by the size of the number of requests; that of the last round is the last one
+        self._is_coupled = self._is_paused = False  # paused: drafting is left out by a pace
         self.reset()
 
     def _learner(self, is_coupled: bool) -> Learner:
@@ -89,7 +90,8 @@ class CostAware(Policy):
         learner, key = self.learner, (self._is_coupled, *self._others)
         costs, prices = self._prices.get(key, (None, None))
         if prices is None or costs is not self.costs:
-            costs, left_out = self.costs.shared(*self._others), learner.left_out if self._others == ALONE else 0.0
+            left_out = learner.left_out if self._others == ALONE else 0.0
+            costs = learner.costs_of(self.costs, self._others)
             time, masses = learner.price(costs, self._others[1]), learner.mass.table(self.max_depth)
             prices = Prices.of(time, costs, learner.usual_size, left_out, self.max_nodes, self.max_width, masses)
             self._prices[key] = self.costs, prices
@@ -123,12 +125,25 @@ class CostAware(Policy):
 
     def for_request(self) -> CostAware:
         """Returns a policy that shares costs and learners with this one: what one request shows is known to all."""
-        return copy(self)
+        policy = copy(self)
+        policy._is_paused = self.stop and not all(pace.drafts for pace in list(self._paces.values())[-1:])
+        return policy
 
     def share(self, rows: int, requests: int) -> None:
         self._others = ALONE if requests == 1 else (rows - rows % ROWS_STEP, requests)
+        size = requests.bit_length()
+        if size not in self._paces:
+            nearest = min(self._paces, key=lambda known: abs(known - size), default=None)
+            self._paces[size] = Pace(nearest is None or self._paces[nearest].is_faster)
+        self._paces[size] = self._paces.pop(size)
+        self._is_paused = self.stop and not self._paces[size].drafts
+
+    def observe_together(self, requests: int, tokens: int, seconds: float) -> None:
+        self._paces[requests.bit_length()].observe(requests, tokens, seconds)
 
     def should_draft(self) -> bool:
+        if self._is_paused:
+            return False
         if self._num_skipped == 0 or not self.stop:
             return True
         is_power_of_two = self._num_skipped & (self._num_skipped - 1) == 0
@@ -139,7 +154,8 @@ class CostAware(Policy):
 
     def begin(self) -> None:
         self._num_candidates = min(self.top_k, max(LABELLED_RANKS, round(self.learner.usual_size * USED_RANKS)))
-        self.plan = Plan(self.prices, self.learner.acceptance, self.learner.needs_round(self._num_skipped), self._others)
+        has_feedback = not self._is_paused and self.learner.needs_round(self._num_skipped)
+        self.plan = Plan(self.prices, self.learner.acceptance, has_feedback, self._others)
 
     def next_level(self, frontier: Frontier) -> NextLevel | None:
         """Adds the nodes that may be worth verifying, P(v) >= lambda * dc_t, and expands those that pay for a level."""
@@ -214,6 +230,8 @@ class CostAware(Policy):
         return self.plan.has_feedback
 
     def observe(self, outcome: RoundOutcome) -> dict[str, float]:
+        if self._is_paused:
+            return self.plan.log_entry()
         self.learner.rounds += 1
         self._num_skipped = 0 if len(outcome.tree) > 1 else self._num_skipped + 1
         if self.plan.has_feedback:
