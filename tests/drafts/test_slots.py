@@ -24,7 +24,6 @@ from support.synchronizations import count_rounds, new_policy
 import sage
 from sage.costs.measure import measure_costs
 from sage.drafts.draft import new_session
-from sage.runtime.captured import call_again
 from sage.runtime.compiled import Compiled
 from sage.runtime.modes import PassMode
 from sage.targets import Features
