@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Annotated, Any
 
 from sage.costs.tables import Costs
@@ -215,9 +216,35 @@ class CostAware(Policy):
 
         Ancestors are included because P never increases along a path. The path most likely to be accepted tends to come first.
         """
+        order = self._by_path()
+        return self._chosen(
+            order, _best_size([self.plan.paths[i] for i in order], self.plan.prices.time, self.plan.prices.verify_s)
+        )
+
+    @classmethod
+    def select_together(cls, policies: Sequence[CostAware], requests: int) -> list[Sequence[int] | None]:
+        """Shares the nodes of the pass among the requests: the top n of all by P, n maximizing the expected tokens of all."""
+        costs, plans = policies[0].costs, [policy.plan for policy in policies]
+        orders = [policy._by_path() for policy in policies]
+        assert costs is not None, "costs are measured when a request starts"
+        pairs = [(plan.paths[i], number) for number, plan in enumerate(plans) for i in orders[number]]
+        pairs.sort(key=itemgetter(0), reverse=True)
+        verify_s = [costs.verify(requests + nodes) for nodes in range(len(pairs) + 1)]
+        price = sum(plan.prices.time for plan in plans) / len(plans)
+        chosen = [number for _, number in pairs[: _best_size([path for path, _ in pairs], price, verify_s)]]
+        return [
+            policy._chosen(order, chosen.count(number))
+            for number, (policy, order) in enumerate(zip(policies, orders, strict=True))
+        ]
+
+    def _by_path(self) -> list[int]:
+        """Returns the nodes by decreasing P, at most as many as are verified; ties keep their order."""
+        paths = self.plan.paths
+        return sorted(range(len(paths)), key=paths.__getitem__, reverse=True)[: self.max_nodes]
+
+    def _chosen(self, order: Sequence[int], size: int) -> Sequence[int] | None:
+        """Returns the root and the first `size` nodes in the order of selection; None for all nodes in their own order."""
         plan = self.plan
-        order = sorted(range(len(plan.paths)), key=plan.paths.__getitem__, reverse=True)[: self.max_nodes]
-        size = _best_size([plan.paths[i] for i in order], plan.prices.time, plan.prices.verify_s)
         plan.expected = sum([plan.paths[i] for i in order[:size]])
         plan.left_out = plan.paths[order[size]] if size < len(order) else 0.0
         chosen = [0, *[i + 1 for i in order[:size]]]
