@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from omegaconf import OmegaConf
@@ -36,7 +37,8 @@ def composed(*overrides):
 
 def measured(*arguments):
     overrides = expand(arguments, ValidateConfig)
-    return run_validation(compose("validate", overrides, ValidateConfig), overrides)
+    with mock.patch.object(validate_cli, "task_overrides", lambda: overrides):
+        return run_validation(compose("validate", overrides, ValidateConfig))
 
 
 # -- end to end ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Imports torch after all checks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,14 @@ def main() -> None:
     sys.exit(app.run())
 
 
-def run_validation(config: ValidateConfig, overrides: Sequence[str] | None = None) -> int:
-    """Measures one checkpoint; `overrides` are those of this process by default.
+def run_validation(config: ValidateConfig) -> int:
+    """Measures one checkpoint.
 
     Raises:
         ConfigError: no checkpoint, no target, or a setting out of range; before any model is loaded.
         ValueError: a draft made for another target, or a prompt that cannot be prepared.
     """
-    given = task_overrides() if overrides is None else list(overrides)
+    given = task_overrides()
     refuse_unused(given, UNUSED)
     if [key_of(override) for override in given].count("checkpoint") > 1:
         raise ConfigError("checkpoint: given twice (draft= is another name for it); give one draft")
