@@ -68,13 +68,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def building(config: Config, ranks: Ranks, stop: StopFlag | None = None) -> Iterator[TrainingRun]:
-    """Builds a run; closes its sinks and its engine at the end, also after an error.
+    """Builds a run, in which `stop` requests a stop; closes its sinks and its engine at the end, also after an error.
 
-    Args:
-        stop: requests a stop of training and validation.
-
-    Raises:
-        ValueError: a model, data, policy or state does not fit, or another process trains in the folder; nothing is written.
+    ValueError if a model, data, policy or state does not fit, or another process trains in the folder; nothing is written.
     """
     disable_progress_bar()  # of transformers, one per model file
     set_threads(config, ranks)
@@ -84,8 +80,6 @@ def building(config: Config, ranks: Ranks, stop: StopFlag | None = None) -> Iter
     length = run_length(config, loader.steps_per_epoch)
     store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
     _log_run(config, ranks, inputs, length)
-    if compiled := ", ".join(filter(None, (str(target_layers(config, target)), str(inputs.student.layers)))):
-        logger.info("compiled at their first pass: %s", compiled)
     with ExitStack() as stack:
         if ranks.is_main:
             stack.enter_context(locked_run(Path(config.run.dir)))
@@ -111,7 +105,20 @@ def building(config: Config, ranks: Ranks, stop: StopFlag | None = None) -> Iter
             metrics=TrainingMetrics(loader, state.tokens, chain_depth(config.decode)),
             state=state,
             length=length,
-            validate=new_validation(config, disk, inputs, engine, tracker, state, stop, display),
+            validate=InLoopValidation(
+                config=config,
+                ranks=ranks,
+                engine=engine,
+                target=target,
+                sharded=inputs.sharded,
+                tracker=tracker,
+                state=state,
+                stop=stop,
+                shard=inputs.shard,
+                disk=disk,
+                policies=inputs.policies,
+                display=display,
+            ),
             profile=profile,
             stop=stop,
             own_answers=OwnAnswers(target, list(config.data.sources), length.steps, state.step),
@@ -188,33 +195,6 @@ def check_same_inputs(ranks: Ranks, target: sage.Target, loader: StepLoader) -> 
     if loader.lengths is not None:
         digest = hashlib.sha256(loader.lengths.astype(np.int64).tobytes()).hexdigest()[:12]
         check_same(ranks, "data.path", f"{len(loader.lengths):,} examples of {loader.lengths.sum():,} tokens ({digest})")
-
-
-def new_validation(
-    config: Config,
-    disk: RunDisk,
-    inputs: RunInputs,
-    engine: Engine,
-    tracker: Tracker,
-    state: TrainState,
-    stop: StopFlag,
-    display: Any,
-) -> InLoopValidation:
-    """Returns the validation of a run, which measures the draft in the engine."""
-    return InLoopValidation(
-        config=config,
-        ranks=disk.ranks,
-        engine=engine,
-        target=inputs.target,
-        sharded=inputs.sharded,
-        tracker=tracker,
-        state=state,
-        stop=stop,
-        shard=inputs.shard,
-        disk=disk,
-        policies=inputs.policies,
-        display=display,
-    )
 
 
 def restore(config: Config, store: StateStore, engine: Engine, disk: RunDisk, dataset: Any) -> TrainState:
@@ -322,3 +302,5 @@ def _log_run(config: Config, ranks: Ranks, inputs: RunInputs, length: RunLength)
     logger.info("%s on %s, %d held-out prompt(s)", config.train.precision, ranks.device.type, inputs.shard.num_turns)
     for line in filter(None, (validation_line(config), repetition_line(config, inputs.loader.steps_per_epoch))):
         logger.info("%s", line)
+    if compiled := ", ".join(filter(None, (str(target_layers(config, inputs.target)), str(inputs.student.layers)))):
+        logger.info("compiled at their first pass: %s", compiled)
