@@ -10,7 +10,7 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from checkpoints.run_folder import METRICS, read_metrics
 from checkpoints.store import saving
@@ -25,18 +25,10 @@ WANDB_REMEDY = "run `wandb login` or set WANDB_API_KEY, or keep it in the run fo
 Metrics = Mapping[str, float | int]
 
 
-class Sink(Protocol):
-    """Receives one dictionary per log step."""
-
-    def log(self, metrics: Metrics, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Tracker:
     """All sinks of a run."""
 
-    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
+    def __init__(self, sinks: Iterable[Jsonl | TensorBoard | Wandb] = ()) -> None:
         self.sinks = list(sinks)
 
     def log(self, metrics: Metrics, step: int) -> None:
