@@ -18,6 +18,7 @@ from data_prep.config import RegenerateConfig, check_paths, check_server, read_k
 from data_prep.own_answers import is_quickly_measured
 from data_prep.splits import Split
 from sage.commands.cli import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, NOTHING_SAVED
+from sage.commands.cli import run as run_command
 from sage.drafts.location import find_draft
 from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt
@@ -187,8 +188,6 @@ def _start_ranks(config: DataCommand, ranks: int) -> int:
 
 
 def _rank(config: DataCommand, rank: int, world_size: int) -> None:
-    from sage.commands.cli import run as run_command
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
     cluster_env.set_rank(rank, world_size)
     configure_logging(config.debug, is_main=rank == 0)

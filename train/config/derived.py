@@ -16,14 +16,10 @@ MIN_STEPS = 50  # of a run without a given length; an epoch of a few hundred row
 
 @dataclass(frozen=True)
 class RunLength:
-    """The limits of a run, which ends at the first one it reaches; None: no limit.
-
-    Attributes:
-        time_s: seconds of training without validation and saving, over all starts of the run.
-    """
+    """The limits of a run, which ends at the first one it reaches; None: no limit."""
 
     steps: int | None
-    time_s: float | None = None
+    time_s: float | None = None  # of training, without validation and saving, over all starts of the run
 
     def __str__(self) -> str:
         steps = [] if self.steps is None else [f"{self.steps} steps"]

@@ -46,25 +46,16 @@ class SweepStopped(BaseException):
 
 @dataclass(kw_only=True)
 class App:
-    """A command with a composed configuration. Hydra calls it: once for a single run, once per job of a sweep.
+    """A command with a composed configuration. Hydra calls it: once for a single run, once per job of a sweep."""
 
-    Attributes:
-        config_name: a file in `conf/` without `.yaml`.
-        task: takes an instance of `schema`, returns an exit code.
-        is_main: whether this process is rank 0.
-        reports_errors: whether this process prints errors; None: if it is rank 0.
-        score: scores a job of a sweep, for sweepers that search; `compare`: compares all jobs at its end.
-        leading: options that the command itself takes as its first word.
-    """
-
-    config_name: str
+    config_name: str  # a file in `conf/` without `.yaml`
     schema: type
-    task: Callable[[Any], int]
-    is_main: bool
-    reports_errors: bool | None = None
-    score: Callable[[Any], float | None] = lambda config: None
-    compare: Callable[[Sequence[sweep.Job]], None] = lambda jobs: None
-    leading: Sequence[str] = ()
+    task: Callable[[Any], int]  # takes an instance of `schema`, returns an exit code
+    is_main: bool  # whether this process is rank 0
+    reports_errors: bool | None = None  # whether this process prints errors; None: if it is rank 0
+    score: Callable[[Any], float | None] = lambda config: None  # of a job, for sweepers that search
+    compare: Callable[[Sequence[sweep.Job]], None] = lambda jobs: None  # all jobs at the end of a sweep
+    leading: Sequence[str] = ()  # options that the command itself takes as its first word
     _swept_keys: list[str] = field(default_factory=list)
     _num_jobs: int | None = None
     _codes: list[int] = field(default_factory=list)  # of the jobs that ran in this process

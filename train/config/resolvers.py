@@ -16,7 +16,6 @@ from sage.trees import POLICIES
 from train.config.schema import RECIPE_LENGTH, Precision
 from train.config.store import register
 
-CONFIG_FILE = "config.json"
 LONGEST_PART = 40  # characters of a part of a run's name
 
 
@@ -87,6 +86,6 @@ def sequences_per_pass(most: int, max_length: int | None) -> int:
 def _read_config(path: str) -> dict[str, Any]:
     """The folder's config.json; empty if it is missing or unreadable, which loading the target reports."""
     try:
-        return read_json(Path(path).expanduser() / CONFIG_FILE)
+        return read_json(Path(path).expanduser() / "config.json")
     except ValueError:
         return {}

@@ -23,7 +23,6 @@ from sage.decoding.settings import AnswerSettings
 from train.config.schema import Config, ConfigError
 from train.config.store import BY_PATH, POLICY_GROUP, key_of, subschemas
 
-TYPED_GROUPS = ("draft", "draft/compressor", "tracking")  # their choices have different keys
 # Prefixes of the keys that may not change when a run is resumed.
 FIXED = (
     *("seed", "target.path", "target.revision", "target.adapter", "target.dtype", "draft.", "data.", "score."),
@@ -153,7 +152,7 @@ def with_types(saved: Mapping[str, Any]) -> DictConfig:
 
 
 def _kinds_of(saved: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the chosen kinds of `TYPED_GROUPS`."""
+    """Returns the chosen kinds of the groups whose choices have different keys."""
     values = dotted_keys(dict(saved))
-    kinds = {group: values.get(f"{group.replace('/', '.')}.kind") for group in TYPED_GROUPS}
+    kinds = {group: values.get(f"{group.replace('/', '.')}.kind") for group, _ in subschemas()}
     return {group: str(kind) for group, kind in kinds.items() if kind}

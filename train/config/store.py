@@ -88,16 +88,13 @@ def register(kinds: tuple[DraftKind, ...], policies: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a schema: annotation with its ranges, default (`MISSING` without one), meaning, what its section is about.
+    """A key of a schema."""
 
-    `choices` of its group have it; empty: all.
-    """
-
-    hint: Any
-    default: Any
+    hint: Any  # the annotation of its field, ranges included
+    default: Any  # `MISSING` without one
     meaning: str
-    section: str
-    choices: tuple[str, ...] = ()
+    section: str  # what its part of the configuration is about
+    choices: tuple[str, ...] = ()  # of its group, that have it; empty: all
 
 
 def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:

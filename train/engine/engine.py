@@ -38,12 +38,9 @@ class Engine:
         student: the draft and its objective, on the device, in float32; with `train.precision=bf16` the engine casts it and
             keeps a float32 copy of the weights.
         accumulation: the most micro-batches per rank and optimizer step.
-
-    Attributes:
-        draft_saved_at: step of the weights that `draft/` holds; None: not saved by this process.
     """
 
-    draft_saved_at: int | None = None
+    draft_saved_at: int | None = None  # step of the weights that `draft/` holds; None: not saved by this process
 
     def __init__(self, student: Student, config: Config, ranks: Ranks, accumulation: int) -> None:
         deepspeed = import_deepspeed(ranks.device.type)

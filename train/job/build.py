@@ -129,22 +129,15 @@ def building(config: Config, ranks: Ranks, stop: StopFlag | None = None) -> Iter
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """The loaded models and data of a run.
+    """The loaded models and data of a run."""
 
-    Attributes:
-        policies: configured, for validations; they have decoded nothing.
-        target: frozen; its text layers are sharded over the ranks if `sharded` is not None.
-        shard: the prompts that this rank decodes in validations.
-        dropped_share: share of the examples that are longer than `data.max_length` and dropped.
-    """
-
-    policies: dict[str, Policy]
-    target: sage.Target
+    policies: dict[str, Policy]  # for validations; they have decoded nothing
+    target: sage.Target  # frozen; its text layers are sharded over the ranks if `sharded` is not None
     sharded: ShardedTarget | None
     loader: StepLoader
     student: Student
-    shard: DecodeShard
-    dropped_share: float
+    shard: DecodeShard  # the prompts that this rank decodes in validations
+    dropped_share: float  # of the examples: longer than `data.max_length`, and dropped
 
 
 def build_inputs(config: Config, ranks: Ranks) -> RunInputs:

@@ -47,19 +47,7 @@ class TrainingError(RuntimeError):
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """The objects of the training loop, built in train.job.build, and what the loop keeps between two steps.
-
-    Attributes:
-        validate: validates the draft; updates the best score in `state`.
-        is_finished: whether a resumed run has nothing left to do.
-        stop: set by a signal on this rank; `is_stopping` is the same on every rank.
-        own_answers: measures the answers of the data in the first steps; None: not measured.
-        callbacks: on rank 0; empty on the others.
-        figures: learning rate and gradient norm of the last step, and what is measured once, until it is logged.
-        saved: the state when it was last saved, or at the start.
-        validated_at: step of the last complete validation by this process; `report` is its report, on rank 0.
-        failure: why the last validation failed; empty if it did not.
-    """
+    """The objects of the training loop, built in train.job.build, and what the loop keeps between two steps."""
 
     config: Config
     ranks: Ranks
@@ -72,19 +60,19 @@ class TrainingRun:
     metrics: TrainingMetrics
     state: TrainState
     length: RunLength
-    validate: Callable[[], ValidationOutcome]
+    validate: Callable[[], ValidationOutcome]  # updates the best score in `state`
     profile: ProfileWindow
-    stop: StopFlag = field(default_factory=StopFlag)
-    own_answers: OwnAnswers | None = None
-    is_finished: bool = False
-    figures: dict[str, float] = field(default_factory=dict)
-    callbacks: Sequence[Callback] = ()
-    is_stopping: bool = field(default=False, init=False)
+    stop: StopFlag = field(default_factory=StopFlag)  # set by a signal on this rank
+    own_answers: OwnAnswers | None = None  # measures the answers of the data in the first steps; None: not measured
+    is_finished: bool = False  # a resumed run has nothing left to do
+    figures: dict[str, float] = field(default_factory=dict)  # of the last step, and what is measured once, until it is logged
+    callbacks: Sequence[Callback] = ()  # on rank 0; empty on the others
+    is_stopping: bool = field(default=False, init=False)  # whether `stop` is set, on every rank
     copies: DeviceCopies = field(init=False)
-    saved: TrainState = field(init=False)
-    validated_at: int | None = field(default=None, init=False)
-    report: dict[str, Any] | None = field(default=None, init=False)
-    failure: str = field(default="", init=False)
+    saved: TrainState = field(init=False)  # the state when it was last saved, or at the start
+    validated_at: int | None = field(default=None, init=False)  # step of the last complete validation by this process
+    report: dict[str, Any] | None = field(default=None, init=False)  # of that validation, on rank 0
+    failure: str = field(default="", init=False)  # why the last validation failed; empty if it did not
 
     def __post_init__(self) -> None:
         self.copies = DeviceCopies(self.ranks.device)

@@ -52,17 +52,12 @@ def check_same(ranks: Ranks, subject: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDisk:
-    """The run folder of rank 0 as this rank sees it.
-
-    Attributes:
-        is_remote: whether this rank does not see it; `has_remote`: whether some rank does not.
-        is_copying: whether this rank keeps the copies of its node.
-    """
+    """The run folder of rank 0 as this rank sees it."""
 
     ranks: Ranks
-    is_remote: bool = False
-    is_copying: bool = False
-    has_remote: bool = False
+    is_remote: bool = False  # this rank does not see it
+    is_copying: bool = False  # this rank keeps the copies of its node
+    has_remote: bool = False  # some rank does not see it
 
     @classmethod
     def of(cls, ranks: Ranks, run: Path) -> RunDisk:

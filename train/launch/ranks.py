@@ -27,16 +27,12 @@ NO_GPU = "launch.device=cuda: PyTorch sees no GPU; use launch.device=cpu, or ins
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all of the run. Scalars travel on the CPU (gloo), gradients on the device (NCCL on GPUs).
-
-    Attributes:
-        group: process group of the collective operations on the CPU; None: the default group, on a CPU.
-    """
+    """This process among all of the run. Scalars travel on the CPU (gloo), gradients on the device (NCCL on GPUs)."""
 
     rank: int
     world_size: int
     device: torch.device
-    group: Any = None
+    group: Any = None  # of the collective operations on the CPU; None: the default group, on a CPU
 
     @property
     def is_main(self) -> bool:

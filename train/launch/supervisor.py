@@ -53,16 +53,11 @@ class SignalHandler:
 
 
 class StopFlag(SignalHandler):
-    """A flag that signals set: the run finishes the step, saves, and exits with code 3.
+    """A flag that signals set: the run finishes the step, saves, and exits with code 3."""
 
-    Attributes:
-        ends_process: whether the process exits after a stop. SIGTERM, which would change its exit code, is then ignored from
-            the end of the context on.
-        is_polled: whether a loop polls the flag. Until then a signal raises KeyboardInterrupt, as a second Ctrl-C always does.
-    """
-
-    ends_process: ClassVar[bool] = False
-    is_set = is_polled = False
+    ends_process: ClassVar[bool] = False  # after a stop: SIGTERM, which would change the exit code, is ignored from then on
+    is_set = False
+    is_polled = False  # by a loop; until then a signal raises KeyboardInterrupt, as a second Ctrl-C always does
 
     def _handle(self, number: int, _: Any) -> None:
         if not self.is_polled or (self.is_set and number == signal.SIGINT):

@@ -45,24 +45,16 @@ NUM_DRAFTS = 3  # draft/, draft_best/, and the one that replaces either
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The progress of a run.
-
-    Attributes:
-        tokens: of all ranks, without padding.
-        time_s: seconds of training without validation and saving.
-        best: highest validation score so far, of `best_step`; `stale`: validations since then.
-        validated_step: step of the last validation; 0: none yet.
-        data: see `fingerprint_data`; None: not recorded.
-    """
+    """The progress of a run."""
 
     step: int = 0
-    tokens: int = 0
-    time_s: float = 0.0
-    best: float | None = None
+    tokens: int = 0  # of all ranks, without padding
+    time_s: float = 0.0  # of training, without validation and saving
+    best: float | None = None  # highest validation score so far
     best_step: int | None = None
-    stale: int = 0
-    validated_step: int = 0
-    data: dict[str, str] | None = None
+    stale: int = 0  # validations since then
+    validated_step: int = 0  # step of the last validation; 0: none yet
+    data: dict[str, str] | None = None  # see `fingerprint_data`; None: not recorded
 
     def has_stalled(self, patience: int, more: int = 0) -> bool:
         """Whether `patience` validations in a row, of which `more` are still to come, bring no better score; never with 0."""
