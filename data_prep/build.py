@@ -17,7 +17,7 @@ from data_prep.cache import cache_dir
 from data_prep.chat import Lengths
 from data_prep.config import Cache, DataConfig, OnBad, validate
 from data_prep.conversation import BadItem, Conversation, TooLong
-from data_prep.dataset.dataset import ConversationDataset, StoredDataset, StreamDataset, is_stream, skip_path
+from data_prep.dataset.dataset import ConversationDataset, StreamDataset, is_stream, skip_path
 from data_prep.dataset.index import SKIPPED, SkipLog, count_reasons, prepare_index, read_skipped
 from data_prep.dataset.lengths import LongExamples, find_long
 from data_prep.dataset.order import alternate
@@ -48,9 +48,8 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
     weights = config.source_weights() if part is Split.train else None
     dataset: Any
     if config.cache is Cache.examples:
-        store = prepare_examples(config, index, processor)
-        skip_logs.append(store.folder.parent / SKIPPED)
-        dataset = StoredDataset(config, store, weights)
+        dataset = prepare_examples(config, index, processor, weights)
+        skip_logs.append(dataset.folder / SKIPPED)
     else:
         dataset = ConversationDataset(config, index, processor, weights)
     _report_skipped(skip_logs, skip_path(config, index), logs_skipped)

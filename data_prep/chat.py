@@ -65,10 +65,9 @@ def build_example(
     on_long: OnLong = OnLong.turn,
     num_frames: int = 32,
 ) -> Example:
-    """Renders, tokenizes and masks one conversation, and shortens it if it is too long.
+    """Renders, tokenizes and masks one conversation, and shortens it to `max_length` tokens, visual ones included.
 
-    Args:
-        max_length: maximum number of tokens, visual tokens included; None: no limit. An image is kept completely or dropped.
+    An image is kept completely or dropped.
 
     Returns:
         The fields of `Processor.encode` (input_ids [T], loss_mask [T] bool, pixel inputs) and `id`. The example ends with

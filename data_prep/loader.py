@@ -43,22 +43,10 @@ NUM_STEPS_KEPT = 64  # divisions of steps by a budget of tokens
 
 @dataclass(eq=False, repr=False)
 class StepLoader:
-    """Iterating yields, per optimizer step, the list of this rank's micro-batches.
+    """Iterating yields, per optimizer step, the list of this rank's micro-batches, without end.
 
     A micro-batch is `collate`'s dict of tensors plus `ids` and `sources`, the ids of the examples and the labels of their
-    sources ("" where the dataset has none). The iteration has no end.
-
-    Args:
-        dataset: `__len__`, `__getitem__(position)`, `epoch(seed, epoch) -> positions`, optionally
-            `source_of(position) -> label`; or a `StreamDataset`.
-        collate: list of examples -> dict of tensors with loss_mask [B, T].
-        global_batch_size: examples per step over all ranks.
-        micro_batch_size: examples per rank and pass; not used with `micro_batch_tokens`.
-        micro_batch_tokens: padded tokens per rank and pass, in a number of passes that depends on the step; None: no budget.
-        start_step: the first step to yield, as if the earlier ones had been taken.
-        num_workers: processes that build examples, at most one per core; 0: a thread (best for cached examples).
-        length_window: number of steps whose examples are sorted by length together, if the lengths are known; 1: none.
-        stage: prepares a micro-batch for the trainer, in the thread that runs ahead of it.
+    sources ("" where the dataset has none).
 
     Attributes:
         wait_s: seconds spent waiting for micro-batches so far.
@@ -70,18 +58,20 @@ class StepLoader:
             tokens; or a budget for a dataset whose lengths are unknown.
     """
 
-    dataset: Any
-    collate: Collate
-    global_batch_size: int
-    micro_batch_size: int
+    dataset: (
+        Any  # `__len__`, `__getitem__(position)`, `epoch(seed, epoch) -> positions`, or a stream; maybe `source_of(position)`
+    )
+    collate: Collate  # list of examples -> dict of tensors with loss_mask [B, T]
+    global_batch_size: int  # examples per step over all ranks
+    micro_batch_size: int  # examples per rank and pass; not used with `micro_batch_tokens`
     rank: int = 0
     world_size: int = 1
     seed: int = 0
-    start_step: int = 0
-    num_workers: int = 0
-    length_window: int = 1
-    stage: Callable[[Batch], Batch] | None = None
-    micro_batch_tokens: int | None = None
+    start_step: int = 0  # the first step to yield, as if the earlier ones had been taken
+    num_workers: int = 0  # processes that build examples, at most one per core; 0: a thread (best for cached examples)
+    length_window: int = 1  # number of steps whose examples are sorted by length together, if the lengths are known; 1: none
+    stage: Callable[[Batch], Batch] | None = None  # prepares a micro-batch for the trainer, in the thread that runs ahead of it
+    micro_batch_tokens: int | None = None  # padded tokens per rank and pass, in a number of passes that depends on the step
 
     def __post_init__(self) -> None:
         if self.micro_batch_tokens is not None:

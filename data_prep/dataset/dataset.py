@@ -1,5 +1,4 @@
-"""Datasets for `StepLoader`: `ConversationDataset` encodes on access, `StoredDataset` reads cached examples, `StreamDataset`
-reads sources in order.
+"""Datasets for `StepLoader`: `ConversationDataset` encodes on access, `StreamDataset` reads sources in order.
 
 Reading an invalid item raises its BadItem where `data.on_bad` is `error`; else the item is skipped and listed.
 
@@ -29,9 +28,9 @@ from data_prep.chat import Example, build_example, encode_example, segments
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation, check_conversation, media_parts
 from data_prep.dataset.index import SKIPPED, Index, SkipLog, read_skipped, unique_rows
-from data_prep.dataset.lengths import LENGTHS, Measuring
+from data_prep.dataset.lengths import Measuring
 from data_prep.dataset.order import MixedOrder, alternate, next_source, permutation
-from data_prep.dataset.prepare import ExampleStore
+from data_prep.dataset.prepare import StoredDataset
 from data_prep.sources.base import Stream, as_example
 from data_prep.splits import Split
 from sage.inputs.processing import Processor
@@ -98,28 +97,6 @@ class ConversationDataset(Dataset[Example]):
     @cached_property
     def _full_lengths(self) -> np.ndarray:
         return self._measuring.full(self.skipped.add)
-
-
-class StoredDataset(Dataset[Example]):
-    """Cached examples; `lengths`: tokens per example, int64 [N]."""
-
-    def __init__(self, config: DataConfig, store: ExampleStore, weights: list[float] | None) -> None:
-        self.store, self.fingerprint, self._labels = store, store.folder.parent.name, list(config.sources)
-        self.lengths = store.lengths
-        self.epoch = MixedOrder(store.sources, weights).epoch
-
-    def __len__(self) -> int:
-        return len(self.store)
-
-    def full_lengths(self) -> np.ndarray:
-        """Returns the lengths of all examples before they are shortened, dropped ones included, int64 [N, 3] (`Lengths`)."""
-        return np.load(self.store.folder.parent / LENGTHS)
-
-    def source_of(self, position: int) -> str:
-        return self._labels[int(self.store.sources[position])]
-
-    def __getitem__(self, position: int) -> Example:
-        return self.store[position]
 
 
 def is_stream(dataset: Any) -> bool:
@@ -254,8 +231,7 @@ def most_frequent(counts_V: Tensor, size: int, always: Iterable[int]) -> Tensor:
 def _answers(dataset: Any) -> Iterable[np.ndarray]:
     """Yields the supervised ids of one example at a time, int64."""
     if isinstance(dataset, StoredDataset):
-        for input_ids, loss_mask in map(dataset.store.tokens, range(len(dataset))):
-            yield input_ids[loss_mask.astype(bool)]
+        yield from map(dataset.supervised, range(len(dataset)))
         return
     if is_stream(dataset):
         conversations = (candidates[0] for candidates in islice(dataset.items(0, 0), NUM_SAMPLED))

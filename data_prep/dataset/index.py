@@ -11,6 +11,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,12 @@ class Index:
     def conversation(self, position: int) -> Conversation:
         """Returns the item at a position without opening its images; BadItem if it is invalid."""
         return self.sources[int(self.source[position])].conversation(int(self.row[position]))
+
+    def of_source(self, number: int) -> Index:
+        """Returns the items of one source."""
+        items = copy(self)
+        items.source, items.row = (column[self.source == number] for column in (self.source, self.row))
+        return items
 
 
 def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> Index:

@@ -36,14 +36,10 @@ class MixedOrder:
 
     Without weights, an epoch contains every example once. With weights, an epoch has the same length, and source s has the
     share w_s / sum(w) of it: a source with more examples than its share continues in the next epoch, one with fewer restarts
-    in a new order.
+    in a new order. ValueError for a source without examples.
 
     Args:
         source: the source of each example, int [N].
-        weights: one per source, or None.
-
-    Raises:
-        ValueError: a source with a weight has no example.
     """
 
     def __init__(self, source: np.ndarray, weights: list[float] | None) -> None:

@@ -25,13 +25,15 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.numpy import load, save
+from torch.utils.data import Dataset
 
 from data_prep.cache import computed_once
-from data_prep.chat import Lengths, encode_example, example_lengths, shorten_example
+from data_prep.chat import Example, Lengths, encode_example, example_lengths, shorten_example
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, TooLong
 from data_prep.dataset.index import INVALID, SKIPPED, Index, SkipLog, has_repaired_item, no_item_message, result_folder
 from data_prep.dataset.lengths import LENGTHS, as_array, find_long
+from data_prep.dataset.order import MixedOrder
 from data_prep.splits import Split
 from data_prep.workers import mapped
 from sage.inputs.processing import Processor
@@ -50,7 +52,7 @@ LEVEL = "level"  # levels
 RAW = ""  # unchanged
 
 
-def prepare_examples(config: DataConfig, index: Index, processor: Processor) -> ExampleStore:
+def prepare_examples(config: DataConfig, index: Index, processor: Processor, weights: list[float] | None) -> StoredDataset:
     """Encodes every item of an index, or returns the cached examples if no invalid item has changed."""
     folder = result_folder(config, index, processor, "examples", config.max_length, config.on_long)
     write = partial(_write_examples, config, index, processor)
@@ -62,7 +64,7 @@ def prepare_examples(config: DataConfig, index: Index, processor: Processor) -> 
         os.utime(folder, ns=(time.time_ns(),) * 2)  # the file system's own time stamps have a resolution of milliseconds
         if config.cache_keep is not None:
             _prune(folder.parent, config.cache_keep)
-        return ExampleStore(folder / STORE)
+        return StoredDataset(config, folder, weights)
 
 
 def _prune(parent: Path, num_kept: int) -> None:
@@ -154,35 +156,42 @@ def write_examples(folder: Path, items: Iterable[tuple[str, int, Packed]], table
     return len(ids)
 
 
-class ExampleStore:
-    """The examples of a folder written by `write_examples`, memory-mapped; pixels are decoded on access."""
+class StoredDataset(Dataset[Example]):
+    """Cached examples, memory-mapped; pixels are decoded on access."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        meta = json.loads((folder / META).read_text())
-        with np.load(folder / COLUMNS) as stored:
-            self.sources, self.lengths, ends = stored["columns"]  # number of the source, and tokens, int64 [N]
-            self.table = PixelTable(stored["table"], meta["frames"])
-        self._ends = np.concatenate(([0], ends))
-        self.ids: list[str] = meta["ids"]
-        self._data = np.memmap(folder / EXAMPLES, mode="r") if self.ids else np.zeros(0, dtype=np.uint8)
+    def __init__(self, config: DataConfig, folder: Path, weights: list[float] | None) -> None:
+        self.folder, self._labels, self.fingerprint = folder, list(config.sources), folder.name
+        meta = json.loads((folder / STORE / META).read_text())
+        with np.load(folder / STORE / COLUMNS) as stored:
+            self._sources, self.lengths, ends = stored["columns"]  # number of the source, and tokens, int64 [N]
+            self._table = PixelTable(stored["table"], meta["frames"])
+        self._ids, self._ends = meta["ids"], np.concatenate(([0], ends))
+        self._data = np.memmap(folder / STORE / EXAMPLES, mode="r") if self._ids else np.zeros(0, dtype=np.uint8)
+        self.epoch = MixedOrder(self._sources, weights).epoch
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self._ids)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"id": self.ids[index], **unpack(load(self._bytes(index)), self.table)}
+    def __getitem__(self, position: int) -> Example:
+        return {"id": self._ids[position], **unpack(load(self._bytes(position).tobytes()), self._table)}
 
-    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `input_ids` and `loss_mask` of an example without reading its pixels."""
-        data = self._data[self._ends[index] : self._ends[index + 1]]
+    def source_of(self, position: int) -> str:
+        return self._labels[int(self._sources[position])]
+
+    def full_lengths(self) -> np.ndarray:
+        """Returns the lengths of all examples before they are shortened, dropped ones included, int64 [N, 3] (`Lengths`)."""
+        return np.load(self.folder / LENGTHS)
+
+    def supervised(self, position: int) -> np.ndarray:
+        """Returns the supervised ids of an example without reading its pixels, int64."""
+        data = self._bytes(position)
         start = 8 + int(data[:8].view(np.int64)[0])  # a safetensors file: the header's length, the header, the tensors
         header = json.loads(data[8:start].tobytes())
         places = {key: slice(*(start + offset for offset in header[key]["data_offsets"])) for key in ("input_ids", "loss_mask")}
-        return data[places["input_ids"]].view(np.int64), data[places["loss_mask"]].view(np.bool_)
+        return data[places["input_ids"]].view(np.int64)[data[places["loss_mask"]].view(np.bool_)]
 
-    def _bytes(self, index: int) -> bytes:
-        return self._data[self._ends[index] : self._ends[index + 1]].tobytes()
+    def _bytes(self, position: int) -> np.ndarray:
+        return self._data[self._ends[position] : self._ends[position + 1]]
 
 
 class PixelTable:

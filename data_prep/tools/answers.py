@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from data_prep.build import build_dataset
 from data_prep.cache import cache_dir
 from data_prep.config import Answers, Cache, DataConfig, OnCut, RegenerateConfig
-from data_prep.conversation import Conversation
 from data_prep.dialog import Drive
 from data_prep.sources.kinds import SourceConfig
 from data_prep.tools.regenerate import NEUTRAL_KEYS, RegenerationResult, has_answers, regenerate
@@ -85,21 +82,6 @@ def weights_digest(path: str, commit: str | None) -> str:
     return digest.hexdigest()[:32]
 
 
-@dataclass(frozen=True)
-class SourceItems:
-    """The conversations of one source among those of a dataset, as `regenerate` reads them."""
-
-    dataset: Any
-    positions: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def conversation(self, number: int) -> Conversation:
-        found: Conversation = self.dataset.conversation(int(self.positions[number]))
-        return found
-
-
 class TargetAnswers:
     """The answers of a target to the training split of a configuration.
 
@@ -140,7 +122,7 @@ class TargetAnswers:
         """
         provenance = self._provenance | origin
         for number, file in enumerate(self.files.values()):
-            items = SourceItems(self._dataset, np.flatnonzero(self._dataset.index.source == number))
+            items = self._dataset.index.of_source(number)
             if not file.exists():
                 keeps_cut = self._settings.on_cut is OnCut.keep
                 yield file, regenerate(items, drive, file, provenance, self._settings.seed, rank, world_size, keeps_cut)

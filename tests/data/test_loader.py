@@ -16,16 +16,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.data_helpers import Numbers, ids_by_step, make_processor, take
+from support.data_helpers import Numbers, ids_by_step, take
 from support.data_helpers import collate_numbers as collate
 from support.messages import check_message, refused
 
-from data_prep import loader as loader_module
-from data_prep.build import build_dataset
-from data_prep.config import DataConfig
 from data_prep.conversation import BadItem
 from data_prep.dataset.order import MixedOrder, divide_step, group_by_length, next_source
-from data_prep.loader import StepLoader, _Builder
+from data_prep.loader import StepLoader
 
 
 @settings(max_examples=25, deadline=None)
@@ -38,14 +35,6 @@ def test_steps_do_not_depend_on_ranks_and_micro_batch_size(size: int, seed: int,
     for step in range(6):
         dealt = [names for m in range(4 // (micro * world_size)) for rank in ranks for names in rank[step][m]]
         assert dealt == expected[step][0]
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(1, 30), st.integers(0, 12))
-def test_resume_continues_with_the_next_step(size: int, start: int) -> None:
-    data = Numbers(size)
-    expected = take(StepLoader(data, collate, 4, 2), 14)
-    assert take(StepLoader(data, collate, 4, 2, start_step=start), 14 - start) == expected[start:]
 
 
 class Long(Numbers):
@@ -113,12 +102,13 @@ def test_the_largest_micro_batch_is_known_before_the_first_step(budget: int | No
     assert StepLoader(Long(lengths, False), collate, 8, 2).largest() is None
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.integers(0, 9), st.booleans())
-def test_grouped_order_resumes_anywhere(start: int, is_known: bool) -> None:
-    data = Long(lengths_like_conversations(30), is_known)
-    expected = take(StepLoader(data, collate, 4, 2, length_window=3), 12)
-    assert take(StepLoader(data, collate, 4, 2, start_step=start, length_window=3), 12 - start) == expected[start:]
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 12), st.sampled_from([None, False, True]))
+def test_resume_continues_with_the_next_step(size: int, start: int, is_known: bool | None) -> None:
+    """Also of examples grouped by their lengths, which may be known before they are built."""
+    data = Numbers(size) if is_known is None else Long(lengths_like_conversations(size), is_known)
+    expected = take(StepLoader(data, collate, 4, 2, length_window=3), 14)
+    assert take(StepLoader(data, collate, 4, 2, start_step=start, length_window=3), 14 - start) == expected[start:]
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -163,36 +153,6 @@ def test_errors_reach_the_trainer_and_the_thread_ends() -> None:
     assert [thread for thread in threading.enumerate() if thread.name.startswith("step-loader")]
     steps.close()  # type: ignore[attr-defined]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("step-loader")]
-
-
-@pytest.mark.parametrize(("cores", "num_workers", "prefetch_factor"), [(2, 2, 4), (None, 3, 2)])
-def test_batches_ahead_are_divided_among_the_workers_that_start(
-    monkeypatch: pytest.MonkeyPatch, cores: int | None, num_workers: int, prefetch_factor: int
-) -> None:
-    """16 workers are requested; None: a system without `os.sched_getaffinity`, such as macOS, and three cores."""
-    chosen: dict[str, Any] = {}
-    monkeypatch.setattr(loader_module, "DataLoader", lambda *_, **options: chosen.update(options) or [])
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    if cores is None:
-        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    else:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    loader = StepLoader(Numbers(8), collate, 4, 4, num_workers=16)
-    loader._from_workers(_Builder(loader.dataset, collate))
-    assert (chosen["num_workers"], chosen["prefetch_factor"]) == (num_workers, prefetch_factor)
-
-
-@pytest.mark.slow
-def test_worker_processes_give_the_same(tmp_path: Path) -> None:
-    processor = make_processor("qwen2_5_vl")
-    dataset = build_dataset(DataConfig(num_examples=6, cache_dir=str(tmp_path)), processor)
-    alone, together = (iter(StepLoader(dataset, processor.collate, 4, 2, num_workers=n)) for n in (0, 2))
-    for first, second in islice(zip(alone, together, strict=True), 3):
-        for a, b in zip(first, second, strict=True):
-            assert a.keys() == b.keys()
-            assert all(torch.equal(a[key], b[key]) if key not in ("ids", "sources") else a[key] == b[key] for key in a)
-    alone.close()  # type: ignore[attr-defined]
-    together.close()  # type: ignore[attr-defined]
 
 
 # -- a budget of tokens ------------------------------------------------------------------------------------------------
@@ -278,33 +238,33 @@ def test_weights_are_shares_of_every_epoch() -> None:
         taken[expected] += 1
 
 
-KILLED = """
-import time, numpy, torch
-from data_prep.loader import StepLoader
-
-class Numbers:
-    def __len__(self): return 4
-    def __getitem__(self, number): return {"id": str(number)}
-    def epoch(self, seed, epoch): return numpy.arange(4)
-
-def collate(examples): return {"attention_mask": torch.ones(1, 1), "loss_mask": torch.ones(1, 1)}
-
+WORKERS = """
 if __name__ == "__main__":
-    steps = iter(StepLoader(Numbers(), collate, 2, 2, num_workers=1))
-    next(steps)
+    import sys, time, torch
+    from support.data_helpers import make_processor
+    from data_prep.build import build_dataset
+    from data_prep.config import DataConfig
+    from data_prep.loader import StepLoader
+
+    processor = make_processor("qwen2_5_vl")
+    dataset = build_dataset(DataConfig(num_examples=6, cache_dir=sys.argv[1]), processor)
+    alone, together = (iter(StepLoader(dataset, processor.collate, 4, 2, num_workers=n)) for n in (0, 2))
+    for _ in range(3):
+        for a, b in zip(next(alone), next(together), strict=True):
+            assert a.keys() == b.keys()
+            assert all(torch.equal(a[key], b[key]) if key not in ("ids", "sources") else a[key] == b[key] for key in a)
     print("ready", flush=True)
     time.sleep(60)
 """
 
 
 @pytest.mark.slow
-def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+def test_worker_processes_give_the_same_and_end_with_a_killed_parent(tmp_path: Path) -> None:
     """Workers hold the write end of its output pipe: a reader would wait forever."""
-    (tmp_path / "main.py").write_text(KILLED)
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    with subprocess.Popen(
-        [sys.executable, tmp_path / "main.py"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-    ) as rank:
+    (tmp_path / "main.py").write_text(WORKERS)
+    command = [sys.executable, tmp_path / "main.py", tmp_path / "cache"]
+    environment = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.getcwd()}/tests"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"ready\n"
         rank.kill()
         assert rank.communicate(timeout=30)[0] == b""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,78 +21,80 @@ from data_prep.sources.prompt_sets import EXPLAIN, ONE_LETTER, ONE_WORD
 from data_prep.splits import Split, split_group
 from sage.inputs.messages import text_of
 
+CHOICES = {f"choice_{letter}": word for letter, word in zip("abcd", ("One", "Two", "Three", "Four"), strict=True)}
+SEED: dict[str, Any] = {"question": "How many?", "answer": "A", "question_type_id": 5, **CHOICES}
+CLIP = {"video": "ep1", "question": "What next?", "candidates": ["Runs.", "Sits."], "answer": "Sits."}
+# kind -> images, file, content; question, answer, family of the first row
+LAYOUTS: dict[str, tuple[tuple[str, ...], str, Any, str, str, str]] = {
+    "textvqa": (
+        ("train_images/0054.jpg",),
+        "TextVQA_0.5.1_val.json",
+        {"data": [{"question": "what brand?", "image_id": "0054", "answers": ["a", "b", "b"], "question_id": 34602}]},
+        f"what brand?\n{ONE_WORD}", "b", "text_vqa",
+    ),
+    "gqa": (
+        ("images/2405722.jpg",),
+        "val_balanced_questions.json",
+        {"05451384": {"imageId": "2405722", "question": "Is it red?", "answer": "yes", "fullAnswer": "Yes, it is."}},
+        f"Is it red?\n{ONE_WORD}", "yes", "general_vqa",
+    ),
+    "chartqa": (
+        ("png/4169.png",),
+        "test_human.json",
+        [{"imgname": "4169.png", "query": "How many bars?", "label": "14"}],
+        f"How many bars?\n{ONE_WORD}", "14", "chart_vqa",
+    ),
+    "seed_bench": (
+        ("SEED-Bench-image/1454426_2591111986", "videos/12/1.png", "videos/12/2.png", "videos/12/3.png"),
+        "SEED-Bench.json",
+        {"questions": [{"data_id": "1454426_2591111986", "data_type": "image", "question_id": "101669", **SEED},
+                       {"data_id": "12", "data_type": "video", "question_id": "2", "segment": [0.5, 1.0], **SEED}]},
+        f"How many?\nA. One\nB. Two\nC. Three\nD. Four\n{ONE_LETTER}", "A", "image",
+    ),
+    "mvbench": (
+        ("video/tvqa/ep1/1.png", "video/tvqa/ep1/2.png"),
+        "json/action.json",
+        [CLIP, CLIP | {"start": 0.0, "end": 0.3}],
+        f"What next?\nA. Runs.\nB. Sits.\n{ONE_LETTER}", "B", "video_choice",
+    ),
+    "video_detail_caption": (
+        ("Test_Videos/v_1/1.png",),
+        "data/test-00000-of-00001.parquet",
+        {"video_name": "v_1", "question": "Describe the video in detail.", "answer": "A man."},
+        "Describe the video in detail.", "A man.", "video_caption",
+    ),
+    "mmspec": (
+        ("images/mmspec_001.jpg",),
+        "mmspec.jsonl",
+        {"id": "mmspec_001", "image": "mmspec_001.jpg", "turns": ["What is it?", "Why?"], "topic": "general vqa"},
+        "What is it?", "", "general vqa",
+    ),
+}  # fmt: skip
 
-def textvqa(folder: Path) -> Path:
-    save_images(folder, "train_images/0054.jpg")
-    row = {"question": "what brand?", "image_id": "0054", "answers": ["nike"] * 3 + ["adidas"] * 7, "question_id": 34602}
-    return write(folder / "TextVQA_0.5.1_val.json", {"dataset_type": "val", "data": [row]})
 
-
-def gqa(folder: Path) -> Path:
-    save_images(folder, "images/2405722.jpg")
-    row = {"imageId": "2405722", "question": "Is it red?", "answer": "yes", "fullAnswer": "Yes, it is."}
-    return write(folder / "val_balanced_questions.json", {"05451384": row})
-
-
-def chartqa(folder: Path) -> Path:
-    save_images(folder, "png/4169.png")
-    return write(folder / "test_human.json", [{"imgname": "4169.png", "query": "How many bars?", "label": "14"}])
-
-
-def seed_bench(folder: Path) -> Path:
-    (folder / "SEED-Bench-image").mkdir()
-    make_image().save(folder / "SEED-Bench-image" / "1454426_2591111986", "PNG")
-    save_images(folder, "videos/12/1.png", "videos/12/2.png", "videos/12/3.png")
-    choices = {f"choice_{letter}": word for letter, word in zip("abcd", ("One", "Two", "Three", "Four"), strict=True)}
-    shared = {"question": "How many?", "answer": "A", "question_type_id": 5, **choices}
-    image = {"data_id": "1454426_2591111986", "data_type": "image", "question_id": "101669", **shared}
-    video = {"data_id": "12", "data_type": "video", "question_id": "2", "segment": [0.5, 1.0], **shared}
-    return write(folder / "SEED-Bench.json", {"questions": [image, video], "question_type": {"x": 1}})
-
-
-def mvbench(folder: Path) -> Path:
-    save_images(folder, "video/tvqa/ep1/1.png", "video/tvqa/ep1/2.png")
-    row = {"video": "ep1", "question": "What next?", "candidates": ["Runs.", "Sits."], "answer": "Sits."}
-    return write(folder / "json" / "action.json", [row, row | {"start": 0.0, "end": 0.3}])
-
-
-def video_detail_caption(folder: Path) -> Path:
-    save_images(folder, "Test_Videos/v_1/1.png")
-    (folder / "data").mkdir()
-    rows = {"video_name": ["v_1"], "question": ["Describe the video in detail."], "answer": ["A man."]}
-    path = folder / "data" / "test-00000-of-00001.parquet"
-    datasets.Dataset.from_dict(rows).to_parquet(path)
-    return path
-
-
-def mmspec(folder: Path) -> Path:
-    save_images(folder, "images/mmspec_001.jpg")
-    row = {"id": "mmspec_001", "image": "mmspec_001.jpg", "turns": ["What is it?", "Why?"], "topic": "general vqa"}
-    (folder / "mmspec.jsonl").write_text(json.dumps(row) + "\n")
-    return folder / "mmspec.jsonl"
-
-
-LAYOUTS: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
-    "textvqa": (textvqa, f"what brand?\n{ONE_WORD}", "adidas", "text_vqa"),
-    "gqa": (gqa, f"Is it red?\n{ONE_WORD}", "yes", "general_vqa"),
-    "chartqa": (chartqa, f"How many bars?\n{ONE_WORD}", "14", "chart_vqa"),
-    "seed_bench": (seed_bench, f"How many?\nA. One\nB. Two\nC. Three\nD. Four\n{ONE_LETTER}", "A", "image"),
-    "mvbench": (mvbench, f"What next?\nA. Runs.\nB. Sits.\n{ONE_LETTER}", "B", "video_choice"),
-    "video_detail_caption": (video_detail_caption, "Describe the video in detail.", "A man.", "video_caption"),
-    "mmspec": (mmspec, "What is it?", "", "general vqa"),
-}
+def made(kind: str, folder: Path) -> Path:
+    """Writes images and annotations of a benchmark; returns the file of the latter."""
+    images, name, content, *_ = LAYOUTS[kind]
+    for image in images:
+        (folder / image).parent.mkdir(parents=True, exist_ok=True)
+        make_image().save(folder / image, "PNG")
+    if not name.endswith(".parquet"):
+        return write(folder / name, content)
+    (folder / name).parent.mkdir()
+    datasets.Dataset.from_list([content]).to_parquet(folder / name)
+    return folder / name
 
 
 def write(path: Path, content: Any) -> Path:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
     return path
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_layout(kind: str, tmp_path: Path) -> None:
-    make, question, answer, family = LAYOUTS[kind]
-    source = SourceConfig(kind=kind, path=str(make(tmp_path)), media_root=str(tmp_path))
+    *_, question, answer, family = LAYOUTS[kind]
+    source = SourceConfig(kind=kind, path=str(made(kind, tmp_path)), media_root=str(tmp_path))
     config = DataConfig(validation={"it": source}, cache_dir=str(tmp_path / "cache"))
     found = prompts(config, "validation", 8)
     assert found[0].messages[-1]["content"][-1]["text"] == question
@@ -113,9 +115,7 @@ def test_layout(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["textvqa", "chartqa", "seed_bench"])
 def test_parquet_versions_have_embedded_images(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "json").mkdir()
-    make, question, answer, _ = LAYOUTS[kind]
-    content = json.loads(make(tmp_path / "json").read_text())
+    _, _, content, question, answer, _ = copy.deepcopy(LAYOUTS[kind])
     row = content[0] if isinstance(content, list) else (content.get("data") or content["questions"])[0]
     make_image().save(tmp_path / "a.png")
     row["image"] = {"bytes": (tmp_path / "a.png").read_bytes(), "path": None}
@@ -134,7 +134,7 @@ def test_parquet_versions_have_embedded_images(kind: str, tmp_path: Path) -> Non
 
 
 def test_file_of_another_layout_is_refused(tmp_path: Path) -> None:
-    path = chartqa(tmp_path)
+    path = made("chartqa", tmp_path)
     config = DataConfig(validation={"it": SourceConfig(kind="textvqa", path=str(path))}, cache_dir=str(tmp_path))
     with refused("test_human.json"):
         prompts(config)
@@ -144,7 +144,7 @@ def test_file_of_another_layout_is_refused(tmp_path: Path) -> None:
 
 
 def test_follow_ups_come_after_the_targets_own_answers(tmp_path: Path) -> None:
-    source = SourceConfig(kind="mmspec", path=str(mmspec(tmp_path)), media_root=str(tmp_path), long_answers=True)
+    source = SourceConfig(kind="mmspec", path=str(made("mmspec", tmp_path)), media_root=str(tmp_path), long_answers=True)
     (found,) = prompts(DataConfig(validation={"it": source}, cache_dir=str(tmp_path / "cache")))
     lengths: list[int] = []
 
@@ -228,7 +228,7 @@ def test_stream_without_prompts_is_refused(tmp_path: Path) -> None:
 
 
 def test_invalid_prompts(tmp_path: Path) -> None:
-    path = textvqa(tmp_path)
+    path = made("textvqa", tmp_path)
     rows = json.loads(path.read_text())
     rows["data"].insert(0, rows["data"][0] | {"image_id": "gone"})
     path.write_text(json.dumps(rows))

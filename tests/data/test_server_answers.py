@@ -157,7 +157,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", [name if name != "hang" else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS])
 def test_passing_faults_are_retried(name: str, server: ChatServer, expected: dict[str, bytes], tmp_path: Path) -> None:
     server.fault = lambda number, body: FAULTS[name] if "seed" in body and server.requests.count(body) <= 2 else None
-    run(tmp_path / "out.jsonl", server.url, timeout_s=0.5 if name == "hang" else 5.0, retries=4)
+    run(tmp_path / "out.jsonl", server.url, timeout_s=0.5 if name == "hang" else 5.0, retries=4, concurrency=NUM)
     assert content(tmp_path / "out.jsonl") == expected
     assert len(server.prompts) >= 3 * 2 * (NUM - 1)
 

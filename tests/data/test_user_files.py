@@ -195,24 +195,15 @@ def rendered(processor: Processor, row: dict[str, Any]) -> tuple[str, str, Any]:
 HEADER, EMPTY, END = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "<|im_end|>"
 KEYS: dict[str, tuple[dict[str, Any], str, str]] = {  # row -> end of the prompt, supervised text
     "plain": ({"messages": [ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
-    "thoughts in the text": (
-        {"messages": [ASKED, TOLD | {"content": "<think>\nHm.\n</think>\n\nRed."}]},
-        HEADER,
-        f"<think>\nHm.\n</think>\n\nRed.{END}",
-    ),
-    "reasoning_content": (
-        {"messages": [ASKED, TOLD | {"reasoning_content": "Hm."}]},
-        HEADER,
-        f"<think>\nHm.\n</think>\n\nRed.{END}",
-    ),
-    "tool_calls": (
-        {"tools": TOOLS, "messages": [ASKED, TOLD | {"tool_calls": [CALL]}]},
-        HEADER + EMPTY,
-        'Red.<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>' + END,
-    ),
+    "thoughts in the text": ({"messages": [ASKED, TOLD | {"content": "<think>\nHm.\n</think>\n\nRed."}]},
+                             HEADER, f"<think>\nHm.\n</think>\n\nRed.{END}"),
+    "reasoning_content": ({"messages": [ASKED, TOLD | {"reasoning_content": "Hm."}]},
+                          HEADER, f"<think>\nHm.\n</think>\n\nRed.{END}"),
+    "tool_calls": ({"tools": TOOLS, "messages": [ASKED, TOLD | {"tool_calls": [CALL]}]}, HEADER + EMPTY,
+                   'Red.<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>' + END),
     "system": ({"system": "In French.", "messages": [ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
     "weight": ({"messages": [ASKED, TOLD | {"content": "Bad.", "weight": 0}, ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEYS)
