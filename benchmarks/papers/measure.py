@@ -39,7 +39,58 @@ logger = logging.getLogger(__name__)
 COUNTS = ("tokens_per_target_pass", "mean_accepted_draft", "nodes_per_round", "match", "total", "draft_context")
 SPEEDS = ("tokens_per_s", "speedup", "speedup_ci", "speedup_end_to_end")
 NUM_CANDIDATES = 10  # k of SAGE
+SCHEMA, SIGNIFICANT_DIGITS = 2, 5  # of figures on disk
 Series = list[list[float]]  # one list per answer
+
+
+def round_floats(value: Any) -> Any:
+    """Returns `value` with every float rounded to `SIGNIFICANT_DIGITS`."""
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {str(key): round_floats(item) for key, item in value.items()}
+    return [round_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class FigureStore:
+    """A folder with one file `STUDY.json` per study: its measurements by name, each with inputs, machine and versions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, study: str) -> dict[str, Json]:
+        """Returns the measurements of a study, empty if it has none; raises ValueError for a file that holds no figures."""
+        path = self.folder / f"{study}.json"
+        try:
+            text = path.read_text(encoding="utf-8") if path.is_file() else json.dumps({"schema": SCHEMA, "measurements": {}})
+            content: Json = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not JSON ({error.msg}); delete the file to measure the study again") from error
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"{path}: not figures of schema {SCHEMA}; delete the file to measure the study again")
+        return dict(content["measurements"])
+
+    def get_or_measure(self, study: str, name: str, inputs: Any, measure: Callable[[], Json]) -> Json:
+        """Returns the figures of a measurement; measures and writes them if they are missing or outdated.
+
+        Args:
+            inputs: everything that the figures depend on and a user can change: sizes, command lines, weights of targets.
+        """
+        measurements = self.read(study)
+        found = measurements.get(name)
+        if found is None or found["inputs"] != digest(inputs):
+            logger.info("measuring %s: %s", study, name)
+            start = time.perf_counter()
+            figures = round_floats(measure())
+            found = {
+                "inputs": digest(inputs),
+                "seconds": round(time.perf_counter() - start, 1),
+                "machine": round_floats(machine("cpu")),
+                "versions": versions(PACKAGES),
+                "figures": figures,
+            }
+            write_json(self.folder / f"{study}.json", {"schema": SCHEMA, "measurements": {**measurements, name: found}})
+        return dict(found["figures"])
 
 
 class Lab:
@@ -233,57 +284,3 @@ def runs_of(spec: Json) -> Iterator[str]:
 def _log_progress(done: int, total: int) -> None:
     if done == total or done % max(total // 4, 1) == 0:
         logger.info("  %d of %d", done, total)
-
-
-SCHEMA = 2
-SIGNIFICANT_DIGITS = 5
-
-
-def round_floats(value: Any) -> Any:
-    """Returns `value` with every float rounded to `SIGNIFICANT_DIGITS`."""
-    if isinstance(value, float):
-        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
-    if isinstance(value, Mapping):
-        return {str(key): round_floats(item) for key, item in value.items()}
-    return [round_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-class FigureStore:
-    """A folder with one file `STUDY.json` per study: its measurements by name, each with inputs, machine and versions."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def read(self, study: str) -> dict[str, Json]:
-        """Returns the measurements of a study, empty if it has none; raises ValueError for a file that holds no figures."""
-        path = self.folder / f"{study}.json"
-        try:
-            text = path.read_text(encoding="utf-8") if path.is_file() else json.dumps({"schema": SCHEMA, "measurements": {}})
-            content: Json = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not JSON ({error.msg}); delete the file to measure the study again") from error
-        if content.get("schema") != SCHEMA:
-            raise ValueError(f"{path}: not figures of schema {SCHEMA}; delete the file to measure the study again")
-        return dict(content["measurements"])
-
-    def get_or_measure(self, study: str, name: str, inputs: Any, measure: Callable[[], Json]) -> Json:
-        """Returns the figures of a measurement; measures and writes them if they are missing or outdated.
-
-        Args:
-            inputs: everything that the figures depend on and a user can change: sizes, command lines, weights of targets.
-        """
-        measurements = self.read(study)
-        found = measurements.get(name)
-        if found is None or found["inputs"] != digest(inputs):
-            logger.info("measuring %s: %s", study, name)
-            start = time.perf_counter()
-            figures = round_floats(measure())
-            found = {
-                "inputs": digest(inputs),
-                "seconds": round(time.perf_counter() - start, 1),
-                "machine": round_floats(machine("cpu")),
-                "versions": versions(PACKAGES),
-                "figures": figures,
-            }
-            write_json(self.folder / f"{study}.json", {"schema": SCHEMA, "measurements": {**measurements, name: found}})
-        return dict(found["figures"])

@@ -11,7 +11,6 @@ from support.models import followed_by, make_inputs, make_qwen, random_draft
 from torch.utils._pytree import tree_leaves
 
 import sage
-import sage.decoding.generation
 from sage.bench.measurement import BenchPrompt, Planned, measure, rotated
 from sage.bench.report import build_report
 from sage.bench.report_table import measured_with
@@ -51,22 +50,19 @@ def stats_of(log):
 
 
 class FakeRunner:
-    """Returns given tokens with given times, several of which take turns, and records its calls."""
+    """Returns given tokens after a prefill of a second and a given time, and records its calls."""
 
     may_fail = False
 
-    def __init__(self, name, decode_s, tokens=(5, 6, 7), is_autoregressive=False, log=None, prefill_s=1.0):
-        self.name, self.is_autoregressive = name, is_autoregressive
-        self.times = itertools.cycle(decode_s if isinstance(decode_s, list) else [decode_s])
-        self.tokens, self.prefill_s = list(tokens), prefill_s
+    def __init__(self, name, decode_s, tokens=(5, 6, 7), is_autoregressive=False, log=None):
+        self.name, self.decode_s, self.tokens, self.is_autoregressive = name, decode_s, list(tokens), is_autoregressive
         self.log = [] if log is None else log
 
     def run(self, inputs, sampling):
         self.log.append((self.name, sampling.max_new_tokens))
-        decode_s = next(self.times)
-        wall_s = self.prefill_s + decode_s
-        time_s = complete_phases({"target_prefill": self.prefill_s, "verify": decode_s}, wall_s)
-        return TimedRun(tokens=list(self.tokens), wall_s=wall_s, decode_s=decode_s, stats=stats_of([(2, 4, 1)]), time_s=time_s)
+        times = {"wall_s": 1.0 + self.decode_s, "decode_s": self.decode_s}
+        time_s = complete_phases({"target_prefill": 1.0, "verify": self.decode_s}, times["wall_s"])
+        return TimedRun(tokens=self.tokens, stats=stats_of([(2, 4, 1)]), time_s=time_s, **times)
 
 
 def fakes(**changes):

@@ -7,7 +7,6 @@ import torch
 from support.models import MAKERS, make_inputs, make_qwen
 
 import sage
-import sage.decoding.generation
 from sage.bench.runners import (
     AUTOREGRESSIVE,
     HF_ASSISTED,

@@ -1,1 +1,1 @@
-"""Plots and Markdown pages of a validation (`page`, `plots`), of a run (`run_page`), of several runs (`compare`)."""
+"""Pages and plots of a validation (`page`), of a run (`run_page`), of several runs (`compare`)."""
