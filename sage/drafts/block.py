@@ -223,14 +223,6 @@ class BlockDraft(SlotHead):
         token = torch.tensor([self.config.mask_token], device=target.device)
         self.mask_embedding.copy_(target.embed_tokens(token)[0])
 
-    @property
-    def num_slots(self) -> int:
-        return int(self.config.block_size)
-
-    @property
-    def num_levels(self) -> int:
-        return int(self.config.num_levels)
-
     def placed(self, prompt: Prompt) -> Prompt:
         length = prompt.input_ids.shape[1]
         steps = torch.arange(length + 1, device=prompt.input_ids.device)

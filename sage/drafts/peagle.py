@@ -88,14 +88,6 @@ class PEagleDraft(Eagle3Draft, SlotHead):
         for mask in (self.mask_embedding, self.mask_hidden):
             mask.normal_(std=self.config.initializer_range)
 
-    @property
-    def num_levels(self) -> int:
-        return int(self.config.block_size)
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_levels - 1
-
     def is_of_context(self, name: str) -> bool:
         last = f"layers.{self.num_layers - 2}." if self.num_layers > 1 else "midlayer."
         return super().is_of_context(name) or ("layer" in name and not name.startswith(last))

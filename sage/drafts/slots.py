@@ -42,12 +42,12 @@ class SlotHead(DraftHead):
     confidence_head: nn.Module | None
 
     @property
-    @abstractmethod
-    def num_slots(self) -> int: ...
+    def num_slots(self) -> int:
+        return int(self.config.block_size) - self.computes_tokens  # where tokens are computed, the last one drafts a level
 
     @property
-    @abstractmethod
-    def num_levels(self) -> int: ...
+    def num_levels(self) -> int:
+        return int(getattr(self.config, "num_levels", self.config.block_size))
 
     @property
     def is_causal(self) -> bool:
