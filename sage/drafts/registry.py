@@ -87,7 +87,7 @@ KINDS: dict[str, DraftKind] = {
         DraftKind(
             name="peagle",
             options=PEagleOptions,
-            draft="sage.drafts.peagle:PEagleDraft",
+            draft="sage.drafts.eagle:PEagleDraft",
             session="sage.drafts.head_session:SlotSession",
             student="train.distill.student:SlotStudent",
             is_parallel=True,

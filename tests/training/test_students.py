@@ -16,9 +16,8 @@ import sage
 from checkpoints.export.exporter import export
 from checkpoints.inspect import inspect_folder
 from data_prep.dataset.dataset import most_frequent
-from sage.drafts.eagle import Eagle3Draft
+from sage.drafts.eagle import Eagle3Draft, PEagleDraft
 from sage.drafts.model import ModelDraft, shallow_model
-from sage.drafts.peagle import PEagleDraft
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig
 from train.distill.build import end_tokens, new_student

@@ -40,8 +40,8 @@ from checkpoints.export.formats.eagle3 import draft_vocabulary, feature_levels
 from checkpoints.export.formats.records import Finding, ImportOptions
 from checkpoints.export.formats.speculators import SPECULATORS_CHECKS, SpeculatorsFormat, proposed_tokens, residual
 from checkpoints.export.target import EMBEDDING, TargetFacts, read_target_embedding
+from sage.drafts.eagle import PEagleConfig, PEagleDraft
 from sage.drafts.head import DraftHead
-from sage.drafts.peagle import PEagleConfig, PEagleDraft
 
 MASK, COUNT, LAYERS = "mask_token_id", "num_aux_hidden_states", "num_hidden_layers"
 MAX_LAYERS = 16
