@@ -140,12 +140,12 @@ class Anchors:
         """Repeats values of the chains, [.., A], for the rows of every step: [.., R]."""
         return torch.cat([values_A[..., :size] for size in self.sizes], -1)
 
-    @property
+    @cached_property
     def step_R(self) -> Tensor:
         """LongTensor, step of every row."""
         return steps_of_rows(self.sizes, self.root_BA.device)[0]
 
-    @property
+    @cached_property
     def pair_BR(self) -> Tensor:
         """LongTensor, the pair of every row."""
         return self.per_row(self.root_BA) + self.step_R
