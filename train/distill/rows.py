@@ -39,8 +39,6 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.unroll import steps_of_rows
-
 
 class Part(NamedTuple):
     """Consecutive rows, and the positions that they predict."""
@@ -143,7 +141,8 @@ class Anchors:
     @cached_property
     def step_R(self) -> Tensor:
         """LongTensor, step of every row."""
-        return steps_of_rows(self.sizes, self.root_BA.device)[0]
+        device = self.root_BA.device
+        return torch.cat([torch.full((size,), step, device=device) for step, size in enumerate(self.sizes)])
 
     @cached_property
     def pair_BR(self) -> Tensor:
