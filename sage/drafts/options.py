@@ -116,6 +116,7 @@ class SlotOptions(VocabularyOptions):
     """Keys of a head with slots, which drafts all levels of a round in one pass.
 
     Attributes:
+        num_layers: decoder layers.
         mask_token: token whose embedding fills the slots (of peagle in exports); null: one that the target does not use.
         down_sample_ratio: share of the anchors that training keeps from one level of a block to the next; null: 0.5 where slots
             are causal, else 1.
@@ -124,6 +125,7 @@ class SlotOptions(VocabularyOptions):
 
     feature_levels: list[Level] | None = None
     block_size: Annotated[int, Range(ge=2, remedy="a block of one token drafts what draft=eagle3 does")] = 8
+    num_layers: Annotated[int, Range(ge=1, le=5, remedy="1 is the usual value")] = 1
     mask_token: NonNegativeInt | None = None
     down_sample_ratio: Share | None = field(default=None, metadata=TRAINING_ONLY)
     down_sample_ratio_min: Share = field(default=0.1, metadata=TRAINING_ONLY)
@@ -148,7 +150,6 @@ class BlockOptions(SlotOptions, HeadSizes):
         feature_levels: indices of the target's hidden_states; null: with `feed` the embeddings and the last, else low, middle,
             high and last.
         block_size: slots of a block; each predicts a token, except the first slot of DFlash.
-        num_layers: decoder layers.
         conditional: correction of a slot: none, of its logits by the last token (markov), or of its hidden state by that state
             and the last two tokens (mlp).
         conditional_rank: rank of the correction.
@@ -158,7 +159,6 @@ class BlockOptions(SlotOptions, HeadSizes):
     """
 
     trains_lm_head: ClassVar[bool] = False  # it takes the target's, of which engines have all rows
-    num_layers: Annotated[int, Range(ge=1, le=5, remedy="1 is the usual value")] = 1
     conditional: Conditional = Conditional.mlp
     conditional_rank: PositiveInt = 128
     feed: bool = True
@@ -177,7 +177,6 @@ class PEagleOptions(SlotOptions, HeadOptions):
     Attributes:
         feature_levels: indices of the target's hidden_states; null: low, middle and high.
         block_size: tokens that a pass drafts.
-        num_layers: decoder layers.
         down_sample_ratio: share of the anchors that training keeps from one level of a block to the next.
     """
 
