@@ -32,8 +32,7 @@ import sage
 from checkpoints.export.exporter import export
 from checkpoints.inspect import inspect_folder
 from sage.drafts.draft import DraftSession
-from sage.drafts.eagle import EagleConfig
-from sage.drafts.head import DraftHead
+from sage.drafts.head import DraftHead, HeadConfig
 from sage.drafts.registry import KINDS, DraftKind
 from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
@@ -63,12 +62,10 @@ class BigramOptions:
     scale: float = 1.0
 
 
-class BigramConfig(EagleConfig):
+class BigramConfig(HeadConfig):
     model_type = "sage_bigram"
 
-    def __init__(self, *, scale: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.scale = scale
+    scale: float = 1.0
 
 
 class BigramDraft(DraftHead):
@@ -88,11 +85,8 @@ class BigramDraft(DraftHead):
         """[.., D] -> [.., D], the input of the target's lm_head."""
         return self.next_hidden(self.config.scale * embeds)
 
-    def pass_functions(self, target: sage.Target) -> tuple[PassFunction, PassFunction]:
-        key = (target, self.dtype)
-        if key not in self._functions:
-            self._functions[key] = (BigramPass(self, target),) * 2
-        return self._functions[key]
+    def _new_functions(self, target: sage.Target) -> tuple[PassFunction, ...]:
+        return (BigramPass(self, target),)
 
 
 @dataclass(kw_only=True)
