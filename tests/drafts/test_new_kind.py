@@ -44,7 +44,7 @@ from train.config.checks import check
 from train.config.errors import unknown_key
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.distill.objective import DraftOutput, Objective
+from train.distill.objective import DraftOutput
 from train.distill.student import Student, gather_supervised
 from train.distill.teacher import Pairs
 from train.plan.estimate import plan
@@ -131,14 +131,6 @@ class BigramSession(DraftSession):
 
 
 class BigramStudent(Student):
-    @classmethod
-    def of(cls, draft: BigramDraft, config: Config) -> BigramStudent:
-        return cls(draft.float().train().requires_grad_(True), Objective(config.objective))
-
-    @property
-    def decoding_draft(self) -> BigramDraft:  # type: ignore[override]
-        return self.draft
-
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         hidden = self.draft.hidden(pairs.embeds_next.to(self.draft.dtype))
         hidden_RD, rows = gather_supervised([hidden], pairs.mask)

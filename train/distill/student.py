@@ -17,8 +17,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.draft import Draft
-from sage.drafts.head import DraftHead
 from sage.drafts.model import ModelDraft
 from sage.drafts.options import ModelOptions, SlotOptions, TrainedPart
 from sage.drafts.registry import KINDS
@@ -40,15 +38,8 @@ class Student(nn.Module):
     The row of a kind in `sage.drafts.registry` names its student.
 
     Attributes:
-        levels: indices of the target's hidden states that the draft reads beside the last feature.
-        token_map: LongTensor [U], target ids of the draft vocabulary; None = the target's vocabulary.
         layers: methods of the draft that are compiled for the forward pass.
-        decoding_draft: the draft as `sage.generate` expects it.
     """
-
-    levels: tuple[int, ...] = ()
-    token_map: Tensor | None = None
-    decoding_draft: Draft
 
     def __init__(self, draft: nn.Module, objective: Objective) -> None:
         super().__init__()
@@ -59,7 +50,22 @@ class Student(nn.Module):
     @classmethod
     def of(cls, draft: Any, config: Config) -> Self:
         """Returns the student of a draft; the trained part is in float32 and requires gradients."""
-        raise NotImplementedError
+        return cls(draft.float().train().requires_grad_(True), Objective(config.objective))
+
+    @property
+    def decoding_draft(self) -> Any:
+        """The draft as `sage.generate` expects it."""
+        return self.draft
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Indices of the target's hidden states that the draft reads beside the last feature."""
+        return tuple(self.decoding_draft.levels)
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """Of the draft, if it has one; read anew on each access, since a loaded checkpoint replaces its buffer."""
+        return getattr(self.decoding_draft, "token_map", None)
 
     def forward(self, pairs: Pairs, target_lm_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the loss, a sum over supervised positions, `LossSums.stacked()`, and `LossSums.agreements`, for the frozen
@@ -85,23 +91,6 @@ class Student(nn.Module):
 
 class HeadStudent(Student):
     """An EAGLE or EAGLE-3 head. With `objective.anchors` drafts start at anchors alone (see `train.distill.rows`)."""
-
-    def __init__(self, draft: DraftHead, objective: Objective) -> None:
-        super().__init__(draft, objective)
-        self.levels = draft.levels
-
-    @classmethod
-    def of(cls, draft: DraftHead, config: Config) -> Self:
-        return cls(draft.float().train().requires_grad_(True), Objective(config.objective))
-
-    @property
-    def token_map(self) -> Tensor | None:  # type: ignore[override]
-        """The draft's own buffer, read anew on each access since a loaded checkpoint replaces it."""
-        return self.draft.token_map
-
-    @property
-    def decoding_draft(self) -> DraftHead:  # type: ignore[override]
-        return self.draft
 
     def head_input(self, pairs: Pairs) -> HeadInput:
         """Returns the pairs as the head reads them, with `objective.feature_noise` and compressed."""
@@ -132,11 +121,13 @@ class HeadStudent(Student):
 class ModelStudent(Student):
     """A smaller model of the target's family, which embeds the inputs itself and is trained on logits alone."""
 
-    decoding_draft: ModelDraft
-
     def __init__(self, draft: ModelDraft, objective: Objective) -> None:
         super().__init__(draft.network, objective)
-        self.decoding_draft = draft
+        self._decoding_draft = draft
+
+    @property
+    def decoding_draft(self) -> ModelDraft:
+        return self._decoding_draft
 
     @classmethod
     def of(cls, draft: ModelDraft, config: Config) -> Self:
