@@ -72,11 +72,7 @@ def main() -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses mistakes of the command line before anything is loaded; imports no torch.
-
-    Raises:
-        ValueError: an unknown policy, a number out of range, no prompt, or an image, video, draft or target that is missing.
-    """
+    """Refuses mistakes of the command line by a ValueError before anything is loaded; imports no torch."""
     policy, _ = with_options(args.policy)
     Sampling.from_attributes(args)
     Pruning(args.prune, args.prune_method, args.seed)

@@ -42,9 +42,8 @@ def main() -> None:
 def run_validation(config: ValidateConfig) -> int:
     """Measures one checkpoint.
 
-    Raises:
-        ConfigError: no checkpoint, no target, or a setting out of range; before any model is loaded.
-        ValueError: a draft made for another target, or a prompt that cannot be prepared.
+    ConfigError, before any model is loaded, for no checkpoint, no target, or a setting out of range; ValueError for a draft
+    made for another target, or a prompt that cannot be prepared.
     """
     given = task_overrides()
     refuse_unused(given, UNUSED)

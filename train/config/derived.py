@@ -78,10 +78,8 @@ def _is_repeated(config: Config, steps_per_epoch: float | None) -> bool:
 def sharding_ranks(config: Config, layer_bytes: float, ranks: int, ranks_per_node: int) -> int:
     """Returns the number of ranks that hold the layers of the target, `layer_bytes`, once.
 
-    Within a node, layers are gathered over NVLink instead of the network, and each rank holds a larger part of them.
-
-    Args:
-        ranks_per_node: consecutive ranks that share a machine; 1 or `ranks` if there is no such division.
+    Within a node, layers are gathered over NVLink instead of the network, and each rank holds a larger part of them. A node has
+    `ranks_per_node` consecutive ranks; 1 or `ranks` if there is no such division.
     """
     is_divided = 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0
     if not is_divided or config.deepspeed.shard_over is ShardOver.world:

@@ -111,12 +111,9 @@ def _quoted(word: str) -> str:
 
 
 def changed_command(arguments: Sequence[str], run_dir: str, change: str, suffix: str) -> str:
-    """Returns the command of a run with one setting changed and a folder of its own.
+    """Returns the command of a run, from its `sys.argv`, with one `key=value` changed and `-suffix` at the end of its folder.
 
-    Args:
-        arguments: `sys.argv` of the run. Those of a sweep, a resumed run or another program are not repeated.
-        run_dir: folder of the run; `-suffix` is appended to it.
-        change: `key=value`.
+    The arguments of a sweep, a resumed run or another program are not repeated.
     """
     changed = f"{change} run.dir={shlex.quote(run_dir.rstrip('/') + f'-{suffix}')}"
     program, *words = arguments or [""]

@@ -61,10 +61,8 @@ class Change:
 def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns the configuration of the run in `run.dir`, with the `overrides` of the command line, composed, applied to it.
 
-    `experiment=` and `sweep=` are not applied again, and neither is the run's own target, draft or data.
-
-    Raises:
-        ConfigError: no run in `run.dir`, or its configuration cannot be read or has keys that this version does not know.
+    `experiment=` and `sweep=` are not applied again, and neither is the run's own target, draft or data. ConfigError for a
+    folder without a run, or with a configuration that cannot be read or has keys that this version does not know.
     """
     folder = Path(composed.run.dir)
     if not is_run(folder):

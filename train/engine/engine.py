@@ -72,11 +72,8 @@ class Engine:
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Adds the gradient of `loss`, a sum over this rank's micro-batch already divided by the global token count.
 
-        DeepSpeed averages gradients over ranks, but the global mean needs their sum; `world_size` undoes the division.
-
-        Args:
-            is_last: whether this is the last micro-batch of the step, on every rank. Steps may have different numbers of them,
-                so that DeepSpeed's own count, `gradient_accumulation_steps`, is not used.
+        DeepSpeed averages gradients over ranks, but the global mean needs their sum; `world_size` undoes the division. Steps
+        may have different numbers of micro-batches, so `is_last`, on every rank, replaces DeepSpeed's own count.
         """
         self._engine.set_gradient_accumulation_boundary(is_last)
         if self._needs_every_gradient:

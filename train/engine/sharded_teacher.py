@@ -80,10 +80,7 @@ def load_sharded(load: Callable[[], Target], config: Config, ranks: Ranks) -> Sh
     """Loads a target sharded, so that no rank ever holds all of it. Every rank has to call it.
 
     Rank 0 reads one tensor after another and scatters it; a device holds at most one complete tensor beside its own parts.
-    `load` calls `from_pretrained` with `target.dtype`.
-
-    Raises:
-        ConfigError: there is only one rank, or `deepspeed.shard_over=node` without regular nodes.
+    `load` calls `from_pretrained` with `target.dtype`. ConfigError on one rank, or for `shard_over=node` without regular nodes.
     """
     if ranks.world_size == 1:
         raise ConfigError("deepspeed.shard_target=true: has no effect on one rank; start more, or drop it")

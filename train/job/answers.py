@@ -39,11 +39,8 @@ WAITING = (
 def training_data(config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks) -> DataConfig:
     """Returns the data settings of the training split; generates the target's answers if they are configured and missing.
 
-    Collective.
-
-    Raises:
-        RankFailed: stopped by a signal, after the first answer was saved.
-        ValueError: the ranks do not share the cache folder, no conversation was answered, or a server cannot be used.
+    Collective. RankFailed after a signal if an answer was saved; ValueError if the ranks do not share the cache folder, no
+    conversation was answered, or a server cannot be used.
     """
     if config.data.answers is Answers.given:
         return config.data

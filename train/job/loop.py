@@ -87,12 +87,9 @@ class TrainingRun:
 def fit(run: TrainingRun) -> bool:
     """Trains to the end, or to the step boundary after a signal: for each batch, a step, then what is due after it.
 
-    Returns:
-        whether the end was reached. In both cases the state is saved; at the end the draft is validated. A validation that
-        was interrupted or skipped because of a signal is repeated when the run is resumed.
-
-    Raises:
-        TrainingError: the last validation failed; everything is saved.
+    Returns whether the end was reached. In both cases the state is saved; at the end the draft is validated. A validation that
+    was interrupted or skipped because of a signal is repeated when the run is resumed. TrainingError if the last validation
+    failed; everything is saved.
     """
     schedule = RunSchedule(run.config.train, run.length)
     if run.ranks.device.type == "cuda" and not schedule.is_over(run.state, run.is_stopping):
@@ -167,8 +164,7 @@ def _save(run: TrainingRun) -> None:
 def train_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
     """Takes one optimizer step on the mean loss over all supervised tokens of all ranks and micro-batches, and counts it.
 
-    Raises:
-        TrainingError: no token is supervised, or loss or gradient is not finite on some rank; no weight is changed.
+    TrainingError if no token is supervised, or loss or gradient is not finite on some rank; no weight is changed.
     """
     count = _reduce_counts(run, micro_batches)
     device = run.ranks.device
@@ -193,10 +189,8 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
 def try_largest(run: TrainingRun) -> None:
     """Runs the largest micro-batch on every rank, so that a lack of memory shows before the first step, and changes nothing.
 
-    Its gradient is multiplied by zero, and random generators are restored.
-
-    Raises:
-        TrainingError: it does not fit, or its loss is not finite.
+    Its gradient is multiplied by zero, and random generators are restored. TrainingError if it does not fit, or its loss is not
+    finite.
     """
     if (batch := run.loader.largest()) is None:
         return

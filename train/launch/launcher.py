@@ -48,9 +48,7 @@ RankWork = Callable[[Config], int]  # the work of one rank, picklable; returns a
 def launch(config: Config, work: RankWork) -> int:
     """Runs `work(config)` on the configured number of ranks; returns 0 when done, 3 if stopped by a signal after saving.
 
-    Raises:
-        ConfigError: an external launcher's number of ranks contradicts the configuration, the batch or the draft.
-        RankFailed: a rank failed.
+    ConfigError if an external launcher's number of ranks contradicts the configuration, RankFailed if a rank failed.
     """
     if cluster_env.is_main_rank() and is_locked(Path(config.run.dir)):  # found again when target and data are loaded
         logger.warning(waiting_line(Path(config.run.dir)))

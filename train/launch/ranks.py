@@ -81,12 +81,8 @@ class Ranks:
 def process_group(device: str, timeout_s: int) -> Iterator[Ranks]:
     """Initializes the process group that the environment describes, and destroys it at the end.
 
-    Args:
-        timeout_s: time limit of a collective operation on the CPU.
-
-    Raises:
-        ConfigError: `cuda` without a GPU, or several ranks for one GPU.
-        RankFailed: some ranks have not started within `JOIN_TIMEOUT_S`, or within `timeout_s`.
+    `timeout_s` limits a collective operation on the CPU. ConfigError for `cuda` without a GPU, or several ranks for one GPU;
+    RankFailed if some ranks have not started within `JOIN_TIMEOUT_S`, or within `timeout_s`.
     """
     picked = pick_device(device, cluster_env.local_rank())
     rank, world_size = cluster_env.rank(), cluster_env.world_size()

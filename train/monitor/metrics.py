@@ -92,10 +92,8 @@ def answers(mask_BP: Tensor) -> list[tuple[int, int]]:
 class TrainingMetrics:
     """Accumulates the metrics of micro-batches until the next log step; `latest` is the last line.
 
-    Args:
-        loader: `wait_s`, `num_tokens` and `num_padded_tokens` are read if present, for the shares of data wait and padding.
-        tokens: tokens processed before this start.
-        depth: depth of the chains that estimate tokens per target pass.
+    `tokens` were processed before this start. `wait_s`, `num_tokens` and `num_padded_tokens` of the loader are read if present,
+    for the shares of data wait and padding; `depth` is that of the chains that estimate tokens per target pass.
     """
 
     def __init__(self, loader: Any, tokens: int = 0, depth: int = Chain.depth) -> None:

@@ -121,11 +121,9 @@ TRACKERS: dict[TrackingKind, type[TensorBoard] | type[Wandb]] = {
 
 
 def open_tracker(config: Config, resolved: dict[str, Any], from_step: int) -> Tracker:
-    """Opens metrics.jsonl and the configured tracker; ConfigError if it cannot be opened.
+    """Opens metrics.jsonl and the configured tracker, which shows the `resolved` configuration; ConfigError if it cannot.
 
-    Args:
-        resolved: the complete configuration as plain data, for trackers that display it.
-        from_step: 0, or the step a run is resumed from.
+    `from_step` is 0, or the step a run is resumed from.
     """
     tracker = Tracker([Jsonl(Path(config.run.dir) / METRICS, from_step)])
     try:

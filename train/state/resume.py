@@ -253,11 +253,8 @@ def num_states(train: TrainConfig, steps: int | None) -> int:
 def check_space(run: Path, train: TrainConfig, steps: int | None, num_trained: int, draft_bytes: int) -> None:
     """Raises ConfigError if the states and drafts of a run do not fit on the disk of its folder.
 
-    Args:
-        run: its folder; what a run to be resumed has written counts as free.
-        steps: of the run, if it has a limit.
-        num_trained: trained parameters.
-        draft_bytes: of the weights of a saved draft.
+    What a run to be resumed has written counts as free. `steps` is None without a limit, `num_trained` are parameters, and
+    `draft_bytes` those of a saved draft.
     """
     states = num_states(train, steps)
     needed = states * num_trained * STATE_BYTES + NUM_DRAFTS * draft_bytes
