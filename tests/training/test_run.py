@@ -346,12 +346,7 @@ def test_mistakes_are_errors_of_one_line(target: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_script_without_a_main_guard_starts_no_processes(
-    target: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    script: str,
-    words: list[str],
-    is_refused: bool,
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: list[str], is_refused: bool
 ) -> None:
     """Each process would import the script and train again."""
     (tmp_path / "mine.py").write_text(script)

@@ -80,12 +80,7 @@ def test_an_interrupted_validation_is_due_before_the_first_step(
 
 
 @pytest.mark.parametrize(
-    ("is_stopping", "validated_at", "expected"),
-    [
-        (False, 3, "save validate save"),
-        (False, 10, "save"),
-        (True, None, "save"),
-    ],
+    ("is_stopping", "validated_at", "expected"), [(False, 3, "save validate save"), (False, 10, "save"), (True, None, "save")]
 )
 def test_what_is_due_at_the_end(is_stopping: bool, validated_at: int | None, expected: str) -> None:
     assert " ".join(schedule().at_end(TrainState(step=10), is_stopping, validated_at)) == expected
