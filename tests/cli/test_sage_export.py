@@ -123,13 +123,12 @@ class TestCommand:
 
 
 class TestCard:
-    def card(self, home: Path, tmp_path: Path, format_: str = "eagle3", **options: Any) -> tuple[dict[str, Any], str]:
-        out = export_draft(home / "run", tmp_path / format_, format_, **options).folder
-        _, matter, body = (out / "README.md").read_text().split("---\n", 2)
+    def card(self, export: Path) -> tuple[dict[str, Any], str]:
+        _, matter, body = (export / "README.md").read_text().split("---\n", 2)
         return yaml.safe_load(matter), body
 
     def test_table_of_the_report(self, home: Path, tmp_path: Path) -> None:
-        _, body = self.card(home, tmp_path)
+        _, body = self.card(home / "export")
         assert "| `sage` | 2.50 | 1.50 | 50.0 | 1.75x | 1.50x | 4/4 |" in body
         assert "4 prompts, float32 on cpu, temperature 0, at most 64 new tokens" in body
         last = export_draft(home / "run" / "draft", tmp_path / "last", "eagle3").folder
@@ -150,8 +149,11 @@ class TestCard:
         assert code == 2
         check_message(err, "--report", "--inspect")
 
-    def test_serve_commands(self, home: Path, tmp_path: Path) -> None:
-        _, body = self.card(home, tmp_path, target_name=ID, name="me/draft")
+    def test_serve_commands_and_license(self, home: Path, tmp_path: Path) -> None:
+        terms = {"license": "apache-2.0", "license_link": "https://x.org/l"}
+        matter, body = self.card(export_draft(home / "run", tmp_path / "out", target_name=ID, name="me/draft", **terms).folder)
+        assert (matter["license"], matter["license_link"], matter["base_model"]) == ("apache-2.0", "https://x.org/l", ID)
+        assert "license_name" not in matter and "Apache-2.0 (https://x.org/l)" in body
         assert f"vllm serve {ID}" in body
         assert '"method": "eagle3", "model": "me/draft", "num_speculative_tokens": 3' in body
         assert f"sglang.launch_server --model-path {ID}" in body
@@ -174,8 +176,9 @@ class TestCard:
         }
         assert {one.choice: set(serve_commands(one, facts, "d")) for one in variants()} == engines
 
-    def test_recipe_without_local_folders(self, home: Path, tmp_path: Path) -> None:
-        _, body = self.card(home, tmp_path)
+    def test_recipe_without_local_folders_and_license(self, home: Path) -> None:
+        matter, body = self.card(home / "export")
+        assert (matter["license"], matter["license_name"]) == ("other", "not-stated") and "Not stated" in body
         for line in (
             "`seed`: 3",
             "`data.max_length`: 2048",
@@ -188,15 +191,6 @@ class TestCard:
             assert line in body
         assert "/home/me" not in body
         assert not [key for key in ("train.epochs", "launch.ranks", "launch.timeout_s") if key in body]
-
-    def test_license(self, home: Path, tmp_path: Path) -> None:
-        matter, body = self.card(home, tmp_path)
-        assert (matter["license"], matter["license_name"]) == ("other", "not-stated")
-        assert "Not stated" in body
-        matter, body = self.card(home, tmp_path / "b", license="apache-2.0", license_link="https://x.org/l", target_name=ID)
-        assert (matter["license"], matter["license_link"], matter["base_model"]) == ("apache-2.0", "https://x.org/l", ID)
-        assert "license_name" not in matter
-        assert "Apache-2.0 (https://x.org/l)" in body
 
 
 class TestHub:
