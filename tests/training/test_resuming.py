@@ -141,41 +141,24 @@ def test_a_run_in_progress_is_refused(tmp_path: Path, target: Path, monkeypatch:
     assert train_quickly(resumed(run, "train.max_steps=2")) == 0
 
 
-WORDS = ["the", "red", "cube", "is", "left", "of", "a", "small", "green", "ball"]
-OTHERS = ["seven", "yellow", "cylinders", "stand", "behind", "two", "purple", "cones"]
+def test_changed_data_is_refused_by_name_and_restored_data_accepted(tmp_path: Path, target: Path) -> None:
+    def line(number: int) -> str:
+        turns = [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": "the red cube"}]
+        return json.dumps({"id": str(number), "messages": turns}) + "\n"
 
+    def configure(*overrides: str) -> Config:
+        data = ["data=messages", f"data.path={rows}", "data.num_examples=0", "data.holdout=0.1", "data.num_workers=0"]
+        return configured(target, tmp_path / "run", *data, *overrides)
 
-def append_rows(path: Path, words: list[str], count: int) -> None:
-    with path.open("a") as file:
-        for number in range(count):
-            answer = " ".join(words[number % len(words) :] + words[: number % len(words)])
-            messages = [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"id": f"{words[0]}-{number}", "messages": messages}) + "\n")
-
-
-def configure(home: Path, *overrides: str) -> Config:
-    own = ["data=messages", f"data.path={home}/rows.jsonl", "data.num_examples=0", "data.holdout=0.1", "data.num_workers=0"]
-    draft = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "draft.draft_vocab_size=40"]
-    return configured(home / "target_qwen2_5_vl", home / "run", *own, *draft, *overrides)
-
-
-@pytest.fixture
-def home(tmp_path: Path, target: Path) -> Path:
-    """A run of two steps whose data has grown since."""
-    (tmp_path / target.name).symlink_to(target)
-    append_rows(tmp_path / "rows.jsonl", WORDS, 40)
-    assert train_quickly(configure(tmp_path)) == 0
-    append_rows(tmp_path / "rows.jsonl", OTHERS, 200)
-    return tmp_path
-
-
-def test_changed_data_is_refused_by_name_and_restored_data_accepted(home: Path) -> None:
-    grown = (home / "rows.jsonl").read_text()
+    rows, original = tmp_path / "rows.jsonl", "".join(map(line, range(40)))
+    rows.write_text(original)
+    assert train_quickly(configure()) == 0
+    rows.write_text(original + line(40))
     with refused("data.path=", "rows.jsonl", error=ConfigError):
-        train_quickly(configure(home, "run.resume=true", "train.max_steps=3"))
-    assert not (home / "run" / "state" / "step_00000003").exists()
-    (home / "rows.jsonl").write_text("".join(line + "\n" for line in grown.splitlines()[:40]))
-    assert train_quickly(configure(home, "run.resume=true", "train.max_steps=3")) == 0
+        train_quickly(configure("run.resume=true", "train.max_steps=3"))
+    assert not (tmp_path / "run" / "state" / "step_00000003").exists()
+    rows.write_text(original)
+    assert train_quickly(configure("run.resume=true", "train.max_steps=3")) == 0
 
 
 def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
