@@ -128,9 +128,11 @@ class FamilySuite:
     # -- fixtures --------------------------------------------------------------------------------------------------------------
 
     @pytest.fixture(scope="class")
-    def target(self) -> sage.Target:
+    @classmethod
+    def target(cls) -> sage.Target:
         """The target of all tests of a family, which leave it as it is."""
-        return self.target_of(self.config())
+        suite = cls()
+        return suite.target_of(suite.config())
 
     def target_of(self, config: PreTrainedConfig, template: str | None = None) -> sage.Target:
         """Returns a random target of this configuration in float64, with another stock template if given."""
