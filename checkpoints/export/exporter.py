@@ -17,8 +17,7 @@ from checkpoints.export.folder import CONFIG, WEIGHTS, new_export
 from checkpoints.export.formats.base import ExportFormat
 from checkpoints.export.formats.records import ImportOptions
 from checkpoints.export.formats.registry import find_format, imported_drafts
-from checkpoints.export.model_card import render_card
-from checkpoints.export.result import DraftSource, ExportOptions, ExportResult, RoundingError
+from checkpoints.export.result import DraftSource, ExportOptions, ExportResult, RoundingError, render_card
 from checkpoints.export.serving import COMPRESSOR, check_compatible, image_inputs_of
 from checkpoints.export.target import TargetFacts
 from sage.drafts.head import DraftHead

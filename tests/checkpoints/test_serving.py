@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 
 import sage
 from checkpoints.export.formats.registry import find_format
-from checkpoints.export.model_card import serve_commands
+from checkpoints.export.result import serve_commands
 from checkpoints.export.serving import export_choice, serving_line
 from checkpoints.export.target import TargetFacts
 from sage.io.files import config_dir

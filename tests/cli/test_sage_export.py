@@ -16,7 +16,7 @@ from support.messages import check_message, refused
 
 from checkpoints.export.folder import push_to_hub
 from checkpoints.export.formats.registry import variants
-from checkpoints.export.model_card import serve_commands
+from checkpoints.export.result import serve_commands
 from checkpoints.export.target import TargetFacts
 
 ID = "Qwen/Qwen2.5-VL-7B-Instruct"

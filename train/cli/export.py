@@ -211,8 +211,7 @@ def _result_as_text(result: CheckResult) -> str:
 def _export(args: argparse.Namespace) -> int:
     from checkpoints.export.exporter import export
     from checkpoints.export.folder import push_to_hub
-    from checkpoints.export.model_card import serve_commands
-    from checkpoints.export.result import ExportOptions
+    from checkpoints.export.result import ExportOptions, serve_commands
     from checkpoints.export.serving import IncompatibleDraft
 
     given = {one.name: getattr(args, one.name) for one in fields(ExportOptions) if hasattr(args, one.name)}
