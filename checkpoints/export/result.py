@@ -21,22 +21,12 @@ from checkpoints.run_folder import dotted_keys
 from checkpoints.vllm_plugin import INSTALL_PLUGIN
 from sage.bench.report_table import measured_with
 from sage.io.dtypes import dtype_name
-from sage.io.tables import markdown_table
 
 RECIPE = (  # keys of the configuration that the card lists, or groups of them
     *("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks"),
     *("draft", "objective", "optim", "train", "deepspeed"),
 )
 NOT_RUN = {"SGLang": " (as it documents; this project has not run it)"}
-COLUMNS = {  # of the table of policies -> the figure of a report
-    "policy": "`{name}`",
-    "tokens per target pass": "{tokens_per_target_pass:.2f}",
-    "mean accepted draft": "{mean_accepted_draft:.2f}",
-    "tokens/s": "{tokens_per_s:.1f}",
-    "speedup": "{speedup:.2f}x",
-    "end to end": "{speedup_end_to_end:.2f}x",
-    "identical": "{match}/{total}",
-}
 
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -115,9 +105,7 @@ def render_card(card: ExportResult) -> str:
     """Renders the card as Markdown, with the hub's metadata at the top."""
     pages = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     pages.filters["json"] = json.dumps
-    report, license_ = card.source.report or {}, card.options.license or "not stated"
-    policies = report.get("policies", {}).items()
-    rows = [[column.format(name=name, **figures) for column in COLUMNS.values()] for name, figures in policies]
+    license_, name, known = card.options.license or "not stated", card.facts.name or "", card.source.provenance
     install = f" (`{INSTALL_PLUGIN}` in vLLM's environment)" if card.format.needs_plugin(card.facts) else ""
     return pages.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         card=card,
@@ -125,13 +113,14 @@ def render_card(card: ExportResult) -> str:
         format=card.format,
         source=card.source,
         title=Path(card.name).name,
-        metadata=_metadata(card),
-        table=markdown_table(list(COLUMNS), rows),
-        measured_with=measured_with(report),
+        is_hub_id=name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists(),
+        measured_with=measured_with(card.source.report or {}),
         commands=serve_commands(card.format, card.facts, card.name, card.speculative_tokens),
         notes={**NOT_RUN, "vLLM": install},
-        target=card.facts.name or "TARGET",
-        training=_training(card.source),
+        target=name or "TARGET",
+        known=known,
+        versions=[f"{name} {version}" for name, version in (known.get("versions") or {}).items() if version],
+        settings=_settings(card.source),
         license=f"{license_[0].upper()}{license_[1:]}",
     )
 
@@ -142,39 +131,11 @@ def serve_commands(format_: ExportFormat, facts: TargetFacts, draft: str, tokens
     return {engine: format_.serve_command(engine, target, draft, tokens) for engine in engines_for(format_, facts)}
 
 
-def _metadata(card: ExportResult) -> dict[str, Any]:
-    """The hub's metadata; JSON values are valid YAML without quoting rules."""
-    fields: dict[str, Any] = {"license": card.options.license or "other"}
-    if card.options.license is None:
-        fields["license_name"] = "not-stated"
-    if card.options.license_link:
-        fields["license_link"] = card.options.license_link
-    name = card.facts.name or ""
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists():  # a hub id
-        fields |= {"base_model": name, "base_model_relation": "adapter"}
-    task = "image-text-to-text" if card.facts.has_images else "text-generation"
-    return fields | {"pipeline_tag": task, "tags": ["speculative-decoding", card.format.name, "sage-draft"]}
-
-
-def _training(source: DraftSource) -> list[str]:
-    """Returns the lines about data, code, versions and settings of the run; none without a run."""
-    if not source.recipe:
-        return []
+def _settings(source: DraftSource) -> dict[str, Any]:
+    """Returns the settings of the run that the card lists, by dotted key, without folders of the training machine."""
     settings = {
         key: value
         for key, value in dotted_keys(source.recipe).items()
-        if value not in (None, "", [], {}) and not key.endswith((".path", ".dir"))  # folders of the training machine
+        if value not in (None, "", [], {}) and not key.endswith((".path", ".dir"))
     }
-    listed = [key for name in RECIPE for key in settings if key == name or key.startswith(f"{name}.")]
-    lines = [f"* `{key}`: {settings[key]}" for key in listed]
-    known = source.provenance
-    data = source.recipe.get("data") or {}
-    names = ", ".join(map(str, data.get("sources") or [data.get("name", "not stated")]))
-    origin = [f"* data: {names} (fingerprint `{known.get('data_fingerprint', 'unknown')}`)"]
-    if commit := (known.get("git") or {}).get("commit"):
-        origin.append(f"* code: {commit}{' with uncommitted changes' if known['git'].get('is_dirty') else ''}")
-    versions = ", ".join(f"{name} {value}" for name, value in (known.get("versions") or {}).items() if value)
-    origin += [f"* versions: {versions}"] if versions else []
-    changed = [f"* recipe changed {line}" for line in source.recipe_changes]
-    method = "Online distillation: features and logits of the frozen target are computed in the training step."
-    return [method, "", *origin, *lines, *changed]
+    return {key: settings[key] for name in RECIPE for key in settings if key == name or key.startswith(f"{name}.")}
