@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts
 from sage.drafts.registry import MODEL_TYPE_PREFIX
@@ -18,10 +22,6 @@ FEATURE_LEVELS = 3
 DEFAULT_THETA = 10000.0  # LlamaConfig's default
 DEFAULT_EPS = 1e-6  # of LlamaConfig and Qwen3Config
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-LAYER_FIELDS = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("hidden_act", "rms_norm_eps"),
-)
 LEVELS_KEY, GIVE_LEVELS = "eagle_aux_hidden_state_layer_ids", "give --levels A,B,C"
 NO_D2T = "engines take draft ids for target ids and propose the wrong tokens: acceptance 1.00, no error"
 NO_LM_HEAD = "engines use the target's lm_head or a random one: acceptance 1.00, no error"
@@ -148,18 +148,33 @@ def as_list(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, list) else [value]
 
 
-def layer_config(draft: Any, facts: TargetFacts) -> dict[str, Any]:
-    """Returns the config of the Llama layer of a format: sizes of the draft, rope and context length of the target."""
-    config: dict[str, Any] = {key: getattr(draft, key) for key in LAYER_FIELDS} | {"num_hidden_layers": 1}
-    config |= {key: getattr(facts, key) for key in ("vocab_size", "max_position_embeddings", "rope_theta")}
-    config |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
-    if facts.scaled_rope:
-        config["rope_scaling"] = dict(facts.scaled_rope)
+TEMPLATES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "formats" / "configs.yaml").read_text(encoding="utf-8"))
+
+
+def fill(template: Any, values: Mapping[str, Any]) -> Any:
+    """Returns a template of configs.yaml with the values that its `$names` stand for."""
+    if isinstance(template, str) and template.startswith("$"):
+        name, *attributes = template.lstrip("$?").split(".")
+        return reduce(getattr, attributes, values[name])
+    if isinstance(template, list):
+        return [fill(item, values) for item in template]
+    if not isinstance(template, dict):
+        return template
+    filled: dict[str, Any] = {}
+    for key, value in template.items():
+        if key.startswith("+"):
+            filled |= fill(TEMPLATES[key[1:]], values)
+        elif not str(value).startswith("$?") or values.get(value[2:]) is not None:
+            filled[key] = fill(value, values)
+    return filled
+
+
+def rope_scaling(facts: TargetFacts) -> dict[str, Any] | None:
+    """Returns the target's rope as `rope_scaling` of transformers 4; None without axes or scaling."""
     if facts.mrope_section:
-        config["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": list(facts.mrope_section)}
-        if facts.mrope_interleaved:
-            config["rope_scaling"]["mrope_interleaved"] = True
-    return config
+        axes = {"type": "mrope", "rope_type": "default", "mrope_section": list(facts.mrope_section)}
+        return axes | ({"mrope_interleaved": True} if facts.mrope_interleaved else {})
+    return dict(facts.scaled_rope) if facts.scaled_rope else None
 
 
 def rope_parameters(facts: TargetFacts) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The interface of an export format. Everything that the package knows about a format is in its object.
 
-A format is a subclass in a module of this folder and a row of `checkpoints.export.formats.registry`: a template of config.json,
-a map of tensor names, the expected tensors, and the checks of a folder, which `--check` and `--import` share. The order of
+A format is a subclass in a module of this folder and a row of `checkpoints.export.formats.registry`: a template of config.json
+(configs.yaml), a map of tensor names, the expected tensors, and the checks of a folder, which `--check` and `--import` share. The order of
 steps is in checkpoints.export.exporter, importer and checks; facts about targets are in `TargetFacts`.
 
 Shapes: B batch, T tokens, D hidden, A feature levels.
@@ -20,7 +20,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.configs import DEFAULT_EPS, FEATURE_LEVELS, SIZES, EngineConfig, TensorSpecs, layer_config
+from checkpoints.export.configs import (
+    DEFAULT_EPS,
+    FEATURE_LEVELS,
+    SIZES,
+    TEMPLATES,
+    EngineConfig,
+    TensorSpecs,
+    fill,
+    rope_parameters,
+    rope_scaling,
+)
 from checkpoints.export.folder import Weights
 from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions, Obstacle
 from checkpoints.export.target import EMBEDDING, TargetFacts, read_target_embedding
@@ -77,6 +87,7 @@ class ExportFormat(ABC):
     row: FormatRow
     flavour: str | None = None
 
+    template: ClassVar[str]  # of config.json, in configs.yaml
     draft: ClassVar[type[DraftHead]]  # the class that an export is read back as
     # config fields of the draft that the format contains or that `obstacles` checks, besides those of all heads
     expressed: ClassVar[tuple[str, ...]] = ()
@@ -140,9 +151,14 @@ class ExportFormat(ABC):
 
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         """Returns config.json for the configuration of a trained draft, exported in `dtype`."""
-        classes = {"architectures": [self.engine_class], "model_type": "llama"}
-        dtypes = dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype))
-        return {**classes, **layer_config(draft, facts), **dtypes}
+        values = {"draft": draft, "facts": facts, "format": self, "dtype": dtype_name(dtype)}
+        values |= {"tokens": self.speculative_tokens(draft), **self.config_values(draft, facts)}
+        filled: dict[str, Any] = fill(TEMPLATES[self.template], values)
+        return filled
+
+    def config_values(self, draft: Any, facts: TargetFacts) -> dict[str, Any]:
+        """Returns the values of the format's template besides fields of draft, facts and format."""
+        return {"rope_scaling": rope_scaling(facts), "rope_parameters": rope_parameters(facts)}
 
     def tensors(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns a trained draft's tensors under the format's names, without maps for a full draft vocabulary."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from checkpoints.export.configs import (
-    LAYER_FIELDS,
     EngineConfig,
     TensorSpec,
     TensorSpecs,
@@ -27,19 +26,15 @@ from checkpoints.export.configs import (
     is_size,
     layer_specs,
     levels_problem,
-    rope_parameters,
 )
 from checkpoints.export.format_checks import UNSUPPORTED, Field, check_fields, one_of
 from checkpoints.export.formats.base import BATCH, TOKENS, TYPE, CheckInput, Checks, ExportFormat, fixed_batch
 from checkpoints.export.formats.block_checks import (
     ANCHOR,
-    CAUSAL,
     FULL,
-    LEVELS,
     MAX_LAYERS,
     NATIVE_LAYOUT,
     NATIVE_PART,
-    NON_CAUSAL_WINDOW,
     SPECULATORS_LAYOUT,
     BlockLayout,
     block_checks,
@@ -47,11 +42,10 @@ from checkpoints.export.formats.block_checks import (
     native_part,
 )
 from checkpoints.export.formats.records import Finding, ImportOptions, Obstacle
-from checkpoints.export.formats.speculators import SPECULATORS_CHECKS, speculator_config
+from checkpoints.export.formats.speculators import SPECULATORS_CHECKS
 from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts, read_target_embedding, read_target_lm_head
 from sage.drafts.block import BlockConfig, BlockDraft
 from sage.drafts.head import DraftHead
-from sage.io.dtypes import dtype_name
 from sage.targets.rope import RopeConfig
 
 NO_ROWS = "vLLM drafts with the target's lm_head, whose rows are other tokens than the draft vocabulary's: acceptance 1.00"
@@ -106,37 +100,11 @@ class BlockFormat(ExportFormat):
 
     # -- export --------------------------------------------------------------------------------------------------------
 
-    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-        """Every key is written: vLLM's reader fills in none of Qwen3's defaults."""
-        return {
-            **speculator_config(self.algorithm, self.engine_class, facts, self.speculative_tokens(draft), dtype),
-            "block_size": draft.block_size,
-            "draft_vocab_size": draft.draft_vocab_size,
-            LEVELS: list(draft.feature_levels),
-            "mask_token_id": draft.mask_token,
-            ANCHOR: self.layout.is_anchored,
-            NON_CAUSAL_WINDOW: not draft.causal,
-            "transformer_layer_config": self.layers_config(draft, facts, dtype),
-        }
-
-    def layers_config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-        """Returns the config of the layers: sizes of the draft, rope and context length of the target."""
-        return {
-            "model_type": "qwen3",
-            **{key: getattr(draft, key) for key in LAYER_FIELDS},
-            "num_hidden_layers": draft.num_layers,
-            "vocab_size": facts.vocab_size,
-            "max_position_embeddings": facts.max_position_embeddings,
-            "rope_parameters": rope_parameters(facts),
-            "layer_types": [FULL] * draft.num_layers,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            CAUSAL: draft.causal,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            "dtype": dtype_name(dtype),
-        }
+    def config_values(self, draft: Any, facts: TargetFacts) -> dict[str, Any]:
+        levels = list(draft.feature_levels)
+        values: dict[str, Any] = {"levels": levels, "target_layer_ids": [level - self.layout.first_level for level in levels]}
+        values |= {"layer_types": [FULL] * draft.num_layers, "is_bidirectional": not draft.causal}
+        return super().config_values(draft, facts) | values
 
     def most_tokens(self, draft: Any) -> int | None:
         return self.layout.drafted(draft.block_size)
@@ -259,6 +227,10 @@ class DFlashFormat(BlockFormat):
         return f"{self.name} in its native layout" if self.is_native else self.name
 
     @property
+    def template(self) -> str:  # type: ignore[override]
+        return "dflash_native" if self.is_native else "dflash"
+
+    @property
     def engine_class(self) -> str:
         return "DFlashDraftModel" if self.is_native else "DFlashSpeculator"
 
@@ -274,23 +246,6 @@ class DFlashFormat(BlockFormat):
         if not self.is_native:
             return super().recognizes(config)
         return TYPE not in config.raw and (NATIVE_PART in config.raw or self.engine_class in config.classes)
-
-    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-        if not self.is_native:
-            return super().config(draft, facts, dtype)
-        own = {
-            "mask_token_id": draft.mask_token,
-            "target_layer_ids": [level - self.layout.first_level for level in draft.feature_levels],
-            "causal": draft.causal,
-        }
-        return {
-            "architectures": [self.engine_class],
-            **self.layers_config(draft, facts, dtype),
-            "torch_dtype": dtype_name(dtype),
-            "block_size": draft.block_size,
-            "num_target_layers": facts.num_layers,
-            NATIVE_PART: own,
-        }
 
     def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:
         yield from super().obstacles(draft, facts)
@@ -336,7 +291,7 @@ def _heads(given: CheckInput) -> Iterator[Finding]:
 class DSparkFormat(BlockFormat):
     """Block drafts with a markov head, whose first slot predicts too."""
 
-    method = algorithm = "dspark"
+    template = method = algorithm = "dspark"
     engine_class = "DSparkSpeculator"
     other_classes = ("DSparkDraftModel", "Qwen3DSparkModel")
     # vLLM reads `sliding_window_non_causal` for other kinds only
@@ -356,10 +311,6 @@ class DSparkFormat(BlockFormat):
             size = hidden + (rank if config.raw.get(WITH_MARKOV) else 0)
             specs |= {"confidence_head.proj.weight": TensorSpec((1, size)), "confidence_head.proj.bias": TensorSpec((1,))}
         return specs
-
-    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-        heads = {RANK: draft.conditional_rank, HEAD: "vanilla", CONFIDENCE: draft.confidence, WITH_MARKOV: draft.confidence}
-        return super().config(draft, facts, dtype) | heads
 
     def warnings(self, draft: Any, facts: TargetFacts) -> list[str]:
         needs = "vLLM 0.32 serves DSpark drafts with VLLM_USE_V2_MODEL_RUNNER=1 only, which does not run on a CPU."

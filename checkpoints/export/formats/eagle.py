@@ -28,6 +28,7 @@ NO_BIAS = "SGLang's fc has a bias and keeps a random one: acceptance falls to 1.
 class EagleFormat(ExportFormat):
     """EAGLE-1/2 drafts: features instead of logits, the target's lm_head, no norms at the input and the output."""
 
+    template = "eagle"
     draft = EagleDraft
     checks = (*LAYER_CHECKS, single_layer, unsupported_residual, check_tensors)
     expressed = ("input_norm",)

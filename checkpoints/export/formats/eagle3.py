@@ -90,6 +90,7 @@ def norms_of(config: EngineConfig) -> dict[str, bool]:
 class Eagle3Format(ExportFormat):
     """EAGLE-3 drafts for vLLM and SGLang."""
 
+    template = "eagle3"
     draft = Eagle3Draft
     expressed: ClassVar[tuple[str, ...]] = ("feature_levels", "draft_vocab_size", "norm_before_residual", *HEAD_NORMS)
     own_layer = layer = "midlayer."
@@ -102,13 +103,13 @@ class Eagle3Format(ExportFormat):
         *(unsupported_residual, feature_levels, check_tensors),
     )
 
-    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-        config = super().config(draft, facts, dtype) | {"draft_vocab_size": draft.draft_vocab_size}
-        config |= {key: True for key in HEAD_NORMS if getattr(draft, key)}
-        if list(draft.feature_levels) != default_levels(facts.num_layers):
-            config[LEVELS_KEY] = list(draft.feature_levels)
-            config["eagle_config"] = {LEVELS_KEY: [k - 1 for k in draft.feature_levels], "use_aux_hidden_state": True}
-        return config
+    def config_values(self, draft: Any, facts: TargetFacts) -> dict[str, Any]:
+        levels, norms = list(draft.feature_levels), {key: True for key in HEAD_NORMS if getattr(draft, key)}
+        values = super().config_values(draft, facts) | {"levels": levels, "num_levels": len(levels), **norms}
+        if levels == default_levels(facts.num_layers):
+            return values
+        eagle_config = {LEVELS_KEY: [k - 1 for k in draft.feature_levels], "use_aux_hidden_state": True}
+        return values | {"vllm_levels": levels, "eagle_config": eagle_config}
 
     def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:
         if draft.norm_before_residual and "SGLang" in self.engines:

@@ -20,7 +20,6 @@ from checkpoints.export.configs import (
     TensorSpec,
     TensorSpecs,
     layer_specs,
-    rope_parameters,
 )
 from checkpoints.export.format_checks import (
     HEAD_NORMS,
@@ -82,6 +81,7 @@ def _layers(given: CheckInput) -> Iterator[Finding]:
 class PEagleFormat(SpeculatorsFormat):
     """P-EAGLE drafts in the layout of the package speculators."""
 
+    template = "peagle"
     draft = PEagleDraft
     algorithm = "peagle"
     engine_class = "PEagleSpeculator"
@@ -117,15 +117,6 @@ class PEagleFormat(SpeculatorsFormat):
         return ("biases", "head_norms") if config.layer.get("model_type") == "qwen3" else ("biases",)
 
     # -- export --------------------------------------------------------------------------------------------------------
-
-    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-        """One axis of positions: vLLM refuses the axes of M-RoPE in a draft that predicts in parallel."""
-        config = super().config(draft, facts, dtype) | {MASK: draft.mask_token, "embed_requires_grad": True}
-        layer = config["transformer_layer_config"]
-        for key in ("rope_theta", "rope_scaling"):
-            layer.pop(key, None)
-        layer |= {LAYERS: draft.num_layers, COUNT: len(draft.feature_levels), "rope_parameters": rope_parameters(facts)}
-        return config
 
     def most_tokens(self, draft: Any) -> int | None:
         return int(draft.block_size)

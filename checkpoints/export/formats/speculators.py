@@ -9,40 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import torch
-
-from checkpoints.export.configs import LEVELS_KEY, EngineConfig, as_mapping, layer_config
-from checkpoints.export.format_checks import HEAD_NORMS, LAYER_CHECKS, check_tensors, single_layer
+from checkpoints.export.configs import EngineConfig, as_mapping
+from checkpoints.export.format_checks import LAYER_CHECKS, check_tensors, single_layer
 from checkpoints.export.formats.base import TYPE, CheckInput, Checks
 from checkpoints.export.formats.eagle3 import Eagle3Format, draft_vocabulary, feature_levels
 from checkpoints.export.formats.records import Finding
-from checkpoints.export.target import TargetFacts
-from sage.io.dtypes import dtype_name
-
-VERSION = "0.9.0"  # of the PyPI package that the configs are tested against
-
-
-def speculator_config(algorithm: str, engine_class: str, facts: TargetFacts, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the fields of config.json that all algorithms have, except for `transformer_layer_config`.
-
-    Args:
-        tokens: drafted tokens per round, which `vllm serve DIR` uses.
-    """
-    method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    return {
-        "architectures": [engine_class],
-        TYPE: algorithm,
-        "speculators_version": VERSION,
-        "target_hidden_size": None,
-        **dict.fromkeys(("dtype", "torch_dtype"), dtype_name(dtype)),
-        "tie_word_embeddings": False,
-        "speculators_config": {
-            "algorithm": algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"name_or_path": facts.name, "architectures": [facts.architecture]},
-        },
-    }
 
 
 def _layout(given: CheckInput) -> Iterator[Finding]:
@@ -99,6 +70,7 @@ def residual(given: CheckInput) -> Iterator[Finding]:
 class SpeculatorsFormat(Eagle3Format):
     """EAGLE-3 drafts in the layout of the package `speculators`."""
 
+    template = "speculators"
     layer = "layers.0."
     engine_class = "Eagle3DraftModel"
     other_classes: ClassVar[tuple[str, ...]] = ()
@@ -111,18 +83,6 @@ class SpeculatorsFormat(Eagle3Format):
         *(*LAYER_CHECKS, single_layer, draft_vocabulary, *SPECULATORS_CHECKS),
         *(residual, feature_levels, check_tensors),
     )
-
-    def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-        """Without a top-level model_type: readers recognize a speculator by `speculators_model_type`."""
-        layer = {"model_type": "llama", **layer_config(draft, facts), "torch_dtype": dtype_name(dtype)}
-        return {
-            **speculator_config(self.algorithm, self.engine_class, facts, self.speculative_tokens(draft), dtype),
-            "draft_vocab_size": draft.draft_vocab_size,
-            "norm_before_residual": draft.norm_before_residual,
-            **{key: getattr(draft, key) for key in HEAD_NORMS},
-            LEVELS_KEY: list(draft.feature_levels),
-            "transformer_layer_config": layer,
-        }
 
     def recognizes(self, config: EngineConfig) -> bool:
         return TYPE in config.raw or self.engine_class in config.classes
