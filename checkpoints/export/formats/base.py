@@ -1,8 +1,8 @@
 """The interface of an export format. Everything that the package knows about a format is in its object.
 
 A format is a subclass in a module of this folder and a row of `checkpoints.export.formats.registry`: a template of config.json
-(configs.yaml), a map of tensor names, the expected tensors, and the checks of a folder, which `--check` and `--import` share. The order of
-steps is in checkpoints.export.exporter, importer and checks; facts about targets are in `TargetFacts`.
+(configs.yaml), a map of tensor names, the expected tensors, and the checks of a folder, which `--check` and `--import` share.
+The order of steps is in checkpoints.export.exporter, importer and checks; facts about targets are in `TargetFacts`.
 
 Shapes: B batch, T tokens, D hidden, A feature levels.
 """
