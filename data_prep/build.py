@@ -69,9 +69,9 @@ def long_examples(config: DataConfig, dataset: Any) -> LongExamples | None:
     if is_stream(dataset):
         return None
     lengths = [Lengths(*row) for row in dataset.full_lengths().tolist()]
-    found = find_long(config, lengths, len(lengths))
-    found.check()
-    return found
+    long = find_long(config, lengths, len(lengths))
+    long.check()
+    return long
 
 
 def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8) -> list[Conversation]:
@@ -83,11 +83,11 @@ def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8)
     part = Split(split)
     listing = Path(config.bad_list) if config.bad_list else cache_dir(config.cache_dir) / "prompts" / SKIPPED
     skipped = SkipLog(listing, is_strict=config.on_bad is OnBad.error)
-    found = list(islice(alternate(_prompt_readers(config, part, skipped)), num_prompts))
+    chosen = list(islice(alternate(_prompt_readers(config, part, skipped)), num_prompts))
     if skipped.items:
         logger.warning("skipped %d prompts; listed in %s", len(skipped.items), listing)
-    if found:
-        return found
+    if chosen:
+        return chosen
     if config.validation or not _is_streamed(config, part):
         raise ValueError(f"data.validation: no prompt for split {part}; name prompt sources or raise data.holdout")
     raise ValueError(

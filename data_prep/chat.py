@@ -191,7 +191,7 @@ def _answer_segments(message: Message, text: str, end: str) -> list[Segment]:
 
 def _rendered_segments(messages: list[Message], processor: Processor, separator: str) -> list[Segment]:
     """Returns each answer after the prompt for it, from the first one on that later prompts repeat unchanged."""
-    found: list[Segment] = []
+    parts: list[Segment] = []
     before = ""
     _check_tools(messages, processor, separator)
     for i, message in enumerate(messages):
@@ -201,11 +201,11 @@ def _rendered_segments(messages: list[Message], processor: Processor, separator:
             prompt = processor.render(messages[:i], True)
             answer, end = _rendered_answer(messages[: i + 1], prompt, processor)
         if not prompt.startswith(before):
-            found, before = [], ""
-        found.append((prompt[len(before) :], False))
-        found += _answer_segments(message, answer, end)
+            parts, before = [], ""
+        parts.append((prompt[len(before) :], False))
+        parts += _answer_segments(message, answer, end)
         before = prompt + answer + end
-    return found
+    return parts
 
 
 def _rendered_answer(messages: list[Message], prompt: str, processor: Processor) -> tuple[str, str]:
@@ -237,8 +237,8 @@ def _check_tools(messages: list[Message], processor: Processor, separator: str) 
 
 def _end_of_turn(close: str, end_texts: list[str]) -> int:
     """Returns where the first of the end tokens ends in the text after an answer; 0 if it has none."""
-    found = [(close.index(text), close.index(text) + len(text)) for text in end_texts if text in close]
-    return min(found)[1] if found else 0
+    spans = [(close.index(text), close.index(text) + len(text)) for text in end_texts if text in close]
+    return min(spans)[1] if spans else 0
 
 
 def _split_answers(messages: list[Message], processor: Processor, probe: str) -> tuple[list[str], list[str]]:

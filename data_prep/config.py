@@ -47,7 +47,7 @@ class Answers(StrEnum):
     """The answers that a draft is trained on."""
 
     given = "given"  # those of the data
-    target = "target"  # the target's own, generated before training (data_prep.tools.answers)
+    target = "target"  # the target's own, generated before training (data_prep.tools.regenerate)
 
 
 class Thinking(StrEnum):

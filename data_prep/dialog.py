@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from data_prep.config import OnCut, RegenerateConfig
 from data_prep.conversation import BadItem, Conversation, Message, check_conversation
 
 
@@ -42,24 +43,24 @@ class Dialog:
 
     Args:
         position: of the conversation in the dataset.
-        keeps_cut: whether an answer that is cut short is the last one of its conversation, or left out.
+        settings: of the answers; `on_cut` says whether one that is cut short is the last of its conversation, or left out.
     """
 
-    def __init__(self, position: int, conversation: Conversation, seed: int, keeps_cut: bool = True) -> None:
+    def __init__(self, position: int, conversation: Conversation, settings: RegenerateConfig) -> None:
         self.position, self.outcome, self.reason = position, Outcome.answered, ""
-        self._conversation, self._seed, self._keeps_cut = conversation, seed, keeps_cut
+        self._conversation, self._settings = conversation, settings
         self._messages: list[Message] = []
         self._rest = list(conversation.messages)
 
     @classmethod
-    def open(cls, dataset: Any, position: int, seed: int, keeps_cut: bool = True) -> Dialog:
+    def open(cls, dataset: Any, position: int, settings: RegenerateConfig) -> Dialog:
         """Reads a conversation of the dataset. An invalid conversation yields a finished dialog."""
         conversation = Conversation("", [])
         try:
             conversation = dataset.conversation(position)
-            return cls(position, check_conversation(conversation), seed, keeps_cut)
+            return cls(position, check_conversation(conversation), settings)
         except BadItem as error:
-            dialog = cls(position, replace(conversation, messages=[]), seed)
+            dialog = cls(position, replace(conversation, messages=[]), settings)
             dialog.outcome, dialog.reason = Outcome.invalid, str(error)
             return dialog
 
@@ -76,7 +77,8 @@ class Dialog:
             self._messages.append(self._rest.pop(0))
         if not self._rest:
             return None
-        key = f"{self._seed}/{self._conversation.id}/{len(self._messages)}"  # neither the rank nor the order of conversations
+        # depends neither on the rank nor on the order of the conversations
+        key = f"{self._settings.seed}/{self._conversation.id}/{len(self._messages)}"
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1
         return self._messages, seed
 
@@ -85,7 +87,8 @@ class Dialog:
         outcome = answer.outcome
         if outcome is Outcome.answered and not answer.text.strip():
             outcome = Outcome.empty
-        is_kept = outcome is Outcome.answered or (outcome is Outcome.cut and self._keeps_cut and answer.text.strip())
+        keeps_cut = self._settings.on_cut is OnCut.keep
+        is_kept = outcome is Outcome.answered or (outcome is Outcome.cut and keeps_cut and answer.text.strip())
         reason = f"answer {self.kept + 1}: {answer.reason or REASONS.get(outcome, outcome)}"
         if is_kept:
             self._rest.pop(0)

@@ -159,7 +159,7 @@ class StepLoader:
         assert self.lengths is not None and self.micro_batch_tokens is not None
         positions = self.step_positions(step)
         passes = divide_step(self.lengths[positions].tolist(), self.micro_batch_tokens, self.world_size)
-        return [[positions[place] for place in groups[self.rank].members] for groups in passes]
+        return [[positions[index] for index in groups[self.rank].members] for groups in passes]
 
     def _step_keys(self) -> Iterator[list[Any]]:
         if is_stream(self.dataset):

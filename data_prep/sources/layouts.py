@@ -76,11 +76,11 @@ def described(row: Any, columns: dict[str, str]) -> str:
     name = _turn_column(row, columns)
     turns = row.get(name) if name else None
     if isinstance(turns, list) and turns and isinstance(turns[0], dict):
-        found = f"turns of {{{', '.join(list(turns[0])[:2])}}} in {name!r}"
+        layout = f"turns of {{{', '.join(list(turns[0])[:2])}}} in {name!r}"
     else:
-        found = "columns " + ", ".join(repr(key) for role in ("question", "answer") if (key := _name(row, columns, role)))
+        layout = "columns " + ", ".join(repr(key) for role in ("question", "answer") if (key := _name(row, columns, role)))
     media = [key for kind in MEDIA for key in (kind, f"{kind}s") if row.get(columns.get(key, key))]
-    return found + (f", media in {', '.join(map(repr, media))}" if media else "")
+    return layout + (f", media in {', '.join(map(repr, media))}" if media else "")
 
 
 # -- turns -------------------------------------------------------------------------------------------------------------------
@@ -206,15 +206,15 @@ def _place_media(messages: list[Message], media: dict[str, list[Any]]) -> None:
     spans: list[list[tuple[int, int, str]]] = [[] for _ in texts]  # of placeholders, by question
     leading: list[Part] = []
     for kind, values in media.items():
-        found = _placeholders(texts, kind, len(values))
-        if not values or any(found):
-            for place, of_text in zip(spans, found, strict=True):
-                place += [(*span, kind) for span in of_text]
+        matches = _placeholders(texts, kind, len(values))
+        if not values or any(matches):
+            for of_question, of_text in zip(spans, matches, strict=True):
+                of_question += [(*span, kind) for span in of_text]
         elif questions:
             leading += [{"type": kind, kind: values.pop(0)} for _ in range(len(values))]
-    for message, text, places in zip(questions, texts, spans, strict=True):
-        if places or leading:
-            message["content"] = [*leading, *_split_text(text, sorted(places), media)]
+    for message, text, placeholders in zip(questions, texts, spans, strict=True):
+        if placeholders or leading:
+            message["content"] = [*leading, *_split_text(text, sorted(placeholders), media)]
             leading = []
     for kind, left in media.items():
         if left:
@@ -238,20 +238,20 @@ def _placeholders(texts: list[str], kind: str, number: int) -> list[list[tuple[i
     counts = []
     for pattern in (token, rf"(?m)^(?:[ \t]*{token})+|(?:{token}[ \t]*)+$", rf"\A(?:\s*{token})+|(?:{token}\s*)+\Z"):
         runs = [[(text, *run.span()) for run in re.finditer(pattern, text)] for text in texts]
-        found = [[match.span() for run in of_text for match in re.compile(token).finditer(*run)] for of_text in runs]
-        counts.append(sum(map(len, found)))
+        spans = [[match.span() for run in of_text for match in re.compile(token).finditer(*run)] for of_text in runs]
+        counts.append(sum(map(len, spans)))
         if counts[-1] in (0, number):
-            return found
+            return spans
     if counts[0] < number:
         raise ValueError(f"{number - counts[0]} {kind}(s) more than placeholders; write {token} in the question")
     raise ValueError(f"a {token} placeholder without {kind}: {counts[0]} of them and {number} {kind}(s)")
 
 
-def _split_text(text: str, places: list[tuple[int, int, str]], media: dict[str, list[Any]]) -> list[Part]:
+def _split_text(text: str, placeholders: list[tuple[int, int, str]], media: dict[str, list[Any]]) -> list[Part]:
     """Returns the parts of a text with media in place of placeholders and of the line breaks beside them."""
     parts: list[Part] = []
     position = 0
-    for start, end, kind in places:
+    for start, end, kind in placeholders:
         parts += text_part(text[position:start].removesuffix("\n"))
         parts.append({"type": kind, kind: media[kind].pop(0)})
         position = end + text[end:].startswith("\n")

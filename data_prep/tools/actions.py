@@ -16,7 +16,7 @@ import numpy as np
 
 from data_prep.build import build_dataset
 from data_prep.chat import Example, encode_example, example_lengths, shorten_example
-from data_prep.config import Cache, DataConfig, OnBad, OnCut, RegenerateConfig
+from data_prep.config import Cache, DataConfig, OnBad, RegenerateConfig
 from data_prep.conversation import BadItem, BadTemplate, Conversation, Message, check_conversation
 from data_prep.dataset.dataset import ConversationDataset, StreamDataset
 from data_prep.dataset.index import REMEDY, count_reasons, unique_rows
@@ -27,9 +27,18 @@ from data_prep.server.answers import ServerAnswers
 from data_prep.server.client import MediaPolicy
 from data_prep.sources.base import Source
 from data_prep.splits import Split
-from data_prep.tools.answers import answerable_items, decoder_origin, provenance_of, server_origin
 from data_prep.tools.own_decoder import own_answers
-from data_prep.tools.regenerate import MediaFolder, RegenerationResult, as_line, finished_provenance, regenerate
+from data_prep.tools.regenerate import (
+    MediaFolder,
+    RegenerationResult,
+    answerable_items,
+    as_line,
+    decoder_origin,
+    finished_provenance,
+    provenance_of,
+    regenerate,
+    server_origin,
+)
 from data_prep.tools.stats import Statistics, measure, render_html
 from sage.commands.cli import EXIT_USER
 from sage.inputs.processing import Processor
@@ -113,8 +122,8 @@ def _invalid_items(rows: list[dict[str, str]], sources: list[Source], listing: P
     for name in {row["source"] for row in rows}:
         numbers = {row["index"].split()[0] for row in rows if row["source"] == name}
         source = next((source for source in sources if Path(source.name) == Path(name)), None)
-        found = source.line_numbers([int(number) for number in numbers if number.isdigit()]) if source else {}
-        lines |= {(name, str(number)): line for number, line in found.items()}
+        of_source = source.line_numbers([int(number) for number in numbers if number.isdigit()]) if source else {}
+        lines |= {(name, str(number)): line for number, line in of_source.items()}
     for row in rows:
         if line := lines.get((row["source"], row["index"].split()[0])):
             row["index"] += f", line {line}"
@@ -205,18 +214,17 @@ def regenerate_data(
         draft: for speculative decoding without a server; None: none.
         key: of the servers, empty if they have none.
     """
-    keeps_cut = settings.on_cut is OnCut.keep
     if not settings.server:
         dataset = answerable_items(config, target.processor, split)
         drive = own_answers(target, draft, settings, config.num_frames, len(dataset) // world_size)
         provenance = provenance_of(dataset, decoder_origin(target, settings), settings)
-        return regenerate(dataset, drive, out, provenance, settings.seed, rank, world_size, keeps_cut)
+        return regenerate(dataset, drive, out, provenance, settings, rank, world_size)
     finished = finished_provenance(out)
     with ServerAnswers(settings, key, target, MediaPolicy.of(config, Split(split), settings.images)) as servers:
         model = servers.check() if finished is None else finished.get("served_model")
         dataset = answerable_items(config, target.processor, split)
         provenance = provenance_of(dataset, server_origin(target, model), settings)
-        return regenerate(dataset, servers.drive, out, provenance, settings.seed, rank, world_size, keeps_cut)
+        return regenerate(dataset, servers.drive, out, provenance, settings, rank, world_size)
 
 
 # -- examples of a dataset -----------------------------------------------------------------------------------------------

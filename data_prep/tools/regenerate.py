@@ -7,6 +7,13 @@ On disk, while it runs: `OUT.part-RANK-of-RANKS.jsonl`, one line per finished co
 
 Rows are `messages` rows, the JSON-lines format that `data_prep.sources.messages` reads. Images and videos that are files stay
 in place; generated and embedded images are written once, named by content, to a folder beside the rows.
+
+For `data.answers=target` they lie in the cache folder of the data, one file per training source and its images beside it:
+
+    CACHE/answers/KEY/LABEL.jsonl       KEY is a hash of the data, the target's weights and the settings of the answers
+
+A run that was stopped continues with the next conversation, and later runs with the same key read the files. They are never
+deleted automatically.
 """
 
 from __future__ import annotations
@@ -20,21 +27,29 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from data_prep.build import build_dataset
+from data_prep.cache import cache_dir
+from data_prep.config import Answers, Cache, DataConfig, RegenerateConfig
 from data_prep.conversation import Conversation, Part, extras_of
 from data_prep.dialog import Dialog, Drive, Outcome
+from data_prep.sources.kinds import SourceConfig
+from sage.drafts.location import find_draft
 from sage.inputs.media import LIMIT_KEYS, open_image
+from sage.inputs.processing import Processor
 from sage.inputs.video import TIME_KEYS
-from sage.io.files import locked, naming_write_errors, writing
+from sage.io.files import json_digest, locked, naming_write_errors, writing
 from sage.io.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 NEUTRAL_KEYS = {"draft", "policy"}  # keys of the provenance that affect the speed, not the answers
+NOT_IN_KEY = {*NEUTRAL_KEYS, "target", "served_model"}  # names; `weights` identifies the target
+SAMPLE_BYTES = 1 << 16  # read at the start, in the middle and at the end of each weight file, to identify the weights
 LOG_INTERVAL_S = 60.0  # between two log lines of the progress if stderr is not a terminal
 
 
@@ -60,10 +75,9 @@ def regenerate(
     drive: Drive,
     out: Path,
     provenance: dict[str, Any],
-    seed: int = 0,
+    settings: RegenerateConfig,
     rank: int = 0,
     world_size: int = 1,
-    keeps_cut: bool = True,
 ) -> RegenerationResult:
     """Answers this rank's conversations and, once the parts of all ranks are complete, writes `out`.
 
@@ -71,7 +85,6 @@ def regenerate(
         dataset: `__len__` and `conversation(i)`, e.g. of `build_dataset` with data.cache=rows.
         drive: the source of the answers, `own_decoder.own_answers` or that of a server.
         provenance: the origin of the rows (target, draft, decoding settings, ...), stored in every row.
-        keeps_cut: as of `Dialog`.
 
     Raises:
         ValueError: `out` or its parts contain rows with another provenance.
@@ -85,7 +98,7 @@ def regenerate(
     if complete != written:  # stopped within a line
         with writing(part) as temporary:
             temporary.write_bytes(complete)
-    dialogs = (Dialog.open(dataset, position, seed, keeps_cut) for position in remaining)
+    dialogs = (Dialog.open(dataset, position, settings) for position in remaining)
     media = MediaFolder(out)
     for dialog in _with_progress(drive(dialogs), len(done), len(remaining), rank, world_size):
         row = {"position": dialog.position, "kept": dialog.kept, "outcome": dialog.outcome, "reason": dialog.reason}
@@ -136,8 +149,8 @@ def finished_provenance(out: Path) -> dict[str, Any] | None:
     for path in (out, skipped_path(out)) if out.exists() else ():
         if path.exists() and path.stat().st_size:
             with path.open(encoding="utf-8") as file:
-                found: dict[str, Any] = json.loads(file.readline()).get("provenance") or {}
-                return found
+                provenance: dict[str, Any] = json.loads(file.readline()).get("provenance") or {}
+                return provenance
     return None
 
 
@@ -227,3 +240,123 @@ def _part_as_json(part: Part, media: MediaFolder) -> dict[str, Any]:
     if kind == "text":
         return {"type": "text", "text": part["text"]}
     return {"type": kind, kind: media.store(part[kind]), **{key: part[key] for key in (*TIME_KEYS, *LIMIT_KEYS) if key in part}}
+
+
+# -- answers kept for training -------------------------------------------------------------------------------------------
+
+
+def answerable_items(config: DataConfig, processor: Processor, split: str) -> Any:
+    """Returns the dataset of the conversations to be answered; ValueError for a stream."""
+    if any(source.streaming for source in config.sources.values()):
+        raise ValueError(
+            "data.sources: a stream has no fixed items to answer and resume; write a part of it first (action=convert "
+            "data.num_examples=N out=PART.jsonl), then answer that (action=regenerate data=messages data.path=PART.jsonl)"
+        )
+    return build_dataset(replace(config, cache=Cache.rows), processor, split)
+
+
+def decoder_origin(target: Any, settings: RegenerateConfig) -> dict[str, Any]:
+    """Returns the origin of answers that this project's decoder generates."""
+    return {
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "draft": _draft_digest(find_draft(settings.draft)) if settings.draft else None,
+        "policy": settings.policy,
+        "dtype": str(target.dtype),
+    }
+
+
+def server_origin(target: Any, model: str | None) -> dict[str, Any]:
+    """Returns the origin of answers of a server that serves the target as `model`."""
+    return {"target": target.name, "target_fingerprint": target.fingerprint, "draft": None, "served_model": model}
+
+
+def provenance_of(dataset: Any, origin: dict[str, Any], settings: RegenerateConfig) -> dict[str, Any]:
+    """Returns the provenance of the rows: target, engine, data and decoding settings."""
+    data = {"data": dataset.fingerprint, "num_frames": dataset.config.num_frames, "thinking": str(dataset.config.thinking)}
+    return {**origin, **data, **settings.sampling()}
+
+
+def _draft_digest(folder: Path) -> str:
+    return f"{folder.name}:{weights_digest(str(folder), None)[:16]}"
+
+
+def weights_digest(path: str, commit: str | None) -> str:
+    """Returns what identifies the weights of a model: parts of the files of a local folder, else the hub id and its commit."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return f"{path}@{commit}"
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as opened:
+            for position in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                opened.seek(position)
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+class TargetAnswers:
+    """The answers of a target to the training split of a configuration.
+
+    Args:
+        origin: `decoder_origin` or `server_origin`.
+        weights: `weights_digest` of the target.
+    """
+
+    def __init__(
+        self, config: DataConfig, processor: Processor, origin: dict[str, Any], weights: str, settings: RegenerateConfig
+    ) -> None:
+        self._config, self._settings = config, settings
+        self._dataset = answerable_items(config, processor, "train")
+        named = {**origin, "target": Path(origin["target"]).name, "weights": weights}
+        self._provenance = provenance_of(self._dataset, named, settings)
+        decisive = {key: value for key, value in self._provenance.items() if key not in NOT_IN_KEY}
+        self.folder = cache_dir(config.cache_dir) / "answers" / json_digest(decisive)
+        self.files = {label: self.folder / f"{label}.jsonl" for label in config.sources}  # by source
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(file.exists() for file in self.files.values())
+
+    @property
+    def has_any(self) -> bool:
+        return any(has_answers(file) for file in self.files.values())
+
+    def generate(
+        self, drive: Drive, rank: int = 0, world_size: int = 1, **origin: Any
+    ) -> Iterator[tuple[Path, RegenerationResult]]:
+        """Answers this rank's share of every source, and yields the result of each; see `regenerate`.
+
+        Args:
+            origin: entries of the provenance that are known only now, such as `served_model`.
+        """
+        provenance = self._provenance | origin
+        for number, file in enumerate(self.files.values()):
+            items = self._dataset.index.of_source(number)
+            if not file.exists():
+                yield file, regenerate(items, drive, file, provenance, self._settings, rank, world_size)
+
+    def data(self) -> DataConfig:
+        """Returns the configuration whose training split is the answered conversations.
+
+        Raises:
+            ValueError: no conversation of a source was answered.
+        """
+        config = self._config
+        for label, file in self.files.items():
+            if not file.stat().st_size:
+                raise ValueError(
+                    f"data.answers: target; it answered none of the conversations of {label}, see {file}.skipped.jsonl; raise "
+                    f"regenerate.max_new_tokens, or repair them and delete {self.folder}"
+                )
+        sources = {
+            label: SourceConfig(kind="messages", path=str(file), weight=config.sources[label].weight)
+            for label, file in self.files.items()
+        }
+        own: dict[str, Any] = {"path": "", "media_root": "", "num_examples": 0, "holdout": 0.0, "test_holdout": 0.0}
+        return replace(config, sources=sources, answers=Answers.given, **own)

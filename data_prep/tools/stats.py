@@ -75,7 +75,7 @@ class Statistics:
     def add(self, conversation: Conversation, example: Example, processor: Processor) -> None:
         visual = processor.family.visual_mask(example["input_ids"])
         answer_tokens = int(example["loss_mask"].sum())
-        found = {
+        measured = {
             "tokens": len(visual),
             "visual_tokens": int(visual.sum()),
             "answer_tokens": answer_tokens,
@@ -83,7 +83,7 @@ class Statistics:
             "turns": sum(message["role"] == "assistant" for message in conversation.messages),
             "visuals": sum(1 for _ in media_parts(conversation.messages)),
         }
-        for name, value in found.items():
+        for name, value in measured.items():
             self.values[name].append(value)
         self.sources[conversation.source] += 1
         self.families[conversation.family or NO_FAMILY] += 1

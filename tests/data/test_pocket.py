@@ -13,7 +13,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import data_prep.pocket
 from data_prep.chat import build_example
-from data_prep.pocket import architecture, build, palette, probe, world
+from data_prep.pocket import architecture, build, palette, world
 from data_prep.pocket.architecture import FAMILIES, WIDTH
 from data_prep.pocket.phrases import Phraser, statement
 from data_prep.pocket.score import KINDS, score_answer, score_target
@@ -177,7 +177,7 @@ def test_inserted_layers_do_not_change_the_output(tokenizers, family):
 def test_clips_of_qwen3_vl_have_timestamps(tokenizers):
     processor = architecture.new_processor("qwen3_vl", tokenizers["qwen3_vl"])
     text = processor.tokenizer.decode(build_example(world.sample("train", 0, ["clip"]), processor)["input_ids"])
-    pads = "<|vision_start|>" + "<|video_pad|>" * probe.NUM_TOKENS + "<|vision_end|>"
+    pads = "<|vision_start|>" + "<|video_pad|>" * build.NUM_TOKENS + "<|vision_end|>"
     assert f"<|vision_start|><0.2 seconds>{pads}<1.2 seconds>{pads}<|vision_end|>" in text
 
 
@@ -188,9 +188,9 @@ def test_visual_tokens_are_what_the_text_layers_read(tokenizers, family):
     processor = architecture.new_processor(family, tokenizers[family])
     model = architecture.new_model(family, tokenizers[family], 2, 0)
     images = [world.sample("train", k, ["caption"]).messages[0]["content"][0]["image"] for k in range(2)]
-    both = probe.visual_tokens(model, processor, images)
-    assert both.shape == (2, probe.NUM_TOKENS, WIDTH)
-    torch.testing.assert_close(both[1:], probe.visual_tokens(model, processor, images[1:]))
+    both = build.visual_tokens(model, processor, images)
+    assert both.shape == (2, build.NUM_TOKENS, WIDTH)
+    torch.testing.assert_close(both[1:], build.visual_tokens(model, processor, images[1:]))
     both.square().sum().backward()
     unused = [parameter for parameter in build.vision_parameters(model) if parameter.grad is None]
     assert len(unused) == (2 if family == "llava_onevision" else 0)  # the final norm, which this family does not use

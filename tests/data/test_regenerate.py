@@ -16,7 +16,7 @@ from support.messages import check_message, refused
 import sage
 from data_prep.build import build_dataset
 from data_prep.chat import build_example
-from data_prep.config import DataConfig, RegenerateConfig
+from data_prep.config import DataConfig, OnCut, RegenerateConfig
 from data_prep.conversation import Conversation, Message
 from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.sources import SourceConfig
@@ -38,7 +38,7 @@ def echo(messages: list[Message], seed: int) -> TargetAnswer:
 
 
 def run(out: Path, answer: Any = echo, **options: Any) -> Any:
-    given = {"provenance": PROVENANCE, "keeps_cut": False} | options
+    given = {"provenance": PROVENANCE, "settings": RegenerateConfig(on_cut=OnCut.drop)} | options
     return regenerate(TwoTurnConversations(6), one_by_one(answer), out, **given)
 
 
@@ -72,7 +72,7 @@ def test_rows_contain_the_targets_answers_and_their_provenance(complete: dict[st
 
 
 def test_an_answer_that_is_cut_short_is_the_last_one_and_trained_on_without_an_end(tmp_path: Path) -> None:
-    found = run(out := tmp_path / "out.jsonl", keeps_cut=True)
+    found = run(out := tmp_path / "out.jsonl", settings=RegenerateConfig())
     assert f"3 answered, 2 cut short, 1 invalid: {out}; 1 without a row" in found.as_text(out)
     kept = {row["id"]: [m | {"content": text_of(m)} for m in row["messages"]] for row in rows(out)}
     assert [len(kept[name]) for name in ("c2", "c4", "c5")] == [4, 2, 4]

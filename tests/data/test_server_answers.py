@@ -66,14 +66,14 @@ def opened(*urls: str, policy: MediaPolicy | None = None, **settings: Any) -> It
 def run(out: Path, *urls: str, dataset: Any = None, policy: MediaPolicy | None = None, **settings: Any) -> Any:
     with opened(*urls, policy=policy, **settings) as answers:
         provenance = {"served_model": answers.check()}
-        return regenerate(dataset or TwoTurnConversations(NUM), answers.drive, out, provenance)
+        return regenerate(dataset or TwoTurnConversations(NUM), answers.drive, out, provenance, RegenerateConfig())
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files that a decoder in this process gives."""
     out = tmp_path_factory.mktemp("decoder") / "out.jsonl"
-    regenerate(TwoTurnConversations(NUM), one_by_one(echo), out, {"served_model": MODEL})
+    regenerate(TwoTurnConversations(NUM), one_by_one(echo), out, {"served_model": MODEL}, RegenerateConfig())
     return content(out)
 
 
@@ -185,10 +185,10 @@ def test_server_that_goes_down_ends_the_run(server: ChatServer, tmp_path: Path) 
             one = stack.enter_context(opened(dying.url))
             both.check()
             one.check()
-        found = regenerate(TwoTurnConversations(NUM), both.drive, tmp_path / "both.jsonl", {})
+        found = regenerate(TwoTurnConversations(NUM), both.drive, tmp_path / "both.jsonl", {}, RegenerateConfig())
         assert found.outcomes["answered"] == NUM - 2
         with refused("regenerate.server", "no connection", error=ServerError):
-            regenerate(TwoTurnConversations(NUM), one.drive, tmp_path / "one.jsonl", {})
+            regenerate(TwoTurnConversations(NUM), one.drive, tmp_path / "one.jsonl", {}, RegenerateConfig())
     with opened(server.url, dying.url) as answers, refused("server 2 of 2", "no connection", error=ServerError) as caught:
         answers.check()
     assert_no_address(str(caught.value), dying)

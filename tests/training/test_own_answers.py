@@ -22,7 +22,7 @@ from data_prep.dialog import Dialog, TargetAnswer
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.pocket import world
 from data_prep.tools import own_decoder
-from data_prep.tools.answers import TargetAnswers
+from data_prep.tools.regenerate import TargetAnswers
 from sage.io import files
 from train.distill.own_answers import MAX_STEPS, OwnAnswers
 from train.distill.teacher import Teacher

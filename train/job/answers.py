@@ -1,7 +1,7 @@
 """The training data of a run with `data.answers=target`: the target answers the prompts first, on all ranks of the run.
 
 Each rank answers its share of the conversations (with a sharded target or a server, rank 0 answers all of them), and waits for
-the others. Does not own: the files and their key (data_prep.tools.answers).
+the others. Does not own: the files and their key (data_prep.tools.regenerate).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from data_prep.dialog import Drive
 from data_prep.server.answers import ServedTarget, ServerAnswers
 from data_prep.server.client import MediaPolicy
 from data_prep.splits import Split
-from data_prep.tools.answers import TargetAnswers, decoder_origin, server_origin, weights_digest
 from data_prep.tools.own_decoder import own_answers
+from data_prep.tools.regenerate import TargetAnswers, decoder_origin, server_origin, weights_digest
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import locked
 from train.config.schema import Config, ConfigError
