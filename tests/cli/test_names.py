@@ -237,7 +237,8 @@ def test_a_draft_without_run_is_measured_in_its_targets_dtype(tmp_path: Path) ->
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps({"target_path": str(folder)}))
     alone = Checkpoint(draft=tmp_path / "draft", run=None)
-    assert settle(compose("validate", [], ValidateConfig), alone, []).target.dtype == "bf16"
+    settled = settle(compose("validate", [], ValidateConfig), alone, [])
+    assert (settled.target.path, settled.target.dtype) == (str(folder), "bf16")
     words = ["target.dtype=fp32"]
     assert settle(compose("validate", words, ValidateConfig), alone, words).target.dtype == "fp32"
 

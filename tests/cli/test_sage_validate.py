@@ -22,7 +22,7 @@ from train.config.schema import ConfigError, DecodeConfig, ValidateConfig
 from train.monitor.progress import Display
 from train.report.__main__ import main as draw
 from train.report.verdict import add_verdict
-from train.validation.selection import Checkpoint, find_checkpoint, overlay, settle
+from train.validation.selection import Checkpoint, overlay, settle
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +129,6 @@ def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run
 # -- which draft -----------------------------------------------------------------------------------------------------
 
 
-def test_run_and_draft_folders_are_distinguished(run):
-    for name in (f"checkpoint={run}", f"draft={run / 'draft'}"):
-        assert find_checkpoint(composed(name)) == Checkpoint(draft=run / "draft", run=run)
-
-
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
@@ -149,19 +144,6 @@ def test_mistakes_are_one_line_that_names_the_remedy(run, overrides, parts):
     with refused(*parts) as caught:
         measured(*(override.replace("{run}", str(run)) for override in overrides))
     assert "\n" not in str(caught.value)
-
-
-def test_a_draft_without_a_run_names_its_target_or_is_refused(run, tmp_path):
-    draft = save_draft(tmp_path / "mine", sage.load_target(OmegaConf.load(run / "config.yaml").target.path))
-    config = draft / "config.json"
-    settings = json.loads(config.read_text())
-    config.write_text(json.dumps(settings | {"target_path": "some/target"}))
-    settled = settle(composed(f"draft={draft}"), Checkpoint(draft=draft, run=None), [f"checkpoint={draft}"])
-    assert settled.target.path == "some/target"
-    del settings["target_path"]
-    config.write_text(json.dumps(settings))
-    with refused("target: missing", "target.path=DIR"):
-        measured(f"draft={draft}")
 
 
 @pytest.mark.parametrize(
