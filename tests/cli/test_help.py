@@ -26,9 +26,8 @@ from train.cli.export import main as sage_export
 from train.cli.train import main as sage_train
 from train.cli.validate import main as sage_validate
 from train.config.help import help_text
-from train.config.resolvers import register_resolvers
 from train.config.schema import Config, ValidateConfig
-from train.config.store import choice_meaning, group_choices, keys_of
+from train.config.store import choice_meaning, group_choices, keys_of, register
 
 COMMANDS: dict[str, tuple[str, Any]] = {
     "sage-train": ("config", Config),
@@ -45,7 +44,7 @@ KEY = re.compile(r"  ([a-z][\w.]+)(?:=(\S*))?(?: +(.*))?")
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     """The schemas of all commands, and a terminal of a known width."""
-    register_resolvers()
+    register()
     ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "120")

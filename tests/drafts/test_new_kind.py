@@ -151,7 +151,7 @@ BIGRAM = ["draft=bigram", "objective=model", "draft.scale=0.5"]
 @pytest.fixture(autouse=True)
 def row(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(KINDS, ROW.name, ROW)
-    store.register.cache_clear()
+    store.register_schemas.cache_clear()
     yield
     ConfigStore.instance().repo.get("draft", {}).pop("bigram.yaml", None)
 

@@ -29,8 +29,8 @@ from sage.trees import DEFAULT_POLICY, FIRST_ANSWER_POLICY
 from train.config.checks import check, check_ranges
 from train.config.derived import check_batch
 from train.config.hydra_app import compose
-from train.config.resolvers import run_name
 from train.config.schema import Config, ConfigError, Precision, Schedule
+from train.config.store import run_name
 from train.engine.engine import deepspeed_config, make_optimizer
 from train.job.schedule import learning_rate
 from train.monitor.sinks import check_tracking

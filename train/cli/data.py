@@ -26,8 +26,8 @@ from sage.training import call
 from train.config.checks import check_path, check_ranges
 from train.config.hydra_app import App
 from train.config.overrides import launch_keys, refuse_unused, task_overrides
-from train.config.resolvers import plain_name
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
+from train.config.store import plain_name
 from train.launch import cluster_env
 from train.launch.launcher import check_devices, configure_logging
 from train.launch.supervisor import RankFailed

@@ -26,7 +26,6 @@ from sage.io.target_paths import how_to_get, looks_local, path_of_target
 from sage.trees import AUTOREGRESSIVE, POLICIES
 from train.config.derived import check_batch
 from train.config.draft import CompressorKind
-from train.config.resolvers import sequences_per_pass
 from train.config.resuming import check_same_run
 from train.config.schema import (
     MAX_STAGE,
@@ -42,7 +41,7 @@ from train.config.schema import (
     Schedule,
     ValidateOn,
 )
-from train.config.store import subschemas
+from train.config.store import sequences_per_pass, subschemas
 
 # Sizes of a saved draft, which may not be changed.
 SIZES = (

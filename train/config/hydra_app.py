@@ -28,10 +28,9 @@ from train.config.derived import shorten_validation
 from train.config.errors import as_mistake, refuse_unknown
 from train.config.help import help_text
 from train.config.overrides import expand, refuse_unknown_options, task_overrides
-from train.config.resolvers import register_resolvers
 from train.config.resuming import with_own_config
 from train.config.schema import Config, ConfigError
-from train.config.store import key_of
+from train.config.store import key_of, register
 
 Schema = TypeVar("Schema")
 FULL_ERROR = "HYDRA_FULL_ERROR"  # environment variable; makes Hydra raise errors instead of printing them and exiting
@@ -85,7 +84,7 @@ class App:
         """Prints the help, or runs all jobs and compares them; returns the largest exit code."""
         refuse_unknown_options(sys.argv[1:], self.schema, self.leading)
         words = sys.argv[1:] = expand(sys.argv[1:], self.schema)
-        register_resolvers()
+        register()
         if {"-h", "--help"} & set(words):
             print(help_text(self.config_name, self.schema, words), flush=True)
             return cli.EXIT_DONE
@@ -101,7 +100,7 @@ class App:
 
         Returns the score of a sweep's job, for sweepers that search; None after a failure.
         """
-        register_resolvers()
+        register()
         configs: list[Any] = []
 
         def work() -> int:
@@ -183,7 +182,7 @@ def to_object(composed: DictConfig, schema: type[Schema], overrides: Sequence[st
 
 def compose(config_name: str, overrides: list[str], schema: type[Schema]) -> Schema:
     """Returns the configuration of a command line with these overrides; any mistake is a ConfigError of one line."""
-    register_resolvers()
+    register()
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
             words = expand(overrides, schema)

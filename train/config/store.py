@@ -1,4 +1,4 @@
-"""The schemas and YAML files as Hydra finds them: the choices of a group, the keys of a schema, and their meanings.
+"""What Hydra composes from: schemas, choices of groups and resolvers; the keys of a schema, and their meanings.
 
 Does not own: the values of a configuration (conf/), options of policies (their classes). Imports no torch.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
+import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,16 +22,18 @@ from omegaconf import MISSING, OmegaConf
 import sage.trees
 from checkpoints.run_folder import dotted_keys
 from sage.drafts.registry import KINDS, DraftKind
-from sage.io.files import config_dir
+from sage.io.dtypes import SHORT_NAMES, loaded_dtype
+from sage.io.files import config_dir, package_dir, read_json, user_cache_dir
 from sage.io.ranges import field_types, first_sentence, key_meanings, plain_type
 from sage.trees import POLICIES
 from train.config.draft import COMPRESSORS, compressor_schema, draft_schema
-from train.config.schema import Config, TrackingConfig, ValidateConfig, WandbConfig
+from train.config.schema import RECIPE_LENGTH, Config, Precision, TrackingConfig, ValidateConfig, WandbConfig
 
 LABEL = "LABEL"  # stands for a name that the user chooses
 LABELED = ("data.sources",)  # mappings with such names
 POLICY_GROUP = "decode/policy"
 BY_PATH = "target=by_path"  # the choice for a target given by its path alone
+LONGEST_PART = 40  # characters of a part of a run's name
 UNLISTED = ("name", "kind", "defaults", "architecture.")  # values of a choice that do not describe it
 TRACKING = {"jsonl": TrackingConfig, "tensorboard": TrackingConfig, "wandb": WandbConfig}
 
@@ -73,8 +77,17 @@ def _policy_meaning(policy: str) -> str:
     return first_sentence(ast.get_docstring(node))
 
 
+def register() -> None:
+    """Registers the schemas and the resolvers; `package_dir:PACKAGE` is the folder of an installed package."""
+    register_schemas(tuple(KINDS.values()), POLICIES)
+    of_target = (target_name, target_dtype, lr_for_width, max_length_for)
+    OmegaConf.register_new_resolver("user_cache", lambda: str(user_cache_dir()), replace=True)
+    for resolve in (package_dir, run_name, *of_target, sequences_per_pass):
+        OmegaConf.register_new_resolver(resolve.__name__, resolve, replace=True)
+
+
 @cache
-def register(kinds: tuple[DraftKind, ...], policies: Sequence[str]) -> None:
+def register_schemas(kinds: tuple[DraftKind, ...], policies: Sequence[str]) -> None:
     """Registers the schemas for `defaults` lists, once per set of kinds and policies: the roots, choices, policies."""
     store = ConfigStore.instance()
     store.store(name="train_schema", node=Config)
@@ -134,3 +147,69 @@ def group_of(prefix: str) -> str:
 def key_of(override: str) -> str:
     """Returns the key: `+group@package=choice` -> `group`; `key=value` -> `key`."""
     return override.split("=", 1)[0].lstrip("+~").split("@")[0]
+
+
+# -- resolvers ${NAME:...} of the YAML files: names of runs, and what a target's folder says about it --------------------------
+
+
+def run_name(target: str, draft: str, path: str | None, data: str, objective: str) -> str:
+    """Returns `TARGET-DRAFT-DATA`, with `-OBJECTIVE` if it is not the draft's own.
+
+    The data are named by the last part of `path` (`data.path`) without suffix, because one format has many files, else by
+    `data.name`.
+    """
+    parts = [target, draft, Path(path).name.split(".")[0] if path else data]
+    if objective not in ("", draft):
+        parts.append(objective)
+    return "-".join(plain_name(part)[:LONGEST_PART] for part in parts)
+
+
+def plain_name(part: str) -> str:
+    """Replaces characters that a shell or Hydra would interpret."""
+    return re.sub(r"[^\w.]+", "_", part).strip("_.") or "data"
+
+
+def target_name(path: str) -> str:
+    """Returns the last part of a folder or hub id."""
+    return Path(os.path.abspath(Path(path).expanduser())).name
+
+
+def target_dtype(path: str) -> Precision:
+    """Returns the precision for the dtype in a local folder's config.json (`dtype`, in older files `torch_dtype`)."""
+    config = _read_config(path)
+    return Precision(SHORT_NAMES[loaded_dtype(config.get("dtype") or config.get("torch_dtype"))])
+
+
+def lr_for_width(path: str, lr: float, width: int) -> float:
+    """Returns the learning rate for a local folder's hidden size from `lr`, that at `width`, which is kept if it is unknown.
+
+    Ref: Tensor Programs V, arXiv 2203.03466, table 3: Adam's rate of hidden weights scales with 1 / width.
+    """
+    config = _read_config(path)
+    text = config.get("text_config")
+    size = text.get("hidden_size") if isinstance(text, dict) else config.get("hidden_size")
+    return float(f"{lr * width / size:.2g}") if isinstance(size, int) and size > 0 else lr
+
+
+def max_length_for(path: str, default: int) -> int:
+    """Returns `recipe.max_length` of a shipped target with the `model_type` of a local folder; `default` if there is none."""
+    line = f"\n  model_type: {_read_config(path).get('model_type')}\n"
+    texts = (file.read_text(encoding="utf-8") for file in sorted((config_dir() / "target").glob("*.yaml")))
+    shipped = next((text for text in texts if line in text), "{}")
+    return int(OmegaConf.select(OmegaConf.create(shipped), "recipe.max_length") or default)
+
+
+def sequences_per_pass(most: int, max_length: int | None) -> int:
+    """Returns the default of `train.micro_batch_size`: `most` sequences of 4096 tokens; of longer ones half, a quarter, .."""
+    limit = most * RECIPE_LENGTH
+    while most > 1 and most * (max_length or 0) > limit:
+        most //= 2
+    return most
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    """The folder's config.json; empty if it is missing or unreadable, which loading the target reports."""
+    try:
+        return read_json(Path(path).expanduser() / "config.json")
+    except ValueError:
+        return {}

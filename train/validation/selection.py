@@ -17,10 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import run_of
 from sage.drafts.location import find_draft, target_of
-from train.config.resolvers import target_dtype, target_name
 from train.config.resuming import read_plain, with_types
 from train.config.schema import ConfigError, DataConfig, DecodeConfig, TargetConfig, ValidateConfig
-from train.config.store import BY_PATH, key_of
+from train.config.store import BY_PATH, key_of, target_dtype, target_name
 
 Group = TypeVar("Group", TargetConfig, DataConfig, DecodeConfig)
 RUNS = Path("runs")
