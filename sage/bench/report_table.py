@@ -22,7 +22,11 @@ def format_table(report: Mapping[str, Any]) -> str:
     rows, others = speed_rows(report)
     failed = [f"{name} left out: {reason}" for name, reason in report["failed_baselines"].items()]
     footnote = f"* fastest autoregressive baseline. {measured_with(report)}."
-    speeds = "\n".join([text_table(HEADER, [*rows, RULE, *others]), footnote, *_busy_note(report), *failed])
+    machine = report.get("machine") or {}
+    load, cores = machine.get("load_average", 0), machine.get("cores", 1)
+    busy = f"The machine was busy (load average {load:.1f} on {counted(cores, 'core')}): tokens/pass holds, speeds may not."
+    notes = [footnote, *([busy] if load > BUSY * cores else []), *failed]
+    speeds = "\n".join([text_table(HEADER, [*rows, RULE, *others]), *notes])
     wrapped, shared = fill(margins(report), WIDTH, subsequent_indent="  "), share_rows(report)
     shares = f"{text_table(SHARE_HEADER, shared)}\n{SHARE_NOTE}" if shared else ""
     return "\n\n".join(part for part in (speeds, wrapped, shares) if part)
@@ -70,15 +74,6 @@ def speed_rows(report: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[t
     policies, baselines = report["policies"], report["baselines"]
     rows = [_speed_row(name, section, report) for name, section in policies.items()]
     return rows, [_speed_row(name, section, report) for name, section in baselines.items() if name not in policies]
-
-
-def _busy_note(report: Mapping[str, Any]) -> list[str]:
-    """Returns a line about a machine on which other programs ran as well; empty for a machine of its own."""
-    machine = report.get("machine") or {}
-    load, cores = machine.get("load_average", 0), machine.get("cores", 1)
-    if load <= BUSY * cores:
-        return []
-    return [f"The machine was busy (load average {load:.1f} on {counted(cores, 'core')}): tokens/pass holds, speeds may not."]
 
 
 def _speed_row(name: str, section: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]:

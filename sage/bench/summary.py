@@ -107,6 +107,9 @@ def accepted_histogram(runs: Runs) -> list[int]:
 def _policy(measurement: Measurement, target: Any, name: str, fastest: str) -> dict[str, Any]:
     runs = measurement.runs[name]
     chosen = [[_median_run(repeats)] for repeats in runs]
+    longest = max(range(len(runs)), key=lambda index: len(runs[index][0].tokens))
+    is_drafting = name not in measurement.autoregressive
+    log = [dict(entry) for entry in _median_run(runs[longest]).stats.rounds_log] if is_drafting else []
     return {
         **pooled_counts(chosen),
         **_speeds(runs, measurement.runs[fastest]),
@@ -117,8 +120,18 @@ def _policy(measurement: Measurement, target: Any, name: str, fastest: str) -> d
         "draft_context": mean(run.stats.draft_context for [run] in chosen),
         "acceptance_by_depth": acceptance_by_depth(chosen),
         "accepted_histogram": accepted_histogram(chosen),
-        "per_prompt": _per_prompt(measurement, name),
-        "example": _example(measurement, name),
+        "per_prompt": [
+            {
+                "name": prompt.name,
+                "family": prompt.family,
+                "tokens": len(repeats[0].tokens),
+                "decode_s": median(run.decode_s for run in repeats),
+                "end_to_end_s": median(run.wall_s for run in repeats),
+                "tokens_per_target_pass": pooled_counts([[_median_run(repeats)]])["tokens_per_target_pass"],
+            }
+            for prompt, repeats in zip(measurement.prompts, runs, strict=True)
+        ],
+        "example": {"prompt": measurement.prompts[longest].name, "rounds_log": log},
     }
 
 
@@ -189,29 +202,6 @@ def _differences(reference: Runs, own: Runs) -> list[int | None]:
         indices = (first_difference(first.tokens, run.tokens) for run in repeats)
         found.append(min((index for index in indices if index is not None), default=None))
     return found
-
-
-def _per_prompt(measurement: Measurement, name: str) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": prompt.name,
-            "family": prompt.family,
-            "tokens": len(repeats[0].tokens),
-            "decode_s": median(run.decode_s for run in repeats),
-            "end_to_end_s": median(run.wall_s for run in repeats),
-            "tokens_per_target_pass": pooled_counts([[_median_run(repeats)]])["tokens_per_target_pass"],
-        }
-        for prompt, repeats in zip(measurement.prompts, measurement.runs[name], strict=True)
-    ]
-
-
-def _example(measurement: Measurement, name: str) -> dict[str, Any]:
-    """Returns the rounds of the longest generation, for plots."""
-    runs = measurement.runs[name]
-    longest = max(range(len(runs)), key=lambda index: len(runs[index][0].tokens))
-    drafted = name not in measurement.autoregressive
-    log = [dict(entry) for entry in _median_run(runs[longest]).stats.rounds_log] if drafted else []
-    return {"prompt": measurement.prompts[longest].name, "rounds_log": log}
 
 
 def _by_family(measurement: Measurement, policies: Sequence[str], fastest: str) -> dict[str, Any]:

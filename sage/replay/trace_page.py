@@ -199,7 +199,12 @@ def _round_data(one: TracedRound, pieces: Pieces, texts: dict[str, int]) -> dict
     def index(token: int) -> int:
         return texts.setdefault(pieces(token), len(texts))
 
-    kept = _drawn(one)
+    paths, depths = [1.0] * len(one.nodes), one.depths
+    for node in sorted(range(1, len(one.nodes)), key=depths.__getitem__):
+        paths[node] = paths[one.parents[node]] * one.draft[node]
+    # drawn are the verified nodes, and the most probable others with all of their ancestors
+    others = sorted(range(one.num_verified, len(one.nodes)), key=lambda node: (-paths[node], depths[node], node))
+    kept = [*range(one.num_verified), *sorted(others[:MAX_SKIPPED], key=lambda node: (depths[node], node))]
     place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
     bonus = one.bonus
     figures = {name: value for name, value in one.figures.items() if name not in COUNTS}
@@ -218,16 +223,6 @@ def _round_data(one: TracedRound, pieces: Pieces, texts: dict[str, int]) -> dict
         "reason": one.reason,
         "ms": {phase: round(1e3 * seconds, 3) for phase, seconds in one.time_s.items()},
     }
-
-
-def _drawn(one: TracedRound) -> list[int]:
-    """Returns the nodes that are drawn: the verified ones, and the most probable others with all of their ancestors."""
-    paths = [1.0] * len(one.nodes)
-    depths = one.depths
-    for node in sorted(range(1, len(one.nodes)), key=depths.__getitem__):
-        paths[node] = paths[one.parents[node]] * one.draft[node]
-    others = sorted(range(one.num_verified, len(one.nodes)), key=lambda node: (-paths[node], depths[node], node))
-    return [*range(one.num_verified), *sorted(others[:MAX_SKIPPED], key=lambda node: (depths[node], node))]
 
 
 def _units(probability: float | None) -> int | None:
