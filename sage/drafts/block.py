@@ -32,7 +32,7 @@ from sage.drafts.conditional import ConfidenceHead, MarkovHead, PathHead
 from sage.drafts.eagle import levels_for
 from sage.drafts.head import HeadConfig
 from sage.drafts.layer import MLP, Attention, FusedLinear, GatedLayer, Rope, rotate
-from sage.drafts.options import Conditional
+from sage.drafts.registry import Conditional
 from sage.drafts.slots import SlotHead, mask_token_of
 from sage.drafts.unroll import at_rows, steps_of_rows, visible_to_rows
 from sage.runtime.cache import tile_mask

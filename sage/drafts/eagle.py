@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from sage.drafts.compressor import Compressor, check_compressor
 from sage.drafts.head import DraftHead, HeadConfig
 from sage.drafts.layer import MLP, Attention, DraftLayer, GatedLayer, Rope, queries_of
-from sage.drafts.options import ImageInputs
+from sage.drafts.registry import ImageInputs
 from sage.drafts.slots import SlotHead, mask_token_of
 from sage.drafts.unroll import Rollout, steps_of_rows, visible_to_rows
 from sage.targets import Features, Target

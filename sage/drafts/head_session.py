@@ -16,7 +16,7 @@ from torch import Tensor
 from sage.drafts.draft import Candidates, DraftSession
 from sage.drafts.head import DraftHead
 from sage.drafts.layer import LastQuery, fuse_linears
-from sage.drafts.options import ImageInputs
+from sage.drafts.registry import ImageInputs
 from sage.drafts.slots import SlotHead
 from sage.drafts.spans import HeadInput, PairMasks, ends_of_turn
 from sage.runtime.cache import TreeCache

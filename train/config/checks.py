@@ -18,8 +18,7 @@ from data_prep.config import validate as check_data_fields
 from data_prep.sources import KINDS as SOURCE_KINDS
 from data_prep.splits import Split
 from sage.drafts.location import find_draft
-from sage.drafts.options import BlockOptions, TrainedPart
-from sage.drafts.registry import KINDS
+from sage.drafts.registry import KINDS, BlockOptions, TrainedPart
 from sage.io.files import CannotWrite, check_writable
 from sage.io.ranges import FieldError, check_fields
 from sage.io.target_paths import how_to_get, looks_local, path_of_target

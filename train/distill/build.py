@@ -13,8 +13,7 @@ import sage
 from data_prep.dataset.dataset import count_tokens, most_frequent
 from sage.drafts.draft import Draft, open_draft
 from sage.drafts.location import find_draft
-from sage.drafts.options import VocabularyOptions
-from sage.drafts.registry import KINDS, resolve
+from sage.drafts.registry import KINDS, VocabularyOptions, resolve
 from train.config.draft import CompressorConfig, CompressorKind, DraftConfig
 from train.config.schema import Config, ConfigError
 from train.distill.compiled_layers import draft_layers

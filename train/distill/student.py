@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sage.drafts.model import ModelDraft
-from sage.drafts.options import ModelOptions, SlotOptions, TrainedPart
-from sage.drafts.registry import KINDS
+from sage.drafts.registry import KINDS, ModelOptions, SlotOptions, TrainedPart
 from sage.drafts.slots import SlotHead
 from sage.drafts.spans import HeadInput
 from sage.drafts.unroll import at_rows

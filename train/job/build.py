@@ -30,7 +30,7 @@ from data_prep.config import DROPPED, MAX_DROPPED
 from data_prep.dataset.dataset import measure_preparation
 from data_prep.loader import StepLoader
 from data_prep.workers import loader_workers
-from sage.drafts.options import ImageInputs
+from sage.drafts.registry import ImageInputs
 from sage.io.dtypes import torch_dtype
 from sage.io.files import write_text
 from sage.io.machine import num_cores

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sage.drafts.compressor import Conv, Resampler
-from sage.drafts.options import SlotOptions
-from sage.drafts.registry import KINDS
+from sage.drafts.registry import KINDS, SlotOptions
 from sage.drafts.unroll import EXTRA
 from sage.runtime.captured import MAX_FREE
 from sage.targets.weights import weight_bytes
