@@ -79,11 +79,11 @@ class PairSession(DraftSession):
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
-        prompt, needed = self.draft.placed(prompt), None
+        prompt = self.draft.placed(prompt)
         is_short = PROMPT.minimum <= prompt.input_ids.shape[1] <= self._executor.max_prompt
         if is_short and prompt.kept is None and self.draft.compressor is None:
             self._set_origin(prompt.next_position, before=prompt.position_ids)
-            needed = self._read(self._next_embeds(prompt, root), features, *self._rope(0, self.offset))
+            needed: Pass | Tensor = self._read(self._next_embeds(prompt, root), features, *self._rope(0, self.offset))
         else:
             pairs = self._pairs_of_prompt(prompt, features, root)
             more = pairs.features.shape[1] - prompt.input_ids.shape[1]
