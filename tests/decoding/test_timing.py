@@ -32,34 +32,29 @@ def test_round_times_can_be_resolved_later(monkeypatch: pytest.MonkeyPatch) -> N
     assert seconds["verify"] == 7.0 and seconds["commit"] == 1.0 and sum(seconds.values()) == 9.0
 
 
-class FakeEvents:
-    """Stands in for CUDA events: the clock advances by a second per record, and waits are counted."""
+class Event:
+    """Stands in for a CUDA event: the clock advances by a second per record, and waits are counted."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s, self.num_made, self.num_waits = 0.0, 0, 0
-        outer = self
+    now_s, num_waits = 0.0, 0
 
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                outer.num_made += enable_timing
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
 
-            def record(self, stream: str) -> None:
-                assert stream == "stream of cuda:1"
-                outer.now_s += 1.0
-                self.at_s = outer.now_s
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cuda:1"
+        Event.now_s += 1.0
+        self.at_s = Event.now_s
 
-            def synchronize(self) -> None:
-                outer.num_waits += 1
+    def synchronize(self) -> None:
+        Event.num_waits += 1
 
-            def elapsed_time(self, end: Event) -> float:
-                return 1e3 * (end.at_s - self.at_s)
-
-        monkeypatch.setattr(timing.torch.cuda, "Event", Event)
-        monkeypatch.setattr(timing.torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at_s - self.at_s)
 
 
 def test_events_of_many_rounds_are_resolved_with_one_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = FakeEvents(monkeypatch)
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing.torch.cuda, "current_stream", lambda device: f"stream of {device}")
     clock = timing.Clock(torch.device("cuda", 1))
     times = []
     for _ in range(20):
@@ -67,8 +62,8 @@ def test_events_of_many_rounds_are_resolved_with_one_synchronization(monkeypatch
         clock.lap("draft_steps", 3)
         clock.lap("verify", 8)
         times.append(clock.round_times())
-    assert events.num_waits == 0 and [one() for one in times] == [timing.RoundTimes(1.0, [(3, 1.0)], 2.0)] * 20
-    assert events.num_waits == 1
+    assert Event.num_waits == 0 and [one() for one in times] == [timing.RoundTimes(1.0, [(3, 1.0)], 2.0)] * 20
+    assert Event.num_waits == 1
     seconds = clock.seconds()
     assert (seconds["draft_steps"], seconds["verify"]) == (20.0, 20.0)
 
