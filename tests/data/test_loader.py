@@ -241,12 +241,12 @@ def test_weights_are_shares_of_every_epoch() -> None:
 WORKERS = """
 if __name__ == "__main__":
     import sys, time, torch
-    from support.data_helpers import make_processor
     from data_prep.build import build_dataset
     from data_prep.config import DataConfig
     from data_prep.loader import StepLoader
+    from sage.targets.loading import load_processor
 
-    processor = make_processor("qwen2_5_vl")
+    processor = load_processor("pocket_qwen2_5_vl")
     dataset = build_dataset(DataConfig(num_examples=6, cache_dir=sys.argv[1]), processor)
     alone, together = (iter(StepLoader(dataset, processor.collate, 4, 2, num_workers=n)) for n in (0, 2))
     for _ in range(3):
@@ -263,7 +263,7 @@ def test_worker_processes_give_the_same_and_end_with_a_killed_parent(tmp_path: P
     """Workers hold the write end of its output pipe: a reader would wait forever."""
     (tmp_path / "main.py").write_text(WORKERS)
     command = [sys.executable, tmp_path / "main.py", tmp_path / "cache"]
-    environment = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.getcwd()}/tests"}
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"ready\n"
         rank.kill()
