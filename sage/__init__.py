@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sage import trees
     from sage.decoding.batch import BatchDecoder, generate_batch
-    from sage.decoding.chat import Chat
-    from sage.decoding.generation import Output, generate, stream
+    from sage.decoding.generation import Chat, Output, generate, stream
     from sage.decoding.settings import Sampling
     from sage.drafts.draft import load_draft, new_draft
     from sage.drafts.pruning import Pruning
@@ -22,10 +21,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "sage.decoding.batch": ["BatchDecoder", "generate_batch"],
-    "sage.decoding.chat": ["Chat"],
     "sage.drafts.draft": ["load_draft", "new_draft"],
     "sage.drafts.pruning": ["Pruning"],
-    "sage.decoding.generation": ["Output", "generate", "stream"],
+    "sage.decoding.generation": ["Chat", "Output", "generate", "stream"],
     "sage.decoding.settings": ["Sampling"],
     "sage.replay.trace": ["trace"],
     "sage.targets": ["Target", "load_target"],

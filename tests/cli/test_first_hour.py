@@ -17,7 +17,7 @@ from sage.bench.options import compare_parser
 from sage.commands import cli, generate
 from sage.commands.generate import tree_lines
 from sage.decoding import generation as answers
-from sage.decoding.chat import Chat
+from sage.decoding.generation import Chat
 from sage.drafts.model import ModelDraft
 from sage.io.files import config_dir
 from sage.io.target_paths import path_of_target

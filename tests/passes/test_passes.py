@@ -18,7 +18,7 @@ from support.pass_helpers import answer, call_again, capture_with, head, run_cha
 from support.processors import make_processor
 
 import sage
-from sage.decoding.chat import Chat
+from sage.decoding.generation import Chat
 from sage.runtime import captured, executors
 from sage.runtime.captured import MAX_FAILURES, MAX_FREE, CachePool, Captured, CapturedFunction, StaticCall
 from sage.runtime.executors import describe_passes, executor_of, passes_as

@@ -20,8 +20,8 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import sage
-from sage.decoding.chat import Chat
 from sage.decoding.decoder import TURN_TOKENS
+from sage.decoding.generation import Chat
 from sage.planning.tree import Tree
 from sage.runtime.linear_states import Window
 from sage.runtime.pass_function import Executor, PassFunction, Run
