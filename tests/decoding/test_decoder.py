@@ -224,11 +224,6 @@ class TestRefusals:
         with refused("draft", "chain"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="chain")
 
-    @pytest.mark.parametrize("length", [0, -3])
-    def test_max_new_tokens_below_one(self, length: int, tiny_qwen: sage.Target) -> None:
-        with refused("max_new_tokens", str(length)):
-            sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=length)
-
     def test_context_limit(self, tiny_qwen: sage.Target) -> None:
         with refused("max_new_tokens", "600", "512", "496"):
             sage.generate(tiny_qwen, None, make_inputs(tiny_qwen), policy="autoregressive", max_new_tokens=600)
