@@ -32,13 +32,14 @@ from data_prep.own_answers import OwnShare, measure_own
 from data_prep.sources import SourceConfig
 from data_prep.tools.actions import regenerate_data
 from data_prep.tools.regenerate import skipped_path
+from sage.drafts.model import shallow_model
 from sage.inputs.processing import Processor
 from sage.io.manifest import write_manifest
 from sage.targets.families.llava import LlavaOnevision
 from sage.targets.families.qwen2_5_vl import Qwen2_5_VL
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective
-from train.distill.student import HeadStudent
+from train.distill.student import HeadStudent, ModelStudent, Student
 from train.distill.teacher import Teacher
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -149,6 +150,18 @@ def make_target(family: str, hidden_size: int = 32) -> Any:
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     model.generation_config.pad_token_id = processor.tokenizer.pad_token_id
     return sage.Target(model, processor)
+
+
+def make_student(target: sage.Target, kind: str, **options: Any) -> Student:
+    """A student of a new draft, `kind` eagle, eagle3 (with a vocabulary of its own) or model; `options` of its objective."""
+    unroll = {"steps": 3} if kind == "eagle3" else {}
+    config = ObjectiveConfig(**{"ce_weight": 0.1, "feature_weight": float(kind == "eagle"), **unroll, **options})
+    if kind == "model":
+        draft = shallow_model(target, 1)
+        draft.model.model.requires_grad_(True)
+        return ModelStudent(draft, Objective(config))
+    levels = {"feature_levels": [0, 1, 2], "vocabulary": torch.arange(50)} if kind == "eagle3" else {}
+    return HeadStudent(sage.new_draft(target, kind, seed=0, **levels).requires_grad_(True), Objective(config))
 
 
 def train_step(target: Any, batch: dict[str, Any]) -> float:

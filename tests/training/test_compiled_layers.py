@@ -10,21 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.data_helpers import make_student
 from support.messages import refused
 from support.models import make_qwen, padded_batch
 from support.train_helpers import configure, configured, draft_weights, train_quickly
 
-import sage
-from sage.drafts.model import shallow_model
 from sage.runtime import attention
 from sage.runtime.modes import VisionAttention
 from sage.targets.loading import set_attention
 from train.config.checks import check
-from train.config.schema import ObjectiveConfig
 from train.distill import compiled_layers
 from train.distill.compiled_layers import CompiledLayers, draft_layers, is_compiling, target_layers, target_methods
-from train.distill.objective import Objective
-from train.distill.student import HeadStudent, ModelStudent, Student
+from train.distill.student import Student
 from train.distill.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -67,12 +64,6 @@ def longer(batch: dict[str, Any], count: int) -> dict[str, Any]:
 TOKENS = ("input_ids", "attention_mask", "loss_mask", "mm_token_type_ids")
 
 
-def make_student(target: sage.Target, kind: str) -> Student:
-    config = ObjectiveConfig(ce_weight=1.0, feature_weight=float(kind == "eagle"), steps=3 if kind == "eagle3" else 1)
-    levels = {"feature_levels": [0, 1, 2], "vocabulary": torch.arange(50)} if kind == "eagle3" else {}
-    return HeadStudent(sage.new_draft(target, kind, seed=0, **levels).requires_grad_(True), Objective(config))
-
-
 def gradients(teacher: Teacher, student: Student, batch: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     loss = student(teacher(batch), teacher.lm_head)[0]
     return (loss, *torch.autograd.grad(loss, list(student.draft.parameters())))
@@ -84,7 +75,7 @@ def test_one_function_for_all_layers_and_lengths(counter: CompileCounterWithBack
     monkeypatch.setattr(attention, "varlen_attn", packed)
     target = make_qwen()
     set_attention(target.model, VisionAttention.varlen)
-    eager, student = (make_student(target, "eagle3") for _ in range(2))
+    eager, student = (make_student(target, "eagle3", ce_weight=1.0) for _ in range(2))
     teacher = Teacher(target, "embed", student.levels, student.token_map, CompiledLayers(target_methods(target)))
     plain = Teacher(target, "embed", student.levels, student.token_map)
     student.layers = CompiledLayers(student.compilable())
@@ -103,13 +94,11 @@ def test_a_model_draft_is_compiled_with_the_function_of_its_layers(counter: Comp
     target = make_qwen()
     batch, found = padded_batch(target), []
     for is_compiled in (False, True):
-        draft = shallow_model(target, 1)
-        draft.model.text_model.requires_grad_(True)
-        student = ModelStudent(draft, Objective(ObjectiveConfig(ce_weight=1.0, feature_weight=0.0)))
+        student = make_student(target, "model", ce_weight=1.0)
         student.layers = CompiledLayers(student.compilable() if is_compiled else ())
         teacher = Teacher(target)
         loss = student(teacher(batch), teacher.lm_head)[0]
-        found.append(torch.autograd.grad(loss, list(draft.model.text_model.layers.parameters())))
+        found.append(torch.autograd.grad(loss, list(student.decoding_draft.model.text_model.layers.parameters())))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     assert counter.frame_count == 1

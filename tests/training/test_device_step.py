@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 from support.accelerator import DEVICE, STREAMS, Kind, Traffic, on_device, on_host
+from support.data_helpers import make_student
 from support.models import MAKERS, make_qwen, padded_batch
 from support.streams import Stream
 
 import sage
-from sage.drafts.model import shallow_model
 from sage.runtime import attention
 from sage.runtime.modes import VisionAttention
 from sage.targets.loading import set_attention
-from train.config.schema import ObjectiveConfig, OptimConfig
-from train.distill.objective import Objective
-from train.distill.student import HeadStudent, ModelStudent, Student
+from train.config.schema import OptimConfig
+from train.distill.student import Student
 from train.distill.teacher import DeviceCopies, Pairs, Staging, Teacher, count_supervised
 from train.job.loop import train_step
 from train.launch.supervisor import StopFlag
@@ -27,17 +26,6 @@ from train.monitor.metrics import TrainingMetrics
 from train.state.resume import TrainState
 
 KINDS = ["eagle", "eagle3", "model"]
-
-
-def make_student(target: sage.Target, kind: str, **options: Any) -> Student:
-    unroll = {"steps": 3} if kind == "eagle3" else {}
-    config = ObjectiveConfig(**{"ce_weight": 0.1, "feature_weight": float(kind == "eagle"), **unroll, **options})
-    if kind == "model":
-        draft = shallow_model(target, 1)
-        draft.model.model.requires_grad_(True)
-        return ModelStudent(draft, Objective(config))
-    levels = {"feature_levels": [0, 1, 2], "vocabulary": torch.arange(50)} if kind == "eagle3" else {}
-    return HeadStudent(sage.new_draft(target, kind, seed=0, **levels).requires_grad_(True), Objective(config))
 
 
 def teach(target: sage.Target, student: Student, batch: dict[str, Any]) -> tuple[Teacher, Pairs]:

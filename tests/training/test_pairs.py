@@ -7,19 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.data_helpers import Numbers, collate_numbers
+from support.data_helpers import Numbers, collate_numbers, make_student
 from support.fake_cuda import FakeCuda
 from support.models import padded_batch
 from torch import Tensor, nn
 
 import sage
 from data_prep.loader import StepLoader
-from sage.drafts.model import ModelDraft, shallow_model
 from sage.targets.family import NEXT_POSITION, POSITIONS
 from sage.targets.target import Features
-from train.config.schema import ObjectiveConfig
-from train.distill.objective import Objective
-from train.distill.student import ModelStudent
 from train.distill.teacher import Pairs, Staging, Teacher, count_supervised, make_pairs, with_noise
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -114,9 +110,7 @@ def test_no_pass_of_a_training_step_builds_a_mask(tiny_target: sage.Target, monk
     batch = padded_batch(tiny_target)
     length = batch["input_ids"].shape[1]
     pairs = Teacher(tiny_target)(batch)
-    student = ModelStudent(shallow_model(tiny_target, 1), Objective(ObjectiveConfig(ce_weight=1.0, feature_weight=0.0)))
-    assert isinstance(student.decoding_draft, ModelDraft)
-    student(pairs, Teacher(tiny_target).lm_head)
+    make_student(tiny_target, "model")(pairs, Teacher(tiny_target).lm_head)
     text = [call for call in calls if call[0] == length]
     assert len(text) == tiny_target.num_layers + 1
     assert all(mask is None and is_causal for _, mask, is_causal in text)
