@@ -42,6 +42,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model-name", metavar="NAME", help="name of the target in the API (default: its folder or hub id)")
     text = f"key that clients must send (default: the variable {KEY_VARIABLE}, if set)"
     add("--api-key", metavar="KEY", type=_key, default=os.environ.get(KEY_VARIABLE, ""), help=text)
+    text = "hosts that images may be downloaded from, separated by commas (default: none; clients send images as data URLs)"
+    add("--allow-remote-media", metavar="HOST,..", type=_hosts, default=(), help=text)
     text = "origins of web pages that may use the server, separated by commas, or * (default: none)"
     add("--allowed-origins", metavar="ORIGIN,..", type=lambda text: text.split(","), default=(), help=text)
     add("--ignore-unknown-fields", action="store_true", help="ignore unknown fields of requests, which are refused otherwise")
@@ -69,6 +71,14 @@ def _key(text: str) -> str:
     if not text.isascii() or not text.isprintable() or " " in text:
         raise argparse.ArgumentTypeError("has a line break, a blank or another character that no key has")
     return text
+
+
+def _hosts(text: str) -> list[str]:
+    hosts = [host.strip().lower() for host in text.split(",")]
+    for host in hosts:
+        if not host or not host.isascii() or set(host) & set("/:@*?# "):
+            raise argparse.ArgumentTypeError(f"{host!r} is not a host; give names such as images.example.com")
+    return hosts
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import secrets
+import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -32,9 +33,11 @@ from sage.inputs.processing import Processor
 from sage.inputs.video import no_size_warning
 from sage.io.ranges import did_you_mean
 from sage.serving.errors import ApiError, invalid
+from sage.serving.remote import RemoteMedia
 from sage.serving.settings import ServerLimits
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # of PIL; others run external programs or rarely used decoders
+DOWNLOADS_S = 10.0  # seconds of all downloads of a request
 FRAMES = "data:video/jpeg;base64"
 MAX_MESSAGES, MAX_PARTS = 4096, 1024
 MIN_TEMPERATURE = 1e-6  # below it, logits overflow float32
@@ -190,31 +193,40 @@ class TextRequest(CompletionRequest):
 
 
 class MediaReader:
-    """Opens the images of one request within the limits. A client names no file and no host: data URLs alone are opened."""
+    """Opens the images of one request within the limits: data URLs, or downloads. A client names no file."""
 
-    def __init__(self, limits: ServerLimits) -> None:
-        self._limits, self._num_left, self._pixels_left = limits, limits.max_images, limits.max_pixels
+    def __init__(self, limits: ServerLimits, remote: RemoteMedia) -> None:
+        self._limits, self._remote = limits, remote
+        self._num_left, self._pixels_left = limits.max_images, limits.max_pixels
+        self._deadline = time.monotonic() + DOWNLOADS_S
 
     def open(self, url: Any) -> Image.Image:
         """Returns the image at a URL; ValueError if it cannot be read or exceeds a limit."""
-        if not isinstance(url, str) or url[:5].lower() != "data:":
+        if not isinstance(url, str):
             raise ValueError("image: give a data URL, data:image/png;base64,...")
         self._num_left -= 1
         if self._num_left < 0:
             raise ValueError(f"more images and frames than allowed: at most {self._limits.max_images}")
+        try:
+            is_data = url[:5].lower() == "data:"
+            return self._decoded(decode_data_url(url) if is_data else self._remote.fetch(url, self._deadline))
+        except ValueError as error:
+            raise ValueError(f"image: {str(error).removeprefix('image ')}") from error
+
+    def _decoded(self, data: bytes) -> Image.Image:
         limit = f"allowed in a request: {self._limits.max_pixels}"
         try:
-            with no_size_warning(), Image.open(io.BytesIO(decode_data_url(url)), formats=FORMATS) as image:
+            with no_size_warning(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 self._pixels_left -= image.width * image.height
                 if self._pixels_left < 0:
                     raise ValueError(f"{image.width}x{image.height} pixels, {limit}")
                 return open_image(image)
-        except ValueError as error:
-            raise ValueError(f"image: {str(error).removeprefix('image ')}") from error
+        except ValueError:
+            raise
         except Image.DecompressionBombError as error:
-            raise ValueError(f"image: too many pixels, {limit}") from error
+            raise ValueError(f"too many pixels, {limit}") from error
         except Exception as error:  # whatever PIL's decoders raise on corrupt bytes is the client's mistake
-            raise ValueError(f"image: not an image in one of the formats {', '.join(FORMATS)}") from error
+            raise ValueError(f"not an image in one of the formats {', '.join(FORMATS)}") from error
 
 
 class TextPart(Strict):

@@ -1,12 +1,14 @@
 """What all requests of a server share, and the preparation of one: a body -> prompt tensors and sampling parameters.
 
-Preparation runs in a few threads: images are decoded, resized and normalized, text is tokenized.
+Preparation runs in a few threads: images are decoded, resized and normalized, text is tokenized. Requests that download images
+have threads of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,14 +23,16 @@ from sage.inputs.processing import Processor
 from sage.serving.completion import Completion
 from sage.serving.decoding import Decoding, load_plan, plan_decoding
 from sage.serving.errors import ApiError, invalid
+from sage.serving.remote import RemoteMedia
 from sage.serving.request import CompletionRequest, MediaReader, read_request
 from sage.serving.scheduler import Metrics, Scheduler
 from sage.serving.settings import ServerLimits
 from sage.targets import Target
 from sage.targets.loading import load_processor
 
-NUM_THREADS = 2
+NUM_THREADS, NUM_DOWNLOADING = 2, 8
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
+REMOTE = re.compile(rb'(?i)"https?:')  # in a body: the beginning of a URL
 
 
 class Service:
@@ -42,6 +46,7 @@ class Service:
         is_local: whether the server listens on this machine only.
         ignores_unknown: whether unknown fields of requests are ignored.
         allowed_origins: of web pages that may use the server; "*" for all.
+        remote_hosts: that images may be downloaded from, in lower case.
     """
 
     def __init__(
@@ -54,23 +59,27 @@ class Service:
         is_local: bool = True,
         ignores_unknown: bool = False,
         allowed_origins: Collection[str] = (),
+        remote_hosts: Collection[str] = (),
     ) -> None:
         self.processor, self.model, self.limits = processor, model, limits
         self.api_key, self.is_local, self.ignores_unknown = api_key, is_local, ignores_unknown
-        self.allowed_origins = allowed_origins
+        self.allowed_origins, self._remote = allowed_origins, RemoteMedia(remote_hosts, limits.max_body_bytes)
         processor.prepare([{"role": "user", "content": "Hello"}])  # so that the first request takes no longer than others
         self.max_context, self.end_token_ids = decoding.wait()
         self.metrics = Metrics(model, decoding.pid)
         self.scheduler = Scheduler(decoding, limits.max_requests, limits.queue, self.metrics)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "prepare")
+        self._downloads = ThreadPoolExecutor(NUM_DOWNLOADING, "download")
         self._max_characters = self.max_context * max(map(len, processor.tokenizer.get_vocab()))  # more are too many tokens
 
     async def prepared(self, kind: type[CompletionRequest], body: bytes) -> Completion:
         """Returns a request that can be decoded, prepared in a thread; ApiError for one that cannot."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, kind, body)
+        is_remote = self._remote.hosts and REMOTE.search(body)
+        pool, remote = (self._downloads, self._remote) if is_remote else (self._pool, RemoteMedia())
+        return await asyncio.get_running_loop().run_in_executor(pool, self._prepare, kind, body, remote)
 
-    def _prepare(self, kind: type[CompletionRequest], body: bytes) -> Completion:
-        request = read_request(kind, body, self.model, MediaReader(self.limits), self.ignores_unknown)
+    def _prepare(self, kind: type[CompletionRequest], body: bytes, remote: RemoteMedia) -> Completion:
+        request = read_request(kind, body, self.model, MediaReader(self.limits, remote), self.ignores_unknown)
         if (num_characters := request.num_characters()) > self._max_characters:
             raise self._too_long(request, f"{num_characters} characters, which are more tokens")
         try:
@@ -94,7 +103,8 @@ class Service:
     def close(self) -> None:
         """Ends the decoding loop and the threads of the preparation."""
         self.scheduler.decoding.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._downloads):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def load_service(args: argparse.Namespace, limits: ServerLimits, is_local: bool) -> Service:
@@ -112,6 +122,7 @@ def load_service(args: argparse.Namespace, limits: ServerLimits, is_local: bool)
             is_local,
             args.ignore_unknown_fields,
             args.allowed_origins,
+            args.allow_remote_media,
         )
     except BaseException:
         decoding.kill()

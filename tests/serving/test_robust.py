@@ -1,4 +1,4 @@
-"""Clients that make mistakes, leave, or are too many; keys, hosts, downloads; the signal to stop."""
+"""Clients that make mistakes, leave, or are too many; keys, hosts; the signal to stop."""
 
 from __future__ import annotations
 
@@ -340,6 +340,7 @@ def test_caches_that_do_not_fit_are_refused() -> None:
         ("--policy sgae", "did you mean sage?"),
         ("--policy chain", "--draft: missing"),
         ("--queue -1", "queue: -1 is not allowed"),
+        ("--allow-remote-media http://x", "is not a host"),
         ("--host 203.0.113.7", "--host 203.0.113.7 --port 8000: Cannot assign"),
     ],
 )
