@@ -100,8 +100,7 @@ def validate(
         merge: merges the measurements of several processes; where it returns None, nothing is written.
         ends: exceptions that interrupt the measurement; raised if no prompt is complete.
 
-    Returns:
-        the content of report.json with its folder as "path"; None where another process reports.
+    Returns: the content of report.json with its folder as "path"; None where another process reports.
 
     Raises:
         ValueError: an unknown policy, option or baseline, no prompts, or a prompt that cannot be prepared.
@@ -109,10 +108,10 @@ def validate(
     policies = build_policies(decode) if policies is None else policies
     runners = build_runners(decode, target, draft, policies)
     with _measuring(target, draft, decode):
-        measured = merge_measured(runners, prompts, decode, progress, show, merge, ends)
-        if measured is None:
+        if (measured := merge_measured(runners, prompts, decode, progress, show, merge, ends)) is None:
             return None
-        sampling, has_replay = Sampling.from_attributes(decode), decode.replay and measured.planned is None
+        is_complete, sampling = measured.planned is None, Sampling.from_attributes(decode)
+        has_replay = decode.replay and is_complete
         report = build_report(
             measured,
             target,
@@ -124,14 +123,14 @@ def validate(
             replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if has_replay else {},
             command=this_command(),
         )
-        num_traces = decode.traces if measured.planned is None else 0
+        num_traces = decode.traces if is_complete else 0
         traces = trace_extremes(report, measured.prompts, target, draft, policies, sampling, num_traces, progress, ends)
     export = "" if info.run is None else export_choice(draft, target.model.config)
     add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export, decode.num_prompts)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
-    folder = info.folder if measured.planned is None else info.partial_folder
+    folder = info.folder if is_complete else info.partial_folder
     write(report, folder, measured.prompts, traces)
-    if measured.planned is None and info.check is None:  # a complete report replaces that of an interrupted measurement
+    if is_complete and info.check is None:  # a complete report replaces that of an interrupted measurement
         shutil.rmtree(info.partial_folder, ignore_errors=True)
     return report | {"path": str(folder)}
 
