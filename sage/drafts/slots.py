@@ -107,7 +107,8 @@ def mask_token_of(target: Target, chosen: int | None, *, is_read: bool = False) 
 
     In this order: a row of the embedding beyond the tokenizer, a token named as reserved or unused, a placeholder of images or
     videos, which no answer contains, the padding token unless it ends an answer. A target on the meta device has no tokenizer;
-    its last row stands for the token. With `is_read`, engines feed the draft the embeddings of prompts, placeholders included.
+    its last row stands for the token. With `is_read`, engines feed the draft the embeddings of prompts, placeholders included:
+    they come last.
 
     Raises:
         ValueError: the chosen token is no row of the embedding, or the target has no such token.
@@ -126,11 +127,11 @@ def mask_token_of(target: Target, chosen: int | None, *, is_read: bool = False) 
     spare = [token for name, token in names.items() if any(word in name.lower() for word in SPARE_NAMES)]
     if spare:
         return min(spare)
-    if (slots := target.family.slots) and not is_read:
-        return max(slots.values())
+    placeholders = [max(target.family.slots.values())] if target.family.slots else []
     padding = getattr(target.text_config, "pad_token_id", None)
-    if padding is not None and padding not in target.eos_token_ids:
-        return int(padding)
+    unused = [] if padding is None or padding in target.eos_token_ids else [int(padding)]
+    if candidates := unused + placeholders if is_read else placeholders + unused:
+        return candidates[0]
     raise ValueError(
         f"draft.mask_token: {target.name} has no unused token: its tokenizer fills all {target.vocab_size} rows of the "
         f"embedding, and it has neither placeholders of images nor a padding token of its own; give "

@@ -169,6 +169,10 @@ def test_what_does_not_fit_is_refused(
 def test_the_mask_token_is_one_that_the_target_does_not_use(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
     assert slot_head(tiny_qwen, "mlp").config.mask_token == tiny_qwen.family.slots["video"]
     assert slot_head(tiny_qwen, "peagle").config.mask_token == 0, "engines feed placeholders to it"
+    video = tiny_qwen.family.slots["video"]
+    monkeypatch.setattr(tiny_qwen, "eos_token_ids", [0, 1])
+    assert slot_head(tiny_qwen, "peagle").config.mask_token == video, "padding ends answers"
+    monkeypatch.setattr(tiny_qwen, "eos_token_ids", [1])
     monkeypatch.setattr(tiny_qwen.family, "slots", {})
     assert slot_head(tiny_qwen, "mlp").config.mask_token == 0, "the padding token"
     monkeypatch.setattr(tiny_qwen, "eos_token_ids", [0, 1])
