@@ -54,6 +54,16 @@ def test_an_interrupted_export_leaves_the_existing_one(
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize(("left", "kept"), [([".out.old"], ".out.old"), ([".out.old", "out"], "out")])
+def test_a_crash_between_two_renames_leaves_one_whole_folder(tmp_path: Path, left: list[str], kept: str) -> None:
+    for name in left:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "name").write_text(name)
+    restore_interrupted(tmp_path / "out")
+    assert (tmp_path / "out" / "name").read_text() == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_corrupt_file_is_named(exports: Path, tmp_path: Path, name: str) -> None:
     out = Path(shutil.copytree(exports / "eagle3", tmp_path / "out"))
