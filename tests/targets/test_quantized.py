@@ -350,9 +350,9 @@ def write_gguf(file: Path, architecture: str = "llama", template: str | None = c
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(
-        [*sorted(tokens, key=tokens.__getitem__), "ab", "<|endoftext|>", *(f"<more{i}>" for i in range(len(tokens), 328))]
+        [*sorted(tokens, key=tokens.__getitem__), "ab", "<|endoftext|>", "cd", *(f"<more{i}>" for i in range(len(tokens), 327))]
     )
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])  # transformers 5.17 reads a list of one as its text
     writer.add_eos_token_id(END)
     writer.add_bos_token_id(2)
     if template:
