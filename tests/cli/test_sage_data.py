@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import datasets
 import pytest
-from support.chat_server import serving
+from support.chat_server import Reply, serving
 from support.data_helpers import make_processor, save_images, save_target
 from support.fork_server import ForkServer
 from support.messages import check_message, exit_code, refused
@@ -340,7 +340,8 @@ def test_killed_client_of_a_server_continues(
     def model(messages: list[Any], seed: int) -> TargetAnswer:
         return TargetAnswer(f"{len(messages)} {seed}")
 
-    with serving(make_processor("qwen2_5_vl"), model, delay_s=0.1, models=[{"id": target_folder.name}]) as server:
+    with serving(make_processor("qwen2_5_vl"), model, models=[{"id": target_folder.name}]) as server:
+        server.fault = lambda number, body: Reply(action="hang") if len(server.prompts) > 12 else None
         killed = [*words, f"regenerate.server={server.url}", f"out={tmp_path}/a.jsonl"]
         process = subprocess.Popen([*commands.command("train.cli.data"), *killed])
         while not (part.exists() and part.read_bytes().count(b"\n") >= 4):
@@ -350,7 +351,7 @@ def test_killed_client_of_a_server_continues(
         process.wait()
         kept = part.read_bytes().count(b"\n")
         before = len(server.prompts)
-        server.delay_s = 0.0
+        server.fault = lambda number, body: None
         assert command(*killed) == 0
         assert f"24 conversations ({24 - kept} now): 24 answered" in capsys.readouterr().out
         assert len(server.prompts) - before < 24 * 3  # of the finished ones, none is answered again

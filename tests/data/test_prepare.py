@@ -72,10 +72,7 @@ def test_cache_is_used_until_a_setting_changes(tmp_path: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "encode_example", never)
-        begin = time.perf_counter()
-        again = build_dataset(pocket(tmp_path), processor)
-        assert time.perf_counter() - begin < 0.5
-        assert again.fingerprint == first.fingerprint
+        assert build_dataset(pocket(tmp_path), processor).fingerprint == first.fingerprint
     made = {first.fingerprint}
     for change in ({"max_length": 400}, {"num_frames": 2}, {"num_examples": 7}):
         made.add(build_dataset(replace(pocket(tmp_path), **change), processor).fingerprint)

@@ -9,7 +9,6 @@ import base64
 import io
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +48,6 @@ class ChatServer:
     takes_images: bool = True  # otherwise it refuses them with status 400
     # the answer to GET /v1/models
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": MODEL, "root": MODEL, "max_model_len": 2048}])
-    delay_s: float = 0.0  # time that an answer takes
     requests: list[Any] = field(default_factory=list)  # bodies of all chat requests
     keys: list[str | None] = field(default_factory=list)  # values of the header Authorization
     num_active: int = 0
@@ -71,7 +69,6 @@ class ChatServer:
         try:
             if (fault := self.fault(number, body)) is not None:
                 return fault
-            time.sleep(self.delay_s)
             return self._completion(body)
         finally:
             with self.lock:
@@ -178,8 +175,8 @@ def serving(processor: Processor, answer: Callable[[list[Message], int], TargetA
 
         def _reply(self, reply: Reply) -> None:
             if reply.action == "hang":
-                closing.wait(10)
-            if reply.action in ("hang", "cut"):
+                closing.wait(60)
+            if reply.action in ("hang", "cut") or closing.is_set():
                 self.close_connection = True
                 return
             data = b"<html>" if reply.action == "garbage" else json.dumps(reply.body).encode()
