@@ -20,7 +20,7 @@ from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, measure
 from benchmarks.figures import counts
 from benchmarks.wide import add_widen_option, widened
 from data_prep.config import KEY_VARIABLE
-from sage.bench.options import baselines, variants
+from sage.bench.options import baselines, new_policies, variants
 from sage.bench.report import display_name, machine
 from sage.bench.runners import BASELINES
 from sage.commands.cli import add_device_option, add_dtype_option, add_passes_option, new_parser, run
@@ -91,6 +91,8 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         raise ValueError(f"--num-speculative-tokens {error}") from error
     named = [text.rpartition("=") for text in args.draft]
     drafts = {label or Path(path).name: find_draft(path, "--draft") for label, _, path in named}
+    compared = variants(args.policies, args.policy)
+    new_policies(compared)  # refuses their options
     same = ("server_model", "repeats", "max_new_tokens", "passes", "device")
     return Comparison(
         python=args.engine_python,
@@ -98,7 +100,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         server_key=os.environ.get(KEY_VARIABLE, ""),
         target=widened(args.target or target_of(next(iter(drafts.values())), "--target"), args),
         drafts=drafts,
-        variants=variants(args.policies, args.policy),
+        variants=compared,
         baselines=without_draft,
         depths=depths,
         num_prompts=args.prompts,

@@ -10,14 +10,15 @@ import sys
 from collections.abc import Sequence
 
 from sage.bench import options
-from sage.commands.cli import run
+from sage.commands.cli import new_parser, run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; the first argument may be the subcommand `policies`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["policies"]:
-        options.policies_command(arguments[1:])
+        new_parser("sage-bench policies", description="The policies with their rules and options.").parse_args(arguments[1:])
+        print(options.policy_table())
         return
     args = options.compare_parser().parse_args(arguments)
     options.check_compare(args)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
@@ -18,7 +17,6 @@ from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runne
 from sage.commands.cli import find_models, load_options
 from sage.io.files import write_json
 from sage.io.progress import progress_callback
-from sage.planning.base import Policy
 from sage.runtime.modes import resolve_pass_mode
 
 
@@ -31,17 +29,16 @@ def compare(args: argparse.Namespace, command: str) -> None:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     variants, sampling = options.variants(args.policies, args.policy), sage.Sampling.from_attributes(args)
+    policies = options.new_policies(variants)
     placement = load_options(args)
     path, folder = find_models(args)
     target = sage.load_target(path, **placement)
     draft = None if folder is None else sage.load_draft(folder, target)
-    labels = [variant.label for variant in variants]
     runners: list[Runner] = [
-        PolicyRunner(target, draft, label, policy, is_first_answer=args.first_answer)
-        for label, policy in new_policies(variants).items()
+        PolicyRunner(target, draft, label, policy, is_first_answer=args.first_answer) for label, policy in policies.items()
     ]
     baselines = [*options.baselines(args.baselines), *([HF_ASSISTED] if args.assistant else [])]
-    runners += baseline_runners(target, baselines, args.assistant, draft, leave_out=labels)
+    runners += baseline_runners(target, baselines, args.assistant, draft, leave_out=list(policies))
     prompts = load_prompts(target, args.prompts, args.image, args.prompt, args.num_prompts, args.family)
     num_answers = len(prompts) * args.repeats * len(runners)
     target.passes = resolve_pass_mode(args.passes, target.device.type, num_answers, target.is_plain)
@@ -49,12 +46,12 @@ def compare(args: argparse.Namespace, command: str) -> None:
     measurement = measure(
         runners, prompts, sampling, args.repeats, args.warmup, progress, ends=ends, batch_size=args.batch_size
     )
-    replayed = new_policies(variants) | all_policies({}, leave_out=[variant.policy for variant in variants])
+    replayed = options.new_policies(variants) | all_policies({}, leave_out=[variant.policy for variant in variants])
     report = build_report(
         measurement,
         target,
         str(folder or "none"),
-        labels,
+        list(policies),
         kinds={variant.label: variant.policy for variant in variants},
         options={variant.label: variant.options for variant in variants if variant.options},
         calibration=calibration(runners, measurement),
@@ -66,7 +63,3 @@ def compare(args: argparse.Namespace, command: str) -> None:
     if args.out is not None:
         write_json(Path(args.out), report)
         print(f"written: {args.out}")
-
-
-def new_policies(variants: Sequence[options.Variant]) -> dict[str, Policy]:
-    return {variant.label: sage.policy(variant.policy, **variant.options) for variant in variants}

@@ -10,14 +10,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from sage.commands.cli import CHECKPOINT_DTYPE, add_load_options, add_model_options, add_settings, named_models, new_parser
 from sage.decoding.settings import DraftedAnswerSettings, Sampling
 from sage.io.ranges import NonNegativeInt, PositiveInt, Range, check_fields, from_attributes
 from sage.io.tables import markdown_table
-from sage.trees import AUTOREGRESSIVE, POLICIES, check_name, policy, policy_class, with_options
+from sage.trees import AUTOREGRESSIVE, POLICIES, policy, policy_class, with_options
+
+if TYPE_CHECKING:
+    from sage.planning.base import Policy
 
 HF_GENERATE, HF_STATIC, HF_COMPILED = "hf_generate", "hf_static_cache", "hf_compiled"
 PROMPT_LOOKUP, HF_ASSISTED = "hf_prompt_lookup", "hf_assisted"
@@ -69,53 +71,50 @@ class Variant:
 
 def variant(spec: str) -> Variant:
     """Parses `[LABEL=]POLICY[:option=value,...]`; the default label is the text itself. Raises ValueError for a part without
-    `=`, or an unknown policy, option or value.
+    `=`, or an unknown policy; builds none.
     """
     head, colon, tail = spec.partition(":")
     label, _, name = head.rpartition("=")
     try:
         name, options = with_options(name + colon + tail)
-        policy(name, **options)
     except ValueError as error:
         raise ValueError(f"--policy {spec}: {error}") from error
     return Variant(label=label or spec, policy=name, options=options)
 
 
-def plain_policies(policies: str | None, specs: Sequence[str]) -> list[str]:
-    """Returns the names of `--policies`, by default `DEFAULT_POLICIES` without a `--policy`; ValueError for an unknown one."""
-    found = names(("" if specs else DEFAULT_POLICIES) if policies is None else policies)
-    if unknown := [name for name in found if name not in POLICIES]:
-        raise ValueError(f"--policies: {unknown[0]!r} is unknown; choose from {', '.join(POLICIES)}")
-    return found
-
-
 def variants(policies: str | None, specs: Sequence[str]) -> list[Variant]:
-    """Returns the variants of `--policies`, with default options, and of `--policy`. Raises ValueError for an unknown policy or
-    option, or a label that occurs twice.
+    """Returns the variants of `--policies`, with default options (`DEFAULT_POLICIES` without both), and of `--policy`. Raises
+    ValueError for an unknown policy, or a label that occurs twice.
     """
-    found = [Variant(label=name, policy=name) for name in plain_policies(policies, specs)] + [variant(spec) for spec in specs]
-    labels = [one.label for one in found]
+    plain = names(("" if specs else DEFAULT_POLICIES) if policies is None else policies)
+    if unknown := [name for name in plain if name not in POLICIES]:
+        raise ValueError(f"--policies: {unknown[0]!r} is unknown; choose from {', '.join(POLICIES)}")
+    found = [Variant(label=name, policy=name) for name in plain] + [variant(spec) for spec in specs]
+    labels = [each.label for each in found]
     if twice := [label for label in labels if labels.count(label) > 1 or (label in BASELINES and label not in POLICIES)]:
         raise ValueError(f"--policy: {twice[0]!r} names two runners; write LABEL=POLICY:option=value with labels of your own")
     return found
 
 
+def new_policies(variants: Sequence[Variant]) -> dict[str, Policy]:
+    """Builds the policies by label. Raises ValueError for an unknown option, or a value that is not allowed."""
+    built = {}
+    for each in variants:
+        try:
+            built[each.label] = policy(each.policy, **each.options)
+        except ValueError as error:
+            raise ValueError(f"--policy {each.label}: {error}") from error
+    return built
+
+
 def check_compare(args: argparse.Namespace) -> None:
-    """Refuses mistakes in the options of the comparison before anything is loaded: raises ValueError for a number out of range,
+    """Refuses mistakes in the options of the comparison before torch is imported: raises ValueError for a number out of range,
     an unknown policy or baseline, or a missing draft or target.
     """
     check_fields(from_attributes(MeasurementSettings, args))
-    needing = [name for name in plain_policies(args.policies, args.policy) if name != AUTOREGRESSIVE]
-    for spec in args.policy:
-        name = spec.partition(":")[0].rpartition("=")[2]
-        try:
-            check_name(name)
-        except ValueError as error:
-            raise ValueError(f"--policy {spec}: {error}") from error
-        needing += [spec] if name != AUTOREGRESSIVE else []
+    needing = [each.label for each in variants(args.policies, args.policy) if each.policy != AUTOREGRESSIVE]
+    needing += ["--replay"] if args.replay else []
     baselines(args.baselines)
-    if args.replay:
-        needing.append("--replay")
     if needing and args.draft is None:
         raise ValueError(f"--draft: missing; required by {', '.join(needing)}; give a draft folder")
     named_models(args)
@@ -189,25 +188,6 @@ def _prompt_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--family", metavar="NAME", help="only the conversations of this task family")
     group.add_argument("--image", action="append", default=[], metavar="PATH", help="an image; may be repeated")
     group.add_argument("--prompt", metavar="TEXT", help="the question; without an image, a text-only prompt")
-
-
-START, END = "<!-- policies: written by `sage-bench policies --write FILE` -->", "<!-- end of policies -->"
-
-
-def policies_command(arguments: Sequence[str]) -> None:
-    """Implements `sage-bench policies`: prints the table, or writes it to a file between `START` and `END`."""
-    text = "The table of policies in the documentation, generated from their classes."
-    parser = new_parser("sage-bench policies", description=text)
-    parser.add_argument("--write", metavar="FILE", type=Path, help="replace the table in FILE")
-    file = parser.parse_args(arguments).write
-    if file is None:
-        print(policy_table())
-        return
-    page = file.read_text(encoding="utf-8")
-    if START not in page or END not in page:
-        raise ValueError(f"--write: the file has no lines {START!r} and {END!r}; add them")
-    before, rest = page.split(START, 1)
-    file.write_text(f"{before}{START}\n{policy_table()}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
 
 
 def policy_table() -> str:

@@ -1,8 +1,8 @@
 """Builds `report.json` from a measurement: settings, summary, machine, versions, and its sections `calibration` and `replay`.
 
-Calibration: expected calibration error of acceptance probabilities by depth, before and after the calibrator. Predictions are
-recorded before the calibrator learns from their outcome. The error after calibration is therefore that of actual use, including
-the first rounds.
+Calibration: expected calibration error of acceptance probabilities, before and after the calibrator. Predictions are recorded
+before the calibrator learns from their outcome. The error after calibration is therefore that of actual use, including the
+first rounds.
 
 Replay: every prompt is decoded and recorded once more, untimed; replaying runs no model (see sage.replay).
 """
@@ -111,37 +111,31 @@ def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str
     """Returns the section `calibration` of the report by runner; empty without runners that calibrate.
 
     Returns:
-        {name: {"rounds": int, "labels": int, "before": float, "after": float, "expected": float, "accepted": float,
-        "by_depth": [{"depth", "labels", "before", "after", "curve_before", "curve_after"}]}}.
+        {name: {"rounds": int, "labels": int, "before": float, "after": float, "expected": float, "accepted": float}}.
 
-        `before` is the error of the draft's own probabilities, `after` that of the calibrated ones; over all depths, the mean
-        weighted by labels. A curve lists [mean prediction, mean outcome, labels] of each non-empty bin of width 0.1.
-        `expected` and `accepted` are drafted tokens per measured round: expected by the policy for the verified trees, and
-        accepted.
+        `before` is the error of the draft's own probabilities, `after` that of the calibrated ones: means over depths, weighted
+        by labels. `expected` and `accepted` are drafted tokens per measured round: expected by the policy for the verified
+        trees, and accepted.
     """
     sections = {}
     for runner in runners:
         policy = getattr(runner, "policy", None)
         if not (isinstance(policy, CostAware) and policy.calibrate):
             continue
+        learner = policy.learner
+        (labels, before), (_, after) = _total_error(learner.before), _total_error(learner.after)
         log = [entry for run in chain(*measurement.runs[runner.name]) for entry in run.stats.rounds_log]
-        depths = [_depth(policy.learner.before, policy.learner.after, depth) for depth in policy.learner.before.error()]
-        labels = sum(row["labels"] for row in depths)
-        means = {key: sum(row[key] * row["labels"] for row in depths) / max(labels, 1) for key in ("before", "after")}
         tokens = {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
-        sections[runner.name] = {"rounds": policy.learner.rounds, "labels": labels, **means, "by_depth": depths, **tokens}
+        sections[runner.name] = {"rounds": learner.rounds, "labels": labels, "before": before, "after": after, **tokens}
     return sections
 
 
-def _depth(before: Reliability, after: Reliability, depth: int) -> dict[str, Any]:
-    curves = {"curve_before": before.curve(depth), "curve_after": after.curve(depth)}
-    return {
-        "depth": depth,
-        "labels": sum(count for _, _, count in curves["curve_before"]),
-        "before": before.error()[depth],
-        "after": after.error()[depth],
-        **{name: [list(point) for point in curve] for name, curve in curves.items()},
-    }
+def _total_error(reliability: Reliability) -> tuple[int, float]:
+    """Returns the number of labels, and the mean error over depths, weighted by labels."""
+    errors = reliability.error()
+    labels = {depth: sum(count for _, _, count in reliability.curve(depth)) for depth in errors}
+    total = sum(labels.values())
+    return total, sum(errors[depth] * count for depth, count in labels.items()) / max(total, 1)
 
 
 def replays(

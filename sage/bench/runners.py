@@ -134,8 +134,9 @@ class PolicyRunner:
 
 
 def timed_run(out: Output, wall_s: float) -> TimedRun:
-    """Returns the run of an answer of `wall_s` seconds."""
-    time_s = complete_phases(out.stats.time_s, wall_s)
+    """Returns the run of an answer of `wall_s` seconds; unattributed time is added to the phase `other`."""
+    time_s = {phase: out.stats.time_s.get(phase, 0.0) for phase in PHASES}
+    time_s["other"] += max(wall_s - sum(time_s.values()), 0.0)
     decode_s = wall_s - sum(time_s[phase] for phase in TARGET_PREFILL_PHASES)
     return TimedRun(tokens=out.tokens.tolist(), wall_s=wall_s, decode_s=decode_s, stats=out.stats, time_s=time_s)
 
@@ -212,12 +213,6 @@ def on_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 
-def complete_phases(time_s: Mapping[str, float], wall_s: float) -> dict[str, float]:
-    """Returns seconds per phase, with unattributed time added to `other`."""
-    unaccounted_s = max(wall_s - sum(time_s.values()), 0.0)
-    return {phase: time_s.get(phase, 0.0) + (unaccounted_s if phase == "other" else 0.0) for phase in PHASES}
-
-
 def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
     """Returns the baseline of that name; `hf_assisted` needs a smaller Hugging Face model of the same vocabulary. Raises
     ValueError for an unknown name, or `hf_assisted` without an assistant.
@@ -245,20 +240,15 @@ def baseline_runner(target: Any, name: str, assistant: Any = None) -> Runner:
 
 
 def baseline_runners(target: Any, names: Iterable[str], path: str | None, draft: Any, leave_out: Sequence[str]) -> list[Runner]:
-    """Returns autoregressive decoding and the named baselines, without those in `leave_out`; `path` and `draft` are those of
-    `find_assistant`.
+    """Returns autoregressive decoding and the named baselines, without those in `leave_out`. The model for assisted generation
+    is the one at `path`, or the draft if it is a smaller model. Raises ValueError for another family or vocabulary.
     """
     wanted = dict.fromkeys([AUTOREGRESSIVE, *names])
-    assistant = find_assistant(target, path, draft) if HF_ASSISTED in wanted else None
+    assistant = None
+    if HF_ASSISTED in wanted and path is not None:
+        smaller = sage.load_target(path, dtype=target.dtype, device=target.device)
+        check_pair(smaller, target)
+        assistant = smaller.model
+    elif HF_ASSISTED in wanted and draft is not None:
+        assistant = draft.assistant
     return [baseline_runner(target, name, assistant) for name in wanted if name not in leave_out]
-
-
-def find_assistant(target: Any, path: str | None, draft: Any) -> Any:
-    """Returns the Hugging Face model for assisted generation: the one at `path`, or the draft if it is a smaller model; None
-    without both. Raises ValueError for another family or vocabulary.
-    """
-    if path is None:
-        return None if draft is None else draft.assistant
-    model = sage.load_target(path, dtype=target.dtype, device=target.device)
-    check_pair(model, target)
-    return model.model

@@ -79,7 +79,6 @@ def pooled_counts(runs: Runs) -> dict[str, float]:
         "tokens_per_target_pass": tokens / passes if passes else 0.0,
         "draft_steps_per_round": sum(stats.draft_steps for stats in answers) / rounds if rounds else 0.0,
         "nodes_per_round": nodes / rounds if rounds else 0.0,
-        "nodes_per_accepted_token": nodes / sum(accepted) if sum(accepted) else 0.0,
     }
 
 
@@ -98,18 +97,9 @@ def acceptance_by_depth(runs: Runs) -> list[dict[str, int]]:
     return [level for level in levels if level["tried"]]
 
 
-def accepted_histogram(runs: Runs) -> list[int]:
-    """Returns the number of rounds that accepted 0, 1, 2, ... drafted tokens."""
-    accepted = [count for repeats in runs for run in repeats for count in run.stats.accepted]
-    return [accepted.count(value) for value in range(max(accepted, default=-1) + 1)]
-
-
 def _policy(measurement: Measurement, target: Any, name: str, fastest: str) -> dict[str, Any]:
     runs = measurement.runs[name]
     chosen = [[_median_run(repeats)] for repeats in runs]
-    longest = max(range(len(runs)), key=lambda index: len(runs[index][0].tokens))
-    is_drafting = name not in measurement.autoregressive
-    log = [dict(entry) for entry in _median_run(runs[longest]).stats.rounds_log] if is_drafting else []
     return {
         **pooled_counts(chosen),
         **_speeds(runs, measurement.runs[fastest]),
@@ -119,26 +109,22 @@ def _policy(measurement: Measurement, target: Any, name: str, fastest: str) -> d
         "prompt_tokens": mean(run.stats.prompt_tokens for [run] in chosen),
         "draft_context": mean(run.stats.draft_context for [run] in chosen),
         "acceptance_by_depth": acceptance_by_depth(chosen),
-        "accepted_histogram": accepted_histogram(chosen),
         "per_prompt": [
             {
                 "name": prompt.name,
                 "family": prompt.family,
                 "tokens": len(repeats[0].tokens),
-                "decode_s": median(run.decode_s for run in repeats),
-                "end_to_end_s": median(run.wall_s for run in repeats),
-                "tokens_per_target_pass": pooled_counts([[_median_run(repeats)]])["tokens_per_target_pass"],
+                "tokens_per_target_pass": pooled_counts([median_run])["tokens_per_target_pass"],
             }
-            for prompt, repeats in zip(measurement.prompts, runs, strict=True)
+            for prompt, repeats, median_run in zip(measurement.prompts, runs, chosen, strict=True)
         ],
-        "example": {"prompt": measurement.prompts[longest].name, "rounds_log": log},
     }
 
 
 def _baseline(measurement: Measurement, name: str, fastest: str) -> dict[str, Any]:
     runs = measurement.runs[name]
     same = _differences(measurement.runs.get(AUTOREGRESSIVE, runs), runs).count(None)
-    section = {**_speeds(runs, measurement.runs[fastest]), "is_autoregressive": name in measurement.autoregressive}
+    section = _speeds(runs, measurement.runs[fastest])
     return {**section, "match": same, "total": len(runs)} if measurement.sampling.temperature == 0 else section
 
 
@@ -163,21 +149,16 @@ def _margins(measurement: Measurement, policies: Sequence[str]) -> dict[str, Any
 
 
 def _speeds(runs: Runs, base: Runs) -> dict[str, Any]:
-    """Returns speeds and speedups with 95% intervals over prompts; no intervals for a single prompt."""
-    decode, end_to_end = (_decode(runs), _decode(base)), (_end_to_end(runs), _end_to_end(base))
-    section: dict[str, Any] = {
-        "tokens_per_s": _rate(*decode[0]),
-        "speedup": _ratio_or_zero(_rate(*decode[0]), _rate(*decode[1])),
-        "tokens_per_s_end_to_end": _rate(*end_to_end[0]),
-        "speedup_end_to_end": _ratio_or_zero(_rate(*end_to_end[0]), _rate(*end_to_end[1])),
+    """Returns speed and speedups, that of decoding with its 95% interval over prompts; no interval for a single prompt."""
+    decode, base_decode = _decode(runs), _decode(base)
+    bounds = rate_interval(*decode, *base_decode)
+    return {
+        "tokens_per_s": _rate(*decode),
+        "speedup": _ratio_or_zero(_rate(*decode), _rate(*base_decode)),
+        "speedup_end_to_end": _ratio_or_zero(_rate(*_end_to_end(runs)), _rate(*_end_to_end(base))),
         "tokens": sum(len(repeats[0].tokens) for repeats in runs),
+        **({"speedup_ci": list(bounds)} if bounds else {}),
     }
-    intervals = {
-        "tokens_per_s_ci": rate_interval(*decode[0]),
-        "speedup_ci": rate_interval(*decode[0], *decode[1]),
-        "speedup_end_to_end_ci": rate_interval(*end_to_end[0], *end_to_end[1]),
-    }
-    return section | {key: list(value) for key, value in intervals.items() if value is not None}
 
 
 def _losslessness(measurement: Measurement, target: Any, name: str) -> dict[str, Any]:

@@ -236,5 +236,5 @@ def test_a_sweep_of_two_ranks_each_ends_in_one_comparison(
     alone_report: Any = validate(config.decode, loaded, draft, PromptSet(loaded, config.decode, prompts), info)
     assert merged["prompts"] == alone_report["prompts"] == 3
     for name in ("autoregressive", "static"):
-        for count in ("tokens_per_target_pass", "mean_accepted_draft", "match", "total", "accepted_histogram"):
+        for count in ("tokens_per_target_pass", "mean_accepted_draft", "match", "total", "acceptance_by_depth"):
             assert merged["policies"][name][count] == alone_report["policies"][name][count], (name, count)

@@ -114,7 +114,7 @@ def _calibration(report: Report) -> str:
             *(f"{part[key]:.2f}" for key in ("expected", "accepted")),
         ]
         for name, part in report.get("calibration", {}).items()
-        if part["by_depth"]
+        if part["labels"]
     ]
     return f"## Calibration\n\n{markdown_table(head, rows)}\n\n{CALIBRATION_NOTE}" if rows else ""
 
