@@ -48,6 +48,10 @@ class BenchPrompt:
     seed: int | None = None  # replaces that of the sampling parameters, so that prompts do not share their noise
     messages: Sequence[Mapping[str, Any]] = ()  # of `inputs`, which a report shows; empty if they are not known
 
+    def seeded(self, sampling: Sampling) -> Sampling:
+        """Returns the sampling parameters with the prompt's own seed, if it has one."""
+        return sampling if self.seed is None else replace(sampling, seed=self.seed)
+
 
 class Interrupted(Exception):
     """Ends a measurement early; raised by its `progress` after a signal."""
@@ -153,7 +157,7 @@ def _run_group(
     """Returns a run of every prompt, `batch_size` of them decoded together if the runner can; None if it fails or has failed
     before.
     """
-    samplings = [sampling if prompt.seed is None else replace(sampling, seed=prompt.seed) for prompt in prompts]
+    samplings = [prompt.seeded(sampling) for prompt in prompts]
     if len(prompts) > 1 and isinstance(runner, PolicyRunner) and runner.name not in failed:
         return runner.run_batch([prompt.inputs for prompt in prompts], samplings, batch_size)
     runs = []

@@ -40,4 +40,4 @@ def test_a_page_lists_every_prompt_with_picture_and_trace(pages: dict[str, Path]
     page = Page(pages["report"].read_text(encoding="utf-8"))
     assert all(visible(f"{place} {text}") in page.text for place, text in enumerate(HOSTILE))
     assert sum(tag == "img" and attributes.get("class") == "small" for tag, attributes in page.tags) == len(HOSTILE)
-    assert [attributes["href"] for tag, attributes in page.tags if tag == "a"][-1] == "traces/1.html"
+    assert [attributes["href"] for tag, attributes in page.tags if tag == "a"][-1] == "traces/01_sage.html"

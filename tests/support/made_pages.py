@@ -16,7 +16,7 @@ from data_prep.tools.stats import measure, render_html
 from sage.bench.measurement import BenchPrompt
 from train.report import page
 from train.serve_check.acceptance import Answers, Measured, render_check
-from train.validation.validate import PromptTrace, write
+from train.validation.validate import write
 
 PHASES = ("draft_steps", "verify", "accept", "commit", "policy", "other")
 NAMED = ("draft", "export", "target", "engine")
@@ -133,7 +133,7 @@ def report_page(folder: Path) -> Path:
     shown = made_trace(8, 5, HOSTILE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "PLOTS", page.PLOTS[:1])
-        write(report, folder, prompts, [PromptTrace(prompt=prompts[0].name, policy="sage", page="traces/1.html", trace=shown)])
+        write(report, folder, prompts, {prompts[0].name: {"sage": shown}})
     return folder / "report.html"
 
 

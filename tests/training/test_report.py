@@ -12,7 +12,7 @@ from support.messages import refused
 
 from checkpoints.store import SaveFailed
 from sage.bench.report_table import format_table
-from train.report.compare_table import draw_comparison
+from train.report.compare import draw_comparison
 from train.report.page import MIN_ROUNDS, PLOTS, best_policy, headline, render_page, write_plots
 from train.report.web import markdown_html
 from train.validation.validate import write

@@ -24,8 +24,7 @@ from sage.io.tables import markdown_table
 from sage.trees import AUTOREGRESSIVE, CHAIN
 from train.config.schema import ConfigError
 from train.report import style
-from train.report.compare import RunSummary, read_run
-from train.report.compare_table import measured_lines
+from train.report.compare import RunSummary, measured_lines, read_run
 from train.report.verdict import verdict_markdown
 from train.report.web import write_report
 
@@ -117,10 +116,10 @@ def _headline(run: RunSummary, last: dict[str, Any], measured: Lines) -> str:
     text = f"{last['step']:,} steps, {last['tokens']:,} tokens in {minutes:.1f} minutes of training; loss {last['loss']:.4f}."
     if run.score is None:
         return text
-    scored = run_folder.score_policy(run.policies, run.score_policy)
-    named = f"{run.score_metric} of `{scored}`"
+    metric, _, scored = (run.scored_by or "").partition(" of ")
     is_kept = run_folder.draft_step(run.folder / run_folder.BEST_DRAFT) == run.best_step
-    text += f" Best {named}: **{run.score:.2f}**, after step {run.best_step:,}{' (`draft_best/`)' if is_kept else ''}."
+    kept = " (`draft_best/`)" if is_kept else ""
+    text += f" Best {metric} of `{scored}`: **{run.score:.2f}**, after step {run.best_step:,}{kept}."
     speeds = [(float(part["speedup"]), row["step"], name) for row in measured for name, part in row["policies"].items()]
     speedup, step, name = max(speeds, default=(0.0, run.best_step, scored))
     if (step, name) != (run.best_step, scored):

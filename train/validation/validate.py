@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,9 @@ from train.report.web import drafting_by_speed, ranked_prompts
 from train.validation.prompts import PromptSet
 
 logger = logging.getLogger(__name__)
-FOLDER = "traces"
 NUM_POLICIES = 2  # that are traced, the fastest ones
+Traces = Mapping[str, Mapping[str, Trace]]  # by prompt, then policy
+NO_TRACES: Traces = {}
 Merge = Callable[..., Measurement | None]  # the signature of `DecodeShard.merge`
 
 
@@ -108,25 +109,27 @@ def validate(
     policies = build_policies(decode) if policies is None else policies
     runners = build_runners(decode, target, draft, policies)
     with _measuring(target, draft, decode):
-        if (measured := merge_measured(runners, prompts, decode, progress, show, merge, ends)) is None:
+        if (measured := _measure(runners, prompts, decode, progress, show, merge, ends)) is None:
             return None
-        is_complete, sampling = measured.planned is None, Sampling.from_attributes(decode)
+        is_complete, draft_name = measured.planned is None, info.draft_name or str(info.run_dir)
         has_replay = decode.replay and is_complete
         report = build_report(
             measured,
             target,
-            info.draft_name or str(info.run_dir),
+            draft_name,
             [str(name) for name in decode.policies],
             **({} if info.step is None else {"step": info.step}),
             options={name: dict(options) for name, options in decode.options.items() if options},
             calibration=calibration(runners, measured),
-            replay=replays(target, draft, measured.prompts, sampling, all_policies(decode.options)) if has_replay else {},
+            replay=replays(target, draft, measured.prompts, measured.sampling, all_policies(decode.options))
+            if has_replay
+            else {},
             command=this_command(),
         )
         num_traces = decode.traces if is_complete else 0
-        traces = trace_extremes(report, measured.prompts, target, draft, policies, sampling, num_traces, progress, ends)
+        traces = trace_extremes(report, measured, target, draft, policies, num_traces, progress, ends)
     export = "" if info.run is None else export_choice(draft, target.model.config)
-    add_verdict(report, info.draft_name or str(info.run_dir), info.run, info.step, export, decode.num_prompts)
+    add_verdict(report, draft_name, info.run, info.step, export, decode.num_prompts)
     report["versions"] = versions((*PACKAGES, "deepspeed"))
     folder = info.folder if is_complete else info.partial_folder
     write(report, folder, measured.prompts, traces)
@@ -135,7 +138,7 @@ def validate(
     return report | {"path": str(folder)}
 
 
-def merge_measured(
+def _measure(
     runners: Sequence[Runner],
     prompts: PromptSet,
     decode: DecodeConfig,
@@ -150,12 +153,11 @@ def merge_measured(
     def after_prompt(done: int, total: int) -> None:
         if show is not None:
             show(done, total, str(figures))
-        if progress is not None:
+        if progress is not None and done:
             progress(done, total)
 
     turns, sampling = prompts.turns, Sampling.from_attributes(decode)
-    if show is not None:
-        show(0, decode.repeats * len(turns), "")
+    after_prompt(0, decode.repeats * len(turns))
     try:
         own = measure(
             runners, turns, sampling, decode.repeats, decode.warmup, after_prompt, figures.add, ends, decode.batch_size
@@ -165,17 +167,16 @@ def merge_measured(
     return merge(own)
 
 
-def write(
-    report: Mapping[str, Any], folder: Path, prompts: Sequence[BenchPrompt] = (), traces: Sequence[PromptTrace] = ()
-) -> None:
+def write(report: Mapping[str, Any], folder: Path, prompts: Sequence[BenchPrompt] = (), traces: Traces = NO_TRACES) -> None:
     """Writes plots, pages, JSON and the pages of traces; the folder is complete, or is not there. Raises SaveFailed."""
     remedy = "measure again with sage-validate, or continue the run with run.resume=true"
     with saving(folder, then=remedy), atomic_path(folder) as temporary:
         temporary.mkdir()
         pages: dict[str, dict[str, str]] = {}
-        for one in traces:
-            one.trace.save(temporary / one.page)
-            pages.setdefault(one.prompt, {})[one.policy] = one.page
+        for number, (prompt, by_policy) in enumerate(traces.items(), start=1):
+            pages[prompt] = {policy: f"traces/{number:02d}_{policy}.html" for policy in by_policy}
+            for policy, trace in by_policy.items():
+                trace.save(temporary / pages[prompt][policy])
         if described := web.describe_prompts(prompts, pages):
             write_json(temporary / web.PROMPTS_FILE, described)
         write_pages(report, temporary)
@@ -215,14 +216,13 @@ def build_policies(decode: DecodeConfig) -> dict[str, Policy]:
 
 def this_command() -> str:
     """Returns this process's command line as it can be typed in a shell."""
-    program = Path(sys.argv[0])
+    program, root = Path(sys.argv[0]), Path(__file__).parents[2]
     name = program.name
     if program.suffix == ".py":
-        path, root = program.resolve(), Path(__file__).resolve().parents[2]
-        is_ours = path.is_relative_to(root)
-        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__main__") if is_ours else ""
-        name = f"python -m {module}" if is_ours else f"python {shlex.quote(str(program))}"
-    return " ".join([name, *(shlex.quote(argument) for argument in sys.argv[1:])])
+        is_module = program.is_relative_to(root)
+        module = ".".join(program.relative_to(root).with_suffix("").parts).removesuffix(".__main__") if is_module else ""
+        name = f"python -m {module}" if is_module else f"python {shlex.quote(str(program))}"
+    return " ".join([name, *map(shlex.quote, sys.argv[1:])])
 
 
 @contextmanager
@@ -257,27 +257,16 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             weight.data = data
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptTrace:
-    """A trace, the prompt and policy by name, and its page, relative to the folder of the report."""
-
-    prompt: str
-    policy: str
-    page: str
-    trace: Trace
-
-
 def trace_extremes(
     report: Mapping[str, Any],
-    prompts: Sequence[BenchPrompt],
+    measured: Measurement,
     target: Any,
     draft: Any,
     policies: Mapping[str, Policy],
-    sampling: Sampling,
     count: int,
     progress: Callable[[int, int], None] | None = None,
     ends: tuple[type[BaseException], ...] = (),
-) -> list[PromptTrace]:
+) -> Traces:
     """Returns the traces of the `count` best and worst prompts by tokens per target pass, for the fastest policies.
 
     Copies of the policies decode, which know what the measured ones have learned; nothing of the report changes.
@@ -286,23 +275,20 @@ def trace_extremes(
         progress: called with (done, total) before each prompt; may raise one of `ends`.
         ends: exceptions that end the recording; the traces recorded before are returned.
     """
-    ranked, by_name = ranked_prompts(report), {prompt.name: prompt for prompt in prompts}
+    ranked, by_name = ranked_prompts(report), {prompt.name: prompt for prompt in measured.prompts}
     chosen = list(dict.fromkeys([*ranked[:count], *ranked[max(len(ranked) - count, 0) :]])) if count else []
     copies = {name: copy.deepcopy(policies[name]) for name in drafting_by_speed(report)[:NUM_POLICIES]}
-    traces: list[PromptTrace] = []
+    traces: dict[str, dict[str, Trace]] = {}
     try:
-        for place, name in enumerate(chosen, start=1):
+        for done, name in enumerate(chosen):
             if progress is not None:
-                progress(place - 1, len(chosen))
+                progress(done, len(chosen))
             prompt, settings = by_name[name], {"draft": str(report["draft"]), "prompt": name}
-            inputs = on_device(prompt.inputs, target.device)
-            seeded = sampling if prompt.seed is None else replace(sampling, seed=prompt.seed)
-            race = decode_race(target, inputs, seeded)
-            for policy, options in copies.items():
-                recorder = record_rounds(start(target, draft, inputs, options, sampling=seeded))
-                trace = recorder.trace(settings, prompt.messages or None, race)
-                page = f"{FOLDER}/{place:02d}_{policy}.html"
-                traces.append(PromptTrace(prompt=name, policy=policy, page=page, trace=trace))
+            inputs, sampling = on_device(prompt.inputs, target.device), prompt.seeded(measured.sampling)
+            race = decode_race(target, inputs, sampling)
+            for policy, traced in copies.items():
+                recorder = record_rounds(start(target, draft, inputs, traced, sampling=sampling))
+                traces.setdefault(name, {})[policy] = recorder.trace(settings, prompt.messages or None, race)
     except ends:
-        logger.warning("interrupted after %d traces; the figures of the report are complete", len(traces))
+        logger.warning("interrupted after %d traces; the figures of the report are complete", sum(map(len, traces.values())))
     return traces
