@@ -22,8 +22,7 @@ from data_prep.dataset.index import SKIPPED, SkipLog, count_reasons, prepare_ind
 from data_prep.dataset.lengths import LongExamples, find_long
 from data_prep.dataset.order import alternate
 from data_prep.dataset.prepare import prepare_examples
-from data_prep.sources.base import as_prompt, open_source, with_validation_prompts
-from data_prep.splits import Split
+from data_prep.sources.base import Split, as_prompt, open_source, with_validation_prompts
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 

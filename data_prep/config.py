@@ -15,9 +15,8 @@ from enum import StrEnum
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from data_prep.sources.files import check_path
-from data_prep.sources.kinds import KINDS, SourceConfig, check_source
-from data_prep.splits import Share, Shares, Split
+from data_prep.sources.base import Share, Shares, Split
+from data_prep.sources.files import KINDS, SourceConfig, check_path, check_source
 from sage.decoding.settings import AnswerSettings
 from sage.inputs.media import LIMIT_KEYS
 from sage.io.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Range, check_fields

@@ -15,8 +15,7 @@ import sys
 import sage.training as training  # first: it imports the installed packages, whatever this folder contains
 from data_prep.conversation import Conversation
 from data_prep.sources import KINDS, Kind, SourceConfig
-from data_prep.sources.base import Source
-from data_prep.splits import Split
+from data_prep.sources.base import Source, Split
 
 FOLDER = "runs/custom_source"
 NUM_ROWS = 48

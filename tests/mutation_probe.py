@@ -100,8 +100,8 @@ FAULTS = [
     Fault("data_prep/dataset/order.py", "head = min(-start % step_size, len(part))", "head = 0", LOADER),
     Fault("data_prep/dataset/order.py", "np.argsort(-lengths[part], kind=\"stable\")", "np.argsort(lengths[part], kind=\"stable\")", LOADER),
     Fault("data_prep/dataset/order.py", "num_passes = -(-len(_cuts(longest_first, budget)) // world_size)", "num_passes = len(_cuts(longest_first, budget)) // world_size or 1", LOADER),
-    Fault("data_prep/splits.py", "position < self.validation + self.test else", "position < self.test else", LOADER),
-    Fault("data_prep/splits.py", "return hashlib.sha256(value).hexdigest()", "return conversation.id", LOADER),
+    Fault("data_prep/sources/base.py", "position < self.validation + self.test else", "position < self.test else", LOADER),
+    Fault("data_prep/sources/base.py", "return hashlib.sha256(value).hexdigest()", "return conversation.id", LOADER),
     # -- store: atomic states, retention
     Fault("checkpoints/store.py", "write_manifest(part, step)\n        replace_folder(part, final)", "replace_folder(part, final)\n        write_manifest(final, step)", STORE),
     Fault("checkpoints/store.py", "kept = {best_step, *earlier[-self.keep_last :]}", "kept = {best_step, *earlier[: self.keep_last]}", STORE),

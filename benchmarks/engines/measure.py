@@ -26,7 +26,7 @@ from data_prep.config import DataConfig, Images
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from data_prep.server.client import MediaPolicy, request_messages
-from data_prep.splits import Split
+from data_prep.sources.base import Split
 from sage.bench.measurement import BenchPrompt
 from sage.bench.options import Variant
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, Runner, baseline_runner

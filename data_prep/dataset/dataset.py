@@ -31,8 +31,7 @@ from data_prep.dataset.index import SKIPPED, Index, SkipLog, read_skipped, uniqu
 from data_prep.dataset.lengths import Measuring
 from data_prep.dataset.order import MixedOrder, alternate, next_source, permutation
 from data_prep.dataset.prepare import StoredDataset
-from data_prep.sources.base import Stream, as_example
-from data_prep.splits import Split
+from data_prep.sources.base import Source, Split, as_example
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 
@@ -111,7 +110,7 @@ class StreamDataset:
     resumed run skips in every source to the right position without decoding any item.
     """
 
-    def __init__(self, config: DataConfig, streams: list[Stream], processor: Processor, skip_path: Path) -> None:
+    def __init__(self, config: DataConfig, streams: list[Source], processor: Processor, skip_path: Path) -> None:
         self.config, self.streams, self.processor = config, streams, processor
         self.fingerprint = json_digest([[stream.fingerprint() for stream in streams], config.shuffle_block])
         self.skipped = SkipLog(skip_path, is_strict=config.on_bad is OnBad.error)
@@ -178,7 +177,7 @@ class StreamDataset:
         return item if self.config.shares.has(item, split) else None
 
 
-def _endless(stream: Stream, start: int) -> Iterator[RawItem]:
+def _endless(stream: Source, start: int) -> Iterator[RawItem]:
     """Yields a stream's raw items from number `start` on, restarting at its end; ValueError if it is empty."""
     while True:
         num_read = 0

@@ -22,9 +22,8 @@ import numpy as np
 from data_prep.cache import cache_dir, computed_once
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, BadSource, Conversation, TooLong
-from data_prep.sources.base import Source, with_validation_prompts
-from data_prep.sources.kinds import KINDS
-from data_prep.splits import Shares, Split
+from data_prep.sources.base import Shares, Source, Split, with_validation_prompts
+from data_prep.sources.files import KINDS
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 from sage.io.machine import source_digest

@@ -34,7 +34,7 @@ from data_prep.conversation import BadItem, TooLong
 from data_prep.dataset.index import INVALID, SKIPPED, Index, SkipLog, has_repaired_item, no_item_message, result_folder
 from data_prep.dataset.lengths import LENGTHS, as_array, find_long
 from data_prep.dataset.order import MixedOrder
-from data_prep.splits import Split
+from data_prep.sources.base import Split
 from data_prep.workers import mapped
 from sage.inputs.processing import Processor
 from sage.io.progress import progress_bar

@@ -15,9 +15,8 @@ from data_prep.conversation import Conversation
 from data_prep.pocket import readings, scenes
 from data_prep.pocket.palette import SPLITS
 from data_prep.pocket.phrases import Dialogue, Phraser
-from data_prep.sources.base import Source
-from data_prep.sources.kinds import SourceConfig
-from data_prep.splits import Split
+from data_prep.sources.base import Source, Split
+from data_prep.sources.files import SourceConfig
 
 DEFAULT_NUM_EXAMPLES = 4000
 GENERATORS: dict[str, Callable[[Phraser, str], Dialogue]] = {

@@ -28,7 +28,7 @@ from PIL import Image, UnidentifiedImageError
 
 from data_prep.config import DataConfig, Images, RegenerateConfig
 from data_prep.conversation import Message, Part, media_parts
-from data_prep.splits import Split
+from data_prep.sources.base import Split
 from sage.inputs.media import LIMIT_KEYS, open_image, open_image_part
 from sage.inputs.messages import text_of
 

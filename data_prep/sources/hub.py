@@ -1,4 +1,11 @@
-"""Conversations in rows: JSON files, tables with embedded images, data sets of the hub, folders written by `save_to_disk`.
+"""Conversations in rows (JSON files, tables with embedded images, data sets of the hub, folders written by `save_to_disk`), and
+folders of images, frame folders and video files, each with its answer in a text file of the same name:
+
+    cat.jpg      cat.txt         an image and its description
+    street/      street.txt      a folder of frames, in the order of their names
+    park.mp4     park.txt        a video file, if a reader is installed
+
+The question is `prompt`. A folder without texts provides prompts, also for regeneration, but no training examples.
 
 The files of a path are found by `data_prep.sources.files`, the layout of their rows by `data_prep.sources.layouts`.
 """
@@ -6,23 +13,28 @@ The files of a path are found by `data_prep.sources.files`, the layout of their 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from data_prep.conversation import BadItem, Conversation
-from data_prep.sources.base import Source, Stream
-from data_prep.sources.files import DataFiles, Form, find_files
-from data_prep.sources.kinds import SourceConfig
+from PIL import Image
+
+from data_prep.conversation import BadItem, Conversation, Message, Row
+from data_prep.sources.base import Source, Split, as_example
+from data_prep.sources.files import DataFiles, Form, SourceConfig, find_files, row_files
 from data_prep.sources.layouts import ROLES, Roots, described, table_messages
 from data_prep.sources.rows import JoinedRows, JsonRows, RawRows, RowSource, require_path
-from data_prep.splits import Split
+from sage.inputs.media import frame_files
+from sage.inputs.video import VIDEO_SUFFIXES
 from sage.io.hub import HubUnreachable, require_hub
 
+logger = logging.getLogger(__name__)
 BUILDERS = {Form.parquet: "parquet", Form.arrow: "arrow", Form.json: "json"}  # of `datasets`
+NUM_NAMED = 3  # files in a message
+PROMPT = "Describe it in detail."
 
 
 class Rows(RowSource):
@@ -45,25 +57,25 @@ class Rows(RowSource):
         return f"{self.name}: {form}, {len(self)} rows: {layout}"
 
 
-class HubStream(Stream):
+class HubStream(Rows):
     """Rows of a hub data set in order, without a download."""
 
-    def __init__(self, source: RowSource, path: str, subset: str, split: str) -> None:
-        self.name, self.source, self.subset, self.split = path, source, subset, split
+    def __init__(self, path: str, config: SourceConfig, root: str) -> None:
+        super().__init__(RawRows(path, "", ()), config, root)
+        self.subset, self.split = config.subset, config.split or "train"
 
     def iterate(self, start: int) -> Iterator[Conversation | BadItem]:
         table = load_table(self.name, self.subset, self.split, "", streaming=True).skip(start)
         if self.limit:
             table = table.take(max(0, self.limit - start))
-        self.source.pixel_limits = self.pixel_limits
         for index, row in enumerate(table, start):
             try:
-                yield self.source.convert(row, index)
+                yield self.convert(row, index)
             except BadItem as error:
                 yield error
 
     def fingerprint(self) -> str:
-        return f"{self.name}:{self.subset}:{self.split}:{self.limit}:{self.source.settings}"
+        return f"{self.name}:{self.subset}:{self.split}:{self.limit}:{self.settings}"
 
 
 def table_rows(path: str, subset: str, split: str, cache_dir: str) -> RawRows:
@@ -106,19 +118,71 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
     return table
 
 
-def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source | Stream:
+class FolderSource(RowSource):
+    """The images, frame folders and videos of a folder in the order of their names; those without a text are prompts only."""
+
+    def __init__(self, path: str, prompt: str) -> None:
+        paths = sorted(Path(path).iterdir())
+        known = Image.registered_extensions()
+        items = [{"id": item.name, "kind": kind, "path": str(item)} for item in paths if (kind := _kind(item, known))]
+        if not items:
+            remedy = f"give data=auto data.path={path}" if row_files(Path(path)) else "set data.path to another folder"
+            raise ValueError(f"{path}: no image, frame folder or video in it; {remedy}")
+        names = {Path(item["id"]).stem for item in items}
+        unused = [file.name for file in paths if file.suffix == ".txt" and file.stem not in names]
+        if unused:
+            more = f" and {len(unused) - NUM_NAMED} more" if len(unused) > NUM_NAMED else ""
+            named = ", ".join(unused[:NUM_NAMED]) + more
+            logger.warning("%s: %d text file(s) without an image or video of that name: %s", path, len(unused), named)
+        files = [file for item in items for file in (Path(item["path"]), _text_file(item)) if file.exists()]
+        digest = str([(file.name, (s := file.stat()).st_size, s.st_mtime_ns) for file in files])
+        super().__init__(RawRows(path, digest, items), partial(_folder_messages, prompt=prompt), prompt)
+
+    def example(self, index: int) -> Conversation:
+        conversation = self.conversation(index)
+        if conversation.messages[-1]["role"] == "user":
+            item = self.rows.row(index)
+            frames = f"; if its files are separate images, give data.path={item['path']}" if os.path.isdir(item["path"]) else ""
+            raise conversation.error(f"no text file; write the answer to {_text_file(item).name}{frames}")
+        return as_example(conversation)
+
+
+def _kind(item: Path, known: dict[str, str]) -> str:
+    if item.is_dir():
+        return "video" if frame_files(item) else ""
+    if item.suffix.lower() in VIDEO_SUFFIXES:
+        return "video"
+    return "image" if item.suffix.lower() in known else ""
+
+
+def _text_file(item: Row) -> Path:
+    return Path(item["path"]).with_suffix(".txt")
+
+
+def _folder_messages(item: Row, prompt: str) -> list[Message]:
+    media, file = {"type": item["kind"], item["kind"]: item["path"]}, _text_file(item)
+    messages = [{"role": "user", "content": [media, {"type": "text", "text": prompt}]}]
+    if file.exists():
+        try:
+            text = file.read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file.name}: not UTF-8 at byte {error.start}") from error
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": text}]})
+    return messages
+
+
+def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
     """Opens the rows of a path, or the images and videos of a folder without rows; a stream without a download."""
     if unknown := sorted(set(config.columns) - set(ROLES)):
         raise ValueError(f"data.sources.{label}.columns: role {unknown[0]!r}; allowed: {', '.join(ROLES)}")
-    path = require_path(label, config.path, "files of conversations, a folder or a pattern of them, or a hub name")
+    is_folder = config.kind == "folder"
+    wanted = "the folder" if is_folder else "files of conversations, a folder or a pattern of them, or a hub name"
+    path = require_path(label, config.path, wanted)
     if config.streaming:
-        root = config.media_root or (path if os.path.isdir(path) else os.path.dirname(path))
-        source = Rows(RawRows(path, "", ()), config, root)  # rows are given to `convert`
-        return HubStream(source, path, config.subset, config.split or "train")
-    files = find_files(path, config.subset)
-    if files.form is Form.media and config.kind == "auto":
-        folder: Source = import_module("data_prep.sources.folder").open_source(label, config, split, cache_dir)
-        return folder
+        return HubStream(path, config, config.media_root or (path if os.path.isdir(path) else os.path.dirname(path)))
+    files = None if is_folder else find_files(path, config.subset)
+    if files is None or (files.form is Form.media and config.kind == "auto"):
+        return FolderSource(path, config.prompt or PROMPT)
     name = config.split or Split.train
     if not config.split and files.has_splits:  # validation and test stand in for one another
         name = split if split in files.splits else next(name for name in files.splits if name != Split.train)

@@ -17,12 +17,10 @@ from functools import cached_property
 from typing import Any
 
 from data_prep.conversation import FOLLOW_UPS, Conversation, Message, Part, Row
-from data_prep.sources.base import Source
-from data_prep.sources.files import JSON_SUFFIXES
+from data_prep.sources.base import Source, Split
+from data_prep.sources.files import JSON_SUFFIXES, SourceConfig
 from data_prep.sources.hub import table_rows
-from data_prep.sources.kinds import SourceConfig
 from data_prep.sources.rows import JsonRows, RawRows, RowSource, list_rows, require_path
-from data_prep.splits import Split
 
 ONE_WORD = "Answer the question using a single word or phrase."
 ONE_LETTER = "Answer with the option's letter from the given choices directly."

@@ -25,8 +25,7 @@ from data_prep.dataset.order import sample
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.server.answers import ServerAnswers
 from data_prep.server.client import MediaPolicy
-from data_prep.sources.base import Source
-from data_prep.splits import Split
+from data_prep.sources.base import Source, Split
 from data_prep.tools.own_decoder import own_answers
 from data_prep.tools.regenerate import (
     MediaFolder,

@@ -38,7 +38,7 @@ from data_prep.cache import cache_dir
 from data_prep.config import Answers, Cache, DataConfig, RegenerateConfig
 from data_prep.conversation import Conversation, Part, extras_of
 from data_prep.dialog import Dialog, Drive, Outcome
-from data_prep.sources.kinds import SourceConfig
+from data_prep.sources.files import SourceConfig
 from sage.drafts.location import find_draft
 from sage.inputs.media import LIMIT_KEYS, open_image
 from sage.inputs.processing import Processor

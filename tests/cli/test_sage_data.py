@@ -26,7 +26,7 @@ from data_prep.config import DataConfig, OnBad, RegenerateConfig, check_server
 from data_prep.conversation import BadItem
 from data_prep.dialog import Outcome, TargetAnswer
 from data_prep.sources import SourceConfig
-from data_prep.splits import Split
+from data_prep.sources.base import Split
 from data_prep.tools import actions
 from data_prep.tools.actions import InvalidItems
 from sage.commands.cli import report as report_error

@@ -12,7 +12,7 @@ from support.messages import exit_code, refused
 
 from data_prep.config import Answers, Cache, DataConfig, OnBad, validate
 from data_prep.sources import KINDS, Kind, SourceConfig
-from data_prep.splits import Split
+from data_prep.sources.base import Split
 from train.cli import data as data_cli
 
 

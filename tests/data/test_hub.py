@@ -32,7 +32,7 @@ from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.dataset import StreamDataset
 from data_prep.loader import StepLoader
 from data_prep.sources import SourceConfig
-from data_prep.sources.base import Stream
+from data_prep.sources.base import Source
 from data_prep.sources.hub import load_table, table_rows
 from sage.io import hub as model_hub
 from sage.io.hub import HubUnreachable
@@ -135,7 +135,7 @@ def test_missing_repository_is_requested_once_and_never_offline(
     assert len(requests) == 3
 
 
-class TextStream(Stream):
+class TextStream(Source):
     """Generated text conversations; those numbered in `bad` are invalid."""
 
     def __init__(self, name: str, size: int, bad: tuple[int, ...] = ()) -> None:
@@ -155,7 +155,7 @@ class TextStream(Stream):
         return self.name
 
 
-def stream(folder: Path, *streams: Stream, weights: tuple[float, ...] = (), **changes: Any) -> StreamDataset:
+def stream(folder: Path, *streams: Source, weights: tuple[float, ...] = (), **changes: Any) -> StreamDataset:
     sources = {s.name: SourceConfig(weight=w) for s, w in zip(streams, weights or [None] * len(streams), strict=True)}
     config = DataConfig(sources=sources, holdout=0.0, shuffle_block=8, **changes)
     return StreamDataset(config, list(streams), make_processor("qwen2_5_vl"), folder / "skipped.jsonl")

@@ -18,8 +18,7 @@ from data_prep.pocket.architecture import FAMILIES, WIDTH
 from data_prep.pocket.phrases import Phraser, statement
 from data_prep.pocket.score import KINDS, score_answer, score_target
 from data_prep.sources import SourceConfig
-from data_prep.sources.base import open_source
-from data_prep.splits import Split
+from data_prep.sources.base import Split, open_source
 from sage.io.manifest import sha256
 from sage.targets import load_target
 

@@ -17,8 +17,8 @@ from data_prep.build import build_dataset, prompts
 from data_prep.config import DataConfig, OnBad
 from data_prep.conversation import BadItem, Conversation, Message, expand_follow_ups
 from data_prep.sources import SourceConfig
+from data_prep.sources.base import Split, split_group
 from data_prep.sources.prompt_sets import EXPLAIN, ONE_LETTER, ONE_WORD
-from data_prep.splits import Split, split_group
 from sage.inputs.messages import text_of
 
 CHOICES = {f"choice_{letter}": word for letter, word in zip("abcd", ("One", "Two", "Three", "Four"), strict=True)}

@@ -28,8 +28,7 @@ from data_prep.config import DataConfig, check_paths
 from data_prep.conversation import BadItem, Conversation
 from data_prep.loader import StepLoader
 from data_prep.sources import KINDS, SourceConfig, check_path
-from data_prep.sources.base import open_source
-from data_prep.splits import Split
+from data_prep.sources.base import Split, open_source
 
 Make = Callable[[Path], SourceConfig]
 

@@ -22,10 +22,10 @@ from data_prep.chat import encode_example
 from data_prep.config import DataConfig, OnBad, Thinking
 from data_prep.conversation import BadItem, Conversation, check_conversation
 from data_prep.sources import SourceConfig, open_source
+from data_prep.sources.base import Split
 from data_prep.sources.hub import Rows
 from data_prep.sources.layouts import table_messages
 from data_prep.sources.rows import RawRows
-from data_prep.splits import Split
 from data_prep.tools.actions import described
 from sage.inputs.processing import Processor
 

@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 
 from data_prep.config import RegenerateConfig, check_paths, check_server, read_key, validate
 from data_prep.own_answers import is_quickly_measured
-from data_prep.splits import Split
+from data_prep.sources.base import Split
 from sage.commands.cli import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, NOTHING_SAVED
 from sage.commands.cli import run as run_command
 from sage.drafts.location import find_draft

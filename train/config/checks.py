@@ -16,7 +16,7 @@ from checkpoints.run_folder import CONFIG, LOCK, is_run
 from data_prep.config import Answers, check_paths, check_server
 from data_prep.config import validate as check_data_fields
 from data_prep.sources import KINDS as SOURCE_KINDS
-from data_prep.splits import Split
+from data_prep.sources.base import Split
 from sage.drafts.location import find_draft
 from sage.drafts.registry import KINDS, BlockOptions, TrainedPart
 from sage.io.files import CannotWrite, check_writable

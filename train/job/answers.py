@@ -18,7 +18,7 @@ from data_prep.config import Answers, DataConfig, read_key
 from data_prep.dialog import Drive
 from data_prep.server.answers import ServedTarget, ServerAnswers
 from data_prep.server.client import MediaPolicy
-from data_prep.splits import Split
+from data_prep.sources.base import Split
 from data_prep.tools.own_decoder import own_answers
 from data_prep.tools.regenerate import TargetAnswers, decoder_origin, server_origin, weights_digest
 from sage.commands.cli import EXIT_STOPPED

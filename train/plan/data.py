@@ -24,8 +24,8 @@ from data_prep.dataset.order import permutation
 from data_prep.loader import StepLoader
 from data_prep.own_answers import is_quickly_measured
 from data_prep.sources import KINDS, Content
+from data_prep.sources.base import Split
 from data_prep.sources.files import is_hub_name
-from data_prep.splits import Split
 from data_prep.tools.actions import measure_own_answers
 from sage.commands.cli import resolve_device
 from sage.inputs.video import Size

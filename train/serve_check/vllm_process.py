@@ -18,7 +18,7 @@ from data_prep import pocket
 from data_prep.build import prompts as held_out
 from data_prep.config import DataConfig, data_config
 from data_prep.conversation import Conversation, media_parts
-from data_prep.splits import Split
+from data_prep.sources.base import Split
 from sage.bench.measurement import BenchPrompt
 from sage.inputs.media import open_image, source_of
 from sage.io.files import write_text

@@ -29,7 +29,7 @@ from torch import Tensor
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, state_folder, step_name
 from checkpoints.store import StateStore, new_folder, read_tensors, remove_leftovers, saving, write_tensors
 from data_prep.build import open_sources
-from data_prep.splits import Split
+from data_prep.sources.base import Split
 from sage.io.files import json_digest, read_json, write_text
 from sage.io.manifest import write_manifest
 from train.config.schema import Config, ConfigError, TrainConfig
