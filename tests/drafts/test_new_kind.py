@@ -45,7 +45,8 @@ from train.config.errors import unknown_key
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.distill.objective import DraftOutput
-from train.distill.student import Student, gather_supervised
+from train.distill.rows import every_pair, gather_chains
+from train.distill.student import Student
 from train.distill.teacher import Pairs
 from train.plan.estimate import plan
 from train.plan.text import render
@@ -133,7 +134,7 @@ class BigramSession(DraftSession):
 class BigramStudent(Student):
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         hidden = self.draft.hidden(pairs.embeds_next.to(self.draft.dtype))
-        hidden_RD, rows = gather_supervised([hidden], pairs.mask)
+        hidden_RD, rows = gather_chains(hidden, pairs.mask, every_pair(pairs.mask, 1))
         return DraftOutput(hidden_RD, target_lm_head, rows)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from train.config.schema import ObjectiveConfig
 from train.distill import student as students
 from train.distill.objective import Objective, chain_counts
-from train.distill.rows import Anchors, ChainRows, draw_anchors, is_root_of
+from train.distill.rows import Anchors, Rows, draw_anchors, is_root_of
 from train.distill.student import HeadStudent
 from train.distill.teacher import Teacher
 from train.monitor.metrics import expect
@@ -119,7 +119,7 @@ def test_chains_are_counted_and_extrapolated() -> None:
     agree = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1]).bool()
     rows = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]
     step, chain = torch.tensor(rows).T
-    of_chain = ChainRows(step, step, [1] * 8, chain, torch.ones(8), 3, step, torch.tensor(8))
+    of_chain = Rows(step, step, [1] * 8, chain, torch.ones(8), 3, step, torch.tensor(8))
     counts = chain_counts(agree, of_chain, 3)
     assert counts.tolist() == [[3, 2, 1], [2, 2, 0]]
     assert expect(counts, 5).tolist() == pytest.approx([3 * (1 + 2 / 3 + 2 / 3), 3])

@@ -15,8 +15,7 @@ from train.config.schema import ObjectiveConfig
 from train.distill import chunked_loss
 from train.distill.chunked_loss import ChunkedDistillation, blocked_row_dot
 from train.distill.objective import METRIC_NAMES, DraftOutput, LossSums, Objective
-from train.distill.rows import Rows
-from train.distill.student import gather_supervised
+from train.distill.rows import Rows, every_pair, gather_chains
 
 U, D, E, S, K = 37, 12, 10, 23, 3
 WEIGHTS = ("ce_weight", "tv_weight", "lk_weight", "feature_weight")
@@ -44,8 +43,16 @@ def make(dtype: torch.dtype = torch.float64, spread: float = 1.0, seed: int = 0,
 LEAVES = ("hidden", "head", "features")
 
 
+def rows_of(is_valid_KS: Tensor) -> Rows:
+    """The rows of the valid predictions of an unrolled pass."""
+    position, step = is_valid_KS.T.nonzero(as_tuple=True)
+    scale, places = torch.ones(len(step)), torch.arange(is_valid_KS.shape[1])
+    count = is_valid_KS[0].sum()
+    return Rows(position, step, is_valid_KS.sum(0).tolist(), position, scale, len(places), places, count, is_complete=True)
+
+
 def ours(objective: Objective, x: dict[str, Tensor]) -> LossSums:
-    rows = Rows.of(x["is_valid"])
+    rows = rows_of(x["is_valid"])
     hidden, features = (x[name][rows.step, rows.position] for name in ("hidden", "features"))
     output = DraftOutput(hidden, x["head"], rows, features)
     return objective(output, x["target_features"], x["target_head"])
@@ -137,7 +144,7 @@ def test_the_head_gradient_in_bf16_does_not_depend_on_the_chunks(chunk: int, ste
     head = (0.5 * draw(vocabulary, size)).bfloat16()
     hidden = (features.float() + 0.5 * draw(steps, positions, size)).bfloat16()
     weight = torch.full((steps, positions), 1 / steps)
-    rows = Rows.of(torch.ones(steps, positions, dtype=torch.bool))
+    rows = rows_of(torch.ones(steps, positions, dtype=torch.bool))
     config = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, chunk_tokens=chunk)
     trained = head.clone().requires_grad_()
     states, weights = hidden[rows.step, rows.position], weight[rows.step, rows.position]
@@ -170,7 +177,7 @@ def test_a_chunk_takes_one_product_of_each_kind_for_all_steps_and_no_row_too_man
     """Logits of both sides and the gradients of hidden states and lm_head."""
     monkeypatch.setitem(chunked_loss.BLOCK_LOGITS, "cpu", 4 * U)  # several blocks per chunk
     objective, x = objective_of("ce_weight", chunk_tokens=chunk), make()
-    rows = Rows.of(x["is_valid"])
+    rows = rows_of(x["is_valid"])
     with Products() as products:
         ours(objective, x)
     assert products.num_multiplications == U * (S * E + 3 * len(rows.position) * D) < U * S * (E + 3 * K * D)
@@ -237,7 +244,7 @@ def test_rows_of_an_unrolled_pass_belong_to_the_same_token() -> None:
     """Row s of step i is pair s + i; the value encodes pair and step."""
     steps = [(torch.arange(6 - i)[None, :, None] + i + 100 * i).double() for i in range(3)]
     mask = torch.tensor([[False, True, False, False, True, True]])
-    hidden, rows = gather_supervised(steps, mask)
+    hidden, rows = gather_chains(torch.cat(steps, 1), mask, every_pair(mask, 3))
     assert hidden[:, 0].tolist() == [1, 101, 4, 104, 204, 5, 105, 205]
     assert (rows.position.tolist(), rows.step.tolist()) == ([0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 0, 1, 2, 0, 1, 2])
     assert rows.counts == [2, 3, 3]

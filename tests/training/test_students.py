@@ -22,7 +22,8 @@ from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig
 from train.distill.build import end_tokens, new_student
 from train.distill.objective import Objective
-from train.distill.student import HeadStudent, ModelStudent, roots_of
+from train.distill.rows import every_root
+from train.distill.student import HeadStudent, ModelStudent
 from train.distill.teacher import Teacher
 from train.plan.estimate import plan
 from train.plan.text import render
@@ -194,12 +195,10 @@ def test_roots_are_the_pairs_whose_chains_reach_a_supervised_one(steps: int) -> 
     mask = torch.rand(20, 12, generator=torch.Generator().manual_seed(0)) < 0.08
     mask[0] = False
     found = [{root for root in range(12) if row[root : root + steps].any()} for row in mask]
-    roots = roots_of(mask, steps)
-    most = max(map(len, found))
-    if most > 0.8 * 12:
-        assert roots is None
-        return
-    assert roots is not None and roots.shape == (20, most) and (roots[:, 1:] > roots[:, :-1]).all()
+    anchors, most = every_root(mask, steps), max(map(len, found))
+    roots = anchors.root_BA
+    assert anchors.has_all_pairs == (most > 0.8 * 12)
+    assert roots.shape == (20, 12 if anchors.has_all_pairs else most) and (roots[:, 1:] > roots[:, :-1]).all()
     assert all(expected <= set(row) for expected, row in zip(found, roots.tolist(), strict=True))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from train.config.schema import ObjectiveConfig
 from train.distill.chunked_loss import STATISTICS, ChunkedDistillation
-from train.distill.rows import ChainRows, Rows
+from train.distill.rows import Rows
 
 ACCEPTANCE = STATISTICS.index("acceptance")
 # Metrics in the order of `LossSums.stacked`, whose last entry is the count they are divided by.
@@ -94,12 +94,10 @@ class Objective:
     def __call__(self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor) -> LossSums:
         """Returns the sums over all rows; target features at the supervised positions, lm_head rows of the draft vocabulary."""
         rows, wide = output.rows, torch.promote_types(output.hidden.dtype, torch.float32)
-        weight_R, first_R = self.step_weights(output.hidden.device, wide)[rows.step], (rows.step == 0).to(wide)
-        count = first_R.sum()
-        if isinstance(rows, ChainRows):
-            weight_R, count, first_R = weight_R * rows.scale, rows.num_supervised.to(wide), first_R * rows.scale
-            first_R = first_R * (count / first_R.sum().clamp(min=1))  # the ratio estimator: no share exceeds 1
-        if isinstance(rows, ChainRows) and self.config.dpace_alpha is not None:
+        weight_R = self.step_weights(output.hidden.device, wide)[rows.step] * rows.scale
+        count, first_R = rows.num_supervised.to(wide), (rows.step == 0).to(wide) * rows.scale
+        first_R = first_R * (count / first_R.sum().clamp(min=1))  # the ratio estimator: no share exceeds 1
+        if self.config.dpace_alpha is not None:
             with torch.no_grad():
                 _, stats_RX, _ = self._distill(output, target_features_SE, target_lm_head_UE, weight_R)
             weight_R = pace_weights(stats_RX[:, ACCEPTANCE], rows, self.config.steps, self.config.dpace_alpha)
@@ -116,11 +114,11 @@ class Objective:
             distance_R = distance_RE.mean(-1)
             loss = loss + self.config.feature_weight * (weight_R * distance_R).sum()
             feature = (distance_R * first_R).sum()
-        if isinstance(rows, ChainRows):
-            agreements = chain_counts(agree_R, rows, self.config.steps)
-        else:
+        if rows.is_complete:
             agreements = agree_R.new_zeros(self.config.steps, len(rows.counts))
             agreements[rows.step, rows.position] = agree_R
+        else:
+            agreements = chain_counts(agree_R, rows, self.config.steps)
         first = dict(zip(STATISTICS, (stats_RX * first_R[:, None]).sum(0), strict=True))
         return LossSums(loss=loss, feature=feature, count=count, agreements=agreements, **first)
 
@@ -140,7 +138,7 @@ class Objective:
         return decay_K / decay_K.sum()
 
 
-def pace_weights(acceptance_R: Tensor, rows: ChainRows, num_steps: int, alpha: float) -> Tensor:
+def pace_weights(acceptance_R: Tensor, rows: Rows, num_steps: int, alpha: float) -> Tensor:
     """Returns the weights of the rows of chains by D-PACE, [R], scaled by the factors of their chains.
 
     Step k weighs the sum over the steps j >= k of the probability that a chain is accepted up to j, where (1 - alpha) a + alpha
@@ -169,7 +167,7 @@ def confidence_loss(logits_R: Tensor, acceptance_R: Tensor, weight_R: Tensor) ->
     return (weight_R * loss_R).sum()
 
 
-def chain_counts(agree_R: Tensor, rows: ChainRows, num_steps: int) -> Tensor:
+def chain_counts(agree_R: Tensor, rows: Rows, num_steps: int) -> Tensor:
     """Counts, per step, the chains whose earlier tokens all agree with the target's, and those of them that agree again.
 
     Returns float64 [2, K]. Worked example of three chains over three steps, whose second ends with the answer after two:

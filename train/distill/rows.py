@@ -34,10 +34,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+MAX_ROOTS = 0.8  # share of the pairs beyond which an unrolled pass computes all of them
 
 
 class Part(NamedTuple):
@@ -49,30 +51,28 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a micro-batch, in the order of their positions.
+    """The rows of a micro-batch, in the order of their positions; each belongs to one step of one chain.
 
     Attributes:
-        position: LongTensor [R], not decreasing.
+        position: LongTensor [R], not decreasing, among the S positions with a row.
         step: LongTensor [R], number of tokens drafted before the predicted one.
         counts: number of rows of each of the S positions, on the host, so that no chunk waits for the device.
+        chain: LongTensor [R], the row's chain; `num_chains` of them exist.
+        scale: [R], factor of the row's loss, the reciprocal of the probability with which its chain was drawn.
+        among: LongTensor [S], the positions with a row among all supervised positions.
+        num_supervised: number of these, a tensor [].
+        is_complete: whether all chains were computed.
     """
 
     position: Tensor
     step: Tensor
     counts: Sequence[int]
-
-    @classmethod
-    def one_per_position(cls, positions: int, device: torch.device) -> Self:
-        """Returns one row for each position, of the first step."""
-        position = torch.arange(positions, device=device)
-        return cls(position, torch.zeros_like(position), [1] * positions)
-
-    @classmethod
-    def of(cls, is_valid_KS: Tensor) -> Self:
-        """Returns the rows of the valid predictions of an unrolled pass; their numbers are read from the device."""
-        counts = is_valid_KS.sum(0).tolist()
-        place_R = indices_of(is_valid_KS.T, sum(counts))
-        return cls(place_R // len(is_valid_KS), place_R % len(is_valid_KS), counts)
+    chain: Tensor
+    scale: Tensor
+    num_chains: int
+    among: Tensor
+    num_supervised: Tensor
+    is_complete: bool = False
 
     def rows_per_position(self, part: Part) -> int | None:
         """Returns how many rows each position of a part has, None if not all have as many."""
@@ -97,24 +97,6 @@ class Rows:
         return [0, *accumulate(self.counts)]
 
 
-@dataclass(frozen=True)
-class ChainRows(Rows):
-    """Rows of drafts that start at few anchors; each belongs to one step of one chain. S counts the positions with a row.
-
-    Attributes:
-        chain: LongTensor [R], the row's chain; `num_chains` of them exist.
-        scale: [R], factor of the row's loss, the reciprocal of the probability with which its chain was drawn.
-        among: LongTensor [S], the positions with a row among all supervised positions.
-        num_supervised: number of these, a tensor [].
-    """
-
-    chain: Tensor
-    scale: Tensor
-    num_chains: int
-    among: Tensor
-    num_supervised: Tensor
-
-
 def indices_of(mask: Tensor, count: int) -> Tensor:
     """Returns the flat indices of the `count` true entries of a mask in increasing order, without device synchronization."""
     return (~mask).flatten().to(torch.uint8).argsort(stable=True)[:count]
@@ -128,11 +110,15 @@ class Anchors:
         root_BA: LongTensor. A sequence with fewer roots is filled up with other pairs, whose factor is 0.
         sizes: number of chains computed at each step, the first ones of `root_BA`; the first number is A.
         scale_BR: factor of every row, the rows of step 0 first; 0 for a chain that is not kept.
+        is_complete: whether nothing was drawn: these are all roots, in increasing order.
+        has_all_pairs: whether they are even all pairs.
     """
 
     root_BA: Tensor
     sizes: tuple[int, ...]
     scale_BR: Tensor
+    is_complete: bool = False
+    has_all_pairs: bool = False
 
     def per_row(self, values_A: Tensor) -> Tensor:
         """Repeats values of the chains, [.., A], for the rows of every step: [.., R]."""
@@ -155,6 +141,35 @@ def is_root_of(mask_BP: Tensor, steps: int) -> Tensor:
     before_BP = nn.functional.pad(mask_BP.cumsum(1), (1, 0))  # supervised pairs before each pair, and their total
     up_to_BP = torch.cat((before_BP[:, steps:], before_BP[:, -1:].expand(-1, steps - 1)), 1)[:, : mask_BP.shape[1]]
     return up_to_BP > before_BP[:, :-1]
+
+
+def every_pair(mask_BP: Tensor, steps: int) -> Anchors:
+    """Returns anchors at all pairs; those of step k are the pairs that have k more behind them."""
+    batch, num_pairs = mask_BP.shape
+    sizes = tuple(range(num_pairs, max(num_pairs - steps, 0), -1))
+    root_BA = torch.arange(num_pairs, device=mask_BP.device).expand(batch, -1)
+    scale_BR = torch.ones(batch, sum(sizes), device=mask_BP.device)
+    return Anchors(root_BA, sizes, scale_BR, is_complete=True, has_all_pairs=True)
+
+
+def every_root(mask_BP: Tensor, steps: int) -> Anchors:
+    """Returns anchors at all pairs from which a chain of at most K - 1 drafted tokens reaches a supervised pair.
+
+    An unrolled pass costs in proportion to them. Worked example, two steps:
+
+        supervised [. . 1 1 .] [1 . . . .]    roots [1 2 3] [0 . .], filled up with other pairs: [1 2 3] [0 1 2]
+
+    Where `every_pair` costs less, since causal attention needs no mask, it is that. The number of roots is read from the
+    device, and at least 1: attention kernels need a query.
+    """
+    steps = min(steps, mask_BP.shape[1])
+    is_root_BP = is_root_of(mask_BP, steps)
+    num_roots = max(1, int(is_root_BP.sum(1).max()))
+    if num_roots > MAX_ROOTS * mask_BP.shape[1]:
+        return every_pair(mask_BP, steps)
+    root_BA = (~is_root_BP).to(torch.uint8).argsort(stable=True)[:, :num_roots].sort(1).values
+    scale_BR = is_root_BP.gather(1, root_BA).to(torch.get_default_dtype()).repeat(1, steps)
+    return Anchors(root_BA, (num_roots,) * steps, scale_BR, is_complete=True)
 
 
 def draw_anchors(is_root_BP: Tensor, num_anchors: int | None, keep: Sequence[float]) -> Anchors:
@@ -182,7 +197,7 @@ def draw_anchors(is_root_BP: Tensor, num_anchors: int | None, keep: Sequence[flo
 
 def gather_chains(
     hidden_BRD: Tensor, mask_BP: Tensor, anchors: Anchors, history_BP: Tensor | None = None
-) -> tuple[Tensor, ChainRows]:
+) -> tuple[Tensor, Rows]:
     """Gathers the rows [N, D] of drafts from anchors that predict a supervised token, in the order of their positions.
 
     Args:
@@ -202,7 +217,7 @@ def gather_chains(
     row_N = position_BR.flatten().argsort(stable=True)[: int(is_row_BR.sum())]
     position_N = position_BR.flatten()[row_N]
     among_S, place_N, counts_S = position_N.unique_consecutive(return_inverse=True, return_counts=True)
-    rows = ChainRows(
+    rows = Rows(
         position=place_N,
         step=step_R.expand_as(position_BR).flatten()[row_N],
         counts=counts_S.tolist(),
@@ -211,8 +226,9 @@ def gather_chains(
         num_chains=anchors.root_BA.numel(),
         among=among_S,
         num_supervised=mask_BP.sum(),
+        is_complete=anchors.is_complete,
     )
-    return hidden_BRD.flatten(0, 1)[row_N], rows
+    return hidden_BRD.flatten(0, 1).index_select(0, row_N), rows
 
 
 def within_turns(anchors: Anchors, mask_BP: Tensor) -> Anchors:

@@ -25,10 +25,17 @@ from sage.drafts.unroll import at_rows
 from train.config.schema import Config
 from train.distill.compiled_layers import CompiledLayers, Method
 from train.distill.objective import DraftOutput, Objective
-from train.distill.rows import Anchors, ChainRows, Rows, draw_anchors, gather_chains, indices_of, is_root_of, within_turns
+from train.distill.rows import (
+    Anchors,
+    draw_anchors,
+    every_pair,
+    every_root,
+    gather_chains,
+    indices_of,
+    is_root_of,
+    within_turns,
+)
 from train.distill.teacher import Pairs, with_noise
-
-MAX_ROOTS = 0.8  # share of the pairs beyond which an unrolled pass computes all of them
 
 
 class Student(nn.Module):
@@ -100,16 +107,16 @@ class HeadStudent(Student):
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         draft, config, short = self.draft, self.objective.config, self.head_input(pairs)
-        mask, anchors = short.move_mask(pairs.mask), None
-        if config.anchors is not None:
+        mask = short.move_mask(pairs.mask)
+        if config.anchors is None:
+            anchors = every_root(mask, config.steps)
+        else:
             keep = [1.0] * min(config.steps, mask.shape[1])
             anchors = draw_anchors(is_root_of(mask, len(keep)), config.anchors, keep)
-        roots = roots_of(mask, config.steps) if anchors is None else anchors.root_BA
-        steps = draft.unroll(short.embeds_next, short.features, short.position_ids, config.steps, short.weight, roots)
-        if anchors is None:
-            hidden_RD, rows = gather_supervised(steps, mask, short.run_length, roots)
-        else:
-            hidden_RD, rows = gather_chains(torch.cat(steps, 1), mask, anchors, short.run_length)
+        inputs = (short.embeds_next, short.features, short.position_ids)
+        roots = None if anchors.has_all_pairs else anchors.root_BA
+        steps = draft.unroll(*inputs, len(anchors.sizes), short.weight, roots)
+        hidden_RD, rows = gather_chains(torch.cat(steps, 1), mask, anchors, short.run_length)
         features = hidden_RD if KINDS[draft.kind].predicts_features else None
         return DraftOutput(draft.to_lm_head(hidden_RD), draft.lm_head_weight(target_lm_head), rows, features)
 
@@ -146,7 +153,7 @@ class ModelStudent(Student):
         model: Any = self.decoding_draft.model
         prompt = model.family.embed(self.draft, pairs.inputs)
         hidden = model.read(prompt).last  # padding is on the right, no token attends to it
-        hidden_RD, rows = gather_supervised([hidden[:, 1:-1]], pairs.mask)
+        hidden_RD, rows = gather_chains(hidden[:, 1:-1], pairs.mask, every_pair(pairs.mask, 1))
         return DraftOutput(hidden_RD, self.draft.get_output_embeddings().weight[: len(target_lm_head)], rows)
 
     def compilable(self) -> list[Method]:
@@ -159,62 +166,10 @@ class ModelStudent(Student):
             self.decoding_draft.model.processor.save_pretrained(folder)
 
 
-def roots_of(mask_BP: Tensor, steps: int) -> Tensor | None:
-    """Returns the pairs from which a chain of at most K - 1 drafted tokens reaches a supervised pair.
-
-    An unrolled pass costs in proportion to them. Worked example, two steps:
-
-        supervised [. . 1 1 .] [1 . . . .]    roots [1 2 3] [0 . .], filled up with other pairs: [1 2 3] [0 1 2]
-
-    Returns LongTensor [B, R]; None if computing all pairs costs less, since causal attention needs no mask. R is read from the
-    device, and at least 1: attention kernels need a query.
-    """
-    is_root_BP = is_root_of(mask_BP, steps)
-    num_roots = max(1, int(is_root_BP.sum(1).max()))
-    if num_roots > MAX_ROOTS * mask_BP.shape[1]:
-        return None
-    return (~is_root_BP).to(torch.uint8).argsort(stable=True)[:, :num_roots].sort(1).values
-
-
 def supervised_features(pairs: Pairs, output: DraftOutput) -> Tensor:
     """Returns the target's features at the supervised positions of a draft's output, [S, D]."""
-    rows = output.rows
-    places = indices_of(pairs.mask, pairs.mask.numel() if isinstance(rows, ChainRows) else len(rows.counts))
-    places = places[rows.among] if isinstance(rows, ChainRows) else places
+    places = indices_of(pairs.mask, pairs.mask.numel())[output.rows.among]
     return pairs.features_next.flatten(0, 1).index_select(0, places)
-
-
-def gather_supervised(
-    steps_BPD: list[Tensor], mask_BP: Tensor, history_BP: Tensor | None = None, roots_BR: Tensor | None = None
-) -> tuple[Tensor, Rows]:
-    """Gathers the predictions [R, D] of the supervised positions from an unrolled pass: those of every step for which a chain
-    can start so many pairs earlier.
-
-    Args:
-        steps_BPD: K tensors [B, P - i, D]; row s of the i-th belongs to pair s + i. With `roots_BR`, K tensors [B, R', D] that
-            have the rows of R' roots only.
-        history_BP: LongTensor, number of preceding pairs at which a chain to this pair may start; None = all of them.
-        roots_BR: LongTensor, the roots in increasing order; None = all pairs.
-    """
-    batch_S, pair_S = mask_BP.nonzero(as_tuple=True)
-    if len(steps_BPD) == 1:
-        rows = Rows.one_per_position(len(pair_S), mask_BP.device)
-    else:
-        history_S = pair_S if history_BP is None else history_BP[batch_S, pair_S]
-        rows = Rows.of(torch.stack([history_S >= step for step in range(len(steps_BPD))]))
-    places_BP = None
-    if roots_BR is not None:
-        roots = torch.arange(roots_BR.shape[1], device=roots_BR.device).expand_as(roots_BR)
-        places_BP = torch.zeros_like(mask_BP, dtype=torch.long).scatter_(1, roots_BR, roots)
-    sources, first = [], 0
-    for step, states in enumerate(steps_BPD):
-        root_S = (pair_S - step).clamp(min=0)
-        place_S = root_S.clamp(max=states.shape[1] - 1) if places_BP is None else places_BP[batch_S, root_S]
-        sources.append(first + batch_S * states.shape[1] + place_S)
-        first += states.shape[0] * states.shape[1]
-    flat = [states.flatten(0, 1) for states in steps_BPD]
-    states_XD = torch.cat(flat) if len(flat) > 1 else flat[0]
-    return states_XD.index_select(0, torch.stack(sources)[rows.step, rows.position]), rows
 
 
 class SlotStudent(HeadStudent):

@@ -21,7 +21,7 @@ from train.config.checks import MAX_STAGE
 from train.config.derived import sharding_ranks, zero_stage
 from train.config.schema import Config, Device, Offload, Precision
 from train.distill.chunked_loss import BLOCK_LOGITS
-from train.distill.student import MAX_ROOTS
+from train.distill.rows import MAX_ROOTS
 from train.plan.meta import MetaModels
 
 BYTES = {Precision.fp32: 4, Precision.bf16: 2}
