@@ -32,9 +32,6 @@ from sage.drafts.spans import HeadInput, Layout, PairMasks, Rows, Spans
 
 GATE_SIZE = 64
 
-# Fields states, offset and valid of `Rows`; a plain tuple, because the hooks of ZeRO-3 look for tensors in tuples.
-OperatorOutput = tuple[Tensor, Tensor, Tensor]
-
 
 class Compressor(nn.Module):
     """Replaces each span of visual pairs by fewer rows, as specified by `config.compressor` (see `check_compressor`)."""
@@ -73,7 +70,8 @@ class Compressor(nn.Module):
 
     def num_rows(self, length: int) -> int:
         """Returns the number of rows of a span of `length` pairs; the maximum if it depends on the question."""
-        return int(self.mode.num_rows(length))
+        counts = [module.num_rows(length) for module in self.modules() if isinstance(module, Operator)]
+        return max(counts) if isinstance(self.mode, Weighted) else sum(counts)
 
     def _with_zero_gradients(self, embeds_next: Tensor) -> Tensor:
         """Returns the input, connected to every weight with gradient zero: ranks that reduce gradients need all of them."""
@@ -87,7 +85,24 @@ class Compressor(nn.Module):
         return embeds_next + 0 * touched
 
 
-class WindowOperator(nn.Module):
+class Operator(nn.Module):
+    """Base class of operators, which reduce every span to some rows."""
+
+    def num_rows(self, length: int) -> int:
+        """Returns the number of rows of a span of `length` pairs; 0 here, with which only text is left."""
+        return 0
+
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> Rows:
+        """Returns the rows that replace spans with `states` [S, L, C], zeros after the end of a span; here none.
+
+        Args:
+            is_sampling: whether to draw from torch's generator.
+        """
+        none = spans.inside[:, :0]
+        return Rows(states[:, :0], none.long(), none)
+
+
+class WindowOperator(Operator):
     """Base class of operators with one row per window."""
 
     def __init__(self, ratio: int) -> None:
@@ -95,21 +110,15 @@ class WindowOperator(nn.Module):
         self.ratio = ratio
 
     def num_rows(self, length: int) -> int:
-        """Returns the number of rows of a span of `length` pairs."""
         return math.ceil(length / self.ratio)
 
-    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
-        """Returns a row per window of spans with `states` [S, L, C], zeros after the end of a span.
-
-        Args:
-            is_sampling: whether to draw from torch's generator.
-        """
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> Rows:
         num_windows = self.num_rows(states.shape[1])
         padded = nn.functional.pad(states, (0, 0, 0, num_windows * self.ratio - states.shape[1]))
         start = torch.arange(num_windows, device=states.device) * self.ratio
         size = (spans.length[:, None] - start).clamp(0, self.ratio)
         made, offset = self.reduce(padded.unflatten(1, (num_windows, self.ratio)), size, is_sampling)
-        return made, start + offset, size > 0
+        return Rows(made, start + offset, size > 0)
 
     def reduce(self, windows: Tensor, size: Tensor, is_sampling: bool) -> tuple[Tensor, Tensor]:
         """Returns rows [S, N, C] of windows [S, N, R, C] with `size` [S, N] pairs, and their places in the windows [S, N]."""
@@ -149,7 +158,7 @@ class Conv(WindowOperator):
         return total * (self.ratio / size.clamp(min=1))[..., None].to(total.dtype), middle_of(size)
 
 
-class Resampler(nn.Module):
+class Resampler(Operator):
     """One cross-attention layer with learned queries over the complete span.
 
     Query i of Q belongs to the i-th of Q equal parts of the span: its output is added to the mean of that part, and its row has
@@ -177,36 +186,23 @@ class Resampler(nn.Module):
     def num_rows(self, length: int) -> int:
         return min(len(self.queries), length)
 
-    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
-        """[S, L, C] -> min(Q, length) rows per span."""
+    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> Rows:
         number = torch.arange(len(self.queries), device=states.device)
         parts = spans.length.clamp(max=len(number))[:, None]
         start, end = (edge * spans.length[:, None] // parts for edge in (number, number + 1))
         pair = torch.arange(states.shape[1], device=states.device)
         belongs = (pair >= start[..., None]) & (pair < end[..., None]) & (number < parts)[..., None]
         mean = belongs.to(states.dtype) @ states / belongs.sum(-1, keepdim=True).clamp(min=1)
-        return mean + self._attend(states, spans), (start + end - 1) // 2, number < parts
+        return Rows(mean + self.attend(states, spans.inside), (start + end - 1) // 2, number < parts)
 
-    def _attend(self, states: Tensor, spans: Spans) -> Tensor:
-        """Returns the cross-attention, [S, Q, C]."""
+    def attend(self, states: Tensor, inside: Tensor) -> Tensor:
+        """Returns the cross-attention of the queries to every span, [S, Q, C]."""
         normed = norm_halves(states)
         keys, values = (proj(normed).unflatten(-1, (self.heads, -1)) for proj in (self.k_proj, self.v_proj))
         queries = self.queries.unflatten(-1, (self.heads, -1))
         scores = torch.einsum("qhd,slhd->shql", queries, keys) * queries.shape[-1] ** -0.5
-        weights = scores.masked_fill(~spans.inside[:, None, None], -torch.inf).softmax(-1)
+        weights = scores.masked_fill(~inside[:, None, None], -torch.inf).softmax(-1)
         return self.o_proj(torch.einsum("shql,slhd->sqhd", weights, values).flatten(-2))
-
-
-class TextOnly(nn.Module):
-    """Removes the visual rows; the features of later text tokens still depend on the image."""
-
-    def num_rows(self, length: int) -> int:
-        return 0
-
-    def forward(self, states: Tensor, spans: Spans, is_sampling: bool) -> OperatorOutput:
-        """[S, L, C] -> no rows."""
-        none = spans.inside[:, :0]
-        return states[:, :0], none.long(), none
 
 
 class Gate(nn.Module):
@@ -234,55 +230,43 @@ class Gate(nn.Module):
 class Single(nn.Module):
     """Rows of one operator."""
 
-    def __init__(self, operators: Sequence[nn.Module], config: Any) -> None:
+    def __init__(self, operators: Sequence[Operator], config: Any) -> None:
         super().__init__()
-        self.operator: Any = operators[0]
-
-    def num_rows(self, length: int) -> int:
-        return int(self.operator.num_rows(length))
+        [self.operator] = operators
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
         """Returns the rows that replace the spans, from `states` [S, L, C] and `question` [S, C]."""
-        return Rows(*self.operator(states, spans, is_sampling))
+        rows: Rows = self.operator(states, spans, is_sampling)
+        return rows
 
 
 class Concat(nn.Module):
     """Concatenated rows of the operators; `forward` as of `Single`."""
 
-    def __init__(self, operators: Sequence[nn.Module], config: Any) -> None:
+    def __init__(self, operators: Sequence[Operator], config: Any) -> None:
         super().__init__()
         self.operators = nn.ModuleList(operators)
-
-    def num_rows(self, length: int) -> int:
-        return sum(operator.num_rows(length) for operator in self.operators)
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
-        return Rows.concat([Rows(*operator(states, spans, is_sampling)) for operator in self.operators])
+        made = [operator(states, spans, is_sampling)[:3] for operator in self.operators]
+        return Rows(*(torch.cat(each, 1) for each in zip(*made, strict=True)))
 
 
-class Gated(nn.Module):
-    """Base class of modes whose gate scores the operators; `forward` as of `Single`."""
-
-    def __init__(self, operators: Sequence[nn.Module], config: Any) -> None:
-        super().__init__()
-        self.operators = nn.ModuleList(operators)
-        self.gate = Gate(2 * config.hidden_size, len(operators), config.initializer_range)
-
-    def num_rows(self, length: int) -> int:
-        return max(operator.num_rows(length) for operator in self.operators)
-
-
-class Weighted(Gated):
+class Weighted(Concat):
     """Rows of operators of equal ratio, mixed by the softmax of the gate, at the middles of the windows."""
+
+    def __init__(self, operators: Sequence[Operator], config: Any) -> None:
+        super().__init__(operators, config)
+        self.gate = Gate(2 * config.hidden_size, len(operators), config.initializer_range)
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
         share_SO = self.gate(question).softmax(-1)
-        *others, last = [Rows(*operator(states, spans, is_sampling)) for operator in self.operators]
+        *others, last = [operator(states, spans, is_sampling) for operator in self.operators]
         states_OSNC = torch.stack([rows.states for rows in (*others, last)])
         return Rows(torch.einsum("so,osnc->snc", share_SO, states_OSNC), last.offset, last.valid)
 
 
-class Select(Gated):
+class Select(Weighted):
     """Rows of one operator per span: the highest score of the gate, or in training a Gumbel-softmax sample of it.
 
     The gradient of the sample is that of the relaxed probability at `temperature` (straight-through), applied to the attention
@@ -291,40 +275,38 @@ class Select(Gated):
     Ref: Gumbel-softmax, arXiv 1611.01144, section 2.2.
     """
 
-    def __init__(self, operators: Sequence[nn.Module], config: Any) -> None:
+    def __init__(self, operators: Sequence[Operator], config: Any) -> None:
         super().__init__(operators, config)
         self.temperature = config.compressor["temperature"]
 
     def forward(self, states: Tensor, spans: Spans, question: Tensor, is_sampling: bool) -> Rows:
-        scores_SO = self.gate(question)
-        if not is_sampling:
-            chosen_S = scores_SO.argmax(-1)
-            return self._rows(states, spans, chosen_S, sorted(set(chosen_S.tolist())), False)
-        share_SO = ((scores_SO.float() + gumbel(scores_SO)) / self.temperature).softmax(-1)
-        chosen_S = share_SO.argmax(-1)
-        rows = self._rows(states, spans, chosen_S, range(len(self.operators)), True)  # all of them have gradients
-        share_S = share_SO.gather(1, chosen_S[:, None])[:, 0]
-        rows.weight = (1 + (share_S - share_S.detach())).to(states.dtype)  # exactly 1 in value
-        return rows
-
-    def _rows(self, states: Tensor, spans: Spans, chosen_S: Tensor, needed: Sequence[int], is_sampling: bool) -> Rows:
-        """Returns the rows of the operator chosen for each span, computed by those that are needed, in increasing order."""
-        candidates = [Rows(*self.operators[number](states, spans, is_sampling)) for number in needed]
-        longest = max(rows.offset.shape[1] for rows in candidates)
-        candidates = [rows.padded(longest) for rows in candidates]
-        number_S = torch.searchsorted(torch.tensor(needed, device=chosen_S.device), chosen_S)
+        score_SO = self.gate(question)
+        if is_sampling:
+            score_SO = ((score_SO.float() + gumbel(score_SO)) / self.temperature).softmax(-1)
+        chosen_S = score_SO.argmax(-1)
         span_S = torch.arange(len(chosen_S), device=chosen_S.device)
-        stacked = (torch.stack([getattr(rows, name) for rows in candidates]) for name in ("states", "offset", "valid"))
-        return Rows(*(values[number_S, span_S] for values in stacked))
+        made = [operator(states, spans, is_sampling)[:3] for operator in self.operators]
+        stacked = (torch.stack(_of_equal_length(each)) for each in zip(*made, strict=True))
+        rows = Rows(*(each[chosen_S, span_S] for each in stacked))
+        if not is_sampling:
+            return rows
+        share_S = score_SO.gather(1, chosen_S[:, None])[:, 0]
+        return rows._replace(weight=(1 + (share_S - share_S.detach())).to(states.dtype))  # exactly 1 in value
+
+
+def _of_equal_length(values: Sequence[Tensor]) -> list[Tensor]:
+    """Pads tensors [S, N, ..] to the largest N."""
+    longest = max(each.shape[1] for each in values)
+    return [nn.functional.pad(each, (*[0, 0] * (each.dim() - 2), 0, longest - each.shape[1])) for each in values]
 
 
 # Operators by name, made from the compressor's keys and the head's sizes.
-OPERATORS: dict[str, Callable[[Mapping[str, Any], Any], nn.Module]] = {
+OPERATORS: dict[str, Callable[[Mapping[str, Any], Any], Operator]] = {
     "prune": lambda given, config: Prune(given["ratio"]),
     "pool": lambda given, config: Pool(given["ratio"]),
     "conv": lambda given, config: Conv(given.get("conv_ratio", given.get("ratio")), 2 * config.hidden_size),
     "resampler": lambda given, config: Resampler(given["queries"], config),
-    "text_only": lambda given, config: TextOnly(),
+    "text_only": lambda given, config: Operator(),
 }
 # Of each kind: the mode, its operators, and the required keys.
 MODES: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]] = {

@@ -20,6 +20,7 @@ M maximum number of spans of a sequence, C channels, D hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,9 +73,8 @@ def ends_of_turn(input_ids: Tensor, end_ids: list[int]) -> Tensor:
     return is_end
 
 
-@dataclass
-class Rows:
-    """Rows that replace the spans.
+class Rows(NamedTuple):
+    """Rows that replace the spans. A tuple, because the hooks of ZeRO-3 look for tensors in tuples.
 
     Attributes:
         states: [S, N, C].
@@ -88,16 +88,6 @@ class Rows:
     offset: Tensor
     valid: Tensor
     weight: Tensor | None = None
-
-    @staticmethod
-    def concat(parts: list[Rows]) -> Rows:
-        """Concatenates the rows of all parts."""
-        return Rows(*(torch.cat([getattr(part, name) for part in parts], 1) for name in ("states", "offset", "valid")))
-
-    def padded(self, count: int) -> Rows:
-        """Returns the rows padded to `count` per span."""
-        pad, more = nn.functional.pad, count - self.offset.shape[1]
-        return Rows(pad(self.states, (0, 0, 0, more)), pad(self.offset, (0, more)), pad(self.valid, (0, more)))
 
 
 @dataclass

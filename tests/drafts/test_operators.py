@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sage.drafts.compressor import Conv, Gate, OperatorOutput, Pool, Prune, Resampler, TextOnly, Weighted, hashed_uniform
+from sage.drafts.compressor import Conv, Gate, Operator, Pool, Prune, Resampler, Weighted, hashed_uniform
 from sage.drafts.spans import Layout, PairMasks, Rows, Spans
 from sage.drafts.unroll import Chains
 
@@ -45,9 +45,8 @@ def windows(span: Tensor, ratio: int) -> list[range]:
     return [range(start, min(start + ratio, len(span))) for start in range(0, len(span), ratio)]
 
 
-def assert_rows(made: OperatorOutput, expected: list[list[tuple[int, Tensor]]]) -> None:
+def assert_rows(rows: Rows, expected: list[list[tuple[int, Tensor]]]) -> None:
     """Compares the valid rows of each span with (pair whose position the row has, state)."""
-    rows = Rows(*made)
     for number, wanted in enumerate(expected):
         valid = rows.valid[number]
         assert rows.offset[number, valid].tolist() == [at for at, _ in wanted]
@@ -87,7 +86,7 @@ def test_prune_keeps_one_pair_of_each_window(is_sampling: bool) -> None:
     spans, states, single = image_spans()
     prune, seen = Prune(3), set()
     for _ in range(30):
-        rows = Rows(*prune(states, spans, is_sampling))
+        rows = prune(states, spans, is_sampling)
         for number, span in enumerate(single):
             at = rows.offset[number, rows.valid[number]].tolist()
             assert [place // 3 for place in at] == list(range(math.ceil(len(span) / 3))) and max(at) < len(span)
@@ -131,7 +130,7 @@ def resampled(module: Resampler, span: Tensor) -> list[tuple[int, Tensor]]:
 
 def test_text_only_removes_all_rows() -> None:
     spans, states, single = image_spans()
-    assert_rows(TextOnly()(states, spans, False), [[] for _ in single])
+    assert_rows(Operator()(states, spans, False), [[] for _ in single])
 
 
 def test_weighted_mixes_by_the_softmax_of_the_gate() -> None:
@@ -141,7 +140,7 @@ def test_weighted_mixes_by_the_softmax_of_the_gate() -> None:
     gate = randomised(mode.gate)
     question = torch.randn(len(single), CHANNELS, dtype=torch.float64)
     rows = mode(states, spans, question, False)
-    parts = [Rows(*operator(states, spans, False)) for operator in operators]
+    parts = [operator(states, spans, False) for operator in operators]
     for number in range(len(single)):
         halves = question[number].view(2, -1)
         normed = (halves / halves.square().mean(-1, keepdim=True).sqrt()).flatten()
