@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import run_folder
-from checkpoints.export.checks import check_folder
 from checkpoints.export.configs import EngineConfig
 from checkpoints.export.exporter import find_source
 from checkpoints.export.folder import CONFIG, Weights, export_info, verify_export
-from checkpoints.export.formats.registry import recognize
+from checkpoints.export.formats import recognize
+from checkpoints.export.importer import check_folder
 from checkpoints.export.serving import COMPRESSOR, format_compressor
 from checkpoints.run_folder import BEST_DRAFT, DRAFT, is_run, list_checks, list_steps, run_of, state_folder, step_name
 from checkpoints.store import restore_interrupted, verify_state

@@ -18,9 +18,8 @@ import torch
 import sage
 from benchmarks.engines.comparison import OURS, VLLM, Answer, Decoder, figures, take_turns
 from benchmarks.engines.server import SERVER, Refused, ServerClient, ServerDecoder, served_model
-from checkpoints.export.exporter import export
-from checkpoints.export.formats.registry import find_format
-from checkpoints.export.result import ExportOptions
+from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.formats import find_format
 from checkpoints.run_folder import run_of
 from data_prep.config import DataConfig, Images
 from data_prep.conversation import Conversation

@@ -31,8 +31,7 @@ from benchmarks.engines.measure import ENGINE_PYTHON, FORMAT, pocket_prompts
 from benchmarks.figures import counts
 from benchmarks.serving.servers import OURS, VLLM, Lab, Load, ServerSetting, load, serving
 from benchmarks.wide import add_widen_option, widened
-from checkpoints.export.exporter import export
-from checkpoints.export.result import ExportOptions
+from checkpoints.export.exporter import ExportOptions, export
 from data_prep.config import Images
 from data_prep.server.client import MediaPolicy, request_messages
 from sage.bench.measurement import rotated

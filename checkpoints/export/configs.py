@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts
+from checkpoints.export.target import EMBEDDING, LM_HEAD
 from sage.drafts.registry import MODEL_TYPE_PREFIX
 from sage.targets.rope import NOT_SCALING, RopeConfig
 
@@ -23,6 +23,8 @@ DEFAULT_THETA = 10000.0  # LlamaConfig's default
 DEFAULT_EPS = 1e-6  # of LlamaConfig and Qwen3Config
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 LEVELS_KEY, GIVE_LEVELS = "eagle_aux_hidden_state_layer_ids", "give --levels A,B,C"
+NORMS = ("input_layernorm", "post_attention_layernorm")
+FUSED_NORMS = (*NORMS, "hidden_norm")
 NO_D2T = "engines take draft ids for target ids and propose the wrong tokens: acceptance 1.00, no error"
 NO_LM_HEAD = "engines use the target's lm_head or a random one: acceptance 1.00, no error"
 NO_T2D = "speculators cannot train or verify the draft"
@@ -60,10 +62,9 @@ class EngineConfig:
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
         nested = raw.get("transformer_layer_config")
+        self.raw = raw
         self.layer: Mapping[str, Any] = nested if isinstance(nested, Mapping) else raw
-        self.prefix = "transformer_layer_config." if self.layer is not raw else ""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a field of the decoder layer, from the nested config or from the top level."""
@@ -71,7 +72,8 @@ class EngineConfig:
 
     def key_path(self, key: str) -> str:
         """Returns the dotted key of a field of the decoder layer, for messages."""
-        return f"{self.prefix}{key}" if key in self.layer or key not in self.raw else key
+        is_nested = self.layer is not self.raw and (key in self.layer or key not in self.raw)
+        return f"transformer_layer_config.{key}" if is_nested else key
 
     def size(self, key: str) -> int | None:
         """Returns a positive integer; None if the field is missing or anything else."""
@@ -91,11 +93,10 @@ class EngineConfig:
     @property
     def sizes(self) -> Sizes | None:
         """The sizes of the layer; None if one of them is missing."""
-        hidden, inner, vocab = (self.size(key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
-        heads, kv_heads, dim = self.size("num_attention_heads"), self.size("num_key_value_heads"), self.head_dim
-        if not (hidden and inner and vocab and heads and kv_heads and dim):
+        hidden, inner, heads, kv_heads, vocab = map(self.size, SIZES)
+        if not (hidden and inner and heads and kv_heads and vocab and self.head_dim):
             return None
-        return Sizes(hidden, inner, vocab, heads * dim, kv_heads * dim)
+        return Sizes(hidden, inner, vocab, heads * self.head_dim, kv_heads * self.head_dim)
 
     @property
     def classes(self) -> list[str]:
@@ -167,23 +168,6 @@ def fill(template: Any, values: Mapping[str, Any]) -> Any:
         elif not str(value).startswith("$?") or values.get(value[2:]) is not None:
             filled[key] = fill(value, values)
     return filled
-
-
-def rope_scaling(facts: TargetFacts) -> dict[str, Any] | None:
-    """Returns the target's rope as `rope_scaling` of transformers 4; None without axes or scaling."""
-    if facts.mrope_section:
-        axes = {"type": "mrope", "rope_type": "default", "mrope_section": list(facts.mrope_section)}
-        return axes | ({"mrope_interleaved": True} if facts.mrope_interleaved else {})
-    return dict(facts.scaled_rope) if facts.scaled_rope else None
-
-
-def rope_parameters(facts: TargetFacts) -> dict[str, Any]:
-    """Returns the target's rope without the axes of M-RoPE, as `rope_parameters` of transformers 5."""
-    return {"rope_type": "default", "rope_theta": facts.rope_theta} | dict(facts.scaled_rope or {})
-
-
-NORMS = ("input_layernorm", "post_attention_layernorm")
-FUSED_NORMS = (*NORMS, "hidden_norm")
 
 
 def layer_specs(

@@ -1,28 +1,35 @@
-"""Exports a trained draft to a folder that serving engines load: check compatibility, write, validate, reload, describe."""
+"""Exports a trained draft to a folder that serving engines load: check compatibility, write, validate, reload, describe.
+
+The card of a folder, from card.md.jinja, reports figures that were not measured and a license that was not given as missing.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jinja2 import Environment, StrictUndefined
 from safetensors.torch import save_file
 
 from checkpoints import run_folder
-from checkpoints.export.checks import InvalidExport, check_folder
 from checkpoints.export.folder import CONFIG, WEIGHTS, new_export
-from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.formats.records import ImportOptions
-from checkpoints.export.formats.registry import find_format, imported_drafts
-from checkpoints.export.result import DraftSource, ExportOptions, ExportResult, RoundingError, render_card
-from checkpoints.export.serving import COMPRESSOR, check_compatible, image_inputs_of
+from checkpoints.export.formats import find_format
+from checkpoints.export.formats.base import SPECULATIVE_TOKENS, ExportFormat, ImportOptions
+from checkpoints.export.importer import CheckResult, InvalidExport, check_folder
+from checkpoints.export.registry import imported_drafts
+from checkpoints.export.serving import COMPRESSOR, check_compatible, engines_for
 from checkpoints.export.target import TargetFacts
+from checkpoints.vllm_plugin import INSTALL_PLUGIN
+from sage.bench.report_table import measured_with
 from sage.drafts.head import DraftHead
 from sage.drafts.location import EXPORT_INFO, find_draft
 from sage.drafts.registry import head_kind, resolve
+from sage.io.dtypes import dtype_name
 from sage.io.files import read_json, write_json, write_text
 from sage.io.manifest import refuse_corrupt_draft
 from sage.io.model_files import load_weights, read_config
@@ -31,10 +38,79 @@ from sage.trees import AUTOREGRESSIVE
 
 logger = logging.getLogger(__name__)
 
-CARD = "README.md"
-SCHEMA = 1
+CARD, CARD_TEMPLATE = "README.md", Path(__file__).with_name("card.md.jinja")
 OMITTED = f"{COMPRESSOR}."  # prefix of tensors that the user allows to leave out, see check_compatible
 REPORT_SETTINGS = ("step", "target", "device", "dtype", "prompts", "repeats", "max_new_tokens", "temperature", "seed")
+RECIPE = (  # keys of the configuration that the card lists, or groups of them
+    *("seed", "data.num_examples", "data.max_length", "launch.gpus", "launch.ranks"),
+    *("draft", "objective", "optim", "train", "deepspeed"),
+)
+
+
+@dataclass(kw_only=True)
+class ExportOptions:
+    """Options of an export."""
+
+    flavour: str | None = None  # the engine, for a format that differs between engines
+    dtype: torch.dtype = torch.bfloat16  # dtype of the weights
+    target: str | None = None  # the target's folder or hub id; None = the one in the draft's config.json
+    target_name: str | None = None  # the target's name in configs and commands; None = as it was loaded
+    embedding: bool | None = None  # write the target's embedding too; None = the format's default
+    overwrite: bool = False  # replace an existing export
+    name: str | None = None  # the export's name in the card's commands; None = its folder
+    report: str | None = None  # the report.json with the card's measurements, or its folder; None = the run's own
+    # license, license_link: for the model card; None = not stated
+    license: str | None = None
+    license_link: str | None = None
+    converter: str | None = None  # source folder of llama.cpp, whose converter the format `gguf` calls
+    allow_unserved: bool = False  # export although no engine serves the target's family
+    allow_uncompressed: bool = False  # export without the draft's visual compressor
+
+
+class RoundingError(NamedTuple):
+    """Effect of rounding to the export's dtype: largest difference of outputs, and their `ExportFormat.agreement`."""
+
+    max_abs_difference: float
+    agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSource:
+    """A draft and its origin."""
+
+    draft: Path  # folder of the trained draft
+    run: Path | None = None  # the run that contains it, if any
+    step: int | None = None  # optimizer steps it was trained for; None if unknown
+    recipe: dict[str, Any] = field(default_factory=dict)  # the run's configuration when the draft was saved
+    recipe_changes: list[str] = field(default_factory=list)  # earlier changes of the recipe, one line each
+    provenance: dict[str, Any] = field(default_factory=dict)  # the run's provenance.json
+    # the validation report of this draft: the run's own, unless `with_report` chose another
+    report: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """A finished export."""
+
+    folder: Path
+    format: ExportFormat
+    options: ExportOptions
+    source: DraftSource
+    facts: TargetFacts
+    check: CheckResult
+    rounding: RoundingError
+    warnings: list[str]  # what differs from training, as complete sentences
+    speculative_tokens: int  # drafted tokens per round in the card's commands
+
+    @property
+    def name(self) -> str:
+        """The name in commands: the hub id it is uploaded to, or its folder."""
+        return self.options.name or str(self.folder)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the weights."""
+        return dtype_name(self.options.dtype)
 
 
 def export(path: Path | str, out: Path | str, name: str, options: ExportOptions | None = None) -> ExportResult:
@@ -71,7 +147,7 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
         except InvalidExport as error:
             raise InvalidExport(str(error).replace(str(part), str(out))) from error
         format_.complete(part, facts, options.dtype, options.converter)
-        num_tokens = format_.speculative_tokens(trained.config)
+        num_tokens = format_.most_tokens(trained.config) or SPECULATIVE_TOKENS
         result = ExportResult(out, format_, options, source, named, check, rounding, warnings, num_tokens)
         write_json(part / EXPORT_INFO, _export_info(result, trained))
         write_text(part / CARD, render_card(result))
@@ -109,7 +185,7 @@ def check_reload(folder: Path, format_: ExportFormat, trained: DraftHead, facts:
     Raises:
         InvalidExport: the outputs differ.
     """
-    exported = format_.read(folder, facts, ImportOptions(image_inputs=image_inputs_of(trained.config)))
+    exported = format_.read(folder, facts, ImportOptions(image_inputs=getattr(trained.config, "image_inputs", None)))
     original = format_.outputs(trained)
     rounded, reloaded = format_.outputs(trained.to(exported.dtype)), format_.outputs(exported)
     if not torch.equal(rounded, reloaded):
@@ -123,7 +199,7 @@ def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
     """Returns the content of sage_export.json, for which the engines' config.json has no fields."""
     source, config = result.source, trained.config
     return {
-        "schema": SCHEMA,
+        "schema": 1,
         "format": result.format.name,
         "flavour": result.format.flavour,
         "dtype": result.dtype,
@@ -131,7 +207,7 @@ def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
         "steps_trained": source.step,
         "draft": config.model_type,
         "parameters": sum(weight.numel() for name, weight in trained.named_parameters() if not name.startswith(OMITTED)),
-        "image_inputs": image_inputs_of(config),
+        "image_inputs": getattr(config, "image_inputs", None),
         "feature_levels": list(getattr(config, "feature_levels", [])),
         "target": result.facts.to_dict(),
         "data_fingerprint": source.provenance.get("data_fingerprint"),
@@ -207,3 +283,46 @@ def load_trained(folder: Path) -> DraftHead:
         )
     head: DraftHead = load_weights(resolve(kind.draft), folder, "draft", dtype="auto")
     return head.eval()
+
+
+# -- the model card -----------------------------------------------------------------------------------------------------
+
+
+def render_card(card: ExportResult) -> str:
+    """Renders the card as Markdown, with the hub's metadata at the top."""
+    pages = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    pages.filters["json"] = json.dumps
+    license_, name, known = card.options.license or "not stated", card.facts.name or "", card.source.provenance
+    install = f" (`{INSTALL_PLUGIN}` in vLLM's environment)" if card.format.needs_plugin(card.facts) else ""
+    return pages.from_string(CARD_TEMPLATE.read_text(encoding="utf-8")).render(
+        card=card,
+        facts=card.facts,
+        format=card.format,
+        source=card.source,
+        title=Path(card.name).name,
+        is_hub_id=name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists(),
+        measured_with=measured_with(card.source.report or {}),
+        commands=serve_commands(card.format, card.facts, card.name, card.speculative_tokens),
+        notes={"SGLang": " (as it documents; this project has not run it)", "vLLM": install},
+        target=name or "TARGET",
+        known=known,
+        versions=[f"{name} {version}" for name, version in (known.get("versions") or {}).items() if version],
+        settings=_settings(card.source),
+        license=f"{license_[0].upper()}{license_[1:]}",
+    )
+
+
+def serve_commands(format_: ExportFormat, facts: TargetFacts, draft: str, tokens: int = SPECULATIVE_TOKENS) -> dict[str, str]:
+    """Returns the command line for each engine with the export's folder or hub id; empty if no engine serves the family."""
+    target = facts.name or "TARGET"
+    return {engine: format_.serve_command(engine, target, draft, tokens) for engine in engines_for(format_, facts)}
+
+
+def _settings(source: DraftSource) -> dict[str, Any]:
+    """Returns the settings of the run that the card lists, by dotted key, without folders of the training machine."""
+    settings = {
+        key: value
+        for key, value in run_folder.dotted_keys(source.recipe).items()
+        if value not in (None, "", [], {}) and not key.endswith((".path", ".dir"))
+    }
+    return {key: settings[key] for name in RECIPE for key in settings if key == name or key.startswith(f"{name}.")}

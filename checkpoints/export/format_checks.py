@@ -17,18 +17,28 @@ from torch import Tensor
 
 from checkpoints.export.configs import DEFAULT_EPS, DEFAULT_THETA, SIZES, is_size
 from checkpoints.export.folder import PICKLED
-from checkpoints.export.formats.base import MAPS, CheckInput
-from checkpoints.export.formats.records import Finding
+from checkpoints.export.formats.base import MAPS, CheckInput, Finding
 from sage.io.dtypes import dtype_name
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+KINDS = {"int64": (torch.int64,), "bool": (torch.bool,), "float": FLOATS}
 INTEGERS = (torch.int64, torch.int32, torch.int16)
-CANNOT_IMPORT = "cannot import this draft"
 MAX_LISTED = 4  # tensors listed by name before "and N more"
 HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 ACTIVATIONS = (None, "silu", "gelu", "relu")  # that our layers compute; None: the default
+CANNOT_IMPORT = "cannot import this draft"
 UNSUPPORTED = "our head does not support it, cannot import it"
 INVALID = "invalid, cannot import it"
+RESIDUAL = "vLLM normalizes the residual, SGLang does not support it and computes something else"
+TIED = "SGLang uses the embedding as lm_head and drops the trained one: acceptance 1.00"
+NO_OTHER_SIZE = {
+    "hidden_size": "the target's features have another size",
+    "vocab_size": "draft and target use different token ids",
+}
+LENGTH_BY_AXES = {  # of `ExportFormat.has_axes`: what engines do without `max_position_embeddings`
+    True: "LlamaConfig's default is 2048: beyond it acceptance is 1.00",
+    False: "the engine stops, or takes a default of its own",
+}
 
 
 def is_token(value: Any, vocab: int | None) -> bool:
@@ -47,7 +57,7 @@ class Field:
 
     key: str
     is_met: Callable[[Any], bool]  # of the value, None if the field is missing
-    expected: str  # in words; empty if any value is wrong
+    expected: str  # in words
     effect: str  # in an engine, if it is not met
     is_top: bool = False  # whether the field is one of the draft, not of its decoder layer
     refusal: str = ""  # of an import; empty if only engines are affected
@@ -62,44 +72,38 @@ def check_fields(given: CheckInput, fields: Iterable[Field]) -> Iterator[Finding
             yield Finding(where, f"{value!r}, expected {field.expected}", field.effect, refusal=field.refusal)
 
 
-BUILDS = "the engine cannot build the layer"
-BIAS = "the engine adds biases without weights"
-RESIDUAL = "vLLM normalizes the residual, SGLang does not support it and computes something else"
-TIED = "SGLang uses the embedding as lm_head and drops the trained one: acceptance 1.00"
-NO_HEAD_DIM = "vLLM takes hidden_size / num_attention_heads, Qwen3's configuration class 128"
-
 is_absent = one_of(None, False)
-SIZE_FIELDS = [Field(key, is_size, "a positive integer", BUILDS, refusal=INVALID) for key in SIZES]
-BIASES = [Field(key, is_absent, "false", BIAS, refusal=UNSUPPORTED) for key in ("attention_bias", "mlp_bias", "bias")]
+SIZE_FIELDS = [Field(key, is_size, "a positive integer", "the engine cannot build the layer", refusal=INVALID) for key in SIZES]
+BIASES = [
+    Field(key, is_absent, "false", "the engine adds biases without weights", refusal=UNSUPPORTED)
+    for key in ("attention_bias", "mlp_bias", "bias")
+]
 
 
-def classes(given: CheckInput) -> Iterator[Finding]:
-    """Yields a finding unless `architectures` is the class that all engines of the format load."""
-    names, written, format_ = given.config.classes, given.config.raw.get("architectures"), given.format
-    if written != [format_.engine_class]:
-        is_third_party = any(name in format_.other_classes for name in names)
-        if is_third_party and len(names) == 1 and len(format_.engines) == 1:
-            return
+# -- config.json -------------------------------------------------------------------------------------------------------
+
+
+def layer_class(given: CheckInput) -> Iterator[Finding]:
+    """Classes of the draft and its layer, code to run, and quantization."""
+    config, format_ = given.config, given.format
+    written, model_type = config.raw.get("architectures"), config.layer.get("model_type")
+    is_third_party = any(name in format_.other_classes for name in config.classes)
+    is_loaded = is_third_party and len(config.classes) == len(format_.engines) == 1
+    if written != [format_.engine_class] and not is_loaded:
         effect = "vLLM loads it, SGLang does not load it as a draft" if is_third_party else "no engine loads it as a draft"
         yield Finding("architectures", f"{written}, expected ['{format_.engine_class}']", effect)
-
-
-def layer_type(given: CheckInput) -> Iterator[Finding]:
-    """Yields the findings about the layer's class, code to run, and quantization."""
-    config, allowed = given.config, given.format.layer_types
-    model_type = config.layer.get("model_type")
-    if model_type not in allowed:
-        found = f"{model_type!r}, expected {' or '.join(allowed)}"
+    if model_type not in format_.layer_types:
+        found = f"{model_type!r}, expected {' or '.join(format_.layer_types)}"
         yield given.at("model_type", found, "the engine's config loader refuses it")
     if "auto_map" in config.raw:
         effect = "engines run it only with trust_remote_code; no draft needs it"
-        yield Finding("auto_map", "names Python code to run", effect, is_warning=given.format.has_code)
+        yield Finding("auto_map", "names Python code to run", effect, is_warning=format_.has_code)
     if config.raw.get("quantization_config"):
         yield Finding("quantization_config", "present", "engines expect quantized tensors; these are not quantized")
 
 
 def sizes(given: CheckInput) -> Iterator[Finding]:
-    """Yields the findings about sizes, activation and epsilon of the layer, and about those that must be the target's."""
+    """Sizes, activation and epsilon of the layer, and the sizes that must be the target's."""
     config, facts = given.config, given.facts
     yield from check_fields(given, SIZE_FIELDS)
     heads, kv_heads = config.size("num_attention_heads"), config.size("num_key_value_heads")
@@ -113,52 +117,31 @@ def sizes(given: CheckInput) -> Iterator[Finding]:
     if not isinstance(eps, float) or not 0 < eps < 1:
         effect = f"the engine uses {DEFAULT_EPS:g}, whatever was used in training, or computes NaN"
         yield given.at("rms_norm_eps", f"{eps!r}", effect, refusal="" if eps is None else INVALID)
-    effects = {
-        "hidden_size": "the target's features have another size",
-        "vocab_size": "draft and target use different token ids",
-    }
-    for key, effect in effects.items():
+    for key, effect in NO_OTHER_SIZE.items():
         value = config.size(key)
         if facts and value and value != getattr(facts, key):
             found = f"{value}, the target's is {getattr(facts, key)}"
             remedy = f"give the target it was trained for in place of {facts.name or facts.model_type}"
             yield given.at(key, found, effect, refusal=remedy)
-
-
-def target_size(given: CheckInput) -> Iterator[Finding]:
-    """Yields a finding if fc was made for features of another size."""
-    key, config = "target_hidden_size", given.config
+    key = "target_hidden_size"
     if config.get(key) not in (None, config.get("hidden_size")):
         found = f"{config.get(key)}, hidden_size is {config.get('hidden_size')}"
         yield Finding(key, found, "fc gets another input size than its weight has")
 
 
-def single_layer(given: CheckInput) -> Iterator[Finding]:
-    """Yields a finding unless the config has one layer.
-
-    Some trainers copy the target's layer count to a draft of one layer, which can be imported.
-    """
-    layers = given.config.get("num_hidden_layers")
-    if layers != 1:
-        is_copied = layers is None or (given.facts is not None and layers == given.facts.num_layers)
-        refusal = "" if is_copied else "our head has one layer, cannot import it"
-        effect = "the engine builds layers without weights"
-        yield given.at("num_hidden_layers", f"{layers!r}, expected 1", effect, refusal=refusal)
-
-
 def context_length(given: CheckInput) -> Iterator[Finding]:
-    """Yields a finding unless the draft has positions for every token of the target's context."""
+    """The draft needs positions for every token of the target's context."""
     key = "max_position_embeddings"
     length, facts = given.config.size(key), given.facts
     if length is None:
-        yield given.at(key, f"{given.config.get(key)!r}", given.format.effect_without_length)
+        yield given.at(key, f"{given.config.get(key)!r}", LENGTH_BY_AXES[given.format.has_axes])
     elif facts and length < facts.max_position_embeddings:
         found = f"{length}, the target's is {facts.max_position_embeddings}"
         yield given.at(key, found, f"beyond {length} tokens the draft is served at acceptance 1.00, without an error")
 
 
 def rope(given: CheckInput) -> Iterator[Finding]:
-    """Yields findings about a rope that is not the one that engines compute for the target: `ExportFormat.has_axes`."""
+    """The rope must be the one that engines compute for the target (`ExportFormat.has_axes`)."""
     config, facts, has_axes = given.config, given.facts, given.format.has_axes
     if given.options and given.options.use_target_rope:
         return
@@ -185,21 +168,20 @@ def rope(given: CheckInput) -> Iterator[Finding]:
         yield given.at(key, found, "image positions differ from training", refusal=option)
 
 
+LAYER_CHECKS = (layer_class, sizes, context_length, rope)  # of all formats
 # EAGLE's layer has neither tied tables nor biases, and the normed feature is not its residual stream.
 switches = partial(check_fields, fields=(Field("tie_word_embeddings", one_of(False), "false", TIED), *BIASES))
 unsupported_residual = partial(check_fields, fields=[Field("norm_before_residual", is_absent, "false", RESIDUAL, is_top=True)])
-LAYER_CHECKS = (classes, layer_type, sizes, context_length, rope, target_size, switches)  # of EAGLE's formats
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
 def check_tensors(given: CheckInput) -> Iterator[Finding]:
-    """Yields all findings about a draft's tensors and maps; none if the config lacks the sizes to compare with."""
+    """All findings about a draft's tensors and maps; none if the config lacks the sizes to compare with."""
     if not given.specs:
         return
-    yield from _missing(given)
-    yield from _unexpected(given)
+    yield from _names(given)
     yield from _shapes_and_dtypes(given)
     yield from _values(given)
     if given.weights.is_pickled:
@@ -209,29 +191,26 @@ def check_tensors(given: CheckInput) -> Iterator[Finding]:
         yield from _vocabulary_maps(given)
 
 
-def _missing(given: CheckInput) -> Iterator[Finding]:
-    for name, spec in given.specs.items():
-        if not spec.is_optional and name not in given.weights.infos:
-            refusal = "" if name in given.format.borrowed else "the draft is incomplete"
+def _names(given: CheckInput) -> Iterator[Finding]:
+    infos, specs, format_ = given.weights.infos, given.specs, given.format
+    for name, spec in specs.items():
+        if not spec.is_optional and name not in infos:
+            refusal = "" if name in format_.borrowed else "the draft is incomplete"
             yield Finding(name, "missing", spec.effect_if_missing, refusal=refusal)
-
-
-def _unexpected(given: CheckInput) -> Iterator[Finding]:
-    extra = sorted(set(given.weights.infos) - set(given.specs) - set(given.format.borrowed))
-    effect = given.format.effect_of_unexpected
-    refusal = f"not part of our {given.format.row.imports or given.format.name} head, cannot import this draft"
-    prefixed = [name for name in extra if name.removeprefix("model.") in given.specs]
+    extra = sorted(set(infos) - set(specs) - set(format_.borrowed))
+    effect = format_.effect_of_unexpected
+    prefixed = [name for name in extra if name.removeprefix("model.") in specs]
     if prefixed:
         yield Finding(prefixed[0], f"{len(prefixed)} tensors have the prefix 'model.'", effect)
     others = [name for name in extra if name not in prefixed]
     for name in others[:MAX_LISTED]:
+        refusal = f"not part of our {format_.row.imports or format_.name} head, cannot import this draft"
         yield Finding(name, "unexpected tensor", effect, refusal=refusal)
     if len(others) > MAX_LISTED:
-        yield Finding(given.format.name, f"{len(others) - MAX_LISTED} more unexpected tensors", effect)
+        yield Finding(format_.name, f"{len(others) - MAX_LISTED} more unexpected tensors", effect)
 
 
 def _shapes_and_dtypes(given: CheckInput) -> Iterator[Finding]:
-    kinds = {"int64": (torch.int64,), "bool": (torch.bool,), "float": FLOATS}
     for name, spec in given.specs.items():
         info = given.weights.infos.get(name)
         if info is None:
@@ -240,7 +219,7 @@ def _shapes_and_dtypes(given: CheckInput) -> Iterator[Finding]:
             found = f"shape {list(info.shape)}, expected {list(spec.shape)}"
             refusal = "config.json gives other sizes, cannot import this draft"
             yield Finding(name, found, "the engine stops, or loads a slice of it", refusal=refusal)
-        if info.dtype not in kinds[spec.kind]:
+        if info.dtype not in KINDS[spec.kind]:
             is_number = spec.kind != "float" or (info.dtype is not None and info.dtype.is_floating_point)
             found = f"dtype {dtype_name(info.dtype)}, expected {spec.kind}"
             yield Finding(name, found, "the engine casts it or stops", refusal="" if is_number else CANNOT_IMPORT)
@@ -270,43 +249,35 @@ def _values(given: CheckInput) -> Iterator[Finding]:
 
 
 def _vocabulary_maps(given: CheckInput) -> Iterator[Finding]:
-    """Yields a finding unless d2t holds unique offsets into the target vocabulary and t2d marks exactly the ids in its range.
+    """d2t [U] must hold unique offsets (target id = draft id + d2t[draft id]), t2d [V] mark exactly the ids in its range.
 
-    Tensors of another shape or kind are findings of their own.
+    Maps of another shape or kind are findings of their own.
     """
-    infos = given.weights.infos
+    infos, vocab = given.weights.infos, given.specs["t2d"].shape[0]
     maps = {name: given.weights[name] for name in MAPS if name in infos and infos[name].shape == given.specs[name].shape}
     d2t, t2d = maps.get("d2t"), maps.get("t2d")
     if d2t is None or d2t.dtype not in INTEGERS:
         return
-    is_mask = t2d is not None and t2d.dtype == torch.bool
-    if problem := _check_maps(d2t.long(), t2d if is_mask else None, given.specs["t2d"].shape[0]):
-        yield problem
-
-
-def _check_maps(d2t: Tensor, t2d: Tensor | None, vocab: int) -> Finding | None:
-    """Checks d2t, LongTensor [U], target id = draft id + d2t[draft id], and t2d, BoolTensor [V]."""
-    ids = torch.arange(len(d2t)) + d2t
-    if problem := _check_d2t(d2t, ids, vocab, t2d):
-        return Finding("d2t", *problem, refusal=CANNOT_IMPORT)
-    if t2d is not None and not _agree(ids, t2d):
+    if t2d is not None and t2d.dtype != torch.bool:
+        t2d = None
+    ids = torch.arange(len(d2t)) + d2t.long()
+    if found := _d2t_problem(d2t.long(), ids, vocab, t2d):
+        effect = "draft tokens are mapped to the wrong target tokens: acceptance 1.00, no error"
+        yield Finding("d2t", found, effect, refusal=CANNOT_IMPORT)
+    elif t2d is not None and not _agree(ids, t2d):
         found = f"marks {int(t2d.sum())} ids, d2t maps to {len(ids)}, {int(t2d[ids].sum())} of them marked"
         effect = "training and verification use other tokens than the draft vocabulary"
-        return Finding("t2d", found, effect, refusal=CANNOT_IMPORT)
-    return None
+        yield Finding("t2d", found, effect, refusal=CANNOT_IMPORT)
 
 
-def _check_d2t(d2t: Tensor, ids: Tensor, vocab: int, t2d: Tensor | None) -> tuple[str, str] | None:
-    effect = "draft tokens are mapped to the wrong target tokens: acceptance 1.00, no error"
+def _d2t_problem(d2t: Tensor, ids: Tensor, vocab: int, t2d: Tensor | None) -> str:
     is_absolute = len(d2t) > 1 and bool((d2t[1:] > d2t[:-1]).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab
     if is_absolute and (int(ids[-1]) >= vocab or (t2d is not None and _agree(d2t, t2d))):
-        return "holds absolute target ids, not offsets (target id = draft id + d2t[draft id])", effect
+        return "holds absolute target ids, not offsets (target id = draft id + d2t[draft id])"
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        return f"maps to ids {int(ids.min())} to {int(ids.max())}, the vocabulary is 0 to {vocab - 1}", effect
+        return f"maps to ids {int(ids.min())} to {int(ids.max())}, the vocabulary is 0 to {vocab - 1}"
     num_duplicates = len(ids) - len(ids.unique())
-    if num_duplicates:
-        return f"maps {num_duplicates} draft ids to target ids that are already taken", effect
-    return None
+    return f"maps {num_duplicates} draft ids to target ids that are already taken" if num_duplicates else ""
 
 
 def _agree(ids: Tensor, t2d: Tensor) -> bool:

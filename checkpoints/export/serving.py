@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.formats.records import Obstacle
-from checkpoints.export.formats.registry import flavoured, variants
+from checkpoints.export.formats import variants
+from checkpoints.export.formats.base import ExportFormat, Obstacle
+from checkpoints.export.registry import flavoured
 from checkpoints.export.target import TargetFacts
 from sage.drafts.registry import KINDS, head_kind
 
@@ -50,12 +50,12 @@ def check_compatible(config: Any, facts: TargetFacts, format_: ExportFormat, all
     Raises:
         IncompatibleDraft: names every setting in the way, with its remedy.
     """
-    found = find_obstacles(config, facts, format_)
-    if refused := [obstacle for obstacle in found if obstacle.is_inherent or not allowed[obstacle.key]]:
+    obstacles = find_obstacles(config, facts, format_)
+    if refused := [obstacle for obstacle in obstacles if obstacle.is_inherent or not allowed[obstacle.key]]:
         raise IncompatibleDraft(refused)
     warnings = []
     if problem := _family_problem(facts, format_, format_.engines):
-        served_by = " and ".join(format_.engine_label(one, facts) for one in format_.served_by(facts))
+        served_by = " and ".join(format_.engine_label(engine, facts) for engine in format_.served_by(facts))
         others = f"{served_by} and the included decoder do" if served_by else "only the included decoder does"
         warnings.append(f"{problem[0].upper()}{problem[1:]}; {others}.")
     if chosen := getattr(config, COMPRESSOR, None):
@@ -64,7 +64,14 @@ def check_compatible(config: Any, facts: TargetFacts, format_: ExportFormat, all
             f"exported: engines feed the draft every visual token, which it was not trained on. Reported measurements were "
             f"made with the compressor."
         )
-    return [*warnings, *_image_warnings(config, facts, format_), *format_.warnings(config, facts)]
+    names = {"token": "the placeholder token's embedding", "embed": "the visual embedding"}
+    warnings += [
+        f"At image positions {engine} feeds the draft {names[fed]}; it was trained with {names[config.image_inputs]}: "
+        f"expect lower acceptance there (train with draft.image_inputs={fed} for this engine)."
+        for engine in engines_for(format_, facts)
+        if (fed := _other_input(engine, config, facts))
+    ]
+    return [*warnings, *format_.warnings(config, facts)]
 
 
 def engines_for(format_: ExportFormat, facts: TargetFacts) -> list[str]:
@@ -84,9 +91,15 @@ def find_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, engin
     found = [
         *_format_obstacles(f"draft={kind.name}" if kind else config.model_type, names, format_),
         *_target_obstacles(config, facts, format_, format_.engines if engine is None else [engine]),
-        *(obstacle for one in fitting for obstacle in one.obstacles(config, facts)),
-        *_compressor_obstacles(getattr(config, COMPRESSOR, None)),
+        *(obstacle for fitting_format in fitting for obstacle in fitting_format.obstacles(config, facts)),
     ]
+    if chosen := getattr(config, COMPRESSOR, None):
+        value = format_compressor(chosen)
+        problem = (
+            f"{value}: no engine supports one: vLLM and SGLang feed a draft every visual token, which it was not trained on"
+        )
+        remedy = "train with draft/compressor=none, or export the draft without it with --allow-uncompressed"
+        found.append(Obstacle(key=f"draft.{COMPRESSOR}", value=value, problem=problem, remedy=remedy, is_inherent=False))
     return found or _other_obstacles(config, format_)
 
 
@@ -120,8 +133,8 @@ def _target_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, en
         problem = f"{name}: engines are not known to support both in a draft"
         yield Obstacle(key="draft.scaled_rope", problem=problem, remedy="decode with sage-generate")
     if problem := _family_problem(facts, format_, engines):
-        served_by = [format_.engine_label(one, facts) for one in format_.served_by(facts)]
-        others = "only " if not served_by else f"{' and '.join(served_by)}, "
+        served_by = [format_.engine_label(engine, facts) for engine in format_.served_by(facts)]
+        others = f"{' and '.join(served_by)}, " if served_by else "only "
         remedy = f"{others}sage-generate and sage.generate decode with it; --allow-unserved exports it anyway"
         yield Obstacle(key="target", value=facts.model_type, problem=problem, remedy=remedy, is_inherent=False)
 
@@ -135,16 +148,6 @@ def _family_problem(facts: TargetFacts, format_: ExportFormat, engines: Sequence
     if not engines or {*engines} & {*served_by}:
         return ""
     return f"{' and '.join(engines)} is not known to serve drafts for {facts.model_type}"
-
-
-def _compressor_obstacles(chosen: dict[str, Any] | None) -> Iterator[Obstacle]:
-    if chosen:
-        value = format_compressor(chosen)
-        problem = (
-            f"{value}: no engine supports one: vLLM and SGLang feed a draft every visual token, which it was not trained on"
-        )
-        remedy = "train with draft/compressor=none, or export the draft without it with --allow-uncompressed"
-        yield Obstacle(key=f"draft.{COMPRESSOR}", value=value, problem=problem, remedy=remedy, is_inherent=False)
 
 
 def format_compressor(chosen: dict[str, Any]) -> str:
@@ -164,26 +167,13 @@ def _other_obstacles(config: Any, format_: ExportFormat) -> list[Obstacle]:
     ]
 
 
-def _image_warnings(config: Any, facts: TargetFacts, format_: ExportFormat) -> list[str]:
-    """Returns warnings about engines whose draft inputs at image positions differ from training."""
-    names = {"token": "the placeholder token's embedding", "embed": "the visual embedding"}
-    return [
-        f"At image positions {engine} feeds the draft {names[fed]}; it was trained with {names[config.image_inputs]}: "
-        f"expect lower acceptance there (train with draft.image_inputs={fed} for this engine)."
-        for engine in engines_for(format_, facts)
-        if (fed := _other_input(engine, config, facts))
-    ]
-
-
 def _other_input(engine: str, config: Any, facts: TargetFacts) -> str:
     """Returns the `draft.image_inputs` that an engine feeds; empty if the draft was trained with it, or has no such inputs."""
     fed = FED_INPUTS.get(engine, "")
-    return fed if facts.has_images and image_inputs_of(config) not in (None, fed) else ""
+    return fed if facts.has_images and getattr(config, "image_inputs", None) not in (None, fed) else ""
 
 
-def image_inputs_of(config: Any) -> str | None:
-    """Returns a draft's inputs at image positions in training; None if it has none there."""
-    return getattr(config, "image_inputs", None)
+# -- the line of a run -------------------------------------------------------------------------------------------------
 
 
 def serving_line(draft: Any, target: Any) -> str:
@@ -193,40 +183,34 @@ def serving_line(draft: Any, target: Any) -> str:
         draft: the draft head, or the complete smaller model.
         target: the configuration of the loaded target, `model.config`.
     """
-    kind = _kind_of(draft)
+    kind = head_kind(getattr(getattr(draft, "config", None), "model_type", None))
     if kind is None or not kind.export_formats:
         reason = f"draft={'model' if kind is None else kind.name} (it has no export; train draft=eagle3)"
         return f"can be served by {OURS} only; not by {' and '.join(ENGINES)}: {reason}"
     served: list[str] = []
     blocked: dict[str, list[str]] = {}
     config, facts = draft.config, _facts_of(draft, target)
-    for engine, (usable, obstacles) in _usable(config, facts, kind.export_formats).items():
+    for engine in ENGINES:
+        usable, obstacles = _usable(config, facts, kind.export_formats, engine)
         if usable:
             fed = _other_input(engine, config, facts)
             caveat = f"; lower acceptance at image positions than with draft.image_inputs={fed}" if fed else ""
-            served.append(f"{usable[0].engine_label(engine, facts)} (sage-export --format {usable[0].choice}{caveat})")
+            served.append(f"{usable.engine_label(engine, facts)} (sage-export --format {usable.choice}{caveat})")
         else:
-            none = f"draft={kind.name} (it loads no format of it)"
-            reasons = "; ".join(obstacle.brief for obstacle in obstacles[0]) if obstacles else none
-            blocked.setdefault(reasons, []).append(engine)
+            values = [f"{one.key}{'' if one.value is None else f'={one.value}'} ({one.remedy})" for one in obstacles]
+            blocked.setdefault("; ".join(values) or f"draft={kind.name} (it loads no format of it)", []).append(engine)
     line = f"can be served by {', '.join([*served, OURS])}{'' if served else ' only'}"
     return "; not by ".join([line, *(f"{' and '.join(engines)}: {reasons}" for reasons, engines in blocked.items())])
 
 
 def export_choice(draft: Any, target: Any) -> str:
-    """Returns the `--format` of `sage-export` for the first engine that serves a draft; empty if none does.
-
-    Args:
-        draft, target: those of `serving_line`; no draft is served by no engine.
-    """
-    kind = _kind_of(draft)
-    usable = _usable(draft.config, _facts_of(draft, target), kind.export_formats) if kind else {}
-    return next((formats[0].choice for formats, _ in usable.values() if formats), "")
-
-
-def _kind_of(draft: Any) -> Any:
-    """Returns the registry's row of a draft head; None for a complete smaller model, or without a draft."""
-    return head_kind(getattr(getattr(draft, "config", None), "model_type", None))
+    """Returns the `--format` of `sage-export` for the first engine that serves a draft, as of `serving_line`; empty if none."""
+    kind = head_kind(getattr(getattr(draft, "config", None), "model_type", None))
+    if kind is None:
+        return ""
+    facts = _facts_of(draft, target)
+    formats = (_usable(draft.config, facts, kind.export_formats, engine)[0] for engine in ENGINES)
+    return next((format_.choice for format_ in formats if format_), "")
 
 
 def _facts_of(draft: Any, target: Any) -> TargetFacts:
@@ -234,12 +218,10 @@ def _facts_of(draft: Any, target: Any) -> TargetFacts:
 
 
 def _usable(
-    config: Any, facts: TargetFacts, names: Sequence[str]
-) -> dict[str, tuple[list[ExportFormat], list[list[Obstacle]]]]:
-    """Returns by engine the formats that it loads and that can express a draft, and the obstacles of all formats it loads."""
-    found = {}
-    for engine in ENGINES:
-        formats = [one for one in variants(names) if engine in one.engines]
-        obstacles = [find_obstacles(config, facts, one, engine) for one in formats]
-        found[engine] = [one for one, some in zip(formats, obstacles, strict=True) if not some], obstacles
-    return found
+    config: Any, facts: TargetFacts, names: Sequence[str], engine: str
+) -> tuple[ExportFormat | None, Sequence[Obstacle]]:
+    """Returns the first format that an engine loads and that can express a draft; else the obstacles of the first it loads."""
+    formats = [format_ for format_ in variants(names) if engine in format_.engines]
+    obstacles = [find_obstacles(config, facts, format_, engine) for format_ in formats]
+    usable = next((format_ for format_, found in zip(formats, obstacles, strict=True) if not found), None)
+    return usable, obstacles[0] if obstacles else ()

@@ -17,9 +17,8 @@ from transformers import Qwen3Config
 
 import sage
 from checkpoints.export.configs import EngineConfig
-from checkpoints.export.exporter import export, speed_warnings
-from checkpoints.export.formats.registry import find_format, variants
-from checkpoints.export.result import ExportOptions
+from checkpoints.export.exporter import ExportOptions, export, speed_warnings
+from checkpoints.export.formats import find_format, variants
 from checkpoints.export.serving import serving_line
 from checkpoints.export.target import TargetFacts
 from sage.drafts.eagle import Eagle3Config

@@ -14,8 +14,8 @@ import torch
 from support.export_helpers import export_draft
 from support.messages import refused
 
-from checkpoints.export.checks import check_folder
 from checkpoints.export.folder import verify_export
+from checkpoints.export.importer import check_folder
 from checkpoints.store import restore_interrupted
 from sage.io.manifest import CorruptFolder
 

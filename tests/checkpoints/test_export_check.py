@@ -17,8 +17,7 @@ from support.export_helpers import EXPORTS, Damage, add, change_config, change_t
 from support.messages import check_message, refused
 
 import sage
-from checkpoints.export.checks import CheckResult, InvalidExport, check_folder
-from checkpoints.export.importer import read_draft
+from checkpoints.export.importer import CheckResult, InvalidExport, check_folder, read_draft
 from checkpoints.export.target import TargetFacts
 
 AUX, BLOCK_AUX = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"

@@ -29,10 +29,9 @@ from support.messages import refused
 from support.models import EAGLE_3_1
 
 import sage
-from checkpoints.export.checks import check_folder
 from checkpoints.export.format_checks import HEAD_NORMS
-from checkpoints.export.formats.records import ImportOptions
-from checkpoints.export.importer import convert, read_draft
+from checkpoints.export.formats.base import ImportOptions
+from checkpoints.export.importer import check_folder, convert, read_draft
 from checkpoints.export.target import TargetFacts
 
 AUX = "eagle_aux_hidden_state_layer_ids"

@@ -12,11 +12,10 @@ from support.export_helpers import EXPORTS, export_draft, make_draft, save_draft
 from support.messages import refused
 
 import sage
-from checkpoints.export.checks import InvalidExport, check_folder
 from checkpoints.export.exporter import check_reload, find_facts
-from checkpoints.export.formats.eagle3 import Eagle3Format
-from checkpoints.export.formats.registry import find_format
-from checkpoints.export.importer import convert
+from checkpoints.export.formats import find_format
+from checkpoints.export.formats.eagle import Eagle3Format
+from checkpoints.export.importer import InvalidExport, check_folder, convert
 from sage.drafts.head import DraftHead
 
 

@@ -14,13 +14,13 @@ from support.export_helpers import edit_json, export_draft, make_draft, outputs,
 from support.messages import check_message, refused
 
 import sage
-from checkpoints.export.checks import check_folder
 from checkpoints.export.configs import EngineConfig
 from checkpoints.export.format_checks import LAYER_CHECKS, check_tensors
-from checkpoints.export.formats.base import CheckInput
-from checkpoints.export.formats.eagle3 import Eagle3Format
-from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions, Obstacle
-from checkpoints.export.formats.registry import FORMATS, load_format
+from checkpoints.export.formats import find_format
+from checkpoints.export.formats.base import CheckInput, Finding, ImportOptions, Obstacle
+from checkpoints.export.formats.eagle import Eagle3Format
+from checkpoints.export.importer import check_folder
+from checkpoints.export.registry import FORMATS, FormatRow
 from checkpoints.export.target import TargetFacts
 from sage.drafts.registry import KINDS
 from train.serve_check.check import check_served
@@ -107,7 +107,7 @@ def test_corrupt_exports_of_a_row_are_refused(target: sage.Target, draft: Path, 
     assert code == 2
     check_message(text.replace(str(out), "OUT"), "block_size: missing", "block.mlp.up_proj.weight: missing", "2 errors")
     with refused("block.mlp.up_proj.weight: missing"):
-        load_format(FORMATS["block"]).read(out, TargetFacts.of_folder(target.name), ImportOptions())
+        find_format("block").read(out, TargetFacts.of_folder(target.name), ImportOptions())
 
 
 @pytest.mark.usefixtures("row")

@@ -11,8 +11,8 @@ from support.messages import refused
 from support.models import EAGLE_3_1
 
 import sage
-from checkpoints.export.checks import check_folder
 from checkpoints.export.formats.gguf import FILE
+from checkpoints.export.importer import check_folder
 from train.cli import export as command
 
 CONVERTER = """

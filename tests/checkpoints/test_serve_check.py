@@ -18,8 +18,7 @@ from support.traces import HOSTILE
 from support.train_helpers import make_target
 
 import sage
-from checkpoints.export.exporter import export
-from checkpoints.export.result import ExportOptions
+from checkpoints.export.exporter import ExportOptions, export
 from data_prep import pocket
 from data_prep.config import Cache, DataConfig, OnBad, data_config
 from train.serve_check import check as serve_check

@@ -13,8 +13,8 @@ from support.models import text_sizes
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import sage
-from checkpoints.export.formats.registry import find_format
-from checkpoints.export.result import serve_commands
+from checkpoints.export.exporter import serve_commands
+from checkpoints.export.formats import find_format
 from checkpoints.export.serving import export_choice, serving_line
 from checkpoints.export.target import TargetFacts
 from sage.io.files import config_dir

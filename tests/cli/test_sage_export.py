@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from support.export_helpers import REDUCED, edit_json, export_draft, save_draft, save_run, save_target
 from support.messages import check_message, refused
 
+from checkpoints.export.exporter import serve_commands
 from checkpoints.export.folder import push_to_hub
-from checkpoints.export.formats.registry import variants
-from checkpoints.export.result import serve_commands
+from checkpoints.export.formats import variants
 from checkpoints.export.target import TargetFacts
 
 ID = "Qwen/Qwen2.5-VL-7B-Instruct"

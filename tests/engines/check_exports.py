@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file
 
 import sage
 from benchmarks.engines.measure import FAMILIES, pocket_prompts
-from checkpoints.export.formats.registry import variants
+from checkpoints.export.formats import variants
 from checkpoints.run_folder import DRAFT
 from sage.io.machine import available_cores, pin
 from train.serve_check.acceptance import Answers, decode_chain

@@ -28,7 +28,7 @@ from engine_checks import DEPTH, Engine, Row, conclude, exported, new_parser, of
 from layouts import LAYOUTS, PUBLISHED, save_target
 
 import sage
-from checkpoints.export.formats.registry import find_format
+from checkpoints.export.formats import find_format
 from data_prep.conversation import Conversation
 from data_prep.pocket import world
 from sage.bench.measurement import BenchPrompt

@@ -28,9 +28,8 @@ from check_families import DEPTH, MAX_NEW_TOKENS, NUM_PROMPTS, STEPS, TRAIN_PROM
 from layouts import FILES, SCALED, TEXT, Layout, save_layout
 
 import sage
-from checkpoints.export.exporter import export
+from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats.gguf import FILE, SCRIPT
-from checkpoints.export.result import ExportOptions
 from data_prep.real import build_target as build_published
 from sage.io.tables import markdown_table
 from train.config.schema import ObjectiveConfig

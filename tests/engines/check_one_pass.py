@@ -33,7 +33,7 @@ from layouts import POCKET, TEXT, save_target
 from safetensors.torch import load_file, save_file
 
 import sage
-from checkpoints.export.formats.registry import find_format
+from checkpoints.export.formats import find_format
 from sage.drafts.registry import draft_kind, resolve
 from sage.io.machine import available_cores
 from train.config.schema import ObjectiveConfig

@@ -17,9 +17,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from checkpoints.export.configs import LEVELS_KEY
-from checkpoints.export.exporter import export
+from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.result import ExportOptions
 from sage.io.tables import markdown_table
 from train.serve_check.acceptance import Answers
 from train.serve_check.vllm_process import PROMPTS_FILE, EngineFailed, EngineSetting, VllmProcess

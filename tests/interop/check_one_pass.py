@@ -27,9 +27,8 @@ from speculators.models.peagle import PEagleDraftModel
 from transformers import AutoModelForImageTextToText
 
 import sage
-from checkpoints.export.exporter import export
+from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.importer import read_draft
-from checkpoints.export.result import ExportOptions
 from checkpoints.export.target import TargetFacts
 
 TARGET = Path(__file__).resolve().parents[2] / "data_prep" / "pocket" / "targets" / "pocket_qwen2_5_vl"

@@ -35,10 +35,8 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 from transformers.utils import logging as transformers_logging
 
 import sage
-from checkpoints.export.checks import check_folder
-from checkpoints.export.exporter import export
-from checkpoints.export.importer import read_draft
-from checkpoints.export.result import ExportOptions
+from checkpoints.export.exporter import ExportOptions, export
+from checkpoints.export.importer import check_folder, read_draft
 from checkpoints.export.target import TargetFacts
 from sage.drafts.eagle import Eagle3Config, Eagle3Draft, default_levels
 

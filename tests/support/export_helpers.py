@@ -14,9 +14,8 @@ from support.models import EAGLE_3_1, MAKERS
 from support.train_helpers import policy_figures
 
 import sage
-from checkpoints.export.exporter import export
-from checkpoints.export.formats.registry import find_format
-from checkpoints.export.result import ExportOptions, ExportResult
+from checkpoints.export.exporter import ExportOptions, ExportResult, export
+from checkpoints.export.formats import find_format
 from checkpoints.store import StateStore
 from sage.drafts.head import DraftHead
 from sage.io.manifest import write_manifest

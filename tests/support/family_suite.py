@@ -21,8 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.video_utils import VideoMetadata
 
 import sage
-from checkpoints.export.exporter import export
-from checkpoints.export.result import ExportOptions
+from checkpoints.export.exporter import ExportOptions, export
 from data_prep.chat import segments
 from data_prep.conversation import Message
 from sage.decoding import generation

@@ -30,8 +30,7 @@ from transformers import (
 )
 
 import sage
-from checkpoints.export.exporter import export
-from checkpoints.export.result import ExportOptions
+from checkpoints.export.exporter import ExportOptions, export
 from sage.io import target_paths
 from sage.runtime.modes import PassMode
 from sage.targets import loading

@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.export.formats.registry import FORMATS, check_format, flavoured, imported_drafts
+from checkpoints.export.registry import FORMATS, check_format, flavoured, imported_drafts
 from sage.commands import cli
 from sage.drafts.location import DRAFT_HELP, find_draft
 from sage.io.dtypes import torch_dtype
@@ -26,7 +26,7 @@ from sage.io.tables import counted
 from sage.io.target_paths import path_of_target
 
 if TYPE_CHECKING:
-    from checkpoints.export.checks import CheckResult
+    from checkpoints.export.importer import CheckResult
 
 SERVE_NUMBERS = {"num_prompts": 1, "max_new_tokens": 2, "depth": 1}  # option of a serve check -> its smallest value
 ONLY = {  # modes -> options that have no effect in others
@@ -179,7 +179,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from checkpoints.export.checks import check_folder
+    from checkpoints.export.importer import check_folder
     from checkpoints.export.target import TargetFacts
     from checkpoints.store import restore_interrupted
 
@@ -209,9 +209,8 @@ def _result_as_text(result: CheckResult) -> str:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from checkpoints.export.exporter import export
+    from checkpoints.export.exporter import ExportOptions, export, serve_commands
     from checkpoints.export.folder import push_to_hub
-    from checkpoints.export.result import ExportOptions, serve_commands
     from checkpoints.export.serving import IncompatibleDraft
 
     given = {one.name: getattr(args, one.name) for one in fields(ExportOptions) if hasattr(args, one.name)}
@@ -249,7 +248,7 @@ def _serve_check(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from checkpoints.export.formats.records import ImportOptions
+    from checkpoints.export.formats.base import ImportOptions
     from checkpoints.export.importer import convert
 
     try:

@@ -1,7 +1,7 @@
 """`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and which part is at fault.
 
 Owns: the order of steps and the refusals. Does not own: the rules (train.serve_check.acceptance), the checks of files
-(checkpoints.export.checks).
+(checkpoints.export.importer).
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.export.checks import CheckResult, check_folder
 from checkpoints.export.exporter import find_source, load_trained
-from checkpoints.export.formats.base import ExportFormat
-from checkpoints.export.formats.records import ImportOptions
-from checkpoints.export.formats.registry import variants
-from checkpoints.export.serving import FED_INPUTS, image_inputs_of
+from checkpoints.export.formats import variants
+from checkpoints.export.formats.base import ExportFormat, ImportOptions
+from checkpoints.export.importer import CheckResult, check_folder
+from checkpoints.export.serving import FED_INPUTS
 from checkpoints.export.target import TargetFacts
 from checkpoints.vllm_plugin import INSTALL_PLUGIN, RELEASES
 from sage.bench.measurement import BenchPrompt
@@ -104,7 +103,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
     source = find_source(options.source)
     trained = load_trained(source.draft)
     facts = TargetFacts.of_folder(options.target or trained.config.target_path)
-    fed_in_training = image_inputs_of(trained.config)
+    fed_in_training = getattr(trained.config, "image_inputs", None)
     checked = check_folder(options.export, facts)
     if checked.errors:
         return ServeResult({}, [f"export bad: {error}" for error in checked.errors])

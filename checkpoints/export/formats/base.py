@@ -1,8 +1,7 @@
-"""The interface of an export format. Everything that the package knows about a format is in its object.
+"""The interface of an export format, and what formats say about a folder or a draft.
 
-A format is a subclass in a module of this folder and a row of `checkpoints.export.formats.registry`: a template of config.json
+A format is a subclass in a module of this folder and a row of `checkpoints.export.registry`: a template of config.json
 (configs.yaml), a map of tensor names, the expected tensors, and the checks of a folder, which `--check` and `--import` share.
-The order of steps is in checkpoints.export.exporter, importer and checks; facts about targets are in `TargetFacts`.
 
 Shapes: B batch, T tokens, D hidden, A feature levels.
 """
@@ -20,19 +19,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.configs import (
-    DEFAULT_EPS,
-    FEATURE_LEVELS,
-    SIZES,
-    TEMPLATES,
-    EngineConfig,
-    TensorSpecs,
-    fill,
-    rope_parameters,
-    rope_scaling,
-)
+from checkpoints.export.configs import DEFAULT_EPS, FEATURE_LEVELS, SIZES, TEMPLATES, EngineConfig, TensorSpecs, fill
 from checkpoints.export.folder import Weights
-from checkpoints.export.formats.records import Finding, FormatRow, ImportOptions, Obstacle
+from checkpoints.export.registry import FormatRow
 from checkpoints.export.target import EMBEDDING, TargetFacts, read_target_embedding
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
@@ -43,12 +32,50 @@ SPECULATIVE_TOKENS = 3
 SGLANG_TREE = " \\\n  --speculative-num-steps {} --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
 BATCH, TOKENS, SEED = 2, 7, 0  # of the batch on which an export is compared with the trained draft
 PREFIXES = ("model.", "draft_model.", "module.")
-VERIFIERS_OWN = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own tensors
+IGNORED = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own tensors
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 MAPS = ("d2t", "t2d")
 TYPE = "speculators_model_type"
 BF16_EPS = 2**-7  # relative rounding error of bf16
 Table = Callable[[], Tensor]  # returns a table of the target, [V, D]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One error or warning: the tensor, config field or file, its value, and its effect in an engine."""
+
+    where: str
+    found: str
+    effect: str
+    is_warning: bool = False  # the draft can be served
+    refusal: str = ""  # what to do about it in an import; empty if only engines are affected
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.found}; {self.effect}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """A reason why an engine cannot serve a draft."""
+
+    key: str  # the setting in the way, or an option of sage-export
+    problem: str  # why it is in the way
+    remedy: str  # what to change
+    value: str | None = None  # the key's value, where it has a short one
+    is_inherent: bool = True  # whether no option of sage-export gets around it
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.problem}; {self.remedy}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Values that the folder of a third-party draft leaves open."""
+
+    levels: tuple[int, ...] | None = None  # feature levels, where the folder gives none or contradictory ones
+    # draft inputs at image positions in training; None = as in sage_export.json, else `embed`
+    image_inputs: str | None = None
+    use_target_rope: bool = False  # use the target's rope even if the folder's config specifies another
 
 
 @dataclass
@@ -76,8 +103,7 @@ class CheckInput:
         return Finding(self.config.key_path(key), found, effect, **more)
 
 
-Check = Callable[[CheckInput], Iterator[Finding]]
-Checks = tuple[Check, ...]
+Checks = tuple[Callable[[CheckInput], Iterator[Finding]], ...]
 
 
 @dataclass(frozen=True)
@@ -95,7 +121,9 @@ class ExportFormat(ABC):
     own_layer: ClassVar[str]
     layer: ClassVar[str]
     layer_types: ClassVar[tuple[str, ...]] = ("llama",)  # the `model_type` of the layer that engines know
+    engine_class: ClassVar[str]  # the class name in `architectures`
     other_classes: ClassVar[tuple[str, ...]] = ()  # class names besides `engine_class` that vLLM alone loads
+    checks: ClassVar[Checks]  # of a folder, in the order in which findings are reported
     method: ClassVar[str]  # the engines' name of the kind of draft
     algorithm: ClassVar[str] = ""  # `speculators_model_type`, in the layout of the package speculators
     has_embedding: ClassVar[bool] = False  # whether the target's token embedding is written by default
@@ -109,21 +137,9 @@ class ExportFormat(ABC):
     names_target: ClassVar[bool] = False  # whether vLLM reads target and settings from config.json
     environment: ClassVar[str] = ""  # variables that vLLM needs, in front of its command
     sglang_tree: ClassVar[str] = SGLANG_TREE  # options of SGLang's command line for a number of drafted tokens
-    # what engines do without `max_position_embeddings`
-    effect_without_length: ClassVar[str] = "LlamaConfig's default is 2048: beyond it acceptance is 1.00"
     # what engines do about a tensor that they do not know
     effect_of_unexpected: ClassVar[str] = "vLLM stops at an unknown name, SGLang skips it without a message"
     output: ClassVar[str] = "logit"  # what the reload check compares: `logit`, or the name of a vector
-
-    @property
-    @abstractmethod
-    def engine_class(self) -> str:
-        """The class name in `architectures`."""
-
-    @property
-    @abstractmethod
-    def checks(self) -> Checks:
-        """The checks of a folder, in the order in which findings are reported."""
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -152,13 +168,19 @@ class ExportFormat(ABC):
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         """Returns config.json for the configuration of a trained draft, exported in `dtype`."""
         values = {"draft": draft, "facts": facts, "format": self, "dtype": dtype_name(dtype)}
-        values |= {"tokens": self.speculative_tokens(draft), **self.config_values(draft, facts)}
+        values |= {"tokens": self.most_tokens(draft) or SPECULATIVE_TOKENS, **self.config_values(draft, facts)}
         filled: dict[str, Any] = fill(TEMPLATES[self.template], values)
         return filled
 
     def config_values(self, draft: Any, facts: TargetFacts) -> dict[str, Any]:
-        """Returns the values of the format's template besides fields of draft, facts and format."""
-        return {"rope_scaling": rope_scaling(facts), "rope_parameters": rope_parameters(facts)}
+        """Returns further values of the template: here the target's rope as in transformers 4 and, without axes, 5."""
+        scaled = dict(facts.scaled_rope or {})
+        axes: dict[str, Any] = {"type": "mrope", "rope_type": "default", "mrope_section": facts.mrope_section}
+        axes |= {"mrope_interleaved": True} if facts.mrope_interleaved else {}
+        return {
+            "rope_scaling": axes if facts.mrope_section else scaled or None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": facts.rope_theta} | scaled,
+        }
 
     def tensors(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns a trained draft's tensors under the format's names, without maps for a full draft vocabulary."""
@@ -184,10 +206,6 @@ class ExportFormat(ABC):
     def most_tokens(self, draft: Any) -> int | None:
         """Returns how many tokens a draft was trained to propose per round; None: any number."""
         return None
-
-    def speculative_tokens(self, draft: Any) -> int:
-        """Returns the number of drafted tokens per round in serve commands, for the configuration of a draft."""
-        return self.most_tokens(draft) or SPECULATIVE_TOKENS
 
     def rope(self, facts: TargetFacts) -> RopeConfig:
         """Returns the rope that engines compute in a draft for this target."""
@@ -216,11 +234,7 @@ class ExportFormat(ABC):
     def complete(  # noqa: B027 most formats have no further files
         self, folder: Path, facts: TargetFacts, dtype: torch.dtype, converter: str | None
     ) -> None:
-        """Adds files to a checked export in `folder`; the only format that has any converts it with `converter`.
-
-        Raises:
-            ValueError: the converter cannot be run, or does not write what the export contains.
-        """
+        """Adds files to a checked export, converted by `converter`; ValueError if it fails or writes something else."""
 
     # -- folders -------------------------------------------------------------------------------------------------------
 
@@ -236,6 +250,12 @@ class ExportFormat(ABC):
         """Returns the name that a tensor of the format has in our draft."""
         return with_prefix(name, self.layer, self.own_layer)
 
+    def format_name(self, name: str) -> str | None:
+        """Returns the format's name of a tensor as a trainer saved it; None for one that is not the draft's."""
+        for prefix in PREFIXES:
+            name = name.removeprefix(prefix)
+        return None if name in IGNORED or name.endswith(IGNORED_SUFFIX) else with_prefix(name, self.own_layer, self.layer)
+
     def read(
         self, folder: Path, facts: TargetFacts, options: ImportOptions, tables: Mapping[str, Table] | None = None
     ) -> DraftHead:
@@ -244,26 +264,16 @@ class ExportFormat(ABC):
         Raises:
             ValueError: names the field or tensor that is wrong, missing, or cannot be expressed.
         """
-
-        def name_of(name: str) -> str | None:
-            is_ignored = without_prefixes(name) in VERIFIERS_OWN or name.endswith(IGNORED_SUFFIX)
-            return None if is_ignored else self.format_name(name)
-
-        config, weights = EngineConfig(read_config(folder)), Weights(folder, name_of)
+        config, weights = EngineConfig(read_config(folder)), Weights(folder, self.format_name)
         given = CheckInput(self, config, weights, facts, folder, options=options, tables=tables or {})
         for finding in (finding for check in (*self.checks, _borrowed) for finding in check(given)):
             if finding.refusal:
                 raise ValueError(f"{folder}: {finding.where}: {finding.found}; {finding.refusal}")
-        own_config = self.draft_config(given, facts, options)
         tensors = self.draft_tensors(given, facts)
-        draft = self.draft(own_config)
+        draft = self.draft(self.draft_config(given, facts, options))
         draft.to(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
         draft.load_state_dict(tensors)
         return draft.eval()
-
-    def format_name(self, name: str) -> str:
-        """Returns the format's name of a tensor that a trainer saved under that of its modules or of our draft."""
-        return with_prefix(without_prefixes(name), self.own_layer, self.layer)
 
     @abstractmethod
     def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> Any:
@@ -343,13 +353,6 @@ class ExportFormat(ABC):
 def with_prefix(name: str, old: str, new: str) -> str:
     """Replaces a prefix of a tensor's name, if it has it."""
     return new + name.removeprefix(old) if name.startswith(old) else name
-
-
-def without_prefixes(name: str) -> str:
-    """Returns the name of a tensor without those of the modules around the draft."""
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
 
 
 def _borrowed(given: CheckInput) -> Iterator[Finding]:

@@ -10,7 +10,6 @@ Shapes: H hidden, A feature levels, V target vocabulary, U draft vocabulary.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -18,17 +17,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from checkpoints.export.configs import (
-    EngineConfig,
-    TensorSpec,
-    TensorSpecs,
-    head_specs,
-    is_size,
-    layer_specs,
-    levels_problem,
-)
+from checkpoints.export.configs import EngineConfig, TensorSpec, TensorSpecs, head_specs, is_size, layer_specs, levels_problem
 from checkpoints.export.format_checks import UNSUPPORTED, Field, check_fields, one_of
-from checkpoints.export.formats.base import BATCH, TOKENS, TYPE, CheckInput, Checks, ExportFormat, fixed_batch
+from checkpoints.export.formats.base import (
+    BATCH,
+    TOKENS,
+    TYPE,
+    CheckInput,
+    Checks,
+    ExportFormat,
+    Finding,
+    ImportOptions,
+    Obstacle,
+    fixed_batch,
+)
 from checkpoints.export.formats.block_checks import (
     ANCHOR,
     FULL,
@@ -41,8 +43,7 @@ from checkpoints.export.formats.block_checks import (
     lookup,
     native_part,
 )
-from checkpoints.export.formats.records import Finding, ImportOptions, Obstacle
-from checkpoints.export.formats.speculators import SPECULATORS_CHECKS
+from checkpoints.export.formats.eagle import speculators_layout
 from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts, read_target_embedding, read_target_lm_head
 from sage.drafts.block import BlockConfig, BlockDraft
 from sage.drafts.head import DraftHead
@@ -64,28 +65,19 @@ class BlockFormat(ExportFormat):
     borrowed = (EMBEDDING, LM_HEAD)
     has_axes = False
     has_code = True
-    effect_without_length = "the engine stops, or takes a default of its own"
     effect_of_unexpected = "vLLM stops at an unknown name"
     # conditional, other_conditional: `draft.conditional` of the drafts that it expresses, and of `other_format`
     conditional: ClassVar[str]
     other_conditional: ClassVar[str]
     other_format: ClassVar[str]
     own_checks: ClassVar[Checks]  # those of this format alone
+    layout: ClassVar[BlockLayout]  # where config.json contains what engines read of a block
     output = "output"
 
     @property
-    @abstractmethod
-    def layout(self) -> BlockLayout:
-        """Where config.json contains what engines read of a block."""
-
-    @property
-    def checks(self) -> Checks:
-        first = SPECULATORS_CHECKS if self.names_target else (native_part,)
-        return (*first, *block_checks(self.layout), *self.own_checks)
-
-    def own_specs(self, config: EngineConfig) -> TensorSpecs:
-        """Returns the expected tensors of the heads beside lm_head."""
-        return {}
+    def checks(self) -> Checks:  # type: ignore[override]
+        first = speculators_layout if self.names_target else native_part
+        return (first, *block_checks(self.layout), *self.own_checks)
 
     def specs(self, config: EngineConfig) -> TensorSpecs | None:
         layers, levels, dim = config.size("num_hidden_layers"), self.layout.read_levels(config), config.head_dim
@@ -96,7 +88,7 @@ class BlockFormat(ExportFormat):
             specs |= layer_specs(config, sizes, f"layers.{index}.", has=("biases", "head_norms"))
         is_full = config.size("draft_vocab_size") in (None, sizes.vocab)
         lm_head = replace(specs[LM_HEAD], is_optional=is_full, effect_if_missing=NO_ROWS)
-        return specs | {LM_HEAD: lm_head, "hidden_norm.weight": TensorSpec((hidden,)), **self.own_specs(config)}
+        return specs | {LM_HEAD: lm_head, "hidden_norm.weight": TensorSpec((hidden,))}
 
     # -- export --------------------------------------------------------------------------------------------------------
 
@@ -161,7 +153,8 @@ class BlockFormat(ExportFormat):
         config = given.config
         return BlockConfig(
             **self.head_fields(config, facts, options),
-            **self.heads(config),
+            conditional=self.conditional,
+            confidence=False,
             feature_levels=list(options.levels or self.layout.read_levels(config) or ()),
             draft_vocab_size=config.size("draft_vocab_size") or facts.vocab_size,
             block_size=config.size("block_size"),
@@ -170,10 +163,6 @@ class BlockFormat(ExportFormat):
             mask_token=lookup(config.raw, self.layout.mask_token),
             feed=False,
         )
-
-    def heads(self, config: EngineConfig) -> dict[str, Any]:
-        """Returns the fields of our draft's configuration for its conditional and its confidence head."""
-        return {"conditional": self.conditional, "confidence": False}
 
     # -- the reload check ----------------------------------------------------------------------------------------------
 
@@ -231,11 +220,11 @@ class DFlashFormat(BlockFormat):
         return "dflash_native" if self.is_native else "dflash"
 
     @property
-    def engine_class(self) -> str:
+    def engine_class(self) -> str:  # type: ignore[override]
         return "DFlashDraftModel" if self.is_native else "DFlashSpeculator"
 
     @property
-    def layout(self) -> BlockLayout:
+    def layout(self) -> BlockLayout:  # type: ignore[override]
         return NATIVE_LAYOUT if self.is_native else SPECULATORS_LAYOUT
 
     @property
@@ -295,20 +284,20 @@ class DSparkFormat(BlockFormat):
     engine_class = "DSparkSpeculator"
     other_classes = ("DSparkDraftModel", "Qwen3DSparkModel")
     # vLLM reads `sliding_window_non_causal` for other kinds only
-    layout = replace(SPECULATORS_LAYOUT, causal="", is_anchored=True, reads_mask_file=False)
+    layout = replace(SPECULATORS_LAYOUT, causal="", is_negated=False, is_anchored=True)
     names_target = True
     environment = "VLLM_USE_V2_MODEL_RUNNER=1 "
     own_checks = (_heads,)
     conditional, other_conditional, other_format = "markov", "none", "dflash"
 
-    def own_specs(self, config: EngineConfig) -> TensorSpecs:
-        rank, vocab, hidden = config.size(RANK) or 1, config.size("vocab_size") or 1, config.size("hidden_size") or 1
-        specs = {
-            "markov_head.markov_w1.weight": TensorSpec((vocab, rank)),
-            "markov_head.markov_w2.weight": TensorSpec((config.size("draft_vocab_size") or vocab, rank)),
-        }
+    def specs(self, config: EngineConfig) -> TensorSpecs | None:
+        specs, sizes, rank = super().specs(config), config.sizes, config.size(RANK) or 1
+        if specs is None or sizes is None:
+            return None
+        specs["markov_head.markov_w1.weight"] = TensorSpec((sizes.vocab, rank))
+        specs["markov_head.markov_w2.weight"] = TensorSpec((config.size("draft_vocab_size") or sizes.vocab, rank))
         if config.raw.get(CONFIDENCE):
-            size = hidden + (rank if config.raw.get(WITH_MARKOV) else 0)
+            size = sizes.hidden + (rank if config.raw.get(WITH_MARKOV) else 0)
             specs |= {"confidence_head.proj.weight": TensorSpec((1, size)), "confidence_head.proj.bias": TensorSpec((1,))}
         return specs
 
@@ -316,6 +305,8 @@ class DSparkFormat(BlockFormat):
         needs = "vLLM 0.32 serves DSpark drafts with VLLM_USE_V2_MODEL_RUNNER=1 only, which does not run on a CPU."
         return [*super().warnings(draft, facts), needs]
 
-    def heads(self, config: EngineConfig) -> dict[str, Any]:
-        has_confidence = bool(config.raw.get(CONFIDENCE))
-        return {"conditional": self.conditional, "conditional_rank": config.size(RANK), "confidence": has_confidence}
+    def draft_config(self, given: CheckInput, facts: TargetFacts, options: ImportOptions) -> BlockConfig:
+        own = super().draft_config(given, facts, options)
+        own.conditional_rank = given.config.size(RANK) or 1
+        own.confidence = bool(given.config.raw.get(CONFIDENCE))
+        return own

@@ -14,15 +14,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from checkpoints.export.configs import EngineConfig, default_levels
 from checkpoints.export.folder import TensorInfo, Weights
-from checkpoints.export.formats.base import SPECULATIVE_TOKENS
-from checkpoints.export.formats.eagle3 import Eagle3Format
-from checkpoints.export.formats.records import Obstacle
+from checkpoints.export.formats.base import SPECULATIVE_TOKENS, Obstacle
+from checkpoints.export.formats.eagle import Eagle3Format
 from checkpoints.export.target import TargetFacts
 from sage.io.model_files import read_config
 from sage.targets.families import FAMILIES
@@ -62,8 +61,6 @@ print(json.dumps({"tensors": tensors, "ids": maps[0] if maps else None, "levels"
 class GgufFormat(Eagle3Format):
     """EAGLE-3 drafts for llama.cpp."""
 
-    spec_type: ClassVar[str] = "draft-eagle3"
-
     def served_by(self, facts: TargetFacts) -> tuple[str, ...]:
         is_read = facts.model_type in FAMILIES and (not facts.has_images or facts.model_type in IMAGE_TARGETS)
         return self.engines if is_read else ()
@@ -97,7 +94,7 @@ class GgufFormat(Eagle3Format):
 
     def serve_command(self, engine: str, target: str, draft: str, tokens: int = SPECULATIVE_TOKENS) -> str:
         """Returns the command that serves a target converted by the same script; llama.cpp reads no hub ids."""
-        options = f"--spec-type {self.spec_type} --spec-draft-n-max {tokens} --spec-draft-p-min 0"
+        options = f"--spec-type draft-eagle3 --spec-draft-n-max {tokens} --spec-draft-p-min 0"
         return f"{SCRIPT} {target} --outfile target.gguf\nllama-server -m target.gguf -md {draft}/{FILE} \\\n  {options}"
 
 

@@ -13,31 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.export.configs import (
-    FEATURE_LEVELS,
-    LEVELS_KEY,
-    EngineConfig,
-    TensorSpec,
-    TensorSpecs,
-    layer_specs,
+from checkpoints.export.configs import FEATURE_LEVELS, LEVELS_KEY, EngineConfig, TensorSpec, TensorSpecs, layer_specs
+from checkpoints.export.format_checks import HEAD_NORMS, INVALID, LAYER_CHECKS, UNSUPPORTED, check_tensors, is_token
+from checkpoints.export.formats.base import TYPE, CheckInput, Finding, ImportOptions, fixed_batch
+from checkpoints.export.formats.eagle import (
+    SpeculatorsFormat,
+    draft_vocabulary,
+    feature_levels,
+    proposed_tokens,
+    residual,
+    speculators_layout,
 )
-from checkpoints.export.format_checks import (
-    HEAD_NORMS,
-    INVALID,
-    UNSUPPORTED,
-    check_tensors,
-    classes,
-    context_length,
-    is_token,
-    layer_type,
-    rope,
-    sizes,
-    target_size,
-)
-from checkpoints.export.formats.base import TYPE, CheckInput, fixed_batch
-from checkpoints.export.formats.eagle3 import draft_vocabulary, feature_levels
-from checkpoints.export.formats.records import Finding, ImportOptions
-from checkpoints.export.formats.speculators import SPECULATORS_CHECKS, SpeculatorsFormat, proposed_tokens, residual
 from checkpoints.export.target import EMBEDDING, TargetFacts, read_target_embedding
 from sage.drafts.eagle import PEagleConfig, PEagleDraft
 from sage.drafts.head import DraftHead
@@ -89,12 +75,8 @@ class PEagleFormat(SpeculatorsFormat):
     expressed = (*SpeculatorsFormat.expressed, "block_size", "num_layers", "mask_token")
     num_levels = None
     has_axes = False
-    effect_without_length = "the engine stops, or takes a default of its own"
     effect_of_unexpected = "vLLM stops at an unknown name"
-    checks = (
-        *(classes, layer_type, sizes, context_length, rope, target_size, draft_vocabulary),
-        *(*SPECULATORS_CHECKS, feature_levels, _layers, _slots, check_tensors),
-    )
+    checks = (*LAYER_CHECKS, draft_vocabulary, speculators_layout, feature_levels, _layers, _slots, check_tensors)
 
     @property
     def vllm_options(self) -> dict[str, Any]:
