@@ -34,10 +34,8 @@ from sage.io.tables import markdown_table
 from sage.targets.families import family_of
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.plan.estimate import CALL_S, CALLS_PER_LAYER, estimate
-from train.plan.memory import Workload
-from train.plan.meta import build_on_meta
-from train.plan.step_time import bytes_of_step, flops_of_step
+from train.plan.estimate import CALL_S, CALLS_PER_LAYER, bytes_of_step, estimate, flops_of_step
+from train.plan.memory import Workload, build_on_meta
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 HIDDEN = re.compile(r"(error|warning): |USDT:|\s*$")  # lines of logs that no page quotes

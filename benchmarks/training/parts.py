@@ -34,9 +34,8 @@ from train.distill.compiled_layers import draft_layers
 from train.distill.student import Student, supervised_features
 from train.distill.teacher import Staging, Teacher, count_supervised
 from train.job.build import build_teacher
-from train.plan.memory import Workload
-from train.plan.meta import MetaModels, target_architecture
-from train.plan.step_time import flops_of_step
+from train.plan.estimate import flops_of_step
+from train.plan.memory import MetaModels, Workload, target_architecture
 
 PARTS = {
     "vision": "vision tower, embedding",

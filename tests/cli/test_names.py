@@ -33,8 +33,8 @@ from train.cli.export import main as sage_export
 from train.cli.train import main
 from train.cli.validate import main as validate_main
 from train.config.checks import check
+from train.config.command_line import expand, refuse_unknown_options
 from train.config.hydra_app import compose
-from train.config.overrides import expand, refuse_unknown_options
 from train.config.schema import Config, ConfigError, Precision, ValidateConfig
 from train.config.store import target_dtype, target_name
 from train.distill.build import build_student

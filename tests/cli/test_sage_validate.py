@@ -16,8 +16,8 @@ from sage.commands.cli import EXIT_STOPPED
 from sage.io.manifest import write_manifest
 from train.cli import validate as validate_cli
 from train.cli.validate import run_validation
+from train.config.command_line import expand
 from train.config.hydra_app import compose
-from train.config.overrides import expand
 from train.config.schema import ConfigError, DecodeConfig, ValidateConfig
 from train.monitor.progress import Display
 from train.report.__main__ import main as draw

@@ -41,7 +41,7 @@ from sage.runtime.pass_function import EAGER, NODES, PassFunction, PassInputs, R
 from sage.targets import Features, Prompt
 from train.config import store
 from train.config.checks import check
-from train.config.errors import unknown_key
+from train.config.command_line import unknown_key
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.distill.objective import DraftOutput

@@ -32,7 +32,7 @@ from sage.inputs.video import VideoSize
 from sage.runtime.captured import Captured
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.loading import meta_target
-from train.plan.meta import count
+from train.plan.memory import count
 
 IMAGE, VIDEO, END = 60, 61, 1  # ids of the slots and of the token that ends an answer
 EXACT = {"atol": 1e-11, "rtol": 0}

@@ -36,8 +36,8 @@ from sage.runtime.modes import PassMode
 from sage.targets import loading
 from sage.targets.loading import meta_target
 from sage.targets.weights import dense_weight, weight_bytes
+from train.config.command_line import expand
 from train.config.hydra_app import compose
-from train.config.overrides import expand
 from train.config.schema import Config
 
 with suppress(ImportError):  # registers torch's linear layer, before a test replaces it by DeepSpeed's

@@ -20,8 +20,8 @@ from benchmarks.training import parts
 from sage.io.files import read_json
 from sage.targets.families import family_of
 from train.distill.teacher import Staging
-from train.plan.meta import target_architecture
-from train.plan.step_time import flops_of_step
+from train.plan.estimate import flops_of_step
+from train.plan.memory import target_architecture
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("alone")

@@ -16,9 +16,8 @@ from support.train_helpers import policy_figures
 from checkpoints.run_folder import next_check
 from sage.commands.cli import NOTHING_SAVED
 from train.cli import validate as validate_cli
-from train.config.hydra_app import compose
+from train.config.hydra_app import Job, compose, failures, folder_name, job_line, swept
 from train.config.schema import Config, ConfigError, ScoreConfig, ScoreMetric
-from train.config.sweep import Job, failures, folder_name, job_line, swept
 from train.report.compare import changed_keys, compare, compare_jobs, find_runs, read_run, run_command, score_of_run
 from train.report.run_page import measured_against_estimate, write_run_report
 
@@ -184,7 +183,7 @@ def test_a_sweep_scores_its_runs_and_compares_them_with_failed_jobs(
 
 
 def test_a_sweep_into_the_folder_of_a_run_is_refused(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.config.sweep.is_sweep", lambda: True)
+    monkeypatch.setattr("train.config.hydra_app.is_sweep", lambda: True)
     with refused(f"run.dir={runs[0]}", "already holds a run", "give another", error=ConfigError):
         compose("config", [f"run.dir={runs[0]}"], Config)
 

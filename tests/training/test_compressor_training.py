@@ -22,7 +22,7 @@ from train.config.schema import Config
 from train.job.build import building
 from train.job.loop import train_step
 from train.launch.ranks import process_group
-from train.plan.meta import build_on_meta
+from train.plan.memory import build_on_meta
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=3"]
 STEPS = 3

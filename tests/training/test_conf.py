@@ -34,7 +34,7 @@ from train.config.store import run_name
 from train.engine.engine import deepspeed_config, make_optimizer
 from train.job.schedule import learning_rate
 from train.monitor.sinks import check_tracking
-from train.plan.meta import build_on_meta
+from train.plan.memory import build_on_meta
 from train.validation.validate import build_policies
 
 

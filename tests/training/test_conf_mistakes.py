@@ -14,9 +14,8 @@ from support.messages import check_message, exit_code, refused
 from sage.io.files import config_dir
 from train.cli.train import main
 from train.config.checks import check
-from train.config.hydra_app import App, compose
+from train.config.hydra_app import App, compose, read_jobs
 from train.config.schema import Config, ConfigError
-from train.config.sweep import read_jobs
 
 REFUSED_WITHIN_S = 5  # of this process's own time, so that a busy machine does not count
 SWEEP_FILES = sorted((config_dir() / "sweep").glob("*.yaml"))

@@ -27,8 +27,7 @@ from train.job import loop
 from train.job.build import set_threads
 from train.launch.cluster_env import set_torch_defaults
 from train.launch.launcher import check_devices
-from train.launch.nodes import blind_ranks, check_same
-from train.launch.ranks import NCCL_TIMEOUT_S, Ranks, check_own_gpu, pick_device, process_group
+from train.launch.ranks import NCCL_TIMEOUT_S, Ranks, blind_ranks, check_own_gpu, check_same, pick_device, process_group
 from train.validation.prompts import PromptSet
 from train.validation.validate import ReportInfo, validate
 

@@ -28,8 +28,7 @@ from train.config.schema import Config, Offload
 from train.engine.optimizers import matrices_of
 from train.plan.data import DataPlan, extent_of, local_folder
 from train.plan.estimate import estimate
-from train.plan.memory import WORKING, Extent, draft_activations, draft_memory
-from train.plan.meta import build_on_meta, count, target_architecture
+from train.plan.memory import WORKING, Extent, build_on_meta, count, draft_activations, draft_memory, target_architecture
 from train.plan.text import gigabytes, render
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from support.train_helpers import big, configure
 from train.config.derived import sharding_ranks, validation_line
 from train.plan.data import balance_of
 from train.plan.estimate import estimate, plan
-from train.plan.meta import build_on_meta
+from train.plan.memory import build_on_meta
 from train.plan.text import render
 
 ROOT = Path(__file__).parents[2]

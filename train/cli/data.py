@@ -24,8 +24,8 @@ from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt
 from sage.training import call
 from train.config.checks import check_path, check_ranges
+from train.config.command_line import launch_keys, refuse_unused, task_overrides
 from train.config.hydra_app import App
-from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
 from train.config.store import plain_name
 from train.launch import cluster_env
@@ -148,12 +148,11 @@ def _regenerate_on_ranks(config: DataCommand) -> int:
     """Runs the ranks as independent processes that share only the output folder; a failed rank is resumed later."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if cluster_env.is_ranked():
+        if "RANK" in os.environ:  # of a launcher
             return _regenerate(config, cluster_env.rank(), cluster_env.world_size())
-        if config.regenerate.server:
-            return _regenerate(config, 0, 1)
-        ranks = config.launch.gpus or config.launch.ranks or 1
-        check_devices(config.launch, ranks)
+        ranks = 1 if config.regenerate.server else config.launch.gpus or config.launch.ranks or 1
+        if not config.regenerate.server:
+            check_devices(config.launch, ranks)
         return _regenerate(config, 0, 1) if ranks == 1 else _start_ranks(config, ranks)
     except KeyboardInterrupt as error:
         from data_prep.tools.regenerate import has_answers

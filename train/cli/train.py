@@ -9,8 +9,8 @@ from data_prep.config import Answers
 from sage.commands.cli import EXIT_DONE, EXIT_USER
 from train.cli.data import WITHOUT_SERVER
 from train.config.checks import check
+from train.config.command_line import refuse_unused, task_overrides
 from train.config.hydra_app import App
-from train.config.overrides import refuse_unused, task_overrides
 from train.config.resuming import changes
 from train.config.schema import Config
 from train.config.store import key_of

@@ -15,8 +15,8 @@ from sage.commands.cli import EXIT_DONE, EXIT_STOPPED, run
 from sage.io.files import check_writable
 from sage.io.manifest import refuse_corrupt_draft
 from train.config.checks import check_decode, check_path, check_ranges
+from train.config.command_line import launch_keys, refuse_unused, task_overrides
 from train.config.hydra_app import App
-from train.config.overrides import launch_keys, refuse_unused, task_overrides
 from train.config.schema import ConfigError, TrainConfig, ValidateConfig
 from train.config.store import key_of
 from train.launch import cluster_env
@@ -53,7 +53,7 @@ def run_validation(config: ValidateConfig) -> int:
     refuse_corrupt_draft(checkpoint.draft)  # before a large target is loaded
     config = settle(config, checkpoint, given)
     check_ranges(config)
-    check_decode(config.decode)
+    check_decode(config)
     check_path("target.path", config.target.path)
     configure_logging(config.debug)
     report = _measure(config, checkpoint)

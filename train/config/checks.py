@@ -2,13 +2,14 @@
 
 `check(config)` runs before anything is loaded or written. Properties of loaded objects (does the draft fit the target?) are
 checked where these are built, still before the first file is written. Every check raises ConfigError for the first mistake:
-dotted key, value, allowed values, remedy. Does not own: the settings of a run to be resumed (train.config.resuming).
+dotted key, value, allowed values, remedy.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,23 +24,10 @@ from sage.io.files import CannotWrite, check_writable
 from sage.io.ranges import FieldError, check_fields
 from sage.io.target_paths import how_to_get, looks_local, path_of_target
 from sage.trees import AUTOREGRESSIVE, POLICIES
+from train.config import schema
 from train.config.derived import check_batch
-from train.config.draft import CompressorKind
 from train.config.resuming import check_same_run
-from train.config.schema import (
-    MAX_STAGE,
-    Baseline,
-    Compile,
-    Config,
-    ConfigError,
-    DecodeConfig,
-    Offload,
-    OptimizerKind,
-    Precision,
-    RunConfig,
-    Schedule,
-    ValidateOn,
-)
+from train.config.schema import MAX_STAGE, Config, ConfigError, ValidateConfig
 from train.config.store import sequences_per_pass, subschemas
 
 # Sizes of a saved draft, which may not be changed.
@@ -47,6 +35,7 @@ SIZES = (
     *("intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("feature_levels", "draft_vocab_size", "num_layers", "mask_token"),
 )
+DERIVED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
 
 def check(config: Config) -> None:
@@ -64,11 +53,11 @@ def check(config: Config) -> None:
     _check_objective(config)
     check_deepspeed(config, config.launch.gpus or config.launch.ranks or 1)
     _check_launch(config)
-    check_decode(config.decode)
+    check_decode(config)
     _check_score(config)
 
 
-def check_run_folder(run: RunConfig) -> None:
+def check_run_folder(run: schema.RunConfig) -> None:
     """Refuses a run folder that would be overwritten or cannot be written."""
     folder = Path(run.dir)
     if not run.dir.strip():
@@ -101,52 +90,52 @@ def check_path(key: str, path: str) -> None:
         raise ConfigError(f"{key}={path}: no such folder; {how_to_get(path)}")
 
 
-def check_decode(decode: DecodeConfig) -> None:
+def check_decode(config: Config | ValidateConfig) -> None:
     """Checks the `decode` group of sage-train and sage-validate."""
-    names = [str(name) for name in decode.policies]
-    for name in (*names, *decode.options):
-        if name not in POLICIES:
-            _refuse("decode.policies", name, ", ".join(POLICIES), "remove or rename it")
+    decode = config.decode
     for name, options in decode.options.items():
+        if name not in POLICIES:
+            raise ConfigError(f"decode.options.{name}: no such policy; allowed: {', '.join(POLICIES)}")
         if not isinstance(options, dict):
-            _refuse(f"decode.options.{name}", options, "a mapping of options", f"for example decode.options.{name}={{}}")
-    if not names or len(set(names)) < len(names):
-        _refuse("decode.policies", names, "one or more different names", "list each policy once")
+            _refuse(
+                config, f"decode.options.{name}", "a mapping of options", f"for example decode.options.{name}={{}}", options
+            )
+    if not decode.policies or len(set(decode.policies)) < len(decode.policies):
+        _refuse(config, "decode.policies", "one or more different names", "list each policy once")
     if decode.temperature == 0 and not decode.couple:
-        _refuse("decode.couple", "false", "true at decode.temperature=0", "greedy decoding has no noise; set a temperature")
+        remedy = "greedy decoding has no noise; set a temperature"
+        _refuse(config, "decode.couple", "true at decode.temperature=0", remedy)
     if decode.assistant is not None:
-        if Baseline.hf_assisted not in decode.baselines:
+        if schema.Baseline.hf_assisted not in decode.baselines:
             raise ConfigError(f"decode.assistant={decode.assistant}: has no effect; add hf_assisted to decode.baselines")
         check_path("decode.assistant", decode.assistant)
 
 
 def _check_draft(config: Config) -> None:
-    if type(config.draft) is not subschemas().get(("draft", config.draft.kind)):
-        _refuse("draft.kind", config.draft.kind, "the kind chosen by draft=KIND", "remove it")
-    heads = getattr(config.draft, "num_attention_heads", None)
-    kv_heads = getattr(config.draft, "num_key_value_heads", None)
+    draft, kind = config.draft, KINDS[config.draft.kind]
+    heads, kv_heads = (getattr(draft, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads and kv_heads and heads % kv_heads:
-        _refuse("draft.num_key_value_heads", kv_heads, f"a divisor of draft.num_attention_heads={heads}", "change one of them")
-    for name in SIZES:
-        is_given = getattr(config.draft, name, None) is not None and getattr(type(config.draft), name) is None
-        if config.draft.path is not None and is_given:
-            _refuse(f"draft.{name}", getattr(config.draft, name), "null with draft.path", "a saved draft has its own")
-    if config.draft.path is not None:
-        find_draft(config.draft.path, "draft.path")
-    levels = getattr(config.draft, "feature_levels", None)
+        _refuse(config, "draft.num_key_value_heads", f"a divisor of draft.num_attention_heads={heads}", "change one of them")
+    if draft.path is not None:
+        for name in SIZES:
+            if getattr(draft, name, None) is not None and getattr(type(draft), name) is None:
+                _refuse(config, f"draft.{name}", "null with draft.path", "a saved draft has its own")
+        find_draft(draft.path, "draft.path")
+    levels = getattr(draft, "feature_levels", None)
     if levels is not None and (not levels or len(set(levels)) < len(levels)):
         allowed = "different layers counted from 0 (the embeddings)"
-        _refuse("draft.feature_levels", levels, allowed, "drop it for low, middle, high")
-    is_target = KINDS[config.draft.kind].is_target
-    if is_target and config.draft.path is None and getattr(config.draft, "num_layers", None) is None:
-        raise ConfigError(f"draft={config.draft.kind}: neither draft.path nor draft.num_layers is given; give one of them")
-    chosen, kind = config.draft.compressor, config.draft.kind
-    if not KINDS[kind].takes_compressor and chosen.kind is not CompressorKind.none:
-        reader = "a smaller model" if is_target else "it"
+        _refuse(config, "draft.feature_levels", allowed, "drop it for low, middle, high")
+    if kind.is_target and draft.path is None and getattr(draft, "num_layers", None) is None:
+        raise ConfigError(f"draft={draft.kind}: neither draft.path nor draft.num_layers is given; give one of them")
+    compressor = draft.compressor.kind
+    if not kind.takes_compressor and compressor != "none":
+        reader = "a smaller model" if kind.is_target else "it"
         remedy = f"{reader} reads every visual token; remove it, or choose draft=eagle or draft=eagle3"
-        _refuse("draft/compressor", chosen.kind, f"none with draft={kind}", remedy)
-    if type(chosen) is not subschemas()[("draft/compressor", str(chosen.kind))]:
-        raise ConfigError(f"draft.compressor.kind={chosen.kind}: has other keys; give draft/compressor={chosen.kind}")
+        _refuse(config, "draft/compressor", f"none with draft={draft.kind}", remedy, compressor)
+    for group, chosen in (("draft", draft), ("draft/compressor", draft.compressor)):
+        if type(chosen) is not subschemas().get((group, str(chosen.kind))):
+            key = f"{group.replace('/', '.')}.kind"
+            raise ConfigError(f"{key}={chosen.kind}: the choice has other keys; give {group}={chosen.kind}")
 
 
 def _check_data(config: Config) -> None:
@@ -161,84 +150,82 @@ def _check_data(config: Config) -> None:
 
 
 def _check_train(config: Config) -> None:
-    train = config.train
+    train, optim = config.train, config.optim
     if train.patience and not train.validate_every:
-        _refuse("train.patience", train.patience, "0 without train.validate_every", "give train.validate_every=STEPS")
+        _refuse(config, "train.patience", "0 without train.validate_every", "give train.validate_every=STEPS")
     if train.profile is not None and not (len(train.profile) == 2 and train.profile[0] <= train.profile[1]):
-        _refuse("train.profile", train.profile, "null or [first,last] step, counted from 1", "for example [10,12]")
-    if train.deterministic and train.compile is Compile.layers:
+        _refuse(config, "train.profile", "null or [first,last] step, counted from 1", "for example [10,12]")
+    if train.deterministic and train.compile is schema.Compile.layers:
         remedy = "kernels are chosen for the first batch after each start; remove one of them"
-        _refuse("train.compile", train.compile, "auto or none with train.deterministic=true", remedy)
-    optim = config.optim
-    if optim.min_lr_ratio and optim.schedule is not Schedule.cosine:
-        _refuse("optim.min_lr_ratio", optim.min_lr_ratio, "0 unless optim.schedule=cosine", "it would have no effect")
+        _refuse(config, "train.compile", "auto or none with train.deterministic=true", remedy)
+    if optim.min_lr_ratio and optim.schedule is not schema.Schedule.cosine:
+        _refuse(config, "optim.min_lr_ratio", "0 unless optim.schedule=cosine", "it would have no effect")
     if train.max_steps is not None and optim.warmup_steps >= train.max_steps:
-        _refuse("optim.warmup_steps", optim.warmup_steps, f"below train.max_steps={train.max_steps}", "reduce it")
+        _refuse(config, "optim.warmup_steps", f"below train.max_steps={train.max_steps}", "reduce it")
     if train.micro_batch_tokens is None:
         return
     if train.micro_batch_size != sequences_per_pass(config.target.recipe.micro_batch_size or 0, config.data.max_length):
         remedy = "the budget replaces it; give one of them"
-        _refuse("train.micro_batch_size", train.micro_batch_size, "not given with train.micro_batch_tokens", remedy)
+        _refuse(config, "train.micro_batch_size", "not given with train.micro_batch_tokens", remedy)
     for label, source in config.data.sources.items():
         if source.streaming:
             remedy = "the lengths of a stream are unknown; give train.micro_batch_size"
-            where = f"null with data.sources.{label}.streaming=true"
-            _refuse("train.micro_batch_tokens", train.micro_batch_tokens, where, remedy)
+            _refuse(config, "train.micro_batch_tokens", f"null with data.sources.{label}.streaming=true", remedy)
 
 
 def _check_objective(config: Config) -> None:
-    objective = config.objective
+    objective, draft, kind = config.objective, config.draft, KINDS[config.draft.kind]
     weights = [term.name for term in fields(objective) if term.name.endswith("_weight")]
     if not any(getattr(objective, name) for name in weights):
         shown = ", ".join(f"objective.{name}=0" for name in weights)
         raise ConfigError(f"{shown}: nothing to train on; raise one of them")
-    if not KINDS[config.draft.kind].predicts_features and objective.feature_weight:
-        remedy = f"it predicts no feature of the target; choose objective={config.draft.kind}"
-        _refuse("objective.feature_weight", objective.feature_weight, f"0 with draft={config.draft.kind}", remedy)
-    for name, needed in (("steps", 1), ("feature_noise", 0), ("anchors", None)) if KINDS[config.draft.kind].is_target else ():
-        if (value := getattr(objective, name)) != needed:
-            remedy = "a model reads tokens alone; choose objective=model"
-            _refuse(f"objective.{name}", value, f"{'null' if needed is None else needed} with draft=model", remedy)
-    if hasattr(config.draft, "block_size") and objective.steps != 1:
-        kind, remedy = config.draft.kind, "draft.block_size sets the levels, which one pass computes"
-        _refuse("objective.steps", objective.steps, f"1 with draft={kind}", remedy)
-    if isinstance(config.draft, BlockOptions) and not config.draft.is_causal and (config.draft.down_sample_ratio or 1) < 1:
+    if not kind.predicts_features and objective.feature_weight:
+        remedy = f"it predicts no feature of the target; choose objective={draft.kind}"
+        _refuse(config, "objective.feature_weight", f"0 with draft={draft.kind}", remedy)
+    for name, needed in (("steps", 1), ("feature_noise", 0), ("anchors", None)) if kind.is_target else ():
+        if getattr(objective, name) != needed:
+            allowed = f"{'null' if needed is None else needed} with draft=model"
+            _refuse(config, f"objective.{name}", allowed, "a model reads tokens alone; choose objective=model")
+    if hasattr(draft, "block_size") and objective.steps != 1:
+        remedy = "draft.block_size sets the levels, which one pass computes"
+        _refuse(config, "objective.steps", f"1 with draft={draft.kind}", remedy)
+    if isinstance(draft, BlockOptions) and not draft.is_causal and (draft.down_sample_ratio or 1) < 1:
         remedy = "slots attend to the later slots of their block; set draft.causal=true"
-        _refuse("draft.down_sample_ratio", config.draft.down_sample_ratio, "1 with draft.causal=false", remedy)
-    if objective.dpace_alpha is not None and not KINDS[config.draft.kind].is_parallel:
+        _refuse(config, "draft.down_sample_ratio", "1 with draft.causal=false", remedy)
+    if objective.dpace_alpha is not None and not kind.is_parallel:
         remedy = "it weighs the levels of a block; remove it, or choose draft=block"
-        _refuse("objective.dpace_alpha", objective.dpace_alpha, f"null with draft={config.draft.kind}", remedy)
+        _refuse(config, "objective.dpace_alpha", f"null with draft={draft.kind}", remedy)
 
 
 def _check_score(config: Config) -> None:
-    chosen = config.score.policy
     drafting = [name for name in config.decode.policies if name != AUTOREGRESSIVE]
-    if chosen is not None and chosen not in drafting:
-        _refuse(
-            "score.policy", chosen, f"one of decode.policies that drafts: {', '.join(drafting)}", "measure it, or remove it"
-        )
+    if config.score.policy is not None and config.score.policy not in drafting:
+        allowed = f"one of decode.policies that drafts: {', '.join(drafting)}"
+        _refuse(config, "score.policy", allowed, "measure it, or remove it")
     if config.train.patience and not drafting:
-        _refuse("train.patience", config.train.patience, "0 when no policy drafts", "add one to decode.policies")
+        _refuse(config, "train.patience", "0 when no policy drafts", "add one to decode.policies")
 
 
 def check_deepspeed(config: Config, world_size: int) -> None:
     """Checks the `deepspeed` group with this draft, validation and number of ranks."""
     deepspeed = config.deepspeed
-    if deepspeed.offload_optimizer is not Offload.none and deepspeed.stage == 0:
-        _refuse("deepspeed.offload_optimizer", deepspeed.offload_optimizer, "none with stage 0", "choose deepspeed=zero2")
-    if config.optim.kind is OptimizerKind.muon:
+    is_offloaded = deepspeed.offload_optimizer is not schema.Offload.none
+    if is_offloaded and deepspeed.stage == 0:
+        _refuse(config, "deepspeed.offload_optimizer", "none with stage 0", "choose deepspeed=zero2")
+    if config.optim.kind is schema.OptimizerKind.muon:
         if deepspeed.stage == MAX_STAGE:
-            _refuse("optim.kind", "muon", f"adamw with deepspeed.stage={MAX_STAGE}", "choose deepspeed=zero1 or zero2")
-        if deepspeed.offload_optimizer is not Offload.none:
+            _refuse(config, "optim.kind", f"adamw with deepspeed.stage={MAX_STAGE}", "choose deepspeed=zero1 or zero2")
+        if is_offloaded:
             allowed = f"adamw with deepspeed.offload_optimizer={deepspeed.offload_optimizer}"
-            _refuse("optim.kind", "muon", allowed, "a draft's optimizer state is small: set deepspeed.offload_optimizer=none")
-    derived = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+            remedy = "a draft's optimizer state is small: set deepspeed.offload_optimizer=none"
+            _refuse(config, "optim.kind", allowed, remedy)
     if deepspeed.shard_target and config.decode.dtype not in (None, config.target.dtype):
-        _refuse("decode.dtype", config.decode.dtype, "null with deepspeed.shard_target=true", "sharded weights cannot be cast")
-    if deepspeed.shard_target and config.train.validate_on is ValidateOn.all:
-        _refuse("train.validate_on", "all", "auto or main with deepspeed.shard_target=true", "every pass takes all ranks")
-    for key in derived & set(deepspeed.extra):
-        raise ConfigError(f"deepspeed.extra.{key}: derived from train.* and optim.*, so it may not be given here")
+        _refuse(config, "decode.dtype", "null with deepspeed.shard_target=true", "sharded weights cannot be cast")
+    if deepspeed.shard_target and config.train.validate_on is schema.ValidateOn.all:
+        _refuse(config, "train.validate_on", "auto or main with deepspeed.shard_target=true", "every pass takes all ranks")
+    for key in DERIVED:
+        if key in deepspeed.extra:
+            raise ConfigError(f"deepspeed.extra.{key}: derived from train.* and optim.*, so it may not be given here")
     if KINDS[config.draft.kind].is_target:
         _check_sharded_model(config, world_size)
 
@@ -248,27 +235,37 @@ def _check_sharded_model(config: Config, world_size: int) -> None:
     stage = config.deepspeed.stage
     if config.deepspeed.shard_target and config.draft.path is None:
         remedy = "layers are copied from an unsharded target; give draft.path=DIR, a smaller model's folder"
-        _refuse("deepspeed.shard_target", "true", "false with draft=model and draft.num_layers", remedy)
+        _refuse(config, "deepspeed.shard_target", "false with draft=model and draft.num_layers", remedy)
     reason = "a rank without images would block the others"
     if world_size > 1 and stage and getattr(config.draft, "train_part", None) is TrainedPart.all:
         remedy = f"{reason}; choose deepspeed=zero0 or draft.train_part=text"
-        _refuse("deepspeed.stage", stage, f"0 with draft=model draft.train_part=all on {world_size} ranks", remedy)
+        _refuse(config, "deepspeed.stage", f"0 with draft=model draft.train_part=all on {world_size} ranks", remedy)
     if world_size > 1 and stage == MAX_STAGE:
-        _refuse("deepspeed.stage", stage, f"0 to 2 with draft=model on {world_size} ranks", f"{reason}; choose deepspeed=zero2")
+        _refuse(
+            config, "deepspeed.stage", f"0 to 2 with draft=model on {world_size} ranks", f"{reason}; choose deepspeed=zero2"
+        )
 
 
 def _check_launch(config: Config) -> None:
     launch = config.launch
     if launch.gpus is not None and launch.ranks is not None and launch.gpus != launch.ranks:
-        _refuse("launch.ranks", launch.ranks, f"the same as launch.gpus={launch.gpus}", "give one of them")
-    if launch.device == "cpu" and config.train.precision is not Precision.fp32 and config.target.dtype is Precision.fp32:
-        _refuse("train.precision", config.train.precision, "fp32 with target.dtype=fp32 on a CPU", "set both to fp32")
+        _refuse(config, "launch.ranks", f"the same as launch.gpus={launch.gpus}", "give one of them")
+    if (
+        launch.device == "cpu"
+        and config.train.precision is not schema.Precision.fp32
+        and config.target.dtype is schema.Precision.fp32
+    ):
+        _refuse(config, "train.precision", "fp32 with target.dtype=fp32 on a CPU", "set both to fp32")
     check_batch(config, launch.gpus or launch.ranks or 1)
 
 
-def _refuse(key: str, value: Any, allowed: str, remedy: str) -> NoReturn:
+def _refuse(config: Config | ValidateConfig, key: str, allowed: str, remedy: str, value: Any = None) -> NoReturn:
+    """Raises ConfigError for the `value` of a key, by default the configuration's."""
+    value = attrgetter(key)(config) if value is None else value
     raise ConfigError(f"{key}={_shown(value)}: allowed: {allowed}; {remedy}")
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,46 +1,67 @@
 """Runs a command line through Hydra: composes and types the configuration, turns errors into one line and an exit code.
 
-Owns: composition, the jobs of a sweep. Does not own: the work of a command, the classes of errors (sage.commands.cli).
-Imports no torch, so that `--help` and mistakes are answered at once.
+Each job of a sweep writes a record, in any process or on any machine; the starting process reads and compares them. Imports no
+torch, so that `--help` and mistakes are answered at once.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints.run_folder import is_run
 from sage.commands import cli
-from sage.io.files import config_dir
+from sage.io.files import config_dir, read_json, write_text
 from sage.io.tables import counted
 from sage.io.target_paths import gguf_of, path_of_target
-from train.config import sweep
+from train.config.command_line import as_mistake, expand, refuse_unknown, refuse_unknown_options, task_overrides
 from train.config.derived import shorten_validation
-from train.config.errors import as_mistake, refuse_unknown
 from train.config.help import help_text
-from train.config.overrides import expand, refuse_unknown_options, task_overrides
 from train.config.resuming import with_own_config
 from train.config.schema import Config, ConfigError
 from train.config.store import key_of, register
 
 Schema = TypeVar("Schema")
 FULL_ERROR = "HYDRA_FULL_ERROR"  # environment variable; makes Hydra raise errors instead of printing them and exiting
+SWEEP_FOLDER = "SAGE_SWEEP"  # environment variable with the folder of the records
+SEARCHING = ("sweep=", "hydra/sweeper=", "hydra.sweeper.")  # choices of a sweeper
+LONGEST_NAME = 200  # characters of a folder's name; file systems end at 255
 
 
 class SweepStopped(BaseException):
-    """A job was stopped by a signal, with this exit code; the remaining jobs are not started.
+    """A job was stopped by a signal, with this exit code; no `Exception`, after which Hydra would start the next job."""
 
-    No `Exception`: Hydra would catch it and start the next job.
-    """
+
+@dataclass(kw_only=True)
+class Job:
+    """The record of a job: the overrides that distinguish it, its run folder, exit code, and error as one line."""
+
+    number: int
+    name: str
+    dir: str | None = None
+    code: int = 0
+    error: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped the job, which is then no failure."""
+        return self.code == cli.EXIT_STOPPED or self.error == cli.NOTHING_SAVED
 
 
 @dataclass(kw_only=True)
@@ -53,7 +74,7 @@ class App:
     is_main: bool  # whether this process is rank 0
     reports_errors: bool | None = None  # whether this process prints errors; None: if it is rank 0
     score: Callable[[Any], float | None] = lambda config: None  # of a job, for sweepers that search
-    compare: Callable[[Sequence[sweep.Job]], None] = lambda jobs: None  # all jobs at the end of a sweep
+    compare: Callable[[Sequence[Job]], None] = lambda jobs: None  # all jobs at the end of a sweep
     leading: Sequence[str] = ()  # options that the command itself takes as its first word
     _swept_keys: list[str] = field(default_factory=list)
     _num_jobs: int | None = None
@@ -88,15 +109,15 @@ class App:
         if {"-h", "--help"} & set(words):
             print(help_text(self.config_name, self.schema, words), flush=True)
             return cli.EXIT_DONE
-        self._swept_keys, self._num_jobs = sweep.swept(words)
+        self._swept_keys, self._num_jobs = swept(words)
         folder = Path("runs/.sweep").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        os.environ[sweep.FOLDER] = str(folder)  # is created when the first job of a sweep is done
+        os.environ[SWEEP_FOLDER] = str(folder)  # is created when the first job of a sweep is done
         start = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=self.config_name)(self)
         code = self._guard(lambda: start() or max(self._codes, default=cli.EXIT_DONE))
         return max(code, self._guard(lambda: self._summarize(folder)))
 
     def __call__(self, composed: DictConfig) -> float | None:
-        """Runs one job, possibly in another process than `run`. A failed job does not end a sweep.
+        """Runs one job, possibly in another process than `run`; a failed job does not end a sweep.
 
         Returns the score of a sweep's job, for sweepers that search; None after a failure.
         """
@@ -108,22 +129,22 @@ class App:
             return self.task(configs[0])
 
         self._error = None
-        is_sweep, started = sweep.is_sweep(), time.monotonic()
-        if is_sweep and self.is_main:
-            job = sweep.Job(number=int(HydraConfig.get().job.num), name=sweep.name_of_job(self._swept_keys))
-            print(sweep.job_line(job.number, self._num_jobs, job.name, self._seconds), file=sys.stderr, flush=True)
-        code = self._guard(work)
-        self._codes.append(code)
-        self._seconds.append(time.monotonic() - started)
-        if not is_sweep:
+        if not is_sweep():
+            self._codes.append(self._guard(work))
             return None
+        job, started = Job(number=int(HydraConfig.get().job.num), name=name_of_job(self._swept_keys)), time.monotonic()
         if self.is_main:
-            job.code, job.error = code, self._error
+            print(job_line(job.number, self._num_jobs, job.name, self._seconds), file=sys.stderr, flush=True)
+        job.code = self._guard(work)
+        job.error = self._error
+        self._codes.append(job.code)
+        self._seconds.append(time.monotonic() - started)
+        if self.is_main:
             job.dir = configs[0].run.dir if configs and hasattr(configs[0], "run") else None
-            job.write()
-        if sweep.Job(number=0, name="", code=code, error=self._error).is_stopped:
-            raise SweepStopped(code)
-        return self.score(configs[0]) if code == cli.EXIT_DONE else None
+            write_text(Path(os.environ[SWEEP_FOLDER]) / f"job_{job.number:05d}.json", json.dumps(asdict(job)) + "\n")
+        if job.is_stopped:
+            raise SweepStopped(job.code)
+        return self.score(configs[0]) if job.code == cli.EXIT_DONE else None
 
     def _guard(self, work: Callable[[], int]) -> int:
         """Runs `work`; turns every error into a line on stderr and an exit code."""
@@ -146,10 +167,10 @@ class App:
 
     def _summarize(self, folder: Path) -> int:
         """Compares the jobs recorded in `folder` and prints the failed ones; returns the largest of their exit codes."""
-        jobs = sweep.read_jobs(folder)
+        jobs = read_jobs(folder)
         if jobs and self.is_main:
             self.compare(jobs)
-        if failed := sweep.failures(jobs):
+        if failed := failures(jobs):
             cli.print_error(failed, cli.EXIT_USER, self.is_main)
         return max((job.code for job in jobs), default=cli.EXIT_DONE)
 
@@ -166,12 +187,12 @@ def to_object(composed: DictConfig, schema: type[Schema], overrides: Sequence[st
         composed.target.path = path_of_target(path)
     is_own = False
     if "run" in composed:
-        if sweep.is_sweep():
+        if is_sweep():
             if is_run(Path(composed.run.dir)):
                 needed = "a sweep needs a folder for the runs of its jobs; give another"
                 raise ConfigError(f"run.dir={composed.run.dir}: already holds a run; {needed}")
-            composed.run.dir = str(Path(composed.run.dir) / sweep.folder_name(sweep.name_of_job(swept_keys)))
-        if is_own := composed.run.resume and (is_run(Path(composed.run.dir)) or not sweep.is_sweep()):
+            composed.run.dir = str(Path(composed.run.dir) / folder_name(name_of_job(swept_keys)))
+        if is_own := composed.run.resume and (is_run(Path(composed.run.dir)) or not is_sweep()):
             composed = with_own_config(composed, overrides)
     config: Any = OmegaConf.to_object(composed)
     assert isinstance(config, schema), f"{type(config).__name__} is not {schema.__name__}"
@@ -191,3 +212,70 @@ def compose(config_name: str, overrides: list[str], schema: type[Schema]) -> Sch
         if (mistake := as_mistake(error, schema)) is not error:
             raise mistake from error
         raise
+
+
+# -- the jobs of a sweep -----------------------------------------------------------------------------------------------------
+
+
+def is_sweep() -> bool:
+    """Whether Hydra is running the jobs of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def swept(arguments: Sequence[str]) -> tuple[list[str], int | None]:
+    """Returns the keys with several values on a command line, which distinguish the jobs of its sweep, and the number of jobs.
+
+    The number is None if a sweeper that searches decides it.
+    """
+    keys, number = [], None if any(argument.startswith(SEARCHING) for argument in arguments) else 1
+    for argument in arguments:
+        try:
+            override = OverridesParser.create().parse_override(argument)
+        except HydraException:  # an option like -m, or a mistake that Hydra reports
+            continue
+        if not override.is_sweep_override():
+            continue
+        keys.append(override.get_key_element().lstrip("+~"))
+        count = sum(1 for _ in override.sweep_string_iterator()) if override.is_discrete_sweep() else None
+        number = None if number is None or count is None else number * count
+    return keys, number
+
+
+def name_of_job(keys: Sequence[str]) -> str:
+    """Names the current job by its overrides of the swept keys, for example `optim.lr=0.001 seed=1`."""
+    overrides = [override.lstrip("+~") for override in task_overrides()]
+    swept_values = " ".join(override for override in overrides if override.split("=")[0] in keys)
+    return swept_values or HydraConfig.get().job.override_dirname
+
+
+def folder_name(job: str) -> str:
+    """Returns a folder name that needs no quoting in a shell or an override: `optim.lr_0.001-seed_1`."""
+    name = re.sub(r"[^\w.+-]+", "_", job.replace(" ", "-")).strip("_")
+    digest = hashlib.sha256(job.encode()).hexdigest()[:8]
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{digest}"
+
+
+def job_line(number: int, total: int | None, name: str, seconds: Sequence[float]) -> str:
+    """Returns `job 2 of 3: optim.lr=0.001, about 0:12:00 left` from the durations of the finished jobs; `number` from 0."""
+    if total is None:
+        return f"job {number + 1}: {name}"
+    left_s = round(sum(seconds) / len(seconds) * (total - number)) if seconds else 0
+    return f"job {number + 1} of {total}: {name}" + (f", about {timedelta(seconds=left_s)} left" if seconds else "")
+
+
+def read_jobs(folder: Path) -> list[Job]:
+    """Reads all records, ordered by job number; ValueError for a damaged one, or one of another version."""
+    jobs = []
+    for path in sorted(folder.glob("job_*.json")):
+        try:
+            jobs.append(Job(**read_json(path)))
+        except TypeError as error:
+            reason = "a job of this sweep ran with another version of sage-draft; use one version on all machines"
+            raise ValueError(f"{path}: no record of a job ({error}); {reason}") from error
+    return jobs
+
+
+def failures(jobs: Sequence[Job]) -> str | None:
+    """Returns one line with every failed job, its exit code and its error; None if no job failed."""
+    failed = [f"{job.name or 'the only job'} (exit {job.code}: {job.error})" for job in jobs if job.code and not job.is_stopped]
+    return f"{len(failed)} of {len(jobs)} jobs failed: {'; '.join(failed)}" if failed else None

@@ -1,11 +1,7 @@
 """Resuming a run with its own configuration: what the command line overrides, and which overrides are allowed.
 
-    length, launch, saving, tracking, decoding   may change
-    optim, objective                             may change; recorded with the step at which the change takes effect
-    seed, target, draft, data, score, batch,
-    optim.kind                                   would make it another run: refused
-
-Does not own: the states of a run (train.state), the files of a run folder (checkpoints.run_folder).
+Length, launch, saving, tracking and decoding may change; so may optim and objective, which is recorded with the step. Seed,
+target, draft, data, score, batch and optim.kind would make it another run.
 """
 
 from __future__ import annotations
@@ -44,25 +40,15 @@ class Change:
     before: Any
     now: Any
 
-    @property
-    def is_recipe(self) -> bool:
-        """Whether the setting changes what is trained, so that it is recorded with its step."""
-        return self.key.startswith(RECIPE)
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the setting identifies the run, so that it may not change."""
-        return self.key.startswith(FIXED) and not self.key.startswith(CHANGEABLE)
-
     def __str__(self) -> str:
-        return f"{self.key}: {self.before} -> {self.now}{' (training recipe)' if self.is_recipe else ''}"
+        recipe = " (training recipe)" if self.key.startswith(RECIPE) else ""  # it changes what is trained
+        return f"{self.key}: {self.before} -> {self.now}{recipe}"
 
 
 def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Returns the configuration of the run in `run.dir`, with the `overrides` of the command line, composed, applied to it.
 
-    `experiment=` and `sweep=` are not applied again, and neither is the run's own target, draft or data. ConfigError for a
-    folder without a run, or with a configuration that cannot be read or has keys that this version does not know.
+    ConfigError for a folder without a run, or whose configuration cannot be read or has keys that this version does not know.
     """
     folder = Path(composed.run.dir)
     if not is_run(folder):
@@ -72,9 +58,8 @@ def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfi
         key = key_of(override)
         if override == BY_PATH or key in UNUSED_GROUPS:
             continue
-        is_policy = key == POLICY_GROUP
-        names = ("decode.policies", "decode.options") if is_policy else (IDENTITIES.get(key, key.replace("/", ".")),)
-        for name in names:
+        own = IDENTITIES.get(key, key.replace("/", "."))
+        for name in ("decode.policies", "decode.options") if key == POLICY_GROUP else (own,):
             OmegaConf.update(config, name, OmegaConf.select(composed, name), merge=False, force_add=True)
     config.run.dir, config.run.resume = str(folder), True
     config.debug = composed.debug
@@ -92,8 +77,7 @@ def own_choices(given: Mapping[str, str]) -> list[str]:
 def changes(config: Config) -> list[Change]:
     """Returns the settings of a resumed run that differ from those last used in its folder; none if it is not resumed.
 
-    Settings that the run's version did not have, and that have no default, are left out. ConfigError if the run's
-    configuration cannot be read.
+    ConfigError if the run's configuration cannot be read.
     """
     folder = Path(config.run.dir)
     if not config.run.resume or not is_run(folder):
@@ -106,7 +90,7 @@ def changes(config: Config) -> list[Change]:
 def check_same_run(config: Config) -> None:
     """Raises ConfigError with the first changed key if a run is resumed with other settings of the keys that identify it."""
     for change in changes(config):
-        if change.is_fixed:
+        if change.key.startswith(FIXED) and not change.key.startswith(CHANGEABLE):
             raise ConfigError(
                 f"{change.key}={change.now}: the run in {config.run.dir} was started with {change.before}; "
                 f"resume without {change.key}, or start another run.dir"
@@ -114,7 +98,7 @@ def check_same_run(config: Config) -> None:
 
 
 def _settings(config: DictConfig) -> dict[str, Any]:
-    """Dotted keys without empty mappings, with the values that a YAML file has."""
+    """Returns the dotted keys, without empty mappings, with the values that a YAML file has."""
     tree = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(config)))
     return {key: value for key, value in dotted_keys(tree).items() if value != {}}
 
@@ -137,10 +121,7 @@ def read_plain(run: Path, remedy: str = "give another run.dir") -> dict[str, Any
 
 
 def with_types(saved: Mapping[str, Any]) -> DictConfig:
-    """Returns the saved values with the types of the schema, and the defaults of other keys.
-
-    OmegaConfBaseException or KeyError if a key or a value does not fit the schema.
-    """
+    """Returns the saved values with the schema's types and defaults; OmegaConfBaseException or KeyError if they do not fit."""
     config = OmegaConf.structured(Config)
     for group, kind in _kinds_of(saved).items():
         OmegaConf.update(config, group.replace("/", "."), OmegaConf.structured(subschemas()[(group, kind)]), merge=False)

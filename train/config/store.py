@@ -1,7 +1,4 @@
-"""What Hydra composes from: schemas, choices of groups and resolvers; the keys of a schema, and their meanings.
-
-Does not own: the values of a configuration (conf/), options of policies (their classes). Imports no torch.
-"""
+"""What Hydra composes from: schemas, choices of groups and resolvers; the keys of a schema, and their meanings."""
 
 from __future__ import annotations
 
@@ -9,12 +6,11 @@ import ast
 import dataclasses
 import os
 import re
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
@@ -61,11 +57,9 @@ def choice_meaning(group: str, choice: str) -> str:
     path = config_dir() / group / f"{choice}.yaml"
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line)
-    content = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(content, dict)
-    values = {key: value for key, value in dotted_keys(content).items() if not key.startswith(UNLISTED)}
-    set_values = ", ".join(f"{key}={value}" for key, value in values.items() if "${" not in str(value))
-    return comment.removesuffix(".") or set_values
+    values = dotted_keys(cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))))
+    described = (f"{key}={value}" for key, value in values.items() if not key.startswith(UNLISTED) and "${" not in str(value))
+    return comment.removesuffix(".") or ", ".join(described)
 
 
 def _policy_meaning(policy: str) -> str:
@@ -80,9 +74,9 @@ def _policy_meaning(policy: str) -> str:
 def register() -> None:
     """Registers the schemas and the resolvers; `package_dir:PACKAGE` is the folder of an installed package."""
     register_schemas(tuple(KINDS.values()), POLICIES)
-    of_target = (target_name, target_dtype, lr_for_width, max_length_for)
     OmegaConf.register_new_resolver("user_cache", lambda: str(user_cache_dir()), replace=True)
-    for resolve in (package_dir, run_name, *of_target, sequences_per_pass):
+    resolvers = (package_dir, run_name, target_name, target_dtype, lr_for_width, max_length_for, sequences_per_pass)
+    for resolve in resolvers:
         OmegaConf.register_new_resolver(resolve.__name__, resolve, replace=True)
 
 
@@ -122,20 +116,19 @@ def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:
     keys: dict[str, Key] = {}
     nested: dict[str, Key] = {}
     for name, choices in having.items():
-        owner, key = owners[choices[0]], prefix + name
+        owner, key, field = owners[choices[0]], prefix + name, fields[name]
         hint = field_types(owner)[name]
         kind = plain_type(hint)
         if dataclasses.is_dataclass(kind):
-            nested |= keys_of(typing.cast(type, kind), f"{key}.")
+            nested |= keys_of(cast(type, kind), f"{key}.")
         elif key in LABELED:
-            nested |= keys_of(typing.get_args(kind)[1], f"{key}.{LABEL}.")
+            nested |= keys_of(get_args(kind)[1], f"{key}.{LABEL}.")
         else:
-            meaning, section = key_meanings(owner).get(name, "").removesuffix("."), first_sentence(schema.__doc__)
-            field = fields[name]
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             default = MISSING if default is dataclasses.MISSING else default
+            meaning = key_meanings(owner).get(name, "").removesuffix(".")
             owned = tuple(choices) if len(choices) < len(owners) else ()
-            keys[key] = Key(hint, default, meaning, section, owned)
+            keys[key] = Key(hint, default, meaning, first_sentence(schema.__doc__), owned)
     return keys | nested
 
 
@@ -153,11 +146,7 @@ def key_of(override: str) -> str:
 
 
 def run_name(target: str, draft: str, path: str | None, data: str, objective: str) -> str:
-    """Returns `TARGET-DRAFT-DATA`, with `-OBJECTIVE` if it is not the draft's own.
-
-    The data are named by the last part of `path` (`data.path`) without suffix, because one format has many files, else by
-    `data.name`.
-    """
+    """Returns `TARGET-DRAFT-DATA[-OBJECTIVE]`; data are named by the last part of `path` without suffix, else by `data`."""
     parts = [target, draft, Path(path).name.split(".")[0] if path else data]
     if objective not in ("", draft):
         parts.append(objective)

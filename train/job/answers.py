@@ -25,8 +25,7 @@ from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import locked
 from train.config.schema import Config, ConfigError
 from train.engine.sharded_teacher import ShardedTarget
-from train.launch.nodes import blind_ranks
-from train.launch.ranks import Ranks
+from train.launch.ranks import Ranks, blind_ranks
 from train.launch.supervisor import RankFailed
 
 logger = logging.getLogger(__name__)

@@ -50,8 +50,7 @@ from train.job.answers import training_data
 from train.job.loop import TrainingRun
 from train.job.schedule import RunSchedule
 from train.launch import cluster_env
-from train.launch.nodes import RunDisk, check_same
-from train.launch.ranks import Ranks
+from train.launch.ranks import Ranks, RunDisk, check_same
 from train.launch.supervisor import StopFlag
 from train.monitor.metrics import TrainingMetrics, chain_depth
 from train.monitor.profiler import ProfileWindow

@@ -18,8 +18,8 @@ from data_prep.config import Answers
 from data_prep.loader import StepLoader
 from sage.commands.cli import EXIT_CRASH
 from sage.io.model_files import in_one_line
+from train.config.command_line import changed_command
 from train.config.derived import RunLength
-from train.config.overrides import changed_command
 from train.config.schema import Config
 from train.distill.own_answers import OwnAnswers
 from train.distill.teacher import DeviceCopies, Teacher, count_supervised

@@ -1,4 +1,4 @@
-"""The environment variables of launchers (torchrun, deepspeed, srun): the only module that reads or sets them."""
+"""The environment variables of launchers: torchrun, deepspeed, srun."""
 
 from __future__ import annotations
 
@@ -35,11 +35,6 @@ def detect_launcher() -> int | None:
     return None
 
 
-def is_ranked() -> bool:
-    """Whether a launcher has numbered this process."""
-    return "RANK" in os.environ
-
-
 def _number(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
@@ -52,11 +47,6 @@ world_size = partial(_number, "WORLD_SIZE", 1)  # ranks over all machines
 def local_world_size() -> int:
     """Returns the number of ranks on this machine, which torchrun and deepspeed set."""
     return _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", 1))
-
-
-def meeting_point() -> str:
-    """Returns the address at which the ranks meet."""
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def node() -> str:
@@ -92,17 +82,8 @@ def set_rank(rank: int, world_size: int, store_port: int | None = None) -> None:
 
 
 def set_torch_defaults() -> None:
-    """Sets what torch reads when it is imported, where the user has not.
-
-    Segments of memory that grow do not fragment with the lengths of examples, and Inductor would start up to 32 compiler
-    processes for each rank.
-    """
+    """Sets what torch reads when it is imported, where the user has not."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # lengths of examples differ
     compilers = min(len(os.sched_getaffinity(0)) // local_world_size(), MAX_COMPILERS)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(compilers, 1)))
-
-
-def set_device_index(index: int | None) -> None:
-    """Sets LOCAL_RANK, which DeepSpeed requires and takes for the index of this rank's GPU; None: on a CPU."""
-    os.environ["LOCAL_RANK"] = str(local_rank() if index is None else index)

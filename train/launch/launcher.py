@@ -31,7 +31,7 @@ from train.config.checks import check_deepspeed
 from train.config.derived import check_batch
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
 from train.launch import cluster_env
-from train.launch.supervisor import Failure, StopFlag, Supervisor, describe, interrupted
+from train.launch.supervisor import StopFlag, Supervisor, describe, interrupted
 
 logger = logging.getLogger(__name__)
 IGNORE_LEAKS = "ignore:resource_tracker:UserWarning"  # of the semaphores that a killed rank leaves; they are cleaned up
@@ -122,14 +122,10 @@ def _run_spawned_rank(config: Config, work: RankWork, folder: str, num_ranks: in
     try:
         code = work(config)
     except BaseException as error:
-        failure = _describe(error, rank, config)
+        failure = describe(error, rank, config.run.dir)
         write_text(files.with_suffix(".json"), json.dumps(asdict(failure)))
         _exit_at_once(failure.exit_code)
     sys.exit(code)
-
-
-def _describe(error: BaseException, rank: int, config: Config) -> Failure:
-    return describe(interrupted(config.run.dir) if isinstance(error, KeyboardInterrupt) else error, rank)
 
 
 def _run_external_rank(config: Config, work: RankWork) -> int:
@@ -142,7 +138,7 @@ def _run_external_rank(config: Config, work: RankWork) -> int:
     except BaseException as error:
         if not has_peers():
             raise
-        failure = _describe(error, cluster_env.rank(), config)
+        failure = describe(error, cluster_env.rank(), config.run.dir)
         if is_first_failure():
             print(f"{failure.details}error: {failure.message}", file=sys.stderr)
         _exit_at_once(failure.exit_code)

@@ -1,6 +1,6 @@
 """Signals that request a stop, and supervision of spawned ranks: the first failure is reported, then the others are killed.
 
-When one rank fails, the others soon lose the connection to it and fail as well; those failures must not hide the first one.
+When a rank fails, the others soon lose the connection to it and fail as well; those failures must not hide the first one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from checkpoints.run_folder import list_steps, state_folder
 from sage.commands.cli import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USER, NOTHING_SAVED, is_crash
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM sends SIGUSR1 ahead of a time limit
-GRACE_S = 1.0  # time for the ranks to report their own errors after the first one has exited
+GRACE_S = 1.0
 LAST_LINES = 20  # that are shown of the output of a rank that has reported no error
 TIMED_OUT = re.compile(r"timed out waiting (\d+)ms", re.IGNORECASE)  # of gloo, on the rank that waits
 NCCL_TIMED_OUT = "Watchdog caught collective operation timeout"  # is logged before NCCL's thread aborts the process
@@ -93,7 +93,9 @@ class Failure:
     time: float = field(default_factory=time.time)
 
 
-def describe(error: BaseException, rank: int) -> Failure:
+def describe(error: BaseException, rank: int, run_dir: str | Path = "") -> Failure:
+    """Returns the error of a rank, in its words for the user."""
+    error = interrupted(run_dir) if isinstance(error, KeyboardInterrupt) else error
     line = " ".join(str(error).split()) or type(error).__name__
     if (code := getattr(error, "exit_code", None)) is not None:
         return Failure(message=line, exit_code=code)
@@ -121,27 +123,24 @@ class Supervisor(SignalHandler):
     """Waits for spawned ranks and forwards signals to them while its context is open.
 
     A rank that fails writes its error, a `Failure`, to `rank_N.json` in `folder`; all but rank 0 have their output in
-    `rank_N.log`. `failed` has the exit codes of the ranks that had failed before the others were killed.
+    `rank_N.log`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.failed: dict[int, int] = {}
+        self.failed: dict[int, int] = {}  # exit codes of the ranks that had failed before the others were killed
         self.is_stop_requested = False
         self._ranks: Sequence[BaseProcess] = ()
 
     def wait(self, ranks: Sequence[BaseProcess], run_dir: str) -> int:
-        """Waits until all ranks have exited; after the first failure, the others have a second to report their own errors.
-
-        Returns the exit code: 0 done, 3 stopped by a signal after saving. RankFailed if a rank failed.
-        """
+        """Waits for all ranks; returns 0, or 3 if a signal stopped them after saving. RankFailed if a rank failed."""
         self._ranks = ranks
         if self.is_stop_requested:  # while they were started
             self._request_stop()
         while (running := [rank.sentinel for rank in ranks if rank.exitcode is None]) and not self._find_failed():
             wait(running)
         if self._find_failed():
-            deadline = time.monotonic() + GRACE_S
+            deadline = time.monotonic() + GRACE_S  # for the others to report their own errors
             for rank in ranks:
                 rank.join(max(0.0, deadline - time.monotonic()))
             self.failed = self._find_failed()
@@ -150,8 +149,8 @@ class Supervisor(SignalHandler):
         return max((rank.exitcode or 0 for rank in ranks), default=0)
 
     def _find_failed(self) -> dict[int, int]:
-        """A rank that has stopped after saving exits with 3 and reports no error."""
         codes, reports = {number: rank.exitcode or 0 for number, rank in enumerate(self._ranks)}, self._reports()
+        # a rank that has stopped after saving exits with 3 and reports no error
         return {number: code for number, code in codes.items() if code not in (0, EXIT_STOPPED) or (code and number in reports)}
 
     def _kill(self) -> None:
@@ -180,7 +179,7 @@ class Supervisor(SignalHandler):
 
     def _reports(self) -> dict[int, Failure]:
         paths = self.folder.glob("rank_*.json")
-        return {int(path.stem.split("_")[1]): Failure(**json.loads(path.read_text())) for path in paths}
+        return {int(path.stem.removeprefix("rank_")): Failure(**json.loads(path.read_text())) for path in paths}
 
     def root_cause(self) -> RankFailed:
         """Returns the error to report: of a rank killed from outside, else the first failure that is not secondary."""

@@ -45,43 +45,25 @@ ANSWERS = {
 
 @dataclass(frozen=True)
 class Balance:
-    """The tokens of simulated steps.
+    """The tokens of simulated steps."""
 
-    Attributes:
-        mean_tokens: tokens per example.
-        real_share: tokens by tokens with padding.
-        efficiency: tokens by what the ranks compute while they wait for the slowest one: ranks x the padded tokens of the rank
-            that has most of them, in each step, or in each micro-batch of a sharded target.
-    """
-
-    mean_tokens: float
-    real_share: float
-    efficiency: float
+    mean_tokens: float  # per example
+    real_share: float  # of the tokens with padding
+    efficiency: float  # tokens by ranks x the padded tokens of the fullest rank, in each step or pass of a sharded target
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The data of a run.
+    """The data of a run; None stands for what is unknown, because the data were not opened or have no lengths."""
 
-    Attributes:
-        num_examples: training examples; None if the data were not opened.
-        rows: name and text of each line of the plan.
-        balance: padding and balance of the training examples; None if the data were not opened or have unknown lengths.
-        extent: likewise.
-        preparation: the time of images; None without images, or if the data were not opened.
-        pixels: the fewest and the most pixels of an image (`InputFormat.pixel_limits`), if the target's files are here.
-        dropped_share: of the examples, because they are too long.
-        refusal: why the run would not start.
-    """
-
-    num_examples: int | None
-    rows: list[tuple[str, str]]
+    num_examples: int | None  # for training
+    rows: list[tuple[str, str]]  # name and text of each line of the plan
     balance: Balance | None = None
     extent: Extent | None = None
-    preparation: Preparation | None = None
-    pixels: Size | None = None
-    dropped_share: float = 0.0
-    refusal: str = ""
+    preparation: Preparation | None = None  # the time of images; None without any
+    pixels: Size | None = None  # the fewest and the most of an image (`InputFormat.pixel_limits`)
+    dropped_share: float = 0.0  # of the examples, because they are too long
+    refusal: str = ""  # why the run would not start
 
 
 def plan_data(config: Config, ranks: int) -> DataPlan:
@@ -120,7 +102,7 @@ def plan_data(config: Config, ranks: int) -> DataPlan:
 def extent_of(lengths: np.ndarray, data: DataConfig, has_images: bool) -> Extent | None:
     """Returns the extent of the examples that are kept, from their `Lengths`, int [N, 3]; None if none is.
 
-    Prompts before the first answer are taken as visual where examples have images.
+    Prompts before the first answer count as visual where examples have images.
     """
     kept = [row for row in map(Lengths._make, lengths.tolist()) if row.fit(data.max_length, data.on_long) is not Fit.dropped]
     if not kept:
@@ -167,9 +149,8 @@ def _unopened(config: Config) -> str:
 
 def balance_of(lengths: np.ndarray, config: Config, ranks: int) -> Balance:
     """Simulates `NUM_STEPS` steps of examples whose lengths are drawn from `lengths`, int [N]; longer ones are shortened."""
-    train, limit = config.train, config.data.max_length
-    drawn = np.random.default_rng(config.seed).choice(lengths, NUM_STEPS * train.global_batch_size)
-    drawn = drawn if limit is None else np.minimum(drawn, limit)
+    drawn = np.random.default_rng(config.seed).choice(lengths, NUM_STEPS * config.train.global_batch_size)
+    drawn = np.minimum(drawn, config.data.max_length or drawn.max())
     by_rank = [_padded_tokens(drawn, config, rank, ranks) for rank in range(ranks)]
     steps = [np.array(step) for step in zip(*by_rank, strict=True)]  # each [ranks, micro-batches]
     waits = [step if config.deepspeed.shard_target else step.sum(-1, keepdims=True) for step in steps]
@@ -211,5 +192,4 @@ class _Examples:
         return {"id": str(position), "input_ids": range(int(self.lengths[position]))}
 
     def epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """Returns the order of an epoch."""
         return permutation(len(self), seed, epoch)

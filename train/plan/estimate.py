@@ -1,6 +1,7 @@
 """The plan of a run: memory per GPU, an optimizer step, validations, and the smallest change that makes it fit into memory.
 
-docs/plan.md has the formula of every figure; train.plan.memory and train.plan.step_time compute those of a step.
+docs/plan.md has the formula of every figure. Matrix products are counted as operations, everything between them as bytes, since
+each operator reads and writes memory.
 """
 
 from __future__ import annotations
@@ -11,49 +12,53 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from sage.bench.measurement import WARMUP_TOKENS
-from sage.trees import AUTOREGRESSIVE
+from sage.runtime.modes import VisionAttention
+from sage.trees import AUTOREGRESSIVE, SAGE
 from train.config.checks import MAX_STAGE, check_deepspeed
-from train.config.derived import run_length, split_of_length
-from train.config.schema import Config, ConfigError, DecodeConfig, Offload, PolicyName, ShardOver, ValidateOn
+from train.config.derived import run_length, split_of_length, zero_stage
+from train.config.schema import Config, ConfigError, DecodeConfig, Offload, PolicyName, Precision, ShardOver, ValidateOn
+from train.distill.compiled_layers import is_compiling
+from train.engine.optimizers import ITERATIONS
 from train.plan.data import DataPlan
-from train.plan.memory import BYTES, WORKING, Extent, Workload, memory_per_gpu, validation_memory
-from train.plan.meta import MetaModels, build_on_meta
-from train.plan.step_time import bytes_of_step, exposed_s, flops_of_step, transfer_s, update_s
+from train.plan.memory import (
+    BYTES,
+    MASTER_BYTES,
+    WORKING,
+    Extent,
+    MetaModels,
+    Workload,
+    build_on_meta,
+    draft_layers,
+    draft_rows,
+    memory_per_gpu,
+    validation_memory,
+)
 
 TOKENS_PER_PASS = 3.0  # that a policy which drafts is assumed to reach
 DRAFTING = 0.3  # share of the time of a target pass that a round needs beside it
 CALLS_PER_LAYER, CALL_S = 60, 6e-6  # of an eager pass, in which Hugging Face decodes
 MAX_SHARE = 0.1  # of the run
 MIN_VALIDATIONS_S = 60  # of all validations of a run; if they take less, their share does not matter
-MIN_PROMPTS = 4
+MIN_PROMPTS, SHORT_ANSWER = 4, 64  # of a smaller validation
 MAX_GPUS = 64
 LEAST_TOKENS = 512  # of a budget for micro-batches
 
 
 @dataclass(kw_only=True)
 class LaunchPlan(Workload):
-    """The needs of a run.
+    """The needs of a run: bytes per GPU, and seconds per optimizer step of the longest examples and of the actual data.
 
     Attributes:
         accumulation: micro-batches per rank and optimizer step.
-        data: of the run; None in a plan without them.
         change: overrides that make the run fit; None if it fits as it is, or if none do.
-        memory: bytes per GPU of a training step by component.
-        validation_bytes: bytes per GPU that a validation takes beside states and target, and frees at its end.
-        total_bytes: of training, or of a validation, which starts when the working memory of a step is free.
-        flops: floating-point operations of an optimizer step over all ranks, by part, for the longest examples.
-        traffic: bytes that operators between matrix products read and write, likewise.
-        parts_s: seconds of each part of the step: its operations and its traffic, divided over all ranks.
-        floor_s, step_s: seconds per optimizer step of the operations alone, its lower bound; and of the longest examples.
-        gather_s: seconds per optimizer step that wait for the layers of a sharded target, all of which take `pass_gather_s`.
-        update_s: seconds per optimizer step to reduce gradients, send weights and run the optimizer.
-        balance: padding and balance of the data; None if they were not opened.
-        data_step_s: seconds per optimizer step of the actual data, with padding and with waiting for the slowest rank.
-        num_steps, training_s: optimizer steps of the run and their seconds; None if they depend on the size of the data.
-        num_validations: of the run, the one at its end included; None if they depend on the size of the data.
-        validating_ranks: that decode, each a part of the prompts.
-        validation_s, validation_share: seconds of one validation; share of the run that all of them take, None if unknown.
+        validation_bytes: that a validation takes beside states and target, when the working memory of a step is free.
+        parts_s: seconds of each part of the step: its operations (`flops`) and its bytes (`traffic`), over all ranks.
+        gather_s: seconds that wait for the layers of a sharded target, all of which take `pass_gather_s`.
+        floor_s, step_s, data_step_s: seconds of the operations alone; of the longest examples; of the actual data.
+        num_steps, num_validations, validation_share: None if they depend on the size of the data.
     """
 
     accumulation: int
@@ -124,22 +129,26 @@ class LaunchPlan(Workload):
         return (1 + drafting + len(decode.baselines)) * prefill_s + (tokens - 1) * per_token_s  # the prefill yields one token
 
     def smaller_validation(self) -> tuple[list[str], float] | None:
-        """Returns the mildest overrides with which validations take at most a tenth of the run, and the seconds of one; rarer
-        validations only if all others are not enough. None if the share is not above a tenth or not known, or if all
+        """Returns the mildest overrides with which validations take at most a tenth of the run, and the seconds of one.
+
+        Rarer validations only if smaller ones are not enough. None if the share is not above a tenth or not known, or if all
         validations together take less than a minute.
         """
         total_s = self.validation_s * (self.num_validations or 0)
         if (self.validation_share or 0) <= MAX_SHARE or total_s < MIN_VALIDATIONS_S:
             return None
         assert self.training_s is not None and self.num_steps is not None
-        words, each_s = list[str](), self.validation_s
-        for words, decode in _smaller_settings(self.config.decode, self.config.score.policy):
+        decode, each_s, changed = self.config.decode, self.validation_s, dict[str, Any]()
+        for key, value in _smaller_settings(decode, self.config.score.policy):
+            decode = replace(decode, **{key: value})
+            changed[f"decode.{key}"] = f"[{','.join(value)}]" if isinstance(value, list) else value
             each_s = self._validation_s(decode)
             if (self._share(each_s) or 0) <= MAX_SHARE:
-                return words, each_s
-        number = int(self.training_s * MAX_SHARE / (1 - MAX_SHARE) / each_s)
-        every = math.ceil(self.num_steps / number) if number > 1 else 0
-        return [*words, f"train.validate_every={every}"], each_s
+                break
+        else:
+            number = int(self.training_s * MAX_SHARE / (1 - MAX_SHARE) / each_s)
+            changed["train.validate_every"] = math.ceil(self.num_steps / number) if number > 1 else 0
+        return [f"{key}={value}" for key, value in changed.items()], each_s
 
     def _share(self, each_s: float) -> float | None:
         if self.training_s is None or self.num_validations is None:
@@ -162,31 +171,17 @@ def estimate(config: Config, models: MetaModels, ranks: int, extent: Extent | No
     return LaunchPlan(config=config, models=models, ranks=ranks, extent=extent, accumulation=accumulation)
 
 
-def _smaller_settings(decode: DecodeConfig, score: PolicyName | None) -> Iterator[tuple[list[str], DecodeConfig]]:
-    """Yields overrides that make a validation faster, the mildest first, and the settings with them.
-
-    First fewer prompts, then in addition no baselines, then one policy, then shorter answers.
-    """
+def _smaller_settings(decode: DecodeConfig, score: PolicyName | None) -> Iterator[tuple[str, Any]]:
+    """Yields settings that make a validation faster, the mildest first."""
+    yield from (("num_prompts", count) for count in _halves(decode.num_prompts, MIN_PROMPTS))
+    if decode.baselines:
+        yield "baselines", []
     drafting = [name for name in decode.policies if name != AUTOREGRESSIVE]
-    scored = score or ("sage" if "sage" in drafting else drafting[0] if drafting else AUTOREGRESSIVE)
-    given: list[str] = []
-    changes: list[tuple[list[str], dict[str, Any]]] = [
-        ([], {}),
-        (["decode.baselines=[]"], {"baselines": []}),
-        ([f"decode.policies=[{scored}]"], {"policies": [scored]}),
-        (["decode.max_new_tokens=64"], {"max_new_tokens": min(decode.max_new_tokens, 64)}),
-    ]
-    for words, change in changes:
-        changed = replace(decode, **change)
-        if change and changed == decode:
-            continue
-        decode, given = changed, given + words
-        prompts = decode.num_prompts
-        if words:
-            yield given, decode
-        while prompts // 2 >= MIN_PROMPTS:
-            prompts //= 2
-            yield [f"decode.num_prompts={prompts}", *given], replace(decode, num_prompts=prompts)
+    scored = score or (SAGE if SAGE in drafting else drafting[0] if drafting else AUTOREGRESSIVE)
+    if decode.policies != [scored]:
+        yield "policies", [scored]
+    if decode.max_new_tokens > SHORT_ANSWER:
+        yield "max_new_tokens", SHORT_ANSWER
 
 
 # -- a change that makes it fit -------------------------------------------------------------------------------------------
@@ -200,13 +195,14 @@ def find_change(current: LaunchPlan) -> list[str] | None:
     kinds = _changes(current.config, current.ranks)
     *settings, gpus = kinds
     strongest = [kind[-1] for kind in settings]
-    if not any(_fits(current, [*strongest, *more]) for more in [[], *([number] for number in gpus)]):
+    if not any(_fits(current, [*strongest, *more]) for more in ((), *((number,) for number in gpus))):
         return None  # not even with all changes together, allowed or not
     for number in range(1, len(kinds) + 1):
         for chosen in itertools.combinations(kinds, number):
             for changes in itertools.product(*chosen):
                 if _fits(current, changes, is_checked=True):
-                    return [_override(*change) for change in changes]
+                    words = (f"{key}={str(value).lower()}" for key, value in changes)
+                    return [word.replace("deepspeed.stage=", "deepspeed=zero") for word in words]
     return None
 
 
@@ -230,16 +226,9 @@ def _changes(config: Config, ranks: int) -> list[list[Change]]:
 
 
 def _halves(value: int, lowest: int) -> Iterator[int]:
-    """Yields value / 2, value / 4, ... down to `lowest`."""
     while value // 2 >= lowest:
         value //= 2
         yield value
-
-
-def _override(key: str, value: Any) -> str:
-    if key == "deepspeed.stage":
-        return f"deepspeed=zero{value}"
-    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _fits(current: LaunchPlan, changes: Sequence[Change], is_checked: bool = False) -> bool:
@@ -257,3 +246,130 @@ def _fits(current: LaunchPlan, changes: Sequence[Change], is_checked: bool = Fal
         return estimate(config, current.models, ranks, current.extent).fits
     except ConfigError:  # or the batch cannot be split over so many ranks
         return False
+
+
+# -- operations, memory traffic and communication of an optimizer step, for the longest examples --------------------------
+
+
+NVLINK_BYTES_PER_S = 100e9  # received by a rank
+NETWORK_BYTES_PER_S = 50e9  # received by a node: one adapter of 400 Gbit/s
+BACKWARD = 2  # forward passes that a backward pass costs
+ADAMW_BYTES = 3 * 2 * MASTER_BYTES + MASTER_BYTES  # of a parameter: weight and moments, read and written; the gradient
+IN_CALLS = (VisionAttention.eager, VisionAttention.sdpa)  # attention of packed images with one call per image and window
+SUM_BYTES = 2 * MASTER_BYTES  # of an entry of a sum of gradients, read and written
+
+
+def flops_of_step(work: Workload) -> dict[str, float]:
+    """Returns floating-point operations of matrix products over all ranks: of vision, text, draft, objective."""
+    models, target = work.models, work.models.target
+    tokens = work.config.train.global_batch_size * work.length
+    own_head = models.draft.has_own_lm_head * work.draft_vocab_size * target.hidden_size  # read at supervised positions only
+    attention = 2 * work.length * target.hidden_size * target.num_layers  # causal: half of the pairs, QK and AV
+    rows, context_rows = _draft_rows(work)
+    read = (models.draft_parameters - own_head) * rows + models.context_parameters * context_rows
+    # logits of the target once for each position with a prediction; for each prediction those of the draft, the gradient back
+    # through its lm_head and that of an own lm_head
+    logits = _compared_share(work) + (2 + models.draft.has_own_lm_head) * work.drafted_share * work.steps
+    return {
+        "vision": 2 * models.vision_parameters * tokens * work.visual_share * work.patches_per_token,
+        "text": (2 * models.text_parameters + attention) * tokens,
+        "draft": 2 * read * tokens * (1 + BACKWARD),
+        "objective": 2 * work.draft_vocab_size * target.hidden_size * tokens * logits,
+    }
+
+
+def bytes_of_step(work: Workload) -> dict[str, float]:
+    """Returns bytes that operators between matrix products read and write over all ranks, by the same parts."""
+    config, target, draft = work.config, work.models.target, work.models.draft.network
+    tokens = config.train.global_batch_size * work.length
+    frozen, trained = BYTES[config.target.dtype], BYTES[config.train.precision]
+    text, patches = target.text_config, tokens * work.visual_share * work.patches_per_token
+    heads = (text.num_attention_heads + target.num_kv_heads) * target.head_dim
+    width, mlp_width, _ = target.family.vision_sizes
+    compiled = compiled_parts(work)
+    sizes, draft_depth, draft_heads = draft_layers(draft)
+    predicted = work.steps * work.drafted_share
+    passes = config.train.global_batch_size / work.micro_batch_size
+    chunks = math.ceil(predicted * work.micro_batch_tokens / config.objective.chunk_tokens)
+    head_sum = passes * chunks * SUM_BYTES * work.draft_vocab_size * target.hidden_size
+    layers = {
+        "vision": (width, mlp_width, 2 * width, frozen),
+        "text": (target.hidden_size, target.family.mlp_width, heads, frozen),
+        "draft": (sizes.hidden_size, sizes.intermediate_size, draft_heads, trained),
+    }
+    rows = {
+        "vision": int(getattr(work.vision, "depth", getattr(work.vision, "num_hidden_layers", 0))) * patches,
+        "text": target.num_layers * tokens,
+        "draft": draft_depth * tokens * _draft_rows(work)[0] * (1 + BACKWARD),
+    }
+    traffic = {part: layer_bytes(*layer, part in compiled) * rows[part] for part, layer in layers.items()}
+    logits = work.draft_vocab_size * tokens * (46 * _compared_share(work) + 68 * predicted)
+    return traffic | {"objective": logits + work.models.draft.has_own_lm_head * head_sum}
+
+
+def layer_bytes(width: int, mlp_width: int, heads: int, size: int, is_compiled: bool) -> float:
+    """Returns bytes that a layer reads and writes per row between its products, for elements of `size` bytes.
+
+    Two RMS norms, two residual sums, rope of all heads of queries and keys, and a gated MLP's activation. Compiled, each of
+    them reads its operands and writes its result once; else norms are in float32, rope has four operators, the MLP's two.
+    """
+    if is_compiled:
+        return size * (10 * width + 2 * heads + 3 * mlp_width)
+    norms = 2 * (4 * size + 7 * 4) * width
+    return norms + 2 * 3 * size * width + 10 * size * heads + 5 * size * mlp_width
+
+
+def compiled_parts(work: Workload) -> set[str]:
+    """Returns the parts whose layers are compiled on a GPU (`train.compile`)."""
+    config, family = work.config, work.models.target.family
+    if not is_compiling(config, torch.device("cuda")):
+        return set()
+    in_calls = family.is_packed and (config.target.attention in IN_CALLS or config.target.dtype is Precision.fp32)
+    is_eager = {"vision": in_calls, "text": config.deepspeed.shard_target, "draft": zero_stage(config) == MAX_STAGE}
+    return {part for part, eager in is_eager.items() if not eager}
+
+
+def _draft_rows(work: Workload) -> tuple[float, float]:
+    """Returns the rows per token of the draft's layers over all unrolled steps, and rows that only have keys and values."""
+    rows = draft_rows(work.models.draft.network, work.length, work.num_visual) / work.length
+    drafted = min(rows, work.drafted_share)
+    if work.config.objective.anchors is not None:
+        return work.steps * drafted, rows - drafted
+    return rows + (work.steps - 1) * drafted, 0.0  # later steps draft from text alone
+
+
+def _compared_share(work: Workload) -> float:
+    """Returns the positions, per token, whose tokens some draft predicts."""
+    return min(work.supervised_share, work.drafted_share * work.steps)
+
+
+def transfer_s(work: Workload, size: float, group: int) -> float:
+    """Returns the seconds in which each rank of a group receives what it lacks of `size` bytes, which the group holds once."""
+    nodes = math.ceil(group / work.ranks_per_node)
+    within, between = (size * (parts - 1) / parts for parts in (group, nodes))
+    return max(within / NVLINK_BYTES_PER_S, between / NETWORK_BYTES_PER_S)
+
+
+def exposed_s(gather_s: float, text_s: float, layers: int) -> float:
+    """Returns the part of gathering all layers (`gather_s`) that a pass waits for, since each is gathered while the one before
+    it runs (`text_s` for all): the first layer, and what takes longer than running.
+    """
+    return gather_s / layers + (layers - 1) / layers * max(0.0, gather_s - text_s)
+
+
+def update_s(work: Workload, accumulation: int) -> float:
+    """Returns the seconds of reducing the draft's gradients in float32, sending its weights, and the optimizer, one by one."""
+    config, trained = work.config, work.models.trained_parameters
+    stage = zero_stage(config)
+    reduced = trained * MASTER_BYTES * (accumulation if stage > 1 else 1)
+    if stage == 0:
+        reduced *= 2  # every rank receives all sums
+    weights = trained * BYTES[config.train.precision] * (2 * accumulation if stage == MAX_STAGE else min(stage, 1))
+    shares = work.ranks if stage else 1
+    moved_s = transfer_s(work, reduced + weights, work.ranks) + trained * ADAMW_BYTES / shares / work.bytes_per_s
+    # Muon puts its matrices together in float32. An iteration takes two products of M x M with M x N and one of M x M with
+    # itself, M being the smaller side.
+    matrices = work.models.muon_matrices(config)
+    gathered = 2 * MASTER_BYTES * sum(rows * columns for rows, columns in matrices) * (stage > 0)  # a sum, sent to all
+    flops = ITERATIONS * sum(4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3 for shape in matrices)
+    return moved_s + transfer_s(work, gathered, work.ranks) + flops / shares / work.flops_per_s

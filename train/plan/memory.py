@@ -1,28 +1,43 @@
-"""Memory per GPU of a run, by component.
+"""Target and draft of a run without weights, and memory per GPU by component; formulas in docs/plan.md.
 
-Weights, gradients and optimizer states are exact. Activations are estimates from shapes, for the longest examples the data may
-have: see `Workload`.
+Weights, gradients and optimizer states are exact, activations are estimates for the longest examples (`Workload`). The
+architectures of the presets are in conf/target, so that a plan needs no hub.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+import sage
 from sage.drafts.compressor import Conv, Resampler
+from sage.drafts.draft import Draft, open_draft
+from sage.drafts.head import DraftHead
+from sage.drafts.location import find_draft
 from sage.drafts.registry import KINDS, SlotOptions
 from sage.drafts.unroll import EXTRA
+from sage.io.files import config_dir
+from sage.io.hub import require_hub
 from sage.runtime.captured import MAX_FREE
+from sage.targets.loading import meta_target
 from sage.targets.weights import weight_bytes
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.checks import MAX_STAGE
 from train.config.derived import sharding_ranks, zero_stage
-from train.config.schema import Config, Device, Offload, Precision
+from train.config.schema import Config, ConfigError, Device, Offload, OptimizerKind, Precision, TargetConfig
+from train.distill.build import check_kind, fresh_draft, new_student, vocabulary_size
 from train.distill.chunked_loss import BLOCK_LOGITS
 from train.distill.rows import MAX_ROOTS
-from train.plan.meta import MetaModels
+from train.engine.optimizers import matrices_of
 
 BYTES = {Precision.fp32: 4, Precision.bf16: 2}
 MASTER_BYTES = 4  # of a float32 master weight, and of each moment: two of AdamW, one of a matrix under Muon
@@ -33,6 +48,94 @@ FRAGMENTATION = 0.1  # share of the memory allocated and freed in every step tha
 WORKING = ("activations", "objective", "fragmentation")  # components that are free between two steps
 GRAPH_BYTES = 0.5e9  # CUDA graphs of a validation, their memory pool and workspaces
 BLOCK_BYTES = 6 * 4  # per logit of a block of the objective: arrays in float32
+
+
+@dataclass(kw_only=True)
+class MetaModels:
+    """A target and its draft on the meta device, and numbers of their parameters."""
+
+    target: sage.Target
+    draft: Draft
+
+    def __post_init__(self) -> None:
+        target, network, lm_head = self.target, self.draft.network, self.target.lm_head.weight
+        head_parameters = int(lm_head.numel())
+        own_head = 0 if lm_head is target.embed_tokens.weight else head_parameters
+        self.target_parameters = count(target.model)
+        self.active_parameters = target.family.active_parameters(target.model)  # of a token; fewer in a mixture of experts
+        self.vision_parameters = self.target_parameters - count(target.text_model) - own_head
+        self.read_parameters = self.active_parameters - self.vision_parameters - own_head  # by a pass over a token
+        self.text_parameters = self.read_parameters - head_parameters  # of the text layers that a token uses
+        self.layers_parameters = count(target.text_model.layers)  # which `deepspeed.shard_target` shards
+        self.draft_parameters = count(network)
+        self.trained_parameters = sum(p.numel() for p in network.parameters() if p.requires_grad)
+        context = network.named_parameters() if isinstance(network, DraftHead) else ()
+        # of a head that reads every pair, also one from which nothing is drafted
+        self.context_parameters = sum(value.numel() for name, value in context if network.is_of_context(name))
+
+    def muon_matrices(self, config: Config) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices that Muon trains; empty without Muon."""
+        if config.optim.kind is not OptimizerKind.muon:
+            return []
+        return [(matrix.shape[0], matrix.shape[1]) for matrix in matrices_of(self.draft.network)]
+
+
+def count(module: nn.Module) -> int:
+    """Returns the number of parameters; tied ones count once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def build_on_meta(config: Config) -> MetaModels:
+    """Returns target and draft of a run without weights; trained parameters of the draft require gradients.
+
+    ValueError if `draft.path` holds no draft, or one of another kind (ConfigError), or the draft does not fit the target.
+    """
+    target, chosen = meta_target(target_architecture(config.target)), config.draft
+    if chosen.path is None:
+        size = vocabulary_size(chosen, target)
+        draft = fresh_draft(config, target, None if size == target.vocab_size else torch.arange(size))
+    else:
+        draft = open_draft(find_draft(chosen.path, "draft.path"), target, torch.float32)
+    check_kind(chosen, draft)
+    return MetaModels(target=target, draft=new_student(draft, config).decoding_draft)
+
+
+def target_architecture(target: TargetConfig) -> PreTrainedConfig:
+    """Returns the configuration of a target: from a local folder, the hub's cache, conf/target, or else the hub.
+
+    ConfigError if none of them has it.
+    """
+    path, revision = target.path, target.revision
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    if Path(path).expanduser().is_dir():
+        return _read(path, {})
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, **options)
+    except OSError:
+        pass
+    if revision is None and (shipped := _shipped_architectures().get(path)):
+        return AutoConfig.for_model(**shipped)
+    return _read(path, options)
+
+
+@cache
+def _shipped_architectures() -> dict[str, dict[str, Any]]:
+    """Returns hub id -> `target.architecture` of the files in conf/target, whatever the name of the chosen target."""
+    files = [OmegaConf.load(path) for path in sorted((config_dir() / "target").glob("*.yaml"))]
+    targets: list[Any] = [OmegaConf.to_container(file) for file in files]
+    return {target["path"]: target["architecture"] for target in targets if "architecture" in target}
+
+
+def _read(path: str, options: dict[str, Any]) -> PreTrainedConfig:
+    require_hub(path, "target.path")
+    try:
+        return AutoConfig.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"target.path={path}: cannot read its config.json ({first})") from error
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------------
 
 
 class Extent(NamedTuple):
@@ -51,13 +154,8 @@ class Workload:
         visual_share: of the tokens of the longest example; NaN stands for that of `extent`, or an assumption.
         length: tokens of the longest example, `num_visual` of them visual, `supervised_share` supervised.
         num_roots: pairs of the longest example from which drafts are unrolled; for unknown data those of a text alone.
-        micro_batch_tokens, micro_batch_size: of a micro-batch of examples of this length.
         drafted_share: of the tokens from which drafts are trained, beyond the first unrolled step: text, or anchors in it.
         steps: predictions from each position, as of `steps_per_anchor`.
-        layers_bytes: bytes of the text layers of the target; a sharded target is held once by `sharding_ranks`.
-        flops_per_s, bytes_per_s: of one GPU: operations of matrix products; bytes that operators between them read and write.
-        vision: configuration of the vision tower; None without one.
-        patches_per_token: patches of the vision tower that are merged into one visual token.
     """
 
     config: Config
@@ -136,9 +234,6 @@ def draft_memory(config: Config, parameters: int, trained: int, ranks: int, matr
     """Returns bytes per rank of the draft's weights, gradients and optimizer states under the chosen ZeRO stage.
 
     Of its `parameters`, only the `trained` ones have gradients and optimizer states, those of `matrices` under Muon one moment.
-
-    Gradients are summed over micro-batches and reduced over ranks in float32.
-
     Ref: ZeRO, arXiv 1910.02054, section 3.1. Stage 1 shards the optimizer states, 2 the gradients as well, 3 the weights.
     """
     stage, size = zero_stage(config), BYTES[config.train.precision]
@@ -160,10 +255,9 @@ def draft_memory(config: Config, parameters: int, trained: int, ranks: int, matr
 def _activations(work: Workload) -> float:
     """The features kept for the draft, and the largest of three working sets: target, vision tower, draft."""
     target, config = work.models.target, work.config
-    tokens, size = work.micro_batch_tokens, BYTES[config.target.dtype]
-    hidden, intermediate = target.hidden_size, target.family.mlp_width
-    text = tokens * size * (3 * hidden + 3 * intermediate)
-    features = tokens * size * hidden * (2 + len(work.models.draft.levels))
+    values = work.micro_batch_tokens * BYTES[config.target.dtype]
+    text = values * 3 * (target.hidden_size + target.family.mlp_width)
+    features = values * target.hidden_size * (2 + len(work.models.draft.levels))
     shape = (work.micro_batch_size, work.length, work.num_visual, work.num_roots)
     draft = draft_activations(config, work.models.draft.network, *shape)
     return features + max(text, _vision(work), draft)
@@ -180,11 +274,8 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
     """Returns bytes that autograd keeps of the draft's forward pass over sequences of `length` pairs with one image each.
 
     A layer keeps its residual and normalized states (about seven of the hidden size), the inputs of attention before and after
-    rope and its output, and the four factors of the gated MLP. Features are fused before a compressor shortens the sequence;
-    its learned operators keep their inputs, embedding and feature side by side.
-
-    Args:
-        num_roots: pairs from which drafts are unrolled, `length` for all.
+    rope and its output, and the four factors of the gated MLP. A compressor shortens the sequence after features are fused; its
+    learned operators keep their inputs. Drafts are unrolled from `num_roots` pairs.
     """
     size = BYTES[config.train.precision]
     sizes, layers, heads = draft_layers(draft)
@@ -207,10 +298,6 @@ def chain_bytes(sizes: Any, heads: int, size: int, steps: int, rows: int, roots:
 
     Step i multiplies every query with the i keys of its chain in float32, where the values keep their precision, and attends to
     the keys of all pairs with `EXTRA` columns more. For fewer roots than rows it has an additive mask.
-
-    Args:
-        heads: width of all heads of queries and keys.
-        size: bytes of an element.
     """
     groups = sizes.num_attention_heads // sizes.num_key_value_heads
     keys = heads // (groups + 1)
@@ -223,9 +310,7 @@ def chain_bytes(sizes: Any, heads: int, size: int, steps: int, rows: int, roots:
 
 
 def steps_per_anchor(config: Config, draft: Any) -> float:
-    """Returns the predictions that a training step computes from each position, on average: unrolled steps, or the levels of a
-    block, of which some anchors may be dropped.
-    """
+    """Returns the mean predictions per position of a training step: unrolled steps, or levels of a block that are kept."""
     if not KINDS[config.draft.kind].is_parallel:
         return config.objective.steps
     assert isinstance(config.draft, SlotOptions)

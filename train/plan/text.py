@@ -85,7 +85,6 @@ def _step(plan: LaunchPlan) -> list[tuple[str, str]]:
 
 
 def _run(plan: LaunchPlan) -> list[tuple[str, str]]:
-    """The complete run: its steps on these data, and its validations."""
     rows: list[tuple[str, str]] = []
     if (balance := plan.balance) is not None:
         speed = plan.config.train.global_batch_size * balance.mean_tokens / plan.data_step_s / plan.ranks
@@ -134,7 +133,6 @@ def _validations(plan: LaunchPlan) -> list[tuple[str, str]]:
 
 
 def _image_size(plan: LaunchPlan) -> list[tuple[str, str]]:
-    """Returns the limits of images, and a warning if one of the largest exceeds `data.max_length`."""
     family, config = plan.models.target.family, plan.config.data
     is_published = not Path(plan.config.target.path).expanduser().is_dir()
     limits = plan.data.pixels if plan.data and plan.data.pixels else family.pixel_limits() if is_published else None
@@ -144,18 +142,14 @@ def _image_size(plan: LaunchPlan) -> list[tuple[str, str]]:
                  for given, limit in zip((config.min_pixels, config.max_pixels), limits, strict=True))  # fmt: skip
     vision = family.config.vision_config
     area = (vision.patch_size * vision.spatial_merge_size) ** 2  # pixels of a visual token
-    row = f"{low:,} to {high:,} pixels, at most {high // area:,} visual tokens (data.max_pixels)"
-    length = config.max_length or high
-    if high // area < length:
-        return [("an image", row)]
-    return [
-        ("an image", row),
-        ("", f"warning: more than data.max_length={length}; data.max_pixels={length // 2 * area} is half of it"),
-    ]
+    rows = [("an image", f"{low:,} to {high:,} pixels, at most {high // area:,} visual tokens (data.max_pixels)")]
+    if config.max_length and high // area >= config.max_length:
+        half = f"data.max_pixels={config.max_length // 2 * area} is half of it"
+        rows.append(("", f"warning: more than data.max_length={config.max_length}; {half}"))
+    return rows
 
 
 def _images(plan: LaunchPlan, preparation: Preparation) -> str:
-    """Returns the time of preparing images, and the share of the time that the workers of a rank need for it."""
     workers = loader_workers(plan.config.data.num_workers, plan.ranks_per_node)
     per_step_s = plan.config.train.global_batch_size / plan.ranks * preparation.images * preparation.image_s
     needed = per_step_s / plan.data_step_s
@@ -168,7 +162,7 @@ def _images(plan: LaunchPlan, preparation: Preparation) -> str:
 def _verdict(plan: LaunchPlan) -> str:
     data, spare = plan.data, plan.limit_bytes - plan.total_bytes
     amount = gigabytes(abs(spare)).strip()
-    if plan.fits and spare < TIGHT * plan.limit_bytes:  # less than estimates are exact
+    if 0 <= spare < TIGHT * plan.limit_bytes:  # less than estimates are exact
         fit = f"tight: {amount} to spare, less than {TIGHT:.0%}. Activations and time are estimates."
     elif plan.fits:
         fit = f"fits: {amount} to spare. Parameters are exact; activations and time are estimates."
@@ -178,9 +172,8 @@ def _verdict(plan: LaunchPlan) -> str:
         fit = f"does not fit: {amount} too much; it fits with {' '.join(plan.change)}"
     if data and data.refusal:
         return f"refused: {data.refusal}\n{fit}"
-    return fit + (
-        f"\n{data.dropped_share:.0%} of the examples are dropped (data.max_length)" if data and data.dropped_share else ""
-    )
+    dropped_share = data.dropped_share if data else 0.0
+    return fit + (f"\n{dropped_share:.0%} of the examples are dropped (data.max_length)" if dropped_share else "")
 
 
 def billions(parameters: int) -> str:

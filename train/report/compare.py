@@ -24,8 +24,8 @@ from sage.commands.cli import new_parser
 from sage.io.files import write_text
 from sage.io.tables import RULE, markdown_table, text_table
 from sage.trees import AUTOREGRESSIVE
+from train.config.hydra_app import Job
 from train.config.schema import Config, ConfigError, ScoreConfig
-from train.config.sweep import Job
 from train.report.web import write_report
 
 if TYPE_CHECKING:

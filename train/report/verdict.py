@@ -31,7 +31,7 @@ from data_prep.own_answers import MIN_OWN_SHARE, OWN_ANSWERS
 from sage.bench.report_table import decode_shares
 from sage.drafts.registry import KINDS
 from sage.trees import AUTOREGRESSIVE, CHAIN
-from train.config.overrides import changed_command
+from train.config.command_line import changed_command
 
 COST_AWARE = "cost_aware"
 ESTIMATE = "estimated_tokens_per_pass"

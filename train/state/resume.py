@@ -34,8 +34,7 @@ from sage.io.files import json_digest, read_json, write_text
 from sage.io.manifest import write_manifest
 from train.config.schema import Config, ConfigError, TrainConfig
 from train.engine.engine import Engine
-from train.launch.nodes import RunDisk
-from train.launch.ranks import Ranks
+from train.launch.ranks import Ranks, RunDisk
 
 logger = logging.getLogger(__name__)
 TRAINER = "trainer.json"

@@ -29,8 +29,7 @@ from sage.planning.base import Policy
 from train.config.schema import Config, ValidateOn
 from train.engine.engine import Engine
 from train.engine.sharded_teacher import ShardedTarget
-from train.launch.nodes import RunDisk
-from train.launch.ranks import Ranks
+from train.launch.ranks import Ranks, RunDisk
 from train.launch.supervisor import StopFlag
 from train.monitor.progress import Display
 from train.monitor.sinks import Tracker
