@@ -22,7 +22,6 @@ from torch import Tensor
 
 from sage.costs.tables import Costs, Curve
 from sage.drafts.draft import Draft, DraftSession, new_session
-from sage.drafts.registry import draft_kind
 from sage.io.files import json_digest, read_json, user_cache_dir, write_json
 from sage.io.machine import environment, processor_name
 from sage.runtime.cache import TreeCache
@@ -31,7 +30,7 @@ from sage.runtime.host_tensors import Tokens
 from sage.runtime.pass_function import key_bucket, node_bucket
 from sage.runtime.timing import TimedCall, interleaved_s, now_s, preparation
 from sage.targets import Features, Target
-from sage.targets.tree_passes import TreePasses, describe_target, family_modules
+from sage.targets.tree_passes import TreePasses, describe_target
 
 VERIFY_NODES = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64)  # kernels for few rows begin another tile beyond 4, 8, 16 and 32 rows
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
@@ -202,7 +201,7 @@ def _fill(context: int) -> int:
 def _facts(target: Target, draft: Draft, contexts: tuple[int, int]) -> dict[str, Any]:
     return {
         "machine": processor_name(target.device),
-        **environment(target.device, "sage.costs", *draft_kind(draft.kind).modules, *family_modules(target)),
+        **environment(target.device, "sage.costs"),
         "layers_per_device": [target.layer_devices.count(device) for device in dict.fromkeys(target.layer_devices)],
         "passes": describe_passes(target),
         "contexts": contexts,

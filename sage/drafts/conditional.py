@@ -188,8 +188,8 @@ class CorrectionPass(PassFunction):
         names = ("the draft's correction of one node", "the draft's correction of several nodes")
         sizes = {"hidden_size": draft.config.hidden_size, "num_tokens": draft.num_draft_tokens}
         results = (Result((NODES, draft.num_draft_tokens)),)
-        facts, modules = (describe_target(target), without_paths(draft.config)), (type(draft).__module__,)
-        super().__init__("draft", names, CorrectionInputs, sizes, draft.dtype, results, facts, modules)
+        facts = describe_target(target), without_paths(draft.config)
+        super().__init__("draft", names, CorrectionInputs, sizes, draft.dtype, results, facts)
         self.correction = correction
 
     def compute(self, inputs: CorrectionInputs) -> tuple[Tensor]:

@@ -29,7 +29,7 @@ from sage.runtime.pass_function import (
     argument,
 )
 from sage.targets import Features, Target
-from sage.targets.tree_passes import NodeInputs, describe_target, family_modules, without_paths
+from sage.targets.tree_passes import NodeInputs, describe_target, without_paths
 
 
 @dataclass(kw_only=True)
@@ -96,7 +96,7 @@ class HeadPass(PassFunction):
     def __init__(
         self, draft: Any, target: Target, names: tuple[str, str], inputs: type[PassInputs], results: Any, **sizes: int
     ) -> None:
-        config, modules = draft.config, (type(draft).__module__, *family_modules(target))
+        config = draft.config
         sizes |= {
             "kv_heads": config.num_key_value_heads,
             "head_dim": config.head_dim,
@@ -106,7 +106,7 @@ class HeadPass(PassFunction):
             "num_levels": len(draft.levels),
         }
         facts = (describe_target(target), without_paths(config))
-        super().__init__("draft", names, inputs, sizes, draft.dtype, results, facts, modules)
+        super().__init__("draft", names, inputs, sizes, draft.dtype, results, facts)
         self.draft, self.embed_tokens, self.lm_head = draft, target.embed_tokens, target.lm_head
         self._target = target
 

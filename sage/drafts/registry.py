@@ -246,11 +246,6 @@ class DraftKind:
         """Whether the draft can have a vocabulary of its own, smaller than the target's."""
         return issubclass(self.options, VocabularyOptions)
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Modules of the draft and its session."""
-        return tuple(path.partition(":")[0] for path in (self.draft, self.session))
-
 
 KINDS: dict[str, DraftKind] = {
     kind.name: kind

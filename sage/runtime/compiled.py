@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sage.io.files import atomic_path, json_digest
 from sage.io.machine import environment
 from sage.io.model_files import in_one_line
-from sage.runtime.cpu import C_SHIMS, choose_kernels, kernel_facts
+from sage.runtime.cpu import C_SHIMS, has_kernels, kernel_digest, use_kernels
 from sage.runtime.package_folder import PACKAGE_SUFFIX, mark_used, only_process, passes_folder, prune, warn_once, writable_path
 from sage.runtime.pass_function import Executor, PassFunction, PassInputs, Run
 from sage.runtime.timing import preparation
@@ -122,23 +122,16 @@ def compiled(function: PassFunction, variant: tuple[bool, ...], device: torch.de
     """Returns a variant compiled, from disk if it was compiled before; None, with a warning, if that fails."""
     label = function.label(variant)
     try:
-        kernels = kernel_facts(function)
-        timed_rows = function.timed_rows if kernels is not None else ()
-        depends_on = [
-            type(function).__name__,
-            label,
-            variant,
-            function.depends_on,
-            str(next(function.parameters()).dtype),
-            kernels,
-        ]
-        digest = json_digest([depends_on, environment(device, __name__, *function.modules)])
+        kernels = kernel_digest() if has_kernels(function) else None
+        dtype = str(next(function.parameters()).dtype)
+        depends_on = [type(function).__name__, label, variant, function.depends_on, dtype, kernels]
+        digest = json_digest([depends_on, environment(device)])
         path = passes_folder() / f"{digest}{PACKAGE_SUFFIX}"
         if known := _loaded(path, function, device):
             return known
         path = writable_path(path)
         with only_process(path, label):
-            return _loaded(path, function, device) or _newly_compiled(path, function, variant, device, timed_rows)
+            return _loaded(path, function, device) or _newly_compiled(path, function, variant, device, bool(kernels))
     except Exception as error:
         warn_once(f"passes: cannot be compiled ({_reason(error)}); they run eagerly")
         return None
@@ -161,29 +154,19 @@ def _loaded(path: Path, module: nn.Module, device: torch.device) -> Package | No
 
 
 def _newly_compiled(
-    path: Path, function: PassFunction, variant: tuple[bool, ...], device: torch.device, timed_rows: Sequence[int]
+    path: Path, function: PassFunction, variant: tuple[bool, ...], device: torch.device, takes_kernels: bool
 ) -> Package:
     """Compiles to a file and loads it; deletes packages that are no longer used."""
     print(f"passes: compiling {function.label(variant)}, once; kept in {path.parent}", file=sys.stderr)
-    with torch.inference_mode(False):  # an inference tensor cannot be traced
-        args, dims = function.example(variant, device)
-    is_certain = _compile_to(path, function, args, dims, timed_rows)
-    prune(path.parent)
-    package = Package(path, function, device)
-    if not is_certain:
-        path.unlink(missing_ok=True)
-        warn_once("passes: other processes disturbed the choice of kernels; passes compiled meanwhile are not kept on disk")
-    return package
-
-
-def _compile_to(path: Path, module: nn.Module, args: tuple[Any, ...], dims: tuple[Any, ...], timed_rows: Sequence[int]) -> bool:
-    """Writes a package; returns whether the choice of its kernels, for which `timed_rows` are timed, is certain."""
     with atomic_path(path) as temporary, warnings.catch_warnings(action="ignore"), torch.inference_mode(False), torch.no_grad():
+        args, dims = function.example(variant, device)  # no inference tensors, which cannot be traced
         program = torch.export.export(
-            module, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+            function, args, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
-        is_certain = choose_kernels(program, timed_rows) if timed_rows else True
+        if takes_kernels:
+            use_kernels(program)
         package = BytesIO()  # torch ends the process where it cannot write a file
         torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=OPTIONS)
         temporary.write_bytes(package.getvalue())
-    return is_certain
+    prune(path.parent)
+    return Package(path, function, device)

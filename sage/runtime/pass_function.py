@@ -186,8 +186,6 @@ class PassFunction(nn.Module, ABC):
         dtype: of the model.
         results: descriptions of the results.
         depends_on: JSON-serializable description of the model, without its weights.
-        modules: of code that the function calls and that its own module does not import.
-        timed_rows: numbers of rows for which kernels of linear layers are compared, in a pass over several entries.
 
     Attributes:
         kept: what executors keep for this function: compiled variants, captured graphs.
@@ -208,13 +206,9 @@ class PassFunction(nn.Module, ABC):
         dtype: torch.dtype,
         results: Sequence[Result],
         depends_on: Any,
-        modules: Sequence[str] = (),
-        timed_rows: Sequence[int] = (2, 4, 8, 16, 32),
     ) -> None:
         super().__init__()
-        self.timed_rows = timed_rows
         self.owner, self.names, self.depends_on = owner, names, depends_on
-        self.modules = (type(self).__module__, *modules)
         self.inputs, self.arguments, self.results = inputs, inputs.described(sizes, dtype), tuple(results)
         self.layout = [described.name for described in self.arguments if described.name in LAYOUT]
         self.kept: dict[Hashable, Any] = {}

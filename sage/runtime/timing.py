@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import glob
 import threading
 import time
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +19,6 @@ PREPARATIONS: list[tuple[float, float]] = []  # spent in `preparation`, in secon
 _PREPARATIONS_LOCK = threading.Lock()
 PHASES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
 UNTIMED = "untimed"
-MORE = 4
-WAITING_SHARE, WAKING_S = 0.1, 20e-6  # of an undisturbed call, waiting for processors; waking a thread takes microseconds
 MAX_MARKS = 512  # events that may be pending when a round starts, and those of them that are kept then
 RECENT_MARKS = 128
 
@@ -101,43 +97,6 @@ def interleaved_s(calls: Sequence[TimedCall], repeats: int, device: torch.device
             call.run()
             runs.append(now_s(device) - start)
     return [runs[1:] for runs in times]
-
-
-def fastest_s(sequences: Sequence[Sequence[Callable[[], object]]], repeats: int) -> tuple[list[list[float]], bool]:
-    """Times sequences of calls on the CPU in turns.
-
-    Each call is timed alone, after those before it in its sequence, as in a pass. Another process delays threads that wait for
-    each other by milliseconds: runs in which that happened count only if a call has no other. Calls without an undisturbed run
-    are repeated up to `MORE` times as often.
-
-    Returns:
-        Per sequence, the seconds of the fastest run of each call, and whether no thread of this process waited in any of them.
-    """
-    fastest = [[(True, float("inf"))] * len(calls) for calls in sequences]
-    for number in range(1 + MORE * repeats):  # the first ones warm up
-        for runs, calls in zip(fastest, sequences, strict=True):
-            runs[:] = [min(run, _timed(call)) for run, call in zip(runs, calls, strict=True)]
-        is_disturbed = any(disturbed for runs in fastest for disturbed, _ in runs)
-        if number >= repeats and not is_disturbed:
-            break
-    return [[seconds for _, seconds in runs] for runs in fastest], not is_disturbed
-
-
-def _timed(call: Callable[[], object]) -> tuple[bool, float]:
-    """Returns whether another process disturbed the call, and its seconds."""
-    waited, start = waiting_s(), time.perf_counter()
-    call()
-    seconds = time.perf_counter() - start
-    return waiting_s() - waited > WAITING_SHARE * seconds + WAKING_S, seconds
-
-
-def waiting_s() -> float:
-    """Returns the seconds that threads of this process were ready to run and had no processor; 0.0 where Linux counts none."""
-    waited = 0
-    for file in glob.glob("/proc/self/task/*/schedstat"):
-        with suppress(OSError):  # the thread has ended
-            waited += int(Path(file).read_text().split()[1])
-    return waited / 1e9
 
 
 @dataclass

@@ -17,9 +17,8 @@ from sage.runtime.executors import executor_of
 from sage.runtime.pass_function import CAPACITY, PROMPT, Padding, PassFunction, PassInputs, Result, argument
 from sage.targets.family import Prompt
 from sage.targets.target import Features, Target
-from sage.targets.tree_passes import cache_sizes, describe_target, family_modules
+from sage.targets.tree_passes import cache_sizes, describe_target
 
-TIMED_ROWS = (32, 64, 128)
 BUFFER = (1, "kv_heads", CAPACITY, "head_dim")
 MIN_BYTES = 10_000_000  # of the text layers; a smaller model saves less than it costs to compile one more pass
 
@@ -54,8 +53,8 @@ class PromptPass(PassFunction):
         sizes = cache_sizes(target) | {"hidden_size": target.hidden_size, "num_axes": self._axes.numel()}
         results = [Result((1, PROMPT, target.hidden_size))] * (1 + len(levels))
         names = ("the target's pass over a prompt",) * 2
-        described, modules = (describe_target(target), tuple(levels)), family_modules(target)
-        super().__init__("target", names, PromptInputs, sizes, target.dtype, results, described, modules, TIMED_ROWS)
+        facts = describe_target(target), tuple(levels)
+        super().__init__("target", names, PromptInputs, sizes, target.dtype, results, facts)
         self.text_model = target.text_model
         self._target, self._levels = target, tuple(levels)
 

@@ -37,7 +37,7 @@ from sage.runtime.pass_function import (
 )
 from sage.runtime.prefix_attention import PassKeys, key_parts
 from sage.runtime.recurrent_cache import PackedRecurrentCache
-from sage.targets.family import FULL, SLIDING, Family, Mask
+from sage.targets.family import FULL, SLIDING, Mask
 from sage.targets.target import Features, Target
 
 state = partial(argument, dtype=torch.float32, padding=Padding.cache)
@@ -138,8 +138,8 @@ class TreePass(PassFunction):
         names = ("the target's pass over one node", "the target's pass over several nodes")
         features = Result((1, NODES, target.hidden_size))
         results = (Result((NODES,), False), Result((NODES, target.vocab_size), False), features, *[features] * len(levels))
-        facts, modules = (describe_target(target), tuple(levels)), family_modules(target)
-        super().__init__("target", names, self.arguments_type, cache_sizes(target), target.dtype, results, facts, modules)
+        facts = describe_target(target), tuple(levels)
+        super().__init__("target", names, self.arguments_type, cache_sizes(target), target.dtype, results, facts)
         self.text_model, self.embed_tokens, self.lm_head = target.text_model, target.embed_tokens, target.lm_head
         self._target, self._levels = target, tuple(levels)
 
@@ -271,11 +271,6 @@ def cache_sizes(target: Target) -> dict[str, int]:
     sizes = {"kv_heads": target.num_kv_heads, "head_dim": target.head_dim, "num_layers": max(target.num_attention_layers, 1)}
     linear = target.linear
     return sizes if linear is None else sizes | vars(linear) | {"linear": len(linear.layers), "channels": linear.channels}
-
-
-def family_modules(target: Target) -> list[str]:
-    """Returns the modules of the target's family, which are found by their names and imported by no module."""
-    return [kind.__module__ for kind in type(target.family).__mro__ if issubclass(kind, Family)]
 
 
 def describe_target(target: Target) -> dict[str, Any]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -97,29 +94,6 @@ def test_only_the_run_of_a_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     calls = [timing.TimedCall(partial(spend, 2.0), reset=partial(spend, 50.0)), timing.TimedCall(partial(spend, 3.0))]
     assert timing.interleaved_s(calls, 2, CPU) == [[2.0, 2.0], [3.0, 3.0]]
-
-
-@pytest.mark.parametrize(("runs", "expected"), [([5, 4, -1, 3], (3.0, True)), ([-5, -4, -6], (4.0, False))])
-def test_disturbed_runs_count_only_if_there_is_no_other(runs, expected, monkeypatch):
-    """Negative seconds stand for runs in which a thread waited for a processor."""
-    left = itertools.cycle(runs)
-    monkeypatch.setattr(timing, "_timed", lambda _: ((seconds := next(left)) < 0, float(abs(seconds))))
-    [[seconds]], is_undisturbed = timing.fastest_s([[lambda: None]], len(runs) - 1)
-    assert (seconds, is_undisturbed) == expected
-
-
-def test_waiting_for_a_processor_is_measured() -> None:
-    """Two threads cannot both run on one processor."""
-    processors = os.sched_getaffinity(0)
-    x = torch.randn(400, 400)
-    try:
-        os.sched_setaffinity(0, {min(processors)})
-        waited = timing.waiting_s()
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda _: [x @ x for _ in range(20)], range(2)))
-            assert timing.waiting_s() - waited > 1e-3
-    finally:
-        os.sched_setaffinity(0, processors)
 
 
 def test_preparations_of_several_threads_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:

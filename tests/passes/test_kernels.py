@@ -1,4 +1,4 @@
-"""The kernels for few rows, against float64; which layers of a pass run with them; linear layers of prompts."""
+"""The kernels for few rows, against float64; in the graph of a pass; in prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import platform
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,16 @@ from support.pass_helpers import slow_except
 from torch import Tensor, nn
 
 from sage.runtime.cache import tile_mask
-from sage.runtime.cpu import choice, kernels, prompts
-from sage.runtime.cpu.kernels import DTYPES, FOLDED_ATTENTION, JOINT_LINEAR, folded_attention, joint_linear
+from sage.runtime.cpu import graph, kernels
+from sage.runtime.cpu.kernels import (
+    DTYPES,
+    FEW_ROWS,
+    FOLDED_ATTENTION,
+    JOINT_LINEAR,
+    fast_prompts,
+    folded_attention,
+    joint_linear,
+)
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a sum, relative to the sum of the magnitudes of its terms
 
@@ -104,19 +111,14 @@ class Block(nn.Module):
         return hidden.sum() + torch.cat([layer(hidden) for layer in self.joined], -1)
 
 
-@pytest.mark.parametrize(("seconds", "num_calls"), [((1.0, 2.0), 3), ((2.0, 1.0), 0)])
-def test_the_faster_kernel_is_chosen(seconds: tuple[float, float], num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "linear_timings", lambda *_: choice.Timings(*seconds))
+def test_linear_layers_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.functional, "linear", torch._C._nn.linear)  # DeepSpeed replaces it under ZeRO-3
     block, x = Block(), torch.randn(3, 8)
     with torch.no_grad():
         program = torch.export.export(block, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=64)},))
-        text, is_certain = choice.choose_linear(program, (2, 5))
-        assert is_certain
-        nodes = list(program.graph_module.graph.nodes)
-        assert [node.target for node in nodes].count(JOINT_LINEAR) == num_calls
-        assert [node.target for node in nodes].count(choice.CAT) == (1 if num_calls else 2)
-        assert f"run by {'joint_linear' if num_calls else 'torch'}, in place" in text and "2, 5 row(s)" in text
+        graph.use_kernels(program)
+        nodes = [node.target for node in program.graph_module.graph.nodes]
+        assert nodes.count(JOINT_LINEAR) == 3 and nodes.count(graph.CAT) == 1
         for rows in (3, 7):
             x = torch.randn(rows, 8)
             torch.testing.assert_close(program.module()(x), block(x))
@@ -132,9 +134,7 @@ class Attention(nn.Module):
         return [*calls, attend(query, buffer, buffer, enable_gqa=True)]
 
 
-@pytest.mark.parametrize(("seconds", "num_calls"), [((1.0, 2.0), 2), ((2.0, 1.0), 0)])
-def test_the_faster_attention_is_chosen(seconds: tuple[float, float], num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "attention_timings", lambda *_: choice.Timings(*seconds, is_certain=False))
+def test_attention_of_a_graph() -> None:
     module = Attention()
     nodes, keys, capacity = (torch.export.Dim(name, min=2, max=64) for name in ("nodes", "keys", "capacity"))
 
@@ -144,19 +144,17 @@ def test_the_faster_attention_is_chosen(seconds: tuple[float, float], num_calls:
     with torch.no_grad():
         dims = ({2: nodes}, {2: capacity}, {2: 2 * nodes, 3: keys})
         program = torch.export.export(module, given(3, 6), dynamic_shapes=dims)
-        text, is_certain = choice.choose_attention(program, (2, 5))
-        assert not is_certain
-        assert [node.target for node in program.graph_module.graph.nodes].count(FOLDED_ATTENTION) == num_calls
-        assert f"attention of 2 layer(s) runs by {'folded_attention' if num_calls else 'torch'}" in text
+        graph.use_kernels(program)
+        assert [node.target for node in program.graph_module.graph.nodes].count(FOLDED_ATTENTION) == 2
         x = given(4, 8)
         torch.testing.assert_close(program.module()(*x), module(*x))
 
 
 def test_only_large_weights_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MIN_BYTES", 4 * 64)
-    assert kernels.kernel_facts(nn.Linear(8, 8)) and not kernels.kernel_facts(nn.Linear(8, 7))
-    assert not kernels.kernel_facts(nn.Linear(64, 64).double())
-    assert not kernels.kernel_facts(nn.Linear(64, 64, device="meta"))
+    assert kernels.has_kernels(nn.Linear(8, 8)) and not kernels.has_kernels(nn.Linear(8, 7))
+    assert not kernels.has_kernels(nn.Linear(64, 64).double())
+    assert not kernels.has_kernels(nn.Linear(64, 64, device="meta"))
 
 
 def test_a_kernel_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,46 +164,23 @@ def test_a_kernel_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(kernels, "kernels", kernels.kernels.__wrapped__)
     with pytest.warns(UserWarning, match="passes: the kernels for few rows cannot be built .*torch's are used") as caught:
         for _ in range(2):
-            assert kernels.kernel_facts(nn.Linear(1000, 1000)) is None
+            assert kernels.has_kernels(nn.Linear(1000, 1000)) is False
     assert len(caught) == 1
 
 
-class TestPrompts:
-    @pytest.fixture(autouse=True)
-    def measurements(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-        """Counts measurements, which find other kernels than torch's faster for layers with 8 inputs."""
-        calls: list[Any] = []
-
-        def measured(layers: Any) -> tuple[list[list[str]], bool]:
-            calls.append(layers)  # other processes disturb the first measurement
-            chosen = [["joint_linear", "onednn"] if layer.in_features == 8 else ["torch"] * 2 for layer in layers]
-            return chosen, len(calls) > 1
-
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(prompts, "MIN_BYTES", 0)
-        monkeypatch.setattr(prompts, "measured", measured)
-        monkeypatch.setattr(prompts, "_CHOICES", {})
-        return calls
-
-    def test_the_fastest_kernels_inside_the_block(self, measurements: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        used: list[str] = []
-        for name, run in list(prompts.KERNELS.items()):
-            monkeypatch.setitem(prompts.KERNELS, name, lambda *args, name=name, run=run: used.append(name) or run(*args))
-        with torch.no_grad():
-            for rows, expected in ((64, "joint_linear"), (65, "onednn"), (64, "joint_linear")):
-                block, x = Block(), torch.randn(rows, 8)
-                with prompts.fast_prompts(block, True):
-                    found = block(x)
-                torch.testing.assert_close(found, block(x))
-                assert used == [expected] * 4 and not any("forward" in vars(layer) for layer in block.modules())
-                used.clear()
-                monkeypatch.setattr(prompts, "_CHOICES", {})  # the next block reads the choice from disk if it is certain
-        assert len(measurements) == 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_measurement_of_prompts(dtype: torch.dtype) -> None:
-    layers = [nn.Linear(8, 4, dtype=dtype), nn.Linear(16, 4, dtype=dtype)]
-    names = set(prompts.KERNELS)
-    assert [set(choice) <= names and len(choice) for choice in prompts.measured(layers)[0]] == [2, 2]
+def test_linear_layers_of_prompts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows run with `joint_linear`; many give the same; with gradients, layers are torch's."""
+    monkeypatch.setattr(kernels, "MIN_BYTES", 0)
+    rows: list[int] = []
+    monkeypatch.setattr(kernels, "joint_linear", lambda x, *args: rows.append(len(x)) or joint_linear(x, *args))
+    block = Block().to(dtype)
+    for count, is_few in ((1, True), (FEW_ROWS, True), (FEW_ROWS + 1, False)):
+        x = torch.randn(count, 8, dtype=dtype)
+        with torch.no_grad(), fast_prompts(block, True):
+            found = block(x)
+        torch.testing.assert_close(found, block(x))
+        assert rows == [count] * 5 * is_few and not any("forward" in vars(layer) for layer in block.modules())
+        rows.clear()
+    with fast_prompts(block, True):
+        assert block(x[:3]).requires_grad and not rows

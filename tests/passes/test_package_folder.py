@@ -74,5 +74,5 @@ def test_what_another_process_has_compiled_is_loaded(tmp_path: Path, monkeypatch
     theirs, function = object(), LayerPass("model")
     answers: list[Any] = [None, theirs]
     monkeypatch.setattr(package, "_loaded", lambda *args: answers.pop(0))
-    monkeypatch.setattr(package, "_compile_to", lambda *args: pytest.fail("compiled twice"))
+    monkeypatch.setattr(package, "_newly_compiled", lambda *args: pytest.fail("compiled twice"))
     assert package.compiled(function, (), torch.device("cpu")) is theirs

@@ -1,7 +1,6 @@
-"""Kernels for few rows on a CPU, and the choice between them and torch's: the names that other rooms use."""
+"""Kernels for few rows on a CPU, in compiled passes and for prompts: the names that other rooms use."""
 
-from sage.runtime.cpu.choice import choose_kernels
-from sage.runtime.cpu.kernels import C_SHIMS, kernel_facts
-from sage.runtime.cpu.prompts import fast_prompts
+from sage.runtime.cpu.graph import use_kernels
+from sage.runtime.cpu.kernels import C_SHIMS, fast_prompts, has_kernels, kernel_digest
 
-__all__ = ["C_SHIMS", "choose_kernels", "fast_prompts", "kernel_facts"]
+__all__ = ["C_SHIMS", "fast_prompts", "has_kernels", "kernel_digest", "use_kernels"]

@@ -14,7 +14,8 @@ import ctypes
 import hashlib
 import subprocess
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sage.io.files import atomic_path, json_digest
-from sage.io.machine import instructions, processor_name
+from sage.io.machine import instructions
 from sage.runtime.package_folder import mark_used, only_process, passes_folder, warn_once, writable_path
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -33,6 +34,7 @@ SOURCES = [FOLDER / "joint_linear.cpp", FOLDER / "folded_attention.cpp"]
 HEADERS = [FOLDER / "products.h", FOLDER / "shim.h", FOLDER / "vectors.h"]
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-w")
 
+FEW_ROWS = 64  # of a prompt, up to which `joint_linear` is the fastest kernel for a layer
 MAX_WEIGHTS = 16  # of a call
 MULTIPLE = 16  # of which the head size has to be one: the lanes of the widest vectors
 
@@ -63,11 +65,7 @@ def kernel_digest() -> str:
 
 @cache
 def kernels() -> ctypes.CDLL | None:
-    """Returns the library of the kernels, built if needed; None, with a warning, if the compiler cannot build it.
-
-    Raises:
-        RuntimeError: there is no C++ compiler.
-    """
+    """Returns the library of the kernels, built if needed; None, with a warning, if the compiler cannot build it."""
     path = passes_folder() / f"kernels-{kernel_digest()}{sysconfig.get_config_var('SHLIB_SUFFIX')}"
     try:
         if not path.is_file():
@@ -79,6 +77,8 @@ def kernels() -> ctypes.CDLL | None:
     except (OSError, subprocess.CalledProcessError) as error:
         reason = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         warn_once(f"passes: the kernels for few rows cannot be built ({' '.join(reason.split())[:300]}); torch's are used")
+        return None
+    except RuntimeError:  # there is no C++ compiler; a compiled pass fails for the same reason, and says so
         return None
     mark_used(path)
     return library
@@ -94,17 +94,44 @@ def _build(path: Path) -> None:
         subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def kernel_facts(module: nn.Module) -> str | None:
-    """Returns a description of the kernels that a compiled pass may contain; None if it runs with torch's anyway.
+def has_kernels(module: nn.Module) -> bool:
+    """Whether the kernels compute the linear layers of a module.
 
-    Loads the kernels: a compiled pass that contains them cannot be loaded before.
+    Loads them: a compiled pass that contains them cannot be loaded before.
     """
     weights = {weight.data_ptr(): weight for weight in module.parameters() if weight.dim() == 2}.values()
     if any(weight.device.type != "cpu" or weight.dtype not in DTYPES for weight in weights):
-        return None
-    if sum(weight.nbytes for weight in weights) < MIN_BYTES or kernels() is None:
-        return None
-    return f"{kernel_digest()} {processor_name(CPU)}"
+        return False
+    return sum(weight.nbytes for weight in weights) >= MIN_BYTES and kernels() is not None
+
+
+@contextmanager
+def fast_prompts(model: nn.Module, is_enabled: bool) -> Iterator[None]:
+    """Runs the linear layers of `model` with kernels that are faster than torch's inside the block; without gradients.
+
+    Args:
+        is_enabled: False for torch's kernels, the reference.
+    """
+    is_used = is_enabled and not torch.is_grad_enabled() and has_kernels(model)
+    layers = [layer for layer in model.modules() if is_used and type(layer) is nn.Linear]
+    for layer in layers:
+        layer.__dict__["forward"] = partial(_prompt_linear, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward")
+
+
+def _prompt_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Returns `layer(x)`; x: [.., K]."""
+    if x.numel() <= FEW_ROWS * x.shape[-1]:
+        out = joint_linear(x.contiguous(), [layer.weight], torch.get_num_threads())
+        return out if layer.bias is None else out + layer.bias
+    if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():  # torch takes MKL, which is slower on some processors
+        many: Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
+        return many
+    return nn.functional.linear(x, layer.weight, layer.bias)
 
 
 @torch.library.register_fake("sage_draft::joint_linear", lib=OPERATORS)
@@ -123,15 +150,6 @@ def joint_linear(input: Tensor, weights: Sequence[Tensor], threads: int) -> Tens
     Returns:
         [.., sum of N].
     """
-    out, call = prepared_linear(input, weights, threads)
-    call()
-    return out
-
-
-def prepared_linear(input: Tensor, weights: Sequence[Tensor], threads: int) -> tuple[Tensor, Callable[[], object]]:
-    """Returns the tensor for the result of `joint_linear`, and the call that computes it without any work in Python, as in a
-    compiled pass. The caller keeps all tensors alive.
-    """
     library = kernels()
     assert library is not None and len(weights) <= MAX_WEIGHTS, "callers check both"
     count, depth = len(weights), input.shape[-1]
@@ -139,9 +157,13 @@ def prepared_linear(input: Tensor, weights: Sequence[Tensor], threads: int) -> t
     pointers = (ctypes.c_void_p * count)(*[weight.data_ptr() for weight in weights])
     sizes = (ctypes.c_int64 * count)(*[weight.shape[0] for weight in weights])
     numbers = [ctypes.c_int64(number) for number in (input.numel() // depth, depth, count)]
-    is_half = ctypes.c_int32(input.dtype == torch.bfloat16)
-    x, y = ctypes.c_void_p(input.data_ptr()), ctypes.c_void_p(out.data_ptr())
-    return out, partial(library.sage_joint_linear, x, *numbers, pointers, sizes, y, is_half, ctypes.c_int64(threads))
+    x, y, is_half = (
+        ctypes.c_void_p(input.data_ptr()),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int32(input.dtype == torch.bfloat16),
+    )
+    library.sage_joint_linear(x, *numbers, pointers, sizes, y, is_half, ctypes.c_int64(threads))
+    return out
 
 
 OPERATORS.impl("joint_linear", joint_linear, "CPU")
@@ -165,15 +187,6 @@ def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     Returns:
         [B, H, R, d].
     """
-    out, call = prepared_attention(query, key, value, mask, scale, threads)
-    call()
-    return out
-
-
-def prepared_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, threads: int
-) -> tuple[Tensor, Callable[[], object]]:
-    """Returns the tensor for the result of `folded_attention`, and the call that computes it, as `prepared_linear`."""
     library = kernels()
     assert library is not None, "callers check it"
     out = _attention_shape(query, key, value, mask, scale, threads)
@@ -182,7 +195,8 @@ def prepared_attention(
     sizes = (ctypes.c_int64 * 13)(*query.shape[:3], key.shape[2], query.shape[3], *strides, *of_mask)
     data = [ctypes.c_void_p(given if given is None else given.data_ptr()) for given in (query, key, value, mask, out)]
     is_half = ctypes.c_int32(query.dtype == torch.bfloat16)
-    return out, partial(library.sage_folded_attention, *data, sizes, ctypes.c_double(scale), is_half, ctypes.c_int64(threads))
+    library.sage_folded_attention(*data, sizes, ctypes.c_double(scale), is_half, ctypes.c_int64(threads))
+    return out
 
 
 OPERATORS.impl("folded_attention", folded_attention, "CPU")
