@@ -1,7 +1,6 @@
 """What the commands share: exit codes, errors as one line, the parser, options for models, device and dtype. Imports no torch.
 
-An error is a user's mistake, a failure that the program foresees, which has an `exit_code` of its own and maybe `details` to
-print above the line, or a bug, whose traceback is printed.
+An error is a user's mistake, a foreseen failure with an `exit_code` and maybe `details` to print above the line, or a bug.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ def new_parser(program: str, **texts: Any) -> argparse.ArgumentParser:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--target` and `--draft`; `find_models` reads them."""
-    default = "default: the one the draft was trained for"
-    parser.add_argument("--target", metavar="TARGET", help=f"folder, hub id or name of the target; {default}")
+    text = "folder, hub id or name of the target; default: the one the draft was trained for"
+    parser.add_argument("--target", metavar="TARGET", help=text)
     parser.add_argument("--draft", metavar="RUN", help=f"{DRAFT_HELP}; not needed for the policy autoregressive")
 
 
@@ -96,7 +95,7 @@ def add_load_options(parser: argparse.ArgumentParser, default_dtype: str) -> Non
 
 
 def named_models(args: argparse.Namespace) -> tuple[str | None, Path | None]:
-    """Returns the folder or hub id of `--target`, and the folder of `--draft`, None for those not given. Imports no torch.
+    """Returns the folder or hub id of `--target`, and the folder of `--draft`, None for one not given.
 
     ValueError if one of them does not exist, or neither is given.
     """
@@ -107,10 +106,7 @@ def named_models(args: argparse.Namespace) -> tuple[str | None, Path | None]:
 
 
 def find_models(args: argparse.Namespace) -> tuple[str, Path | None]:
-    """Returns `named_models` with the target that the draft names, where none is given, and the draft verified; loads neither.
-
-    Raises ValueError also if the draft is corrupt or names no target.
-    """
+    """Returns `named_models` with the target that the draft names, where none is given; ValueError also for a corrupt draft."""
     target, draft = named_models(args)
     if draft is None:
         assert target is not None
@@ -169,15 +165,12 @@ def load_options(args: argparse.Namespace, cpu_dtype: str | None = None) -> dict
             raise ValueError(f"--device-map: {device_map!r} is no JSON object ({error})") from error
     device = resolve_device(args.device)
     name = args.dtype or (cpu_dtype if device.type == "cpu" and device_map is None else None)
-    options = {"device": device, "device_map": device_map, "adapter": args.adapter}
-    return {"dtype": torch_dtype(name) if name else None, **options}
+    dtype = torch_dtype(name) if name else None
+    return {"dtype": dtype, "device": device, "device_map": device_map, "adapter": args.adapter}
 
 
 def resolve_device(name: str) -> torch.device:
-    """Returns the device named by `--device`; a GPU becomes torch's current device, so that nothing is allocated on another.
-
-    ValueError if torch knows no such device, or cannot use it on this machine.
-    """
+    """Returns the device named by `--device`, torch's current device if it is a GPU; ValueError if torch cannot use it."""
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -213,10 +206,7 @@ def report_interrupt() -> int:
 
 
 def run(main: Callable[[], int | None]) -> int:
-    """Runs a command; returns its exit code. Errors are one line on stderr (see `report`), warnings as well.
-
-    `main` raises ValueError, or the OSError of a file that the user named, for the user's mistakes.
-    """
+    """Runs a command; returns its exit code. Errors are one line on stderr (see `report`), warnings as well."""
     has_traceback = pop_debug_flag()
     if not has_traceback:
         plain_warnings()

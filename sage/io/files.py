@@ -1,7 +1,7 @@
 """Folders and packages of this project, atomic writes, errors of a full disk, locks between processes, and JSON files.
 
-A reader sees the old file or the new one, never a part of it: the content is written to `.NAME.PID.THREAD.part` beside its
-place, flushed to disk and renamed. Importing this module imports the standard library only.
+A reader sees the old file or the new one: the content is written to `.NAME.PID.THREAD.part` beside its place, flushed to disk
+and renamed. Importing this module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ def package_dir(name: str) -> str:
 
 
 def import_installed(name: str) -> None:
-    """Imports a package from the folder that contains `sage`, before any module of that name elsewhere.
-
-    Raises:
-        ImportError: another module of that name is imported already; names its file.
-    """
+    """Imports a package from the folder that contains `sage`; ImportError if another module of that name is imported."""
     path = PACKAGES_DIR / name / "__init__.py"
     module = sys.modules.get(name)
     if module is not None:
@@ -78,10 +74,7 @@ def json_digest(value: Any) -> str:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path that is renamed to `path` (a file or a folder) if the block ends without an error.
 
-    The parent folder is created if needed. Of several threads or processes that write one path, the last one's content stays.
-
-    Raises:
-        OSError: the disk is full or not writable; `path` is unchanged and no temporary file is left.
+    The parent folder is created if needed. After an error, `path` is unchanged and no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
@@ -118,21 +111,16 @@ def _replace_folder(new: Path, path: Path) -> None:
 
 
 class CannotWrite(OSError):
-    """The output cannot be written: the disk is full, or the path is not writable. The message names the path."""
+    """The output cannot be written: the disk is full, or the path is not writable; `instead` is what the user can choose."""
 
     @classmethod
     def at(cls, path: Path, error: OSError, instead: str) -> CannotWrite:
-        """Returns the error for an output; `instead` is what the user can choose."""
-        reason = error.strerror or error
-        return cls(f"{path}: could not be written ({reason}); free disk space, or choose {instead}")
+        return cls(f"{path}: could not be written ({error.strerror or error}); free disk space, or choose {instead}")
 
 
 @contextmanager
 def naming_write_errors(path: Path, instead: str = "another path") -> Iterator[None]:
-    """Turns an OSError of the block into a `CannotWrite` that names `path`; the error of a full disk names no file.
-
-    Errors of files elsewhere, such as a missing input, pass unchanged.
-    """
+    """Turns an OSError of the block into a `CannotWrite` that names `path`; errors of files elsewhere pass unchanged."""
     try:
         yield
     except CannotWrite:
@@ -164,11 +152,8 @@ def check_writable(path: Path) -> None:
 def locked(path: Path, instead: str = "another path", waiting: str = "") -> Iterator[None]:
     """Holds a lock on `path` among all processes of this machine (and of a shared file system that supports locks).
 
-    Args:
-        waiting: logged once, with the name of the lock in place of `{lock}`, if another process holds it.
-
-    Raises:
-        CannotWrite: the lock file cannot be created.
+    `waiting` is logged once, with the name of the lock for `{lock}`, if another process holds it. CannotWrite if the lock file
+    cannot be created.
     """
     from filelock import FileLock, Timeout
 

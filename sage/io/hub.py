@@ -16,17 +16,18 @@ class HubUnreachable(ValueError):
 
 
 def require_hub(name: str, key: str) -> None:
-    """Checks that a model or data set is local or cached, or that the hub can be reached.
+    """Raises HubUnreachable unless a model or data set is local or cached, or the hub can be reached.
 
     Args:
         name: a hub id; a path is not checked.
         key: of the setting, for the message.
-
-    Raises:
-        HubUnreachable: neither is the case; the request is not repeated.
     """
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if is_path or Path(name).exists() or _is_cached(name):
+    if is_path or Path(name).exists():
+        return
+    datasets = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+    is_cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    if is_cached or (datasets / name.replace("/", "___").lower()).exists():
         return
     remedy = "give a local folder, or set HF_HOME to a cache that contains it and HF_HUB_OFFLINE=1"
     if constants.is_offline_mode():
@@ -40,12 +41,3 @@ def require_hub(name: str, key: str) -> None:
             f"{key}: {name}: not in the cache {constants.HF_HOME}, and {constants.ENDPOINT} cannot be reached "
             f"({' '.join(str(error).split()) or type(error).__name__}); {remedy}"
         ) from error
-
-
-def _is_cached(name: str) -> bool:
-    """Returns whether the cache of models, or that of data sets, has an entry of this name."""
-    if name.count("/") != 1:
-        return False
-    datasets = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
-    entry = datasets / name.replace("/", "___").lower()
-    return isinstance(try_to_load_from_cache(name, "config.json"), str) or entry.exists()

@@ -18,11 +18,7 @@ PASSES = ("sage.drafts", "sage.runtime", "sage.targets")  # packages whose code 
 
 
 def environment(device: torch.device, *modules: str) -> dict[str, Any]:
-    """Returns what a result of passes on `device` depends on: versions, source and processor; JSON-serializable.
-
-    Args:
-        modules: packages and modules whose code computes it, beside `PASSES`.
-    """
+    """Returns what a result of passes on `device` depends on: versions, processor, source of `PASSES` and `modules`."""
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -35,10 +31,9 @@ def environment(device: torch.device, *modules: str) -> dict[str, Any]:
 
 @cache
 def source_digest(*names: str) -> str:
-    """Returns a digest of the source files of packages and modules, 32 hexadecimal digits; any change counts.
+    """Returns a digest of the source files of packages and modules, 32 hexadecimal digits; imports are not followed.
 
-    A result that is kept on disk is valid while the code that computed it is the same. Imports are not followed. Files are read
-    once per process. ValueError if there is no such package or module.
+    A result that is kept on disk is valid while the code that computed it is the same. ValueError for an unknown name.
     """
     paths: set[Path] = set()
     for name in names:
@@ -69,13 +64,12 @@ def processor_name(device: torch.device) -> str:
 
 
 def num_cores() -> int:
-    """Returns the number of cores that this process may use; of the machine where the system does not restrict processes."""
+    """Returns the number of cores that this process may use."""
     return len(available_cores())
 
 
 def available_cores() -> list[int]:
-    """Returns the numbers of the cores that this process may run on; all cores where the system does not restrict
-    processes."""
+    """Returns the numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -20,16 +20,11 @@ class CorruptFolder(ValueError):
 
 
 def has_manifest(folder: Path) -> bool:
-    """Returns whether the folder is checksummed."""
     return (folder / MANIFEST).is_file()
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Flushes every file of `folder` to disk and lists it with size and hash.
-
-    Args:
-        step: number of optimizer steps that the content was trained for.
-    """
+    """Flushes every file of `folder`, trained for `step` optimizer steps, to disk and lists it with size and hash."""
     fsync_tree(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     files = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
@@ -37,10 +32,7 @@ def write_manifest(folder: Path, step: int) -> None:
 
 
 def verify_manifest(folder: Path) -> dict[str, Any]:
-    """Compares every file listed in a folder's manifest, and the manifest itself, with what was written; returns it.
-
-    Raises CorruptFolder if a file is missing, unreadable or has another size or content.
-    """
+    """Compares every file of a folder with its manifest, which is returned; CorruptFolder for the first difference."""
     manifest = read_manifest(folder)
     for name, listed in manifest["files"].items():
         path = folder / name
@@ -67,10 +59,7 @@ def refuse_corrupt_draft(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads a manifest and checks its form; the listed files are not read.
-
-    Raises CorruptFolder if it is missing, not byte for byte as written, or lists a path outside `folder`.
-    """
+    """Reads a manifest; CorruptFolder if it is missing, not byte for byte as written, or lists a path outside `folder`."""
     path = folder / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")

@@ -37,10 +37,9 @@ def load_weights(model_class: Any, folder: str | Path, role: str, allow_unused: 
     """Loads a model from a folder or hub id; every tensor of the model must be in its weights.
 
     Args:
-        model_class: a class with Hugging Face's `from_pretrained`.
+        model_class: a class with Hugging Face's `from_pretrained`, which takes the `options`.
         role: "draft" or "target", for messages.
         allow_unused: ignore tensors that are not part of the model, with a warning.
-        options: options of `from_pretrained`.
 
     Raises:
         ValueError: the weights are missing, corrupt, or do not fit the config; names the folder and the first tensors.

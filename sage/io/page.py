@@ -1,7 +1,7 @@
-"""HTML pages of one file: templates, the one style sheet, a security policy that admits nothing from elsewhere.
+"""HTML pages of one file: a template that extends `html/base.html`, the one style sheet, inline scripts.
 
-A page is `html/base.html` with a template of its own; its style sheet and script are inline and named by hash in the page's
-Content-Security-Policy, so that no other script, style, font, frame or request can run or leave, whatever text the page shows.
+Style sheet and script are named by hash in the page's Content-Security-Policy, so that no other script, style, font, frame or
+request can run or leave, whatever text the page shows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ REPLACED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\u
 def render(
     template: Path, *, script: Path | None = None, filters: dict[str, Callable[..., Any]] | None = None, **values: Any
 ) -> str:
-    """Returns a page. All values are escaped.
-
-    Args:
-        template: extends `base.html`.
-        script: JavaScript of the page, after that of all pages.
-        filters: of the template, besides `visible` and `json_block`.
-    """
+    """Returns a page; all values are escaped. `script` runs after that of all pages; `visible` and `json_block` are filters."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -86,7 +80,7 @@ def framed(page: str) -> str:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Writes a page atomically. Raises CannotWrite if the disk is full or not writable."""
+    """Writes a page atomically; CannotWrite if the disk is full or not writable."""
     with writing(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
 
@@ -96,10 +90,8 @@ def table(
 ) -> dict[str, Any]:
     """Returns a table for the macro `table` of `parts.html`, whose columns the reader can sort.
 
-    Args:
-        rows: a cell is a text, a number, or a list of spans for the macro `inline`.
-        text_columns: columns aligned left; the others are numbers.
-        looks: caption, id.
+    A cell is a text, a number, or a list of spans for the macro `inline`; columns other than `text_columns` are aligned right.
+    `looks`: caption, id.
     """
     cells = [[cell if isinstance(cell, list) else [span(str(cell))] for cell in row] for row in rows]
     return {"head": list(head), "rows": cells, "text_columns": set(text_columns), "caption": "", "id": "", **looks}

@@ -13,13 +13,8 @@ DELAY_S = 1.0  # work that ends sooner shows no bar
 def progress_bar(
     items: Iterable[Any] | None, description: str, total: int | None = None, initial: int = 0, is_shown: bool = True
 ) -> tqdm:
-    """Wraps `items` in a progress bar.
-
-    Args:
-        items: None: the caller updates the bar.
-        is_shown: False shows nothing, on a terminal either.
-    """
-    is_disabled = None if is_shown else True
+    """Wraps `items` in a progress bar; the caller updates one without items, and one that is not shown draws nothing."""
+    is_disabled = None if is_shown else True  # None: unless stderr is a terminal
     return tqdm(items, description, total, initial=initial, disable=is_disabled, delay=DELAY_S, dynamic_ncols=True)
 
 

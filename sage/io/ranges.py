@@ -21,8 +21,8 @@ Settings = TypeVar("Settings")
 UNIONS = (Union, UnionType)  # of `Annotated[X, ...] | None` and of `X | None`
 SECTION = re.compile(r"(Attributes|Args):")
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.+)")
-MIN_BEGINNING = 3  # letters of a name that only begins another one
 _FIELD_TYPES: dict[type, dict[str, Any]] = {}  # by class; looking them up takes a third of a millisecond
+MIN_BEGINNING = 3  # letters of a name that only begins another one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +60,17 @@ class FieldError(ValueError):
 
 
 def check_fields(settings: Any, prefix: str = "") -> None:
-    """Checks every field of a dataclass against its annotation, also those of dataclasses in its fields and mappings.
+    """Raises FieldError for the first field of a dataclass that its annotation does not allow, also in nested dataclasses.
 
-    Args:
-        prefix: dotted, of the keys in messages, for example `data.`.
-
-    Raises:
-        FieldError: the first field that is not allowed.
+    `prefix`, for example `data.`, precedes the keys in messages.
     """
     hints = field_types(type(settings))
     for field in fields(settings):
         key, value, hint = f"{prefix}{field.name}", getattr(settings, field.name), hints[field.name]
-        parts = value if isinstance(value, dict) else {}
-        if is_dataclass(value):
-            check_fields(value, f"{key}.")
-        for label, part in parts.items():
+        nested = {f"{key}.{label}": part for label, part in value.items()} if isinstance(value, dict) else {key: value}
+        for name, part in nested.items():
             if is_dataclass(part):
-                check_fields(part, f"{key}.{label}.")
+                check_fields(part, f"{name}.")
         if field.init and not _fits(value, hint):
             raise FieldError(key, value, allowed(hint))
 

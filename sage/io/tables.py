@@ -12,7 +12,7 @@ RULE: Row = ()  # among the rows of a text table: a horizontal line
 
 def markdown_table(head: Row, rows: Sequence[Row], align: str = "<>") -> str:
     """Returns a Markdown table; `|` in a cell is escaped. `align`: `<` or `>` per column; the last one is repeated."""
-    rule = [":--" if side == "<" else "--:" for side in _sides(align, len(head))]
+    rule = [":--" if side == "<" else "--:" for side in align[: len(head)].ljust(len(head), align[-1])]
     escaped = [[re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in row] for row in (head, *rows)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (escaped[0], rule, *escaped[1:]))
 
@@ -29,12 +29,10 @@ def text_table(
     """Returns a table for a terminal, its columns padded to the widest cell; lines have no trailing blanks.
 
     Args:
-        head: None = no header.
+        head: None for no header; below it a line is drawn if `ruled`.
         rows: `RULE` draws a horizontal line.
         align: as for `markdown_table`.
-        indent: blanks before every line.
         min_widths: least width of the first columns, in characters.
-        ruled: whether a line is drawn below the header.
     """
     cells = [row for row in ([] if head is None else [head]) + list(rows) if row]
     if not cells:
@@ -42,7 +40,7 @@ def text_table(
     least = [*min_widths, *[0] * len(cells[0])]
     widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
     widths = [max(width, floor) for width, floor in zip(widths, least, strict=False)]
-    sides = _sides(align, len(widths))
+    sides = align[: len(widths)].ljust(len(widths), align[-1])
 
     def line(row: Row) -> str:
         padded = (f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
@@ -58,7 +56,3 @@ def text_table(
 def counted(count: int, noun: str) -> str:
     """Returns `1 run` or `2 runs`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _sides(align: str, count: int) -> str:
-    return align[:count].ljust(count, align[-1])

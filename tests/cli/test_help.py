@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
 from support.messages import check_message, exit_code, refused
-from support.train_helpers import environment
 
 from sage.bench.__main__ import main as bench
 from sage.commands.cli import run
@@ -144,25 +140,3 @@ def test_mistakes_beside_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(sage_validate, "-h") == 0
     shown = capsys.readouterr().out
     assert shown.startswith("Measures") and "sage-validate checkpoint=runs/demo" in shown
-
-
-@pytest.mark.slow
-def test_shell_completion(tmp_path: Path) -> None:
-    """The function that `sage-train -sc install=bash` defines, called as bash calls it after the tab key."""
-    folder = Path(sys.executable).parent
-    assert (folder / "sage-train").is_file(), "the package is installed"
-    script = """
-        eval "$(sage-train -sc install=bash)"
-        for line in "sage-train experiment=de" "sage-train draft=eagle3 draft.draft_v"; do
-            COMP_LINE="$line" COMP_POINT=${#line} COMP_CWORD=$(($(wc -w <<< "$line") - 1))
-            export COMP_LINE COMP_POINT COMP_CWORD
-            hydra_bash_completion
-            printf '%s\\n' "${COMPREPLY[@]}"
-        done
-    """
-    path = f"{folder}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment() | {"PATH": path}, capture_output=True, text=True, check=True
-    )
-    assert set(done.stdout.split()) == {"experiment=debug", "experiment=demo", "draft.draft_vocab_size="}
-    assert list(tmp_path.iterdir()) == []

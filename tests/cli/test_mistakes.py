@@ -30,6 +30,7 @@ REFUSED = {  # command line -> parts of the message
     "train -m seed=1,2 train.max_step=5": ["train.max_step:", "did you mean train.max_steps?"],
     "train target=pocket_qwen2_5_vl optim.learning_rate=1": ["optim.learning_rate:", "did you mean optim.lr?"],
     "train target=pocket_qwen2_5_vl train.lr=1": ["train.lr:", "did you mean optim.lr?"],
+    "train --data x.jsonl": ["--data:", "data=VALUE, without dashes"],
     "validate --resume runs/x": ["--resume: unknown option"],
     "validate --compar runs/x": ["--compar:", "did you mean --compare?"],
     "validate seed=1 --compare runs/x": ["--compare:", "first word"],

@@ -30,12 +30,11 @@ from sage.targets.loading import meta_target
 from train.cli.data import DataCommand
 from train.cli.data import check as check_data_command
 from train.cli.export import main as sage_export
-from train.cli.train import main
 from train.cli.validate import main as validate_main
 from train.config.checks import check
-from train.config.command_line import expand, refuse_unknown_options
+from train.config.command_line import expand
 from train.config.hydra_app import compose
-from train.config.schema import Config, ConfigError, Precision, ValidateConfig
+from train.config.schema import Config, Precision, ValidateConfig
 from train.config.store import target_dtype, target_name
 from train.distill.build import build_student
 from train.validation.selection import Checkpoint, settle
@@ -227,11 +226,6 @@ def test_a_run_alone_is_the_checkpoint(tmp_path: Path) -> None:
     assert expand([str(tmp_path)], Config) == [str(tmp_path)]
 
 
-def test_options_for_keys_name_the_key() -> None:
-    with refused("--data", "data=VALUE, without dashes", error=ConfigError):
-        refuse_unknown_options(["--data", "x.jsonl"], Config)
-
-
 def test_a_draft_without_run_is_measured_in_its_targets_dtype(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, dtype="bfloat16")
     (tmp_path / "draft").mkdir()
@@ -241,10 +235,3 @@ def test_a_draft_without_run_is_measured_in_its_targets_dtype(tmp_path: Path) ->
     assert (settled.target.path, settled.target.dtype) == (str(folder), "bf16")
     words = ["target.dtype=fp32"]
     assert settle(compose("validate", words, ValidateConfig), alone, words).target.dtype == "fp32"
-
-
-def test_the_command_line_composes_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = folder_of(tmp_path, dtype="float32")
-    assert exit_code(main, f"target.path={folder}", "--cfg", "job", "--resolve") == 0
-    shown = capsys.readouterr().out
-    assert "  name: Own-7B\n" in shown and "  dtype: fp32\n" in shown and "dir: runs/Own_7B-eagle3-pocket" in shown

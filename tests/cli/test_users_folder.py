@@ -7,17 +7,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 from support.messages import refused
 from support.train_helpers import ROOT, command, environment, make_target
 
 from sage.io.files import import_installed
-from sage.training import PACKAGES, call
-from train.cli import data as data_cli
-from train.launch.launcher import _run_spawned_rank, spawn
+from sage.training import PACKAGES
 
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 LINES = {  # in this order, after a run from Python
@@ -81,32 +78,6 @@ def test_every_command_and_the_python_api(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [True, [], 0, 1, dict.fromkeys(SCRIPTS, 0)], done.stderr
-
-
-def test_ranks_are_started_so_that_they_import_the_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no script is imported again, in a notebook for example."""
-    started: list[tuple[Any, ...]] = []
-
-    class Process:
-        exitcode = 0
-
-        def __init__(self, target: Any, args: tuple[Any, ...]) -> None:
-            started.append((target, *args))
-
-        def start(self) -> None: ...
-
-        join = start
-
-    def start_processes(start: Any, nprocs: int, join: bool) -> Any:
-        started.append((start.func, *start.args))
-        return SimpleNamespace(processes=[])
-
-    monkeypatch.setattr("torch.multiprocessing.start_processes", start_processes)
-    monkeypatch.setattr("multiprocessing.context.SpawnContext.Process", Process)
-    config: Any = SimpleNamespace(run=SimpleNamespace(dir="nowhere"))
-    assert spawn(config, print, 2) == 0  # type: ignore[arg-type]
-    assert data_cli._start_ranks(config, 1) == 0
-    assert [part[:3] for part in started] == [(call, _run_spawned_rank, config), (call, data_cli._rank, config)]
 
 
 def test_a_module_that_is_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from train.config.schema import Config
 from train.engine.sharded_teacher import ShardedTarget, load_sharded
 from train.launch.ranks import Ranks, process_group
 
-LIMIT_S = 120
+LIMIT_S = 1000  # of processes that hang
 
 
 def main(arguments: Path, observations: Path) -> None:

@@ -140,9 +140,9 @@ def train_until_signal(config: Config, ranks: Ranks, step: int, validate: Valida
         assert fit(run) is False
 
 
-def sage_train(commands: ForkServer, *arguments: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def sage_train(commands: ForkServer, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`sage-train` in a process of its own, warnings shown."""
-    return _finished([*commands.command("train.cli.train"), *arguments], cwd, timeout_s)
+    return _finished([*commands.command("train.cli.train"), *arguments], cwd)
 
 
 def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -150,10 +150,8 @@ def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return _finished([sys.executable, *arguments], cwd)
 
 
-def _finished(command_line: list[str], cwd: Path, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command_line, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+def _finished(command_line: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command_line, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
 
 
 def environment() -> dict[str, str]:

@@ -26,7 +26,7 @@ from train.job.run import run_rank
 from train.launch.cluster_env import detect_launcher
 from train.launch.ranks import process_group
 
-LIMIT_S = 280
+LIMIT_S = 1000  # of processes that hang
 
 
 def main(jobs: Path, observations: Path) -> None:

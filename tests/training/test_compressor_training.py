@@ -104,7 +104,7 @@ def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path
     where = ["launch.ranks=2", "launch.device=cpu", "deepspeed=zero3", f"data.cache_dir={tmp_path}/cache"]
     done = sage_train(
         commands, *arguments, *data, "data/validation=pocket", "data.num_workers=0", *batch, *where, *options("select"),
-        cwd=tmp_path, timeout_s=280,
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     steps = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]

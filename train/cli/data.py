@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import signal
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,17 @@ from data_prep.config import RegenerateConfig, check_paths, check_server, read_k
 from data_prep.own_answers import is_quickly_measured
 from data_prep.sources.base import Split
 from sage.commands.cli import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, NOTHING_SAVED
-from sage.commands.cli import run as run_command
 from sage.drafts.location import find_draft
 from sage.io.files import check_writable
 from sage.io.ranges import NonNegativeInt
-from sage.training import call
 from train.config.checks import check_path, check_ranges
 from train.config.command_line import launch_keys, refuse_unused, task_overrides
 from train.config.hydra_app import App
 from train.config.schema import ConfigError, DataConfig, LaunchConfig, TargetConfig
 from train.config.store import plain_name
 from train.launch import cluster_env
-from train.launch.launcher import check_devices, configure_logging
-from train.launch.supervisor import RankFailed
+from train.launch.launcher import check_devices, configure_logging, spawn
+from train.launch.supervisor import RankFailed, StopFlag
 
 logger = logging.getLogger(__name__)
 
@@ -145,68 +142,37 @@ def check(config: DataCommand) -> None:
 
 
 def _regenerate_on_ranks(config: DataCommand) -> int:
-    """Runs the ranks as independent processes that share only the output folder; a failed rank is resumed later."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        if "RANK" in os.environ:  # of a launcher
-            return _regenerate(config, cluster_env.rank(), cluster_env.world_size())
-        ranks = 1 if config.regenerate.server else config.launch.gpus or config.launch.ranks or 1
-        if not config.regenerate.server:
-            check_devices(config.launch, ranks)
-        return _regenerate(config, 0, 1) if ranks == 1 else _start_ranks(config, ranks)
-    except KeyboardInterrupt as error:
-        from data_prep.tools.regenerate import has_answers
-
-        if not has_answers(Path(config.out)):
-            raise RankFailed(f"{NOTHING_SAVED} to {config.out}", EXIT_INTERRUPTED) from error
-        kept = f"stopped; finished answers are kept beside {config.out}, and the same command continues"
-        raise RankFailed(kept, EXIT_STOPPED) from error
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    """Regenerates on the ranks of a launcher or of this command, which share only the output folder."""
+    ranks = config.launch.gpus or config.launch.ranks or 1
+    if "RANK" in os.environ or config.regenerate.server:
+        return _regenerate(config)
+    check_devices(config.launch, ranks)
+    return _regenerate(config) if ranks == 1 else spawn(partial(_regenerate, config), ranks, config.debug)
 
 
-def _start_ranks(config: DataCommand, ranks: int) -> int:
-    context = multiprocessing.get_context("spawn")
-    started = [context.Process(target=call, args=(_rank, config, rank, ranks)) for rank in range(ranks)]
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the ranks: Ctrl-C reaches every process of a terminal
-    try:
-        for process in started:
-            process.start()
-        signal.signal(signal.SIGINT, before)
-        for process in started:
-            process.join()
-    except KeyboardInterrupt:
-        for process in started:
-            process.terminate()  # at any point: an incomplete row is ignored
-        for process in started:
-            process.join()
-        raise
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return max((abs(process.exitcode or 0) for process in started), default=EXIT_DONE)
-
-
-def _rank(config: DataCommand, rank: int, world_size: int) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))
-    cluster_env.set_rank(rank, world_size)
-    configure_logging(config.debug, is_main=rank == 0)
-    sys.exit(run_command(lambda: _regenerate(config, rank, world_size)))
-
-
-def _regenerate(config: DataCommand, rank: int, world_size: int) -> int:
+def _regenerate(config: DataCommand) -> int:
+    """Does this rank's part; RankFailed after a signal, at any point: an incomplete row is ignored."""
     from transformers.utils import logging as transformers_logging
 
     from data_prep.server.answers import ServedTarget
     from data_prep.tools import actions
+    from data_prep.tools.regenerate import has_answers
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    settings = config.regenerate
-    target, draft = (ServedTarget.load(config.target.path), None) if settings.server else _load_models(config)
-    where = (str(config.split), Path(config.out), rank, world_size)
-    result = actions.regenerate_data(config.data, target, draft, settings, *where, key=read_key(settings, os.environ))
+    settings, out = config.regenerate, Path(config.out)
+    try:
+        with StopFlag():
+            target, draft = (ServedTarget.load(config.target.path), None) if settings.server else _load_models(config)
+            where = (str(config.split), out, cluster_env.rank(), cluster_env.world_size())
+            result = actions.regenerate_data(config.data, target, draft, settings, *where, key=read_key(settings, os.environ))
+    except KeyboardInterrupt as error:
+        if not has_answers(out):
+            raise RankFailed(f"{NOTHING_SAVED} to {out}", EXIT_INTERRUPTED) from error
+        kept = f"stopped; finished answers are kept beside {out}, and the same command continues"
+        raise RankFailed(kept, EXIT_STOPPED) from error
     if result.is_merged:
-        print(result.as_text(Path(config.out)))
+        print(result.as_text(out))
     return EXIT_DONE
 
 
@@ -215,15 +181,12 @@ def _load_models(config: DataCommand) -> tuple[Any, Any]:
     import torch
 
     import sage
-    from sage.io.dtypes import torch_dtype
     from train.launch.ranks import pick_device
 
     if config.launch.threads is not None:
         torch.set_num_threads(config.launch.threads)
     device = pick_device(str(config.launch.device), cluster_env.local_rank())
-    options = {"dtype": torch_dtype(config.target.dtype), "device": device, **config.target.load_options()}
-    target = sage.load_target(config.target.path, **options)
-    draft = config.regenerate.draft
+    target, draft = config.target.load(device), config.regenerate.draft
     return target, sage.load_draft(draft, target) if draft else None
 
 

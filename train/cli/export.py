@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,14 @@ ONLY = {  # modes -> options that have no effect in others
     ("import",): ("levels", "image_inputs", "use_target_rope"),
     ("serve_check",): ("engine_python", "page", *SERVE_NUMBERS),
     ("check", "inspect"): ("json",),
+}
+NEEDED = {  # an option and the modes that need it -> what to say without it
+    ("source", "serve_check"): "--serve-check {serve_check}: RUN is missing; give the run or draft that it was exported from",
+    ("source", "export"): "give the folder of a run or draft with --format and --out, or --check, --inspect or --import DIR",
+    ("out", "export", "import"): "--out: missing; give the folder to write",
+    ("format", "export"): f"--format: missing; choose one of {', '.join(FORMATS)}",
+    ("target", "import"): "--target: missing; a draft is imported for one target: give its folder, hub id or name",
+    ("engine_python", "serve_check"): "--engine-python: missing; give the interpreter of an environment with vLLM",
 }
 JSON_FIELDS = ("where", "found", "effect", "is_warning")  # of a finding
 
@@ -99,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
     _check_args(args, mode)
     if mode == "inspect":
         return _inspect(args)
-    _check_names(args, mode)
+    _check_values(args, mode)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed if installed, which would probe for devices
     from transformers.utils import logging as transformers_logging
 
@@ -108,41 +117,35 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_args(args: argparse.Namespace, mode: str) -> None:
-    """Refuses contradictory options and options without effect."""
+    """Refuses missing or contradictory options, and options without effect."""
     if args.source and mode in ("check", "inspect", "import"):
         raise ValueError(f"{args.source}: --check, --inspect and --import already give a folder; give one folder only")
-    if not args.source and mode == "serve_check":
-        raise ValueError(f"--serve-check {args.serve_check}: RUN is missing; give the run or draft that it was exported from")
-    if not args.source and mode == "export":
-        raise ValueError("give the folder of a run or draft with --format and --out, or --check, --inspect or --import DIR")
-    if not args.out and mode in ("export", "import"):
-        raise ValueError("--out: missing; give the folder to write")
-    for modes, names in ONLY.items():
-        if mode not in modes and (given := [name for name in names if getattr(args, name) not in (None, False)]):
-            with_or_without = f"without {' or '.join(map(_option, modes))}" if mode == "export" else f"with {_option(mode)}"
+    for (name, *modes), problem in NEEDED.items():
+        if mode in modes and not getattr(args, name):
+            raise ValueError(problem.format_map(vars(args)))
+    for owners, names in ONLY.items():
+        if mode not in owners and (given := [name for name in names if getattr(args, name) not in (None, False)]):
+            with_or_without = f"without {' or '.join(map(_option, owners))}" if mode == "export" else f"with {_option(mode)}"
             raise ValueError(f"{_option(given[0])}: has no effect {with_or_without}")
     if args.private and not args.push_to_hub:
         raise ValueError("--private: has no effect without --push-to-hub")
+    if args.out and mode == "serve_check":
+        raise ValueError("--out: has no effect with --serve-check; --page names the page that it writes")
 
 
-def _check_names(args: argparse.Namespace, mode: str) -> None:
-    """Refuses an unknown format, a missing draft or target, or a wrong number before torch is imported; resolves the target.
-
-    Raises:
-        ValueError: the option, what is wrong, and the remedy.
-    """
+def _check_values(args: argparse.Namespace, mode: str) -> None:
+    """Refuses an unknown format, a missing draft or target, or a wrong number before torch is imported; resolves the target."""
     args.target = args.target and path_of_target(args.target)
     if mode in ("check", "import") and not Path(folder := getattr(args, mode)).is_dir():
         raise ValueError(f"{folder}: no such folder")
-    if mode == "import" and not args.target:
-        raise ValueError("--target: missing; a draft is imported for one target: give its folder, hub id or name")
-    if mode == "serve_check":
-        _check_serve_args(args)
+    if args.page and (Path(args.page).suffix != ".html" or Path(args.page).is_dir()):
+        raise ValueError(f"--page {args.page}: is no name of a page; give FILE.html")
+    for name, least in SERVE_NUMBERS.items():
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ValueError(f"{_option(name)}: {value} is too small; give at least {least}")
     if args.source:
         find_draft(args.source)
     if mode == "export":
-        if not args.format:
-            raise ValueError(f"--format: missing; choose one of {', '.join(FORMATS)}")
         check_format(args.format)
         needs_converter = FORMATS[args.format].needs_converter
         if needs_converter and not args.converter:
@@ -150,20 +153,6 @@ def _check_names(args: argparse.Namespace, mode: str) -> None:
             raise ValueError(f"--converter: missing; --format {args.format} calls llama.cpp's converter: {remedy}")
         if args.converter and not needs_converter:
             raise ValueError(f"--converter: has no effect with --format {args.format}")
-
-
-def _check_serve_args(args: argparse.Namespace) -> None:
-    """Refuses options of a serve check that are missing, without effect or out of range."""
-    if args.out:
-        raise ValueError("--out: has no effect with --serve-check; --page names the page that it writes")
-    if not args.engine_python:
-        raise ValueError("--engine-python: missing; give the interpreter of an environment with vLLM")
-    if args.page and (Path(args.page).suffix != ".html" or Path(args.page).is_dir()):
-        raise ValueError(f"--page {args.page}: is no name of a page; give FILE.html")
-    for name, least in SERVE_NUMBERS.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"{_option(name)}: {value} is too small; give at least {least}")
 
 
 def _option(name: str) -> str:
@@ -191,18 +180,16 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _result_as_json(result: CheckResult) -> str:
-    findings = {"errors": result.errors, "warnings": result.warnings}
     name, flavour = (result.format.name, result.format.flavour) if result.format else (None, None)
     content: dict[str, Any] = {"format": name, "flavour": flavour, "notes": result.notes}
-    for key, found in findings.items():
-        content[key] = [{field: getattr(finding, field) for field in JSON_FIELDS} for finding in found]
+    for key, findings in (("errors", result.errors), ("warnings", result.warnings)):
+        content[key] = [{field: getattr(finding, field) for field in JSON_FIELDS} for finding in findings]
     return json.dumps(content, indent=2)
 
 
 def _result_as_text(result: CheckResult) -> str:
-    lines = [f"error: {finding}" for finding in result.errors]
-    lines += [f"warning: {finding}" for finding in result.warnings]
-    lines += [f"note: {note}" for note in result.notes]
+    kinds: dict[str, Sequence[Any]] = {"error": result.errors, "warning": result.warnings, "note": result.notes}
+    lines = [f"{kind}: {finding}" for kind, findings in kinds.items() for finding in findings]
     format_ = result.format.label if result.format else "unknown format"
     verdict = f"{counted(len(result.errors), 'error')}: do not serve this" if result.errors else "valid"
     return "\n".join([*lines, f"{result.folder}: {format_}; {verdict}"])

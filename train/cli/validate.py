@@ -71,7 +71,6 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     import sage
     from data_prep.build import prompts
     from sage.bench.report_table import format_table
-    from sage.io.dtypes import torch_dtype
     from train.launch.ranks import pick_device
     from train.monitor.progress import open_display
     from train.report.verdict import verdict_lines
@@ -93,11 +92,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         torch.set_num_threads(config.launch.threads)
     policies = build_policies(config.decode)
     held_out = prompts(config.data, "validation", config.decode.num_prompts)  # before the target, which takes minutes to load
-    dtype = torch_dtype(config.decode.dtype or config.target.dtype)
-    device = pick_device(str(config.launch.device), 0)
-    target = sage.load_target(
-        config.target.path, dtype=dtype, device=device, device_map=config.device_map, **config.target.load_options()
-    )
+    target = config.target.load(pick_device(str(config.launch.device), 0), config.decode.dtype, config.device_map)
     assert target.processor is not None
     target.processor.thinking = config.data.thinking.flag
     draft = sage.load_draft(checkpoint.draft, target)

@@ -13,6 +13,7 @@ from sage.drafts.registry import KINDS, DraftKind
 from sage.io.ranges import PositiveInt, Range
 
 TEMPERATURE = Annotated[float, Range(gt=0, remedy="1.0 is the usual value")]
+OPERATORS: dict[str, Any] = {"ratio": PositiveInt, "conv_ratio": PositiveInt, "queries": PositiveInt}
 # The visual compressors of a draft head's input (see `sage.drafts.compressor`) and their keys.
 COMPRESSORS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -22,8 +23,8 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
     "resampler": {"queries": PositiveInt},
     "text_only": {},
     "weighted": {"ratio": PositiveInt},
-    "concat": {"ratio": PositiveInt, "conv_ratio": PositiveInt, "queries": PositiveInt},
-    "select": {"ratio": PositiveInt, "conv_ratio": PositiveInt, "queries": PositiveInt, "temperature": TEMPERATURE},
+    "concat": OPERATORS,
+    "select": {**OPERATORS, "temperature": TEMPERATURE},
 }
 CompressorKind = StrEnum(
     "CompressorKind", ["none", "prune", "pool", "conv", "resampler", "text_only", "weighted", "concat", "select"]

@@ -133,10 +133,14 @@ class TargetConfig:
     parameters_b: PositiveFloat | None = None
     architecture: dict[str, Any] | None = None
 
-    def load_options(self) -> dict[str, Any]:
-        """Returns keyword arguments of `sage.load_target` beyond path, dtype and device."""
-        revision = {} if self.revision is None else {"revision": self.revision}
-        return {"attention": str(self.attention), "adapter": self.adapter, **revision}
+    def load(self, device: Any, dtype: str | None = None, device_map: str | None = None) -> Any:
+        """Loads the target to a device, in its own dtype unless another one is given."""
+        import sage
+        from sage.io.dtypes import torch_dtype
+
+        options: dict[str, Any] = {"attention": str(self.attention), "adapter": self.adapter, "device_map": device_map}
+        options |= {} if self.revision is None else {"revision": self.revision}
+        return sage.load_target(self.path, dtype=torch_dtype(dtype or self.dtype), device=device, **options)
 
 
 @dataclass(kw_only=True)

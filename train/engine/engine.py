@@ -1,6 +1,4 @@
-"""Trains the draft under DeepSpeed: sharding, gradient reduction, the optimizer step. The only module that imports it.
-
-It owns DeepSpeed's configuration, the loss scale that undoes its averaging, gradient checks, gathering sharded weights.
+"""Trains the draft under DeepSpeed: sharding, gradient reduction, the optimizer step.
 
 With `train.precision=bf16`, autograd returns bf16 gradients of each micro-batch; they are summed over micro-batches and ranks
 in float32. DeepSpeed has no float32 accumulation without ZeRO, so stage 0 runs as stage 1 there.
@@ -55,7 +53,7 @@ class Engine:
                 config=deepspeed_config(config, ranks.world_size, accumulation),
                 dist_init_required=False if deepspeed.comm.is_initialized() else None,
             )
-        self._state = OptimizerState(draft, self._optimizer, optimizer, deepspeed)
+        self.optimizer_state = OptimizerState(draft, self._optimizer, optimizer, deepspeed)
         self._gathered, self._comm = deepspeed.zero.GatheredParameters, deepspeed.comm
         self._is_complete = False  # whether the last micro-batch of a step has been added
         self._trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
@@ -89,15 +87,12 @@ class Engine:
         assert self._is_complete, "the last micro-batch of the step has not been added"
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        norm = self._unsharded_norm()
+        is_plain = not self._engine.zero_optimization()  # then DeepSpeed reports no norm
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if is_plain and p.grad is not None])
         self._engine.step()
         self._is_complete = False
         reported = self._engine.get_global_grad_norm()
         return float(norm if reported is None else reported)
-
-    def allocate(self) -> None:
-        """Allocates the optimizer's state, as the first step does."""
-        self._state.allocate()
 
     def draft_state(self) -> dict[str, Tensor]:
         """Returns the complete weights by name on the CPU of rank 0, an empty dict elsewhere. Every rank has to call it."""
@@ -114,11 +109,13 @@ class Engine:
         """
         problem = None
         for kind in KINDS:
-            tensors = {name: value.to("cpu", copy=True) for name, value in self._state.read(kind) if self.ranks.is_main}
+            tensors = {
+                name: value.to("cpu", copy=True) for name, value in self.optimizer_state.read(kind) if self.ranks.is_main
+            }
             buffers = self._buffers() if kind == WEIGHT else {}
             try:
                 if self.ranks.is_main and problem is None:
-                    write_tensors(folder / f"{kind}.safetensors", tensors | buffers, {"step": str(self._state.step)})
+                    write_tensors(folder / f"{kind}.safetensors", tensors | buffers, {"step": str(self.optimizer_state.step)})
             except OSError as error:  # raised at the end: the other ranks enter the next collective read
                 problem = error
         if problem is not None:
@@ -130,7 +127,7 @@ class Engine:
         for kind in KINDS:
             path = folder / f"{kind}.safetensors"
             with safe_open(path, framework="pt") as file:
-                names = {**self._state.having(kind), **(buffers if kind == WEIGHT else {})}
+                names = {**self.optimizer_state.having(kind), **(buffers if kind == WEIGHT else {})}
                 if names.keys() != set(file.keys()):
                     other = sorted(names.keys() ^ set(file.keys()))
                     raise ValueError(f"{path}: was saved from another draft or optimizer; {other[0]} is on one side only")
@@ -139,8 +136,8 @@ class Engine:
                     if name in buffers:
                         buffers[name].copy_(value)
                     else:
-                        self._state.write(name, kind, value)
-                self._state.step = int(file.metadata()["step"])
+                        self.optimizer_state.write(name, kind, value)
+                self.optimizer_state.step = int(file.metadata()["step"])
 
     def _buffers(self) -> dict[str, Tensor]:
         """Returns the draft's persistent buffers by name, for instance the token map of a draft vocabulary."""
@@ -158,13 +155,6 @@ class Engine:
 
     def _check_gradient(self, gradient: Tensor) -> None:
         self._bad_gradient = self._bad_gradient | ~gradient.isfinite().all()
-
-    def _unsharded_norm(self) -> float | Tensor:
-        """Returns the gradient norm without ZeRO and mixed precision, where DeepSpeed does not report it; else NaN."""
-        grads = [p.grad for p in self.draft.parameters() if p.grad is not None]
-        if self._engine.zero_optimization() or not grads:
-            return float("nan")
-        return torch.nn.utils.get_total_norm(grads)
 
 
 def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict[str, Any]:
@@ -196,9 +186,7 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int) -> dict
 
 
 def make_optimizer(draft: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
-    """Builds torch's AdamW, which needs no compiler; fused in a run on GPUs, also if its state is offloaded to the CPU. With
-    `optim.kind=muon`, matrices are left to Muon.
-    """
+    """Builds torch's AdamW, which needs no compiler, or Muon; fused in a run on GPUs, also if its state is offloaded."""
     optim = config.optim
     options: dict[str, Any] = {
         "lr": optim.lr,

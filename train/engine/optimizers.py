@@ -5,12 +5,11 @@ Muon is momentum whose update of a matrix is orthogonalized, for the linear laye
 Ref: Jordan et al., Muon, https://kellerjordan.github.io/posts/muon (Newton-Schulz iteration and its coefficients); Liu et al.,
 arXiv 2502.16982, section 2.2, equation 4 (updates of AdamW's size, so that both take the same learning rate).
 Differs by: `torch.optim.Muon` needs whole matrices. Under ZeRO-1 and 2 the optimizer has this rank's part of all weights, one
-flat tensor, so matrices are put together for each step. Ranks share the orthogonalization: each does it for the matrices that
-it holds a part of.
+flat tensor, so each rank puts together and orthogonalizes the matrices that it holds a part of.
 
-DeepSpeed stores the state, a float32 weight and its two moments, in one of three ways: in the parameter itself (float32 without
-ZeRO), in flat partitions linked to it (ZeRO-1 and 2), or in partitions of the parameter (ZeRO-3). Unsharded tensors by name
-depend on neither stage nor precision, so a checkpoint can be loaded under any ZeRO stage and world size.
+DeepSpeed stores the state, a float32 weight and its two moments, in the parameter itself (float32 without ZeRO), in flat
+partitions linked to it (ZeRO-1 and 2), or in partitions of the parameter (ZeRO-3). Unsharded tensors by name depend on neither
+stage nor precision, so a checkpoint can be loaded under any ZeRO stage and world size.
 
 Shapes: M rows and N columns of a matrix.
 """
@@ -120,8 +119,7 @@ KINDS = (WEIGHT, *MOMENTS)
 class OptimizerState:
     """Reads and writes the state of one parameter at a time. Every rank has to make the same calls.
 
-    Args:
-        wrapper: DeepSpeed's optimizer around `optimizer`, torch's AdamW or `Muon`; `optimizer` itself if there is none.
+    `wrapper` is DeepSpeed's optimizer around `optimizer`, or `optimizer` itself.
     """
 
     def __init__(self, draft: nn.Module, wrapper: Any, optimizer: torch.optim.Optimizer, deepspeed: Any) -> None:
@@ -149,10 +147,12 @@ class OptimizerState:
     def write(self, name: str, kind: str, value: Tensor) -> None:
         """Writes an unsharded float32 `value` from any device; a weight also to the parameter used in the forward pass."""
         self.allocate()
-        parameter = self.parameters[name]
+        parameter: Any = self.parameters[name]
         value = value.to(parameter.device)
-        if self._is_partitioned:
-            self._write_partition(parameter, kind, value)
+        if self._is_partitioned:  # ZeRO-3: this rank's part of the flat value; the last part is padded with zeros
+            size = parameter.ds_tensor.numel()
+            part = value.flatten()[torch.distributed.get_rank() * size :][:size]
+            self._access("set_local", kind, parameter, nn.functional.pad(part, (0, size - len(part))))
         elif self._is_linked:
             self._access("set_full", kind, parameter, value)
         else:
@@ -178,12 +178,6 @@ class OptimizerState:
         if kind == WEIGHT:
             return getattr(self._deepspeed.utils, f"safe_{action}_fp32_param")(*arguments)
         return getattr(self._deepspeed.utils, f"safe_{action}_optimizer_state")(*arguments, kind)
-
-    def _write_partition(self, parameter: Any, kind: str, value: Tensor) -> None:
-        """ZeRO-3: writes this rank's part of the flat value; the last part is padded with zeros."""
-        size = parameter.ds_tensor.numel()
-        part = value.flatten()[torch.distributed.get_rank() * size :][:size]
-        self._access("set_local", kind, parameter, nn.functional.pad(part, (0, size - len(part))))
 
     def _tensor(self, key: Tensor, kind: str) -> Tensor:
         return key.data if kind == WEIGHT else self._optimizer.state[key][kind]

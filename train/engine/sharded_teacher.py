@@ -1,12 +1,10 @@
 """A frozen target sharded over the ranks by ZeRO-3: each rank holds a part of every text layer and gathers a layer to run it.
 
-The vision tower, the embedding, the last norm and lm_head stay complete on every rank. They are a few percent of a large
-target; a rank may then have no image in its micro-batch, the objective reads lm_head without a gather per chunk, and the draft
-borrows both matrices as usual.
+The vision tower, the embedding, the last norm and lm_head stay complete on every rank: a rank may have no image in its
+micro-batch, the objective reads lm_head without a gather per chunk, and the draft borrows both matrices as usual.
 
-Running the text layers takes all ranks. In training every rank runs them once per micro-batch, and all ranks have the same
-number of micro-batches. When rank 0 decodes alone (`leading`), the others `follow`: for every pass of rank 0 they run one of
-their own over a single token, which gathers the same layers in the same order.
+Running the text layers takes all ranks. When rank 0 decodes alone (`leading`), the others `follow`: for every pass of rank 0
+they run one of their own over a single token, which gathers the same layers in the same order.
 
 On several nodes, the ranks of each node hold all layers among them if they fit (`sharding_ranks`), so that no layer travels
 over the network. DeepSpeed calls this a secondary partition (hpZ of ZeRO++, arXiv 2306.10209); the primary one over all ranks,
@@ -119,9 +117,7 @@ def load_sharded(load: Callable[[], Target], config: Config, ranks: Ranks) -> Sh
 def gathered_ahead(layers: nn.Module) -> dict[str, int]:
     """Returns settings with which a layer is gathered while the one before it runs, and no more than these two are held.
 
-    DeepSpeed gathers on a stream of its own (`overlap_comm`, its default under ZeRO-3). By default it looks 5 x 10^7 elements
-    ahead, less than one matrix of a large layer: the first matrix of an MLP would be gathered during the last and smaller one
-    of the attention, which takes less time.
+    By default, DeepSpeed looks 5 x 10^7 elements ahead, less than one matrix of a large layer.
     """
     largest = max(
         sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters()) for layer in layers.children()

@@ -1,7 +1,6 @@
 """The training data of a run with `data.answers=target`: the target answers the prompts first, on all ranks of the run.
 
-Each rank answers its share of the conversations (with a sharded target or a server, rank 0 answers all of them), and waits for
-the others. Does not own: the files and their key (data_prep.tools.regenerate).
+Each rank answers its share of the conversations (with a sharded target or a server, rank 0 answers all) and waits for the rest.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ def _generate_locked(
 
 
 def _generate(config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks, answers: TargetAnswers) -> None:
-    """Does this rank's part: its share of the answers, all of them, or its layers of a sharded target."""
     settings = config.regenerate
     if settings.server:
         if not ranks.is_main:

@@ -87,39 +87,27 @@ def building(config: Config, ranks: Ranks, stop: StopFlag | None = None) -> Iter
         # After an error the engine is closed only with one rank, since closing could wait for ranks that have exited.
         stack.push(lambda error, *_: engine.close() if error is None or ranks.world_size == 1 else None)
         disk = RunDisk.of(ranks, Path(config.run.dir))
-        state = restore(config, store, engine, disk, loader.dataset)
+        state = load_state(store, engine, disk) if config.run.resume else TrainState()
+        fingerprints = ranks.broadcast(fingerprint_data(config, loader.dataset) if ranks.is_main else None)
+        check_same_data(config, state.data, fingerprints)
+        state.data = fingerprints
         loader.start_step = state.step
         finished = is_finished(config, ranks, length, state)
         tracker, display, profile = open_outputs(stack, config, ranks, inputs, state, finished)
         disk.copy(Path(config.run.dir), Path(config.run.dir), CONFIGS)  # with which every node resumes
+        shared: dict[str, Any] = {"config": config, "ranks": ranks, "engine": engine, "state": state, "stop": stop}
+        shared |= {"tracker": tracker, "display": display}
         yield TrainingRun(
-            config=config,
-            ranks=ranks,
-            engine=engine,
+            **shared,
             teacher=build_teacher(config, target, inputs.student),
             loader=loader,
             store=store,
-            tracker=tracker,
-            display=display,
             metrics=TrainingMetrics(loader, state.tokens, chain_depth(config.decode)),
-            state=state,
             length=length,
             validate=InLoopValidation(
-                config=config,
-                ranks=ranks,
-                engine=engine,
-                target=target,
-                sharded=inputs.sharded,
-                tracker=tracker,
-                state=state,
-                stop=stop,
-                shard=inputs.shard,
-                disk=disk,
-                policies=inputs.policies,
-                display=display,
+                **shared, disk=disk, target=target, sharded=inputs.sharded, shard=inputs.shard, policies=inputs.policies
             ),
             profile=profile,
-            stop=stop,
             own_answers=OwnAnswers(target, list(config.data.sources), length.steps, state.step),
             is_finished=finished,
             figures={DROPPED: inputs.dropped_share} if inputs.dropped_share else {},
@@ -167,7 +155,10 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
         stage=Staging(target, ranks.device, torch.promote_types(target.dtype, torch_dtype(config.train.precision))),
         micro_batch_tokens=config.train.micro_batch_tokens,
     )
-    check_same_inputs(ranks, target, loader)
+    check_same(ranks, "target.path", target.fingerprint)  # every rank works out the steps from the copy of its node
+    if (lengths := loader.lengths) is not None:
+        digest = hashlib.sha256(lengths.astype(np.int64).tobytes()).hexdigest()[:12]
+        check_same(ranks, "data.path", f"{len(lengths):,} examples of {lengths.sum():,} tokens ({digest})")
     if line := loader.over_budget:
         logger.warning("%s", line)
     return RunInputs(
@@ -181,31 +172,12 @@ def build_inputs(config: Config, ranks: Ranks) -> RunInputs:
     )
 
 
-def check_same_inputs(ranks: Ranks, target: sage.Target, loader: StepLoader) -> None:
-    """Refuses other data or another target on another node: every rank works out the steps from its own copy."""
-    check_same(ranks, "target.path", target.fingerprint)
-    if loader.lengths is not None:
-        digest = hashlib.sha256(loader.lengths.astype(np.int64).tobytes()).hexdigest()[:12]
-        check_same(ranks, "data.path", f"{len(loader.lengths):,} examples of {loader.lengths.sum():,} tokens ({digest})")
-
-
-def restore(config: Config, store: StateStore, engine: Engine, disk: RunDisk, dataset: Any) -> TrainState:
-    """Restores engine and generators from the newest state with `run.resume=true`; returns the state, else a fresh one."""
-    ranks = disk.ranks
-    state = load_state(store, engine, disk) if config.run.resume else TrainState()
-    fingerprints = ranks.broadcast(fingerprint_data(config, dataset) if ranks.is_main else None)
-    check_same_data(config, state.data, fingerprints)
-    state.data = fingerprints
-    return state
-
-
 def check_folder(config: Config, length: RunLength, draft: nn.Module) -> None:
     """Refuses a locked run folder that has become a run in the meantime, or has no space for the states."""
     check_run_folder(config.run)
     trained = sum(weight.numel() for weight in draft.parameters() if weight.requires_grad)
-    saved = sum(weight.numel() for weight in draft.state_dict().values())
-    itemsize = torch_dtype(config.train.precision).itemsize
-    check_space(Path(config.run.dir), config.train, length.steps, trained, saved * itemsize)
+    saved = sum(weight.numel() for weight in draft.state_dict().values()) * torch_dtype(config.train.precision).itemsize
+    check_space(Path(config.run.dir), config.train, length.steps, trained, saved)
 
 
 def is_finished(config: Config, ranks: Ranks, length: RunLength, state: TrainState) -> bool:
@@ -219,9 +191,7 @@ def is_finished(config: Config, ranks: Ranks, length: RunLength, state: TrainSta
 
 def build_target(config: Config, ranks: Ranks) -> tuple[sage.Target, ShardedTarget | None]:
     """Loads the frozen target to this rank's device, complete or sharded over all ranks."""
-    chosen = config.target
-    dtype = torch_dtype(chosen.dtype)
-    load = partial(sage.load_target, chosen.path, dtype=dtype, device=ranks.device, **chosen.load_options())
+    load = partial(config.target.load, ranks.device)
     if not config.deepspeed.shard_target:
         return load(), None
     sharded = load_sharded(load, config, ranks)

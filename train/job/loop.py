@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.run_folder import read_command, state_folder, step_name
+from checkpoints.run_folder import read_command, step_name
 from checkpoints.store import StateStore
 from data_prep.config import Answers
 from data_prep.loader import StepLoader
@@ -80,16 +80,15 @@ class TrainingRun:
 
     @property
     def expected_steps(self) -> float:
-        """Steps of the run, as far as its length in steps or the time of the steps so far tell; infinite if neither does."""
+        """Steps of the run, as far as they are known; see `RunLength`."""
         return self.length.expected_steps(self.state.step, self.state.time_s)
 
 
 def fit(run: TrainingRun) -> bool:
     """Trains to the end, or to the step boundary after a signal: for each batch, a step, then what is due after it.
 
-    Returns whether the end was reached. In both cases the state is saved; at the end the draft is validated. A validation that
-    was interrupted or skipped because of a signal is repeated when the run is resumed. TrainingError if the last validation
-    failed; everything is saved.
+    Returns whether the end was reached. In both cases the state is saved; at the end the draft is validated. TrainingError if
+    the last validation failed; everything is saved.
     """
     schedule = RunSchedule(run.config.train, run.length)
     if run.ranks.device.type == "cuda" and not schedule.is_over(run.state, run.is_stopping):
@@ -151,14 +150,15 @@ def _validate(run: TrainingRun) -> None:
 
 def _save(run: TrainingRun) -> None:
     """Saves a state, and the draft, which can be measured meanwhile, unless the last ones hold the same progress."""
-    if run.state.has_progress_of(run.saved):
+    state, saved = run.state, run.saved
+    if (state.step, state.best_step, state.stale) == (saved.step, saved.best_step, saved.stale):
         return
     with run.metrics.paused():
-        save_state(run.store, run.engine, run.ranks, run.state)
-        save_draft(Path(run.config.run.dir), run.engine, run.ranks, run.state.step)
+        save_state(run.store, run.engine, run.ranks, state)
+        save_draft(Path(run.config.run.dir), run.engine, run.ranks, state.step)
     for callback in run.callbacks:
-        callback.on_save(run.state.step, state_folder(run.config.run.dir) / step_name(run.state.step))
-    run.saved = replace(run.state)
+        callback.on_save(state.step, run.store.folder / step_name(state.step))
+    run.saved = replace(state)
 
 
 def train_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
@@ -189,15 +189,14 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
 def try_largest(run: TrainingRun) -> None:
     """Runs the largest micro-batch on every rank, so that a lack of memory shows before the first step, and changes nothing.
 
-    Its gradient is multiplied by zero, and random generators are restored. TrainingError if it does not fit, or its loss is not
-    finite.
+    TrainingError if it does not fit, or its loss is not finite.
     """
     if (batch := run.loader.largest()) is None:
         return
     size = "x".join(map(str, batch["loss_mask"].shape))
     generators = rng_state(run.ranks.device)
     try:
-        run.engine.allocate()
+        run.engine.optimizer_state.allocate()
         [batch] = run.copies.ahead([batch])
         loss, *_ = run.engine(run.teacher(batch), run.teacher.lm_head)
         run.engine.backward(loss * 0, is_last=False)

@@ -64,7 +64,6 @@ def run(config: Config, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
 def check_main_guard(config: Config) -> None:
     """Raises ConfigError if processes will import a script that has no `if __name__ == "__main__":`, and train again."""
     ranks, workers = config.launch.gpus or config.launch.ranks or 1, config.data.num_workers
-    cause = f"{ranks_key(config.launch)}={ranks}" if ranks > 1 else f"data.num_workers={workers or 'null'}"
     path = getattr(sys.modules["__main__"], "__file__", None)  # none in a notebook or an interactive interpreter
     if path is None or (ranks == 1 and workers == 0):
         return
@@ -73,6 +72,7 @@ def check_main_guard(config: Config) -> None:
     except (OSError, SyntaxError, ValueError):  # not Python
         return
     if not any(isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test) for statement in statements):
+        cause = f"{ranks_key(config.launch)}={ranks}" if ranks > 1 else f"data.num_workers={workers or 'null'}"
         remedy = 'put the call below `if __name__ == "__main__":`'
         raise ConfigError(f"{cause}: starts processes that import {path}, which would train again there; {remedy}")
 

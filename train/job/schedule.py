@@ -1,7 +1,6 @@
-"""The schedule of a run: what is due before the first step, after each step, and at the end.
+"""The schedule of a run: what is due before the first step, after each step, and at the end; the learning rate.
 
-Pure functions of the settings and the state of a run; also the learning rate, so that resuming needs no state of it. Does not
-own: performing what is due (train.job.loop).
+Pure functions of the settings and the state of a run, so that resuming needs no state of the schedule.
 """
 
 from __future__ import annotations

@@ -73,12 +73,11 @@ def has_own_threads(is_cpu: bool) -> bool:
     return threads is not None and (is_cpu or threads != "1" or "TORCHELASTIC_RUN_ID" not in os.environ)
 
 
-def set_rank(rank: int, world_size: int, store_port: int | None = None) -> None:
-    """Numbers this process, one of `world_size` on a single machine; `store_port`: of the store that their parent hosts."""
+def set_rank(rank: int, world_size: int, store_port: int) -> None:
+    """Numbers this process, one of `world_size` on a single machine, whose parent hosts their store."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    if store_port is not None:
-        agent = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store_port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
-        os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), **agent}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store_port)}
 
 
 def set_torch_defaults() -> None:

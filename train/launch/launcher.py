@@ -1,13 +1,11 @@
 """Starts the ranks of a run on this machine, or runs one rank of torchrun, deepspeed or srun.
 
-A single rank runs in this process. Of several ranks, which are spawned, rank 0 keeps the terminal, and the others write to a
-temporary folder. A failing rank writes its error to that folder, and the others are killed a second later. A rank of an
-external launcher prints its own error if it is the first one to fail.
+A single rank runs in this process. Of several ranks, which are spawned, rank 0 keeps the terminal, others log to a temporary
+folder, and each writes its error there. A rank of an external launcher prints its error if it is the first one to fail.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -17,7 +15,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
@@ -25,7 +22,6 @@ from typing import NoReturn, TextIO
 
 from checkpoints.run_folder import is_locked, waiting_line
 from sage.commands.cli import EXIT_STOPPED
-from sage.io.files import write_text
 from sage.training import call
 from train.config.checks import check_deepspeed
 from train.config.derived import check_batch
@@ -52,9 +48,7 @@ def launch(config: Config, work: RankWork) -> int:
     """
     if cluster_env.is_main_rank() and is_locked(Path(config.run.dir)):  # found again when target and data are loaded
         logger.warning(waiting_line(Path(config.run.dir)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are reported by train.launch.supervisor
-    if IGNORE_LEAKS not in (warned := os.environ.get("PYTHONWARNINGS", "")):
-        os.environ["PYTHONWARNINGS"] = f"{warned},{IGNORE_LEAKS}".lstrip(",")
+    _set_warnings()
     configured = config.launch.gpus or config.launch.ranks
     started = cluster_env.detect_launcher()
     if started is not None:
@@ -69,12 +63,19 @@ def launch(config: Config, work: RankWork) -> int:
     num_ranks = configured or 1
     check_devices(config.launch, num_ranks)
     if num_ranks > 1:
-        return spawn(config, work, num_ranks)
+        return spawn(partial(work, config), num_ranks, config.debug, config.run.dir)
     try:
         with reported_if_killed(config.run.dir):
             return work(config)
     except KeyboardInterrupt as error:
         raise interrupted(config.run.dir) from error
+
+
+def _set_warnings() -> None:
+    """Sets what this process and its children do not warn of."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are reported by train.launch.supervisor
+    if IGNORE_LEAKS not in (warned := os.environ.get("PYTHONWARNINGS", "")):
+        os.environ["PYTHONWARNINGS"] = f"{warned},{IGNORE_LEAKS}".lstrip(",")
 
 
 def ranks_key(launch: LaunchConfig) -> str:
@@ -99,31 +100,36 @@ def check_devices(launch: LaunchConfig, num_ranks: int) -> None:
         raise ConfigError(f"launch.gpus={launch.gpus}: this machine has no GPU that torch can use; {remedy}")
 
 
-def spawn(config: Config, work: RankWork, num_ranks: int) -> int:
-    """Starts the ranks, waits for them, and raises the first failure as RankFailed; this process hosts their store."""
+def spawn(work: Callable[[], int], num_ranks: int, debug: bool, run_dir: str = "") -> int:
+    """Runs picklable work on ranks of this machine and waits for them; raises the first failure as RankFailed.
+
+    This process hosts their store. An interrupt is reported for the states in `run_dir`.
+    """
+    _set_warnings()
     from torch.distributed import TCPStore
     from torch.multiprocessing import start_processes
 
     with tempfile.TemporaryDirectory(prefix="sage-train-") as folder, Supervisor(Path(folder)) as supervisor:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        start = partial(call, _run_spawned_rank, config, work, folder, num_ranks, store.port)
-        return supervisor.wait(start_processes(start, nprocs=num_ranks, join=False).processes, config.run.dir)
+        start = partial(call, _run_spawned_rank, work, folder, num_ranks, store.port, debug, run_dir)
+        return supervisor.wait(start_processes(start, nprocs=num_ranks, join=False).processes, run_dir)
 
 
-def _run_spawned_rank(config: Config, work: RankWork, folder: str, num_ranks: int, port: int, rank: int) -> NoReturn:
+def _run_spawned_rank(
+    work: Callable[[], int], folder: str, num_ranks: int, port: int, debug: bool, run_dir: str, rank: int
+) -> NoReturn:
     """Runs a spawned rank; writes its error to `folder` for the launcher."""
     cluster_env.set_rank(rank, num_ranks, port)
     files = Path(folder) / f"rank_{rank}"
     if rank:
         output = files.with_suffix(".log").open("w")
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(output.fileno(), stream.fileno())
-    configure_logging(config.debug, is_main=rank == 0)
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    configure_logging(debug, is_main=rank == 0)
     try:
-        code = work(config)
+        code = work()
     except BaseException as error:
-        failure = describe(error, rank, config.run.dir)
-        write_text(files.with_suffix(".json"), json.dumps(asdict(failure)))
+        failure = describe(error, rank, run_dir)
+        failure.write(files.with_suffix(".json"))
         _exit_at_once(failure.exit_code)
     sys.exit(code)
 
@@ -140,7 +146,7 @@ def _run_external_rank(config: Config, work: RankWork) -> int:
             raise
         failure = describe(error, cluster_env.rank(), config.run.dir)
         if is_first_failure():
-            print(f"{failure.details}error: {failure.message}", file=sys.stderr)
+            print(f"{failure.details}error: {failure}", file=sys.stderr)
         _exit_at_once(failure.exit_code)
     finally:
         StopFlag.ends_process = False

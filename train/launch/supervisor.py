@@ -13,7 +13,6 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, ClassVar, Self
 
 from checkpoints.run_folder import list_steps, state_folder
 from sage.commands.cli import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USER, NOTHING_SAVED, is_crash
+from sage.io.files import read_json, write_text
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM sends SIGUSR1 ahead of a time limit
 GRACE_S = 1.0
@@ -67,11 +67,24 @@ class StopFlag(SignalHandler):
 
 
 class RankFailed(RuntimeError):
-    """A rank failed and ended the run. `details` holds its traceback, `exit_code` the exit code of the run."""
+    """The error that ended a rank, and the run: a message of one line, the exit code, a traceback in `details` for a crash.
 
-    def __init__(self, message: str, exit_code: int, details: str = "") -> None:
+    Attributes:
+        is_secondary: looks like the consequence of another rank's failure.
+        waited_s: the time limit of a collective operation, which this rank has reached.
+        time: seconds since the epoch.
+    """
+
+    def __init__(self, message: str, exit_code: int = EXIT_CRASH, details: str = "", **facts: Any) -> None:
         super().__init__(message)
         self.exit_code, self.details = exit_code, details
+        self.is_secondary: bool = facts.get("is_secondary", False)
+        self.waited_s: int | None = facts.get("waited_s")
+        self.time: float = facts.get("time", time.time())
+
+    def write(self, file: Path) -> None:
+        """Writes the error for the process that has started the rank."""
+        write_text(file, json.dumps({"message": str(self), **vars(self)}))
 
 
 def interrupted(run_dir: str | Path) -> RankFailed:
@@ -81,33 +94,21 @@ def interrupted(run_dir: str | Path) -> RankFailed:
     return RankFailed("stopped at once; earlier saved states are complete, continue with run.resume=true", EXIT_STOPPED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """The error that ended a rank: a message of one line, and a traceback in `details` for a crash."""
-
-    message: str
-    exit_code: int = EXIT_CRASH
-    details: str = ""
-    is_secondary: bool = False  # looks like the consequence of another rank's failure
-    waited_s: int | None = None  # the time limit of a collective operation, which this rank has reached
-    time: float = field(default_factory=time.time)
-
-
-def describe(error: BaseException, rank: int, run_dir: str | Path = "") -> Failure:
+def describe(error: BaseException, rank: int, run_dir: str | Path = "") -> RankFailed:
     """Returns the error of a rank, in its words for the user."""
     error = interrupted(run_dir) if isinstance(error, KeyboardInterrupt) else error
     line = " ".join(str(error).split()) or type(error).__name__
     if (code := getattr(error, "exit_code", None)) is not None:
-        return Failure(message=line, exit_code=code)
+        return RankFailed(line, code)
     if not is_crash(error) or not isinstance(error, Exception):
-        return Failure(message=line, exit_code=EXIT_CRASH if is_crash(error) else EXIT_USER)
+        return RankFailed(line, EXIT_CRASH if is_crash(error) else EXIT_USER)
     details = "".join(traceback.format_exception(error))
     if isinstance(error, RuntimeError) and (timed_out := TIMED_OUT.search(line)):
         waited_s = int(timed_out.group(1)) // 1000
-        return Failure(message=time_out_line([rank], waited_s), details=details, waited_s=waited_s)
+        return RankFailed(time_out_line([rank], waited_s), details=details, waited_s=waited_s)
     if isinstance(error, RuntimeError) and LOST_CONNECTION.search(line):
-        return Failure(message=f"rank {rank}: {LOST_RANK}: {line}", is_secondary=True)
-    return Failure(message=f"rank {rank}: {type(error).__name__}: {line}", details=details)
+        return RankFailed(f"rank {rank}: {LOST_RANK}: {line}", is_secondary=True)
+    return RankFailed(f"rank {rank}: {type(error).__name__}: {line}", details=details)
 
 
 def time_out_line(ranks: Sequence[int], waited_s: int) -> str:
@@ -122,7 +123,7 @@ def time_out_line(ranks: Sequence[int], waited_s: int) -> str:
 class Supervisor(SignalHandler):
     """Waits for spawned ranks and forwards signals to them while its context is open.
 
-    A rank that fails writes its error, a `Failure`, to `rank_N.json` in `folder`; all but rank 0 have their output in
+    A rank that fails writes its error to `rank_N.json` in `folder`; all but rank 0 have their output in
     `rank_N.log`.
     """
 
@@ -175,11 +176,11 @@ class Supervisor(SignalHandler):
     def stopped(self, run_dir: str) -> RankFailed:
         """Returns the error of a run that a signal has stopped: that of a rank that has saved its work, else `interrupted`."""
         saved = next((report for report in self._reports().values() if report.exit_code == EXIT_STOPPED), None)
-        return interrupted(run_dir) if saved is None else RankFailed(saved.message, EXIT_STOPPED)
+        return interrupted(run_dir) if saved is None else saved
 
-    def _reports(self) -> dict[int, Failure]:
+    def _reports(self) -> dict[int, RankFailed]:
         paths = self.folder.glob("rank_*.json")
-        return {int(path.stem.removeprefix("rank_")): Failure(**json.loads(path.read_text())) for path in paths}
+        return {int(path.stem.removeprefix("rank_")): RankFailed(**read_json(path)) for path in paths}
 
     def root_cause(self) -> RankFailed:
         """Returns the error to report: of a rank killed from outside, else the first failure that is not secondary."""
@@ -202,4 +203,4 @@ class Supervisor(SignalHandler):
         if first.waited_s is not None:
             waiting = sorted(rank for rank, report in reports.items() if report.waited_s is not None)
             return RankFailed(time_out_line(waiting, first.waited_s), first.exit_code, first.details)
-        return RankFailed(first.message, first.exit_code, first.details)
+        return first

@@ -4,10 +4,8 @@ A state holds the engine's files (float32 weights and moments, unsharded and by 
 score, fingerprints of the data) and one `rank_00000.safetensors` per rank (all random generators). The learning rate is a
 function of the step, and the data position follows from step and seed, so neither is saved. No file is a pickle.
 
-With the same number of ranks a resumed run is bit-for-bit identical on a CPU; on GPUs, backward passes add in no fixed order
-(see `train.deterministic`). With another number the batches, weights, moments and schedule are the same; the order of float32
-sums differs, and so do random draws of the training step (feature noise), which each rank makes with its own generator:
-existing ranks restore theirs, new ranks start with fresh ones.
+With the same number of ranks a resumed run is bit-for-bit identical on a CPU; on GPUs see `train.deterministic`. With another
+number the order of float32 sums differs, and so do the random draws of new ranks, which start with fresh generators.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from train.engine.engine import Engine
 from train.launch.ranks import Ranks, RunDisk
 
 logger = logging.getLogger(__name__)
-TRAINER = "trainer.json"
+TRAINER, RANK_FILE = "trainer.json", "rank_{:05d}.safetensors"
 STATE_BYTES = 12  # per trained parameter: a float32 weight and two moments
 NUM_DRAFTS = 3  # draft/, draft_best/, and the one that replaces either
 
@@ -59,16 +57,13 @@ class TrainState:
         """Whether `patience` validations in a row, of which `more` are still to come, bring no better score; never with 0."""
         return 0 < patience <= self.stale + more
 
-    def has_progress_of(self, other: TrainState) -> bool:
-        """Whether step and best score are those of `other`."""
-        return (self.step, self.best_step, self.stale) == (other.step, other.best_step, other.stale)
-
 
 def save_state(store: StateStore, engine: Engine, ranks: Ranks, state: TrainState) -> None:
     """Saves a state as that of `state.step`; SaveFailed on every rank if one could not write. Every rank has to call it."""
-    _on_all_ranks(store, ranks, state.step, lambda: store.begin(state.step) if ranks.is_main else None)
-    _on_all_ranks(store, ranks, state.step, lambda: _write(store.part(state.step), engine, ranks, state))
-    _on_all_ranks(store, ranks, state.step, lambda: store.commit(state.step, state.best_step) if ranks.is_main else None)
+    step = state.step
+    _on_all_ranks(store, ranks, step, lambda: store.begin(step) if ranks.is_main else None)
+    _on_all_ranks(store, ranks, step, lambda: _write(store.part(step), engine, ranks, state))
+    _on_all_ranks(store, ranks, step, lambda: store.commit(step, state.best_step) if ranks.is_main else None)
     logger.info("saved %s", store.folder / step_name(state.step))
 
 
@@ -94,7 +89,7 @@ def _write(part: Path, engine: Engine, ranks: Ranks, state: TrainState) -> None:
     generators = ranks.gather_on_main(rng_state(ranks.device))
     engine.save(part)
     for rank, tensors in enumerate(generators):
-        write_tensors(part / _rank_file(rank), tensors)
+        write_tensors(part / RANK_FILE.format(rank), tensors)
     if ranks.is_main:
         write_text(part / TRAINER, json.dumps({**asdict(state), "world_size": ranks.world_size}, indent=1) + "\n")
 
@@ -130,7 +125,7 @@ def load_state(store: StateStore, engine: Engine, disk: RunDisk) -> TrainState:
     state, saved_by = read_progress(readable / TRAINER)
     engine.load(readable)
     if ranks.rank < saved_by:
-        set_rng_state(read_tensors(readable / _rank_file(ranks.rank)), ranks.device)
+        set_rng_state(read_tensors(readable / RANK_FILE.format(ranks.rank)), ranks.device)
     ranks.gather(None)  # until all ranks have read it
     if disk.is_copying:
         shutil.rmtree(readable)
@@ -169,10 +164,7 @@ def read_progress(file: Path) -> tuple[TrainState, int]:
 
 
 def fingerprint_data(config: Config, dataset: Any) -> dict[str, str]:
-    """Returns label -> hash of the content of every training source.
-
-    Unlike the keys of the data cache it does not depend on the code, so that a newer version can resume an older run.
-    """
+    """Returns label -> hash of the content of every training source; a newer version can resume an older run with it."""
     opened = getattr(dataset, "sources", None) or getattr(dataset, "streams", None) or open_sources(config.data, Split.train)
     labels = config.data.resolved(Split.train)
     return {label: json_digest([source.fingerprint()]) for label, source in zip(labels, opened, strict=True)}
@@ -189,10 +181,6 @@ def check_same_data(config: Config, saved: dict[str, str] | None, current: dict[
 
 
 # -- random generators -----------------------------------------------------------------------------------------------------
-
-
-def _rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -237,8 +225,7 @@ def seed_everything(seed: int, rank: int) -> None:
 def num_states(train: TrainConfig, steps: int | None) -> int:
     """Returns the highest number of states that a run of so many steps has on disk, with the one that is being written.
 
-    The last state is written twice if the last validation has the best score. Of a run without a limit of steps, those of
-    `train.keep_every` are not counted.
+    Of a run without a limit of steps, those of `train.keep_every` are not counted.
     """
     if steps is None:
         return train.keep_last + 2
@@ -250,17 +237,12 @@ def num_states(train: TrainConfig, steps: int | None) -> int:
 
 
 def check_space(run: Path, train: TrainConfig, steps: int | None, num_trained: int, draft_bytes: int) -> None:
-    """Raises ConfigError if the states and drafts of a run do not fit on the disk of its folder.
-
-    What a run to be resumed has written counts as free. `steps` is None without a limit, `num_trained` are parameters, and
-    `draft_bytes` those of a saved draft.
-    """
+    """Raises ConfigError if states of `num_trained` parameters and the drafts do not fit on the disk of the run's folder."""
     states = num_states(train, steps)
     needed = states * num_trained * STATE_BYTES + NUM_DRAFTS * draft_bytes
     nearest = next(folder for folder in (run.absolute(), *run.absolute().parents) if folder.exists())
     files = (path for folder in (state_folder(run), run / DRAFT, run / BEST_DRAFT) for path in folder.rglob("*"))
-    written = sum(path.stat().st_size for path in files if path.is_file())
-    free = shutil.disk_usage(nearest).free + written
+    free = shutil.disk_usage(nearest).free + sum(path.stat().st_size for path in files if path.is_file())  # of a resumed run
     if needed > free:
         raise ConfigError(
             f"run.dir={run}: needs {_shown(needed)} for up to {states} state(s) and the drafts, {_shown(free)} are free there; "
