@@ -7,8 +7,7 @@ All raise ValueError for a setting, a file or a folder that is wrong, and BadIte
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from data_prep.dataset.index import SKIPPED, SkipLog, count_reasons, prepare_ind
 from data_prep.dataset.lengths import LongExamples, find_long
 from data_prep.dataset.order import alternate
 from data_prep.dataset.prepare import prepare_examples
-from data_prep.sources.base import Split, as_prompt, open_source, with_validation_prompts
+from data_prep.sources.base import Shares, Source, Split, as_prompt, open_source, with_validation_prompts
 from sage.inputs.processing import Processor
 from sage.io.files import json_digest
 
@@ -39,7 +38,7 @@ def build_dataset(config: DataConfig, processor: Processor, split: str = "train"
     processor.thinking = config.thinking.flag
     part = Split(split)
     sources = open_sources(config, part)
-    if _is_streamed(config, part):
+    if config.is_streamed(part):
         folder = cache_dir(config.cache_dir) / "streams" / json_digest([stream.fingerprint() for stream in sources])
         return StreamDataset(config, sources, processor, Path(config.bad_list or folder / SKIPPED))
     index = prepare_index(config, sources, part)
@@ -59,7 +58,7 @@ def check_rows(config: DataConfig, split: str = "train") -> None:
     """Validates every row of a split, which needs no target, for the cache; ValueError without a valid one. Streams pass."""
     validate(config)
     part = Split(split)
-    if not _is_streamed(config, part):
+    if not config.is_streamed(part):
         prepare_index(config, open_sources(config, part), part)
 
 
@@ -87,16 +86,12 @@ def prompts(config: DataConfig, split: str = "validation", num_prompts: int = 8)
         logger.warning("skipped %d prompts; listed in %s", len(skipped.items), listing)
     if chosen:
         return chosen
-    if config.validation or not _is_streamed(config, part):
+    if config.validation or not config.is_streamed(part):
         raise ValueError(f"data.validation: no prompt for split {part}; name prompt sources or raise data.holdout")
     raise ValueError(
         f"data.holdout: {config.holdout}; holds out no item of {', '.join(config.resolved(part))} for {part}; raise it, or "
         "give prompt sources (+data/validation=NAME)"
     )
-
-
-def _is_streamed(config: DataConfig, split: Split) -> bool:
-    return any(source.streaming for source in config.resolved(split).values())
 
 
 def open_sources(config: DataConfig, split: Split) -> list[Any]:
@@ -120,28 +115,18 @@ def _prompt_readers(config: DataConfig, split: Split, skipped: SkipLog) -> list[
                 f"data.holdout: 0.0; holds out no item of source {label} for validation; allowed: above 0, or prompt sources "
                 f"(+data/validation=NAME, data.validation)"
             )
-    if _is_streamed(config, split):
-        return [_prompts(stream.iterate(0), as_prompt, partial(config.shares.has, split=split), skipped) for stream in sources]
-    shares = with_validation_prompts(config.shares, sources)
-    return [
-        _prompts(range(len(source)), source.prompt, partial(source.belongs_to, split=split, shares=shares), skipped)
-        for source in sources
-    ]
+    shares = config.shares if config.is_streamed(split) else with_validation_prompts(config.shares, sources)
+    return [_prompts(source, split, shares, skipped) for source in sources]
 
 
-def _prompts(
-    items: Iterable[Any], prompt_of: Callable[[Any], Conversation], belongs: Callable[[Conversation], bool], skipped: SkipLog
-) -> Iterator[Conversation]:
-    """Yields the prompts of the rows of a source or the items of a stream that belong to a split."""
-    for item in items:
+def _prompts(source: Source, split: Split, shares: Shares, skipped: SkipLog) -> Iterator[Conversation]:
+    for item in source.iterate(0):
         try:
-            if isinstance(item, BadItem):
-                raise item
-            prompt = prompt_of(item)
+            prompt = as_prompt(item)
         except BadItem as error:
             skipped.add(error)
             continue
-        if belongs(prompt):
+        if source.belongs_to(prompt, split, shares):
             yield prompt
 
 

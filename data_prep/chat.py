@@ -67,15 +67,9 @@ def build_example(
 ) -> Example:
     """Renders, tokenizes and masks one conversation, and shortens it to `max_length` tokens, visual ones included.
 
-    An image is kept completely or dropped.
-
-    Returns:
-        The fields of `Processor.encode` (input_ids [T], loss_mask [T] bool, pixel inputs) and `id`. The example ends with
-        the token that ends the last answer, if it is finished.
-
-    Raises:
-        BadItem: the conversation or an image is invalid, or the mask covers none or all of its text.
-        TooLong: the conversation is too long and cannot be shortened.
+    An image is kept completely or dropped. Returns the fields of `Processor.encode` (input_ids [T], loss_mask [T] bool, pixel
+    inputs) and `id`, up to the token that ends the last answer, if it is finished. BadItem if the conversation or an image is
+    invalid, or the mask covers none or all of its text; TooLong if it cannot be shortened.
     """
     example = encode_example(conversation, processor, num_frames)
     return shorten_example(conversation, example, processor, max_length, on_long, num_frames)
@@ -116,10 +110,8 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
     The header before a supervised answer is that of a generation prompt: LLaVA-OneVision's template renders a different blank
     there in a complete turn. Where a prompt ends without the blank of a complete turn ("Assistant:", SmolVLM), the blank is the
     beginning of the answer, unless the tokenizer puts one there itself. After a prompt that opens thoughts, an answer without
-    any begins by closing them. A hybrid model thinks where `processor.thinking` or the answer says so.
-
-    Raises:
-        TemplateFault: the template rewrites answers, or renders an answer and its prompt differently.
+    any begins by closing them. A hybrid model thinks where `processor.thinking` or the answer says so. TemplateFault if the
+    template rewrites answers, or renders an answer and its prompt differently.
     """
     messages = [_with_thoughts(message, i, processor) for i, message in enumerate(messages)]
     escaped, separator = escape(messages, processor.quotable)
@@ -288,11 +280,8 @@ def _keep_turns(
         example = _encode(short, processor, num_frames)
     if not is_cut:
         return example
-    total = len(example["input_ids"])
-    return {
-        key: value[:max_length] if key not in processor.family.pixel_keys and len(value) == total else value
-        for key, value in example.items()
-    }
+    total, pixels = len(example["input_ids"]), processor.family.pixel_keys
+    return {key: value[:max_length] if key not in pixels and len(value) == total else value for key, value in example.items()}
 
 
 def leading_turns(conversation: Conversation, ends: list[int], max_length: int) -> tuple[Conversation, bool]:
@@ -304,10 +293,9 @@ def leading_turns(conversation: Conversation, ends: list[int], max_length: int) 
 
 def _check_mask(conversation: Conversation, example: Example, processor: Processor) -> None:
     """Raises BadItem for a mask over none or all of the text: the template and the answer spans do not match."""
-    visual = processor.family.visual_mask(example["input_ids"])
-    text = example["loss_mask"][~visual]
-    if bool((example["loss_mask"] & visual).any()):
+    visual, mask = processor.family.visual_mask(example["input_ids"]), example["loss_mask"]
+    if bool((mask & visual).any()):
         raise conversation.error("visual tokens inside an answer")
-    if not bool(text.any()) or bool(text.all()):
-        share = "no" if not bool(text.any()) else "every"
+    if len(values := mask[~visual].unique()) < 2:
+        share = "every" if len(values) and bool(values) else "no"
         raise conversation.error(f"the loss mask covers {share} text token; is this the target's own chat template?")

@@ -158,14 +158,16 @@ class DataConfig:
             for label, source in (self.validation if is_prompts else self.sources).items()
         }
 
+    def is_streamed(self, split: Split = Split.train) -> bool:
+        return any(source.streaming for source in self.resolved(split).values())
+
     def pixel_limits(self) -> dict[str, int]:
         """Returns the limits of images as keys of their parts."""
         return {key: value for key in LIMIT_KEYS if (value := getattr(self, key)) is not None}
 
     def source_weights(self) -> list[float] | None:
         """Returns the weights of the training sources, None if they have none."""
-        weights = [source.weight for source in self.sources.values() if source.weight is not None]
-        return weights or None
+        return [source.weight for source in self.sources.values() if source.weight is not None] or None
 
 
 @dataclass(kw_only=True)
@@ -313,12 +315,10 @@ def url_problem(url: str, key_variable: str) -> str:
         _ = parts.port  # raises ValueError for an invalid port
     except ValueError:
         return "is not valid"
-    has_login = parts.username is not None or parts.password is not None
-    checks = (
-        (not is_key(url), "has a line break, a blank or another character that no URL has"),
-        (parts.scheme not in SCHEMES, f"is not of the scheme {' or '.join(SCHEMES)}"),
-        (has_login, f"has a user or a password in it; export the key in {key_variable}"),
-        (not parts.hostname, "has no host"),
-        (parts.query or parts.fragment, "has a query or a fragment"),
-    )
-    return next((problem for is_wrong, problem in checks if is_wrong), "")
+    if not is_key(url):
+        return "has a line break, a blank or another character that no URL has"
+    if parts.scheme not in SCHEMES:
+        return f"is not of the scheme {' or '.join(SCHEMES)}"
+    if parts.username is not None or parts.password is not None:
+        return f"has a user or a password in it; export the key in {key_variable}"
+    return "has no host" if not parts.hostname else "has a query or a fragment" if parts.query or parts.fragment else ""

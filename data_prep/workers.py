@@ -6,15 +6,17 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from sage.io.machine import num_cores
 
 MAX_PROCESSES = 16
 MAX_LOADER_WORKERS = 8  # of a rank
+TASKS_AHEAD = 8
 MIN_PARALLEL = 20_000  # items; below, starting workers (seconds each, to import torch) costs more than it saves
 
 Task = TypeVar("Task")
@@ -27,10 +29,7 @@ def num_processes() -> int:
 
 def loader_workers(given: int | None, ranks: int) -> int:
     """Returns the processes of a rank that prepare examples: `given` (`data.num_workers`), or by default one per core that is
-    left beside training.
-
-    Args:
-        ranks: on this machine, which share its cores.
+    left beside training by the ranks on this machine.
     """
     return min(MAX_LOADER_WORKERS, max(1, num_cores() // ranks - 1)) if given is None else given
 
@@ -49,35 +48,45 @@ def start_worker(_number: int = 0) -> None:
     """Initializes a worker process: one torch thread, and the end of the worker with its parent process."""
     threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
     torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
 
 
-def mapped(work: Callable[[Task], Result], tasks: Sequence[Task], num_items: int, chunk_size: int = 1) -> Iterator[Result]:
-    """Yields the results of tasks in order; from several processes if there are at least `MIN_PARALLEL` items.
-
-    Args:
-        work: is pickled once for each process.
-        num_items: in all tasks together.
-        chunk_size: tasks that a process receives at a time.
-    """
+def mapped(work: Callable[[Task], Result], tasks: Iterable[Task], num_items: int) -> Iterator[Result]:
+    """Yields the results of tasks in order; from several processes if there are at least `MIN_PARALLEL` items in them."""
     processes = num_processes()
-    if num_items < MIN_PARALLEL or processes < 2:
+    return from_workers(work, tasks, processes if num_items >= MIN_PARALLEL and processes > 1 else 0, TASKS_AHEAD)
+
+
+def from_workers(work: Callable[[Task], Result], tasks: Iterable[Task], num_workers: int, ahead: int) -> Iterator[Result]:
+    """Yields the results of tasks in order, from processes that work up to `ahead` tasks each ahead; 0: from this process."""
+    if not num_workers:
         yield from map(work, tasks)
         return
-    with worker_context().Pool(processes, initializer=_start_mapping, initargs=(work,)) as pool:
-        yield from pool.imap(_work_on, tasks, chunksize=chunk_size)
+    options = {"multiprocessing_context": worker_context(), "worker_init_fn": start_worker, "collate_fn": _unchanged}
+    loader: DataLoader[Any] = DataLoader(
+        _Work(work), None, sampler=tasks, num_workers=num_workers, prefetch_factor=ahead, **options
+    )
+    for result in loader:
+        if isinstance(result, ValueError):
+            raise result
+        yield result
 
 
-_work: list[Callable[[Any], Any]] = []
+class _Work(Dataset[Any]):
+    """Task -> its result; a ValueError as a value: torch would raise that of a worker as a RuntimeError with two tracebacks."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self.work = work
+
+    def __getitem__(self, task: Any) -> Any:
+        try:
+            return self.work(task)
+        except ValueError as error:
+            return error
 
 
-def _start_mapping(work: Callable[[Any], Any]) -> None:
-    start_worker()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
-    _work[:] = [work]
-
-
-def _work_on(task: Any) -> Any:
-    return _work[0](task)
+def _unchanged(result: Any) -> Any:
+    return result
 
 
 def _exit_with_parent() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -66,12 +66,8 @@ class ConversationDataset(Dataset[Example]):
 
         The replacement depends on the position alone, so it is the same for any number of ranks.
         """
-        for offset in range(MAX_INVALID_IN_A_ROW):
-            try:
-                return _built(self.conversation((position + offset) % len(self)), self.processor, self.config)
-            except BadItem as error:
-                self.skipped.add(error)
-        raise ValueError(f"{self.skipped.path}: {MAX_INVALID_IN_A_ROW} invalid items in a row; is data.media_root right?")
+        positions = [(position + offset) % len(self) for offset in range(MAX_INVALID_IN_A_ROW)]
+        return _first_valid(self, positions, self.conversation)
 
     def source_of(self, position: int) -> str:
         return self._labels[self.index.source[position]]
@@ -104,10 +100,10 @@ def is_stream(dataset: Any) -> bool:
 
 
 class StreamDataset:
-    """A dataset without length: sources that are read in order, shuffled within blocks and mixed by weight.
+    """Sources that are read in order, shuffled within blocks and mixed by weight, a pure function of sources and seed.
 
-    The order is a pure function of sources and seed. Positions count raw items, invalid and held-out ones included, so that a
-    resumed run skips in every source to the right position without decoding any item.
+    Positions count raw items, invalid and held-out ones included, so that a resumed run skips in every source to the right
+    position without decoding any item.
     """
 
     def __init__(self, config: DataConfig, streams: list[Source], processor: Processor, skip_path: Path) -> None:
@@ -135,12 +131,7 @@ class StreamDataset:
 
     def __getitem__(self, candidates: list[Conversation]) -> Example:
         """Returns the example of the first candidate, or of the next valid one if `on_bad` is `skip`."""
-        for conversation in candidates:
-            try:
-                return _built(conversation, self.processor, self.config)
-            except BadItem as error:
-                self.skipped.add(error)
-        raise ValueError(f"{self.skipped.path}: {len(candidates)} invalid items in a row; is data.media_root right?")
+        return _first_valid(self, candidates, lambda conversation: conversation)
 
     def source_of(self, candidates: list[Conversation]) -> str:
         names = {stream.name: label for stream, label in zip(self.streams, self.config.sources, strict=False)}
@@ -184,19 +175,23 @@ def _endless(stream: Source, start: int) -> Iterator[RawItem]:
         for item in stream.iterate(start):
             yield item
             num_read += 1
-        if num_read or not start:
-            length = start + num_read
-            logger.info("%s ended after %d items; starting over", stream.name, length)
-            start = 0
-        else:  # `start` is in a later pass
-            length = sum(1 for _ in stream.iterate(0))
-            start %= max(1, length)
+        length = start + num_read if num_read or not start else sum(1 for _ in stream.iterate(0))  # or it is in a later pass
         if not length:
             raise ValueError(f"{stream.name}: not one item in it")
+        start = 0 if num_read else start % length
+        logger.info("%s ended after %d items; starting over", stream.name, length)
 
 
-def _built(conversation: Conversation, processor: Processor, config: DataConfig) -> Example:
-    return build_example(conversation, processor, config.max_length, config.on_long, config.num_frames)
+def _first_valid(
+    dataset: ConversationDataset | StreamDataset, keys: Sequence[Any], read: Callable[[Any], Conversation]
+) -> Example:
+    config = dataset.config
+    for key in keys:
+        try:
+            return build_example(read(key), dataset.processor, config.max_length, config.on_long, config.num_frames)
+        except BadItem as error:
+            dataset.skipped.add(error)
+    raise ValueError(f"{dataset.skipped.path}: {len(keys)} invalid items in a row; is data.media_root right?")
 
 
 # -- draft vocabulary ----------------------------------------------------------------------------------------------------

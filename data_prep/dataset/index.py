@@ -61,9 +61,7 @@ class Index:
 
 
 def prepare_index(config: DataConfig, sources: list[Source], split: Split) -> Index:
-    """Validates every item, except for its pixels, and returns the index; from the cache if no invalid item has changed.
-    ValueError without a valid item.
-    """
+    """Validates every item, except for its pixels; from the cache if no invalid one has changed. ValueError without any."""
     shares = with_validation_prompts(config.shares, sources)
     settings = {"split": split, "shares": asdict(shares), "on_bad": config.on_bad}
     content = [(source.fingerprint(), source.limit) for source in sources]
@@ -101,8 +99,7 @@ def has_repaired_item(folder: Path, use: Callable[..., object]) -> bool:
 
 def no_item_message(config: DataConfig, sources: list[Source], split: Split, skipped: list[BadItem]) -> str:
     names = ", ".join(source.name for source in sources)
-    num_valid = sum(map(len, sources)) - len(skipped)
-    if num_valid:  # all in other splits
+    if num_valid := sum(map(len, sources)) - len(skipped):  # all in other splits
         return (
             f"data.holdout: {config.holdout}; leaves none of {num_valid} items in {names} for {split}, since items of one "
             f"image stay together; add items about other images, or give separate validation prompts (+data/validation=NAME)"
@@ -137,16 +134,12 @@ def _write_index(config: DataConfig, sources: list[Source], split: Split, shares
 
 def _with_extent(error: BadItem, source: Source, row: int) -> BadItem:
     """Returns the error of a row with the number of invalid rows among those that follow."""
-
-    def is_invalid(other: int) -> bool:
+    last, num_invalid = min(row + NUM_PROBED, len(source)), 1
+    for other in range(row + 1, last):
         try:
             source.example(other)
         except BadItem:
-            return True
-        return False
-
-    last = min(row + NUM_PROBED, len(source))
-    num_invalid = 1 + sum(map(is_invalid, range(row + 1, last)))
+            num_invalid += 1
     if num_invalid == 1:
         return error
     if num_invalid == last:
@@ -161,9 +154,7 @@ def _with_extent(error: BadItem, source: Source, row: int) -> BadItem:
 class SkipLog:
     """A JSON-lines file of {"source", "index", "kind", "reason"}, to which several processes may append.
 
-    Args:
-        is_strict: whether invalid items are raised and not listed (`data.on_bad=error`). Items that are only too long are
-            always listed.
+    With `is_strict` (`data.on_bad=error`), invalid items are raised and not listed; those that are only too long are listed.
     """
 
     def __init__(self, path: Path, is_strict: bool) -> None:
@@ -198,19 +189,9 @@ def unique_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def count_reasons(rows: list[dict[str, str]]) -> Counter[str]:
-    """Counts the skipped items by reason, regardless of the paths, numbers and quoted text in it.
-
-    The text of a group is the complete reason of its first item, with the index and id of that item.
-    """
+    """Counts the skipped items by the reason of their first one, regardless of the paths, numbers and quoted text in it."""
     groups: dict[str, list[dict[str, str]]] = {}
     for row in rows:
-        pattern = row["reason"]
-        for variable, placeholder in ((r"'[^']*'", "'..'"), (r"\S*/\S*", "..."), (r"(?<!UTF-)\d+", "N")):
-            pattern = re.sub(variable, placeholder, pattern)
-        groups.setdefault(pattern, []).append(row)
-    return Counter(
-        {
-            f"{first['reason']} ({'first: ' if others else ''}item {first['index']})": 1 + len(others)
-            for first, *others in groups.values()
-        }
-    )
+        groups.setdefault(re.sub(r"'[^']*'|\S*/\S*|(?<!UTF-)\d+", "..", row["reason"]), []).append(row)
+    firsts = {f"{rows[0]['reason']} ({'first: ' if rows[1:] else ''}item {rows[0]['index']})": rows for rows in groups.values()}
+    return Counter({text: len(rows) for text, rows in firsts.items()})

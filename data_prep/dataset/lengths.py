@@ -116,12 +116,12 @@ def as_array(lengths: Iterable[Lengths]) -> np.ndarray:
 
 @dataclass
 class Measuring:
-    """Measures examples by their position in an index; `sizes`: of opened images by path, since several rows may share one."""
+    """Measures examples by their position in an index."""
 
     config: DataConfig
     index: Index
     processor: Processor
-    sizes: dict[str, Size] = field(default_factory=dict)
+    sizes: dict[str, Size] = field(default_factory=dict)  # of images by path, since several rows may share one
 
     def full(self, on_invalid: Callable[[BadItem], object]) -> np.ndarray:
         """Returns the `Lengths` of all examples before they are shortened, int64 [N, 3]; zeros for an invalid one.
@@ -148,16 +148,11 @@ class Measuring:
             if any(is_shortened):
                 lengths[long[is_shortened]] = self._shortened(limit, long[is_shortened])
         valid = np.flatnonzero(lengths)
-        if not len(valid):
-            return lengths
-        following = np.searchsorted(valid, np.arange(len(lengths)))
-        replaced: np.ndarray = lengths[valid[following % len(valid)]]
-        return replaced
+        following = np.searchsorted(valid, np.arange(len(lengths))) % max(1, len(valid))
+        return lengths[valid[following]] if len(valid) else lengths
 
     def _write_full(self, on_invalid: Callable[[BadItem], object], folder: Path) -> None:
-        total = len(self.index)
-        lengths: list[Lengths] = []
-        invalid = []
+        total, lengths, invalid = len(self.index), [], []
         for position, item in enumerate(progress_bar(self._mapped(self._full, range(total)), "measuring lengths", total)):
             if isinstance(item, BadItem):
                 on_invalid(item)
@@ -168,7 +163,7 @@ class Measuring:
         np.save(folder / INVALID, np.array(invalid, dtype=np.int64).reshape(-1, 1))
 
     def _full(self, positions: Sequence[int]) -> list[Lengths | BadItem]:
-        masks = self._masks([self._conversation(position) for position in positions])
+        masks = self._masks(positions)
         return [mask if isinstance(mask, BadItem) else example_lengths({"loss_mask": mask}) for mask in masks]
 
     def _check(self, position: int) -> None:
@@ -206,21 +201,14 @@ class Measuring:
         for chunk in mapped(measure, chunks, len(positions)):
             yield from chunk
 
-    def _conversation(self, position: int) -> Conversation | BadItem:
-        try:
-            return self.index.conversation(position)
-        except BadItem as error:
-            return error
-
-    def _masks(self, conversations: Sequence[Conversation | BadItem]) -> list[Tensor | BadItem]:
-        """Returns the loss mask [T] of every conversation, or its error; their texts are tokenized together."""
+    def _masks(self, items: Sequence[int | Conversation]) -> list[Tensor | BadItem]:
+        """Returns the loss mask [T] of every conversation, given or by its position, or its error; tokenizes them together."""
         masks: list[Tensor | BadItem] = []
         chats: list[list[Segment]] = []
         waiting: list[tuple[int, list[int]]] = []  # index in `masks` and tokens that are left out, for each of `chats`
-        for conversation in conversations:
+        for item in items:
             try:
-                if isinstance(conversation, BadItem):
-                    raise conversation
+                conversation = item if isinstance(item, Conversation) else self.index.conversation(item)
                 sized = self._sized(conversation)
                 if sized is None:
                     masks.append(encode_example(conversation, self.processor, self.config.num_frames)["loss_mask"])
@@ -254,7 +242,6 @@ class Measuring:
     def _image_size(self, source: Any) -> Size:
         if not isinstance(source, (str, Path)):
             return image_size(source)
-        path = str(source)
-        if path not in self.sizes:
-            self.sizes[path] = image_size(source)
-        return self.sizes[path]
+        if str(source) not in self.sizes:
+            self.sizes[str(source)] = image_size(source)
+        return self.sizes[str(source)]

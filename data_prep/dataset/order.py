@@ -6,7 +6,6 @@ Pure functions of data, seed and epoch: every rank computes the same result, and
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -32,19 +31,16 @@ def sample(total: int, count: int, seed: int = 0) -> Sequence[int]:
 
 
 class MixedOrder:
-    """The order of examples over all epochs.
+    """The order of examples over all epochs; `source`: that of each example, int [N].
 
     Without weights, an epoch contains every example once. With weights, an epoch has the same length, and source s has the
     share w_s / sum(w) of it: a source with more examples than its share continues in the next epoch, one with fewer restarts
     in a new order. ValueError for a source without examples.
-
-    Args:
-        source: the source of each example, int [N].
     """
 
     def __init__(self, source: np.ndarray, weights: list[float] | None) -> None:
         self.total = len(source)
-        self.members = [np.flatnonzero(source == s) for s in range(len(weights))] if weights else []
+        self.members = [np.flatnonzero(source == s) for s in range(len(weights or ()))]
         self.counts = _shares(self.total, weights, self.members) if weights else []
 
     def epoch(self, seed: int, epoch: int) -> np.ndarray:
@@ -104,16 +100,14 @@ def group_by_length(order: np.ndarray, lengths: np.ndarray, first: int, step_siz
 
         drawn [5 9] [1 7]   sorted 9 7 5 1   steps [9 7] [5 1]   shuffled [5 1] [9 7]
 
+    A window ends with the epoch, so that an epoch still contains every example once.
+
     Args:
         order: the examples of the epoch as drawn, int [N].
         lengths: tokens of every example of the dataset, int.
         first: the position of the epoch's first example in the sequence of all epochs.
         step_size: examples per step; steps begin at multiples of it in that sequence.
         window: number of steps that are sorted together; 1 leaves the examples of every step unchanged.
-        seed: of the shuffle.
-
-    Returns:
-        The same examples, int [N]. A window ends with the epoch, so that an epoch still contains every example once.
     """
     last, span = first + len(order), window * step_size
     cuts = sorted({first, last, *range(first - first % span + span, last, span)})
@@ -134,11 +128,8 @@ def _reorder_window(part: np.ndarray, lengths: np.ndarray, start: int, step_size
 
 
 def largest_micro_batch(order: np.ndarray, lengths: np.ndarray, step_size: int, size: int) -> list[int]:
-    """Returns the micro-batch with the most padded tokens of the complete steps of an epoch, each sorted before its division.
-
-    Args:
-        order: the examples of the epoch, int [N].
-        step_size: examples per step, a multiple of `size`, those of a micro-batch. An epoch of less than a step is repeated.
+    """Returns the micro-batch of `size` examples with the most padded tokens of the complete steps of an epoch (`order`), each
+    sorted before its division. An epoch of less than a step is repeated.
     """
     steps = np.resize(order, (max(1, len(order) // step_size), step_size))
     sorted_steps = np.take_along_axis(steps, np.argsort(-lengths[steps], axis=1, kind="stable"), axis=1)
@@ -170,28 +161,20 @@ class Group:
 
 
 def divide_step(lengths: Sequence[int], budget: int, world_size: int) -> list[list[Group]]:
-    """Divides the examples of a step into micro-batches of at most `budget` padded tokens.
+    """Divides the examples of a step, over all ranks, into micro-batches [passes][ranks] of at most `budget` padded tokens (the
+    number of examples times the longest), those with the most first.
 
     Examples are sorted by length and neighbours share a micro-batch, which reduces padding. All ranks receive the same number
     of micro-batches, because every pass is collective; within that number, the largest micro-batch is as small as possible, so
     that ranks work for similar times. An example that exceeds the budget is a micro-batch of its own. Example with two ranks:
 
         lengths 9 3 5 4 2 8, budget 12      micro-batches [9] [8] | [5 4] [3 2]
-
-    Args:
-        lengths: tokens of each example of the step over all ranks; as many as a multiple of `world_size`.
-        budget: padded tokens of a micro-batch, the number of examples times the longest.
-
-    Returns:
-        the micro-batches [passes][ranks], those with the most padded tokens first.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     longest_first = [lengths[index] for index in order]
     num_passes = -(-len(_cuts(longest_first, budget)) // world_size)
-    groups = [
-        Group(tuple(order[first:end]), longest_first[first])
-        for first, end in _balanced_cuts(longest_first, budget, num_passes * world_size)
-    ]
+    cuts = _balanced_cuts(longest_first, budget, num_passes * world_size)
+    groups = [Group(tuple(order[first:end]), longest_first[first]) for first, end in cuts]
     groups.sort(key=lambda group: (-group.padded_tokens, group.members))
     return _dealt(groups, world_size)
 
@@ -213,19 +196,14 @@ def _balanced_cuts(longest_first: Sequence[int], budget: int, count: int) -> lis
         middle = (low + high) // 2
         low, high = (low, middle) if len(_cuts(longest_first, middle)) <= count else (middle + 1, high)
     cuts = _cuts(longest_first, high)
-    heap = [(_urgency(longest_first, first, end), first, end) for first, end in cuts]
-    heapq.heapify(heap)
-    while len(heap) < count:  # the capacity needs fewer: the largest with several examples are halved
-        _, first, end = heapq.heappop(heap)
+    while len(cuts) < count:  # the capacity needs fewer: the largest with several examples are halved
+        first, end = max(
+            (cut for cut in cuts if cut[1] - cut[0] > 1), key=lambda cut: (cut[1] - cut[0]) * longest_first[cut[0]]
+        )
+        cuts.remove((first, end))
         middle = first + (end - first) // 2
-        for half in ((first, middle), (middle, end)):
-            heapq.heappush(heap, (_urgency(longest_first, *half), *half))
-    return [(first, end) for _, first, end in heap]
-
-
-def _urgency(longest_first: Sequence[int], first: int, end: int) -> int:
-    """Returns the negated padded tokens of a run that can be halved, 0 for a single example."""
-    return -(end - first) * longest_first[first] if end - first > 1 else 0
+        cuts += [(first, middle), (middle, end)]
+    return cuts
 
 
 def _dealt(groups: Sequence[Group], world_size: int) -> list[list[Group]]:

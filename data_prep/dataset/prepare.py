@@ -42,7 +42,6 @@ from sage.io.progress import progress_bar
 logger = logging.getLogger(__name__)
 Packed = dict[str, np.ndarray]
 STORE, EXAMPLES, COLUMNS, META = "store", "examples.bin", "columns.npz", "meta.json"
-CHUNK_SIZE = 64  # examples per task of a worker
 PIXELS = ("pixel_values", "pixel_values_videos")
 LEVELS = 256
 PROBE_SIDE = 56
@@ -83,7 +82,7 @@ def _write_examples(config: DataConfig, index: Index, processor: Processor, fold
     measured: list[Lengths] = []
 
     def valid() -> Iterator[tuple[str, int, Packed]]:
-        encoded = mapped(partial(_pack, config, index, processor, table), range(len(index)), len(index), CHUNK_SIZE)
+        encoded = mapped(partial(_pack, config, index, processor, table), range(len(index)), len(index))
         for position, (item, lengths) in enumerate(progress_bar(encoded, "preparing", len(index))):
             measured.extend([lengths] if lengths else [])
             if not isinstance(item, BadItem):
@@ -132,14 +131,6 @@ def pack(example: dict[str, Any], table: PixelTable) -> Packed:
     return packed
 
 
-def unpack(packed: Packed, table: PixelTable) -> dict[str, torch.Tensor]:
-    example = {}
-    for key, array in packed.items():
-        name, is_encoded, encoding = key.partition("@")
-        example[name] = torch.from_numpy(table.unpack(encoding, array) if is_encoded else array)
-    return example
-
-
 def write_examples(folder: Path, items: Iterable[tuple[str, int, Packed]], table: PixelTable) -> int:
     """Writes (id, source number, packed example) items into a new folder; returns their number."""
     folder.mkdir(parents=True)
@@ -173,7 +164,11 @@ class StoredDataset(Dataset[Example]):
         return len(self._ids)
 
     def __getitem__(self, position: int) -> Example:
-        return {"id": self._ids[position], **unpack(load(self._bytes(position).tobytes()), self._table)}
+        example = {"id": self._ids[position]}
+        for key, array in load(self._bytes(position).tobytes()).items():
+            name, is_encoded, encoding = key.partition("@")
+            example[name] = torch.from_numpy(self._table.unpack(encoding, array) if is_encoded else array)
+        return example
 
     def source_of(self, position: int) -> str:
         return self._labels[int(self._sources[position])]

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from PIL import Image
@@ -29,10 +28,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import sage
 from data_prep.chat import Example, build_example
-from data_prep.pocket import architecture, world
+from data_prep.pocket import architecture, palette, world
 from data_prep.pocket.architecture import FAMILIES, WIDTH
-from data_prep.pocket.palette import COLOURS, MAX_HEIGHT, SHAPES, SIGNS, SIZES, background, draw_chart, draw_scene, draw_sign
-from data_prep.pocket.scenes import draw_objects
+from data_prep.pocket.palette import COLOURS, MAX_HEIGHT, SHAPES, SIGNS, SIZES
 from data_prep.pocket.score import score_table, score_target
 from sage.commands import cli
 from sage.inputs.processing import Processor
@@ -43,6 +41,10 @@ from sage.targets.families import family_of
 logger = logging.getLogger(__name__)
 BARS = 5
 NUM_TOKENS = 16  # of an image
+Loss = tuple[torch.Tensor, dict[str, float]]  # with figures for the log
+PROBE_LR, WEIGHT_DECAY = 2e-3, 0.01
+VISION_SCALE = 0.3  # of the learning rate, for the pretrained vision tower
+WARMUP_STEPS, LOG_EVERY = 50, 50
 # question -> (number of queries, number of classes); class 0: nothing in this place
 QUESTIONS = {
     "colour": (9, 1 + len(COLOURS)),
@@ -62,25 +64,25 @@ QUESTIONS = {
 def draw_labelled(rng: random.Random) -> tuple[Image.Image, dict[str, list[int]]]:
     """Draws a training image; returns it with the classes of all questions."""
     labels = {name: [0] * count for name, (count, _) in QUESTIONS.items()}
-    ground, kind = background(rng, "train"), rng.random()
+    ground, kind = palette.background(rng, "train"), rng.random()
     colours = list(COLOURS)
     if kind < 0.5:
-        objects = draw_objects(rng, rng.randint(1, 6))
+        objects = palette.draw_objects(rng, rng.randint(1, 6))
         for obj in objects:
             labels["colour"][obj.cell] = 1 + colours.index(obj.colour)
             labels["shape"][obj.cell] = 1 + SHAPES.index(obj.shape)
             labels["size"][obj.cell] = 1 + list(SIZES).index(obj.size)
-        return draw_scene(objects, ground, rng), labels
+        return palette.draw_scene(objects, ground, rng), labels
     if kind < 0.75:
         bars = [(rng.choice(colours), rng.randint(1, MAX_HEIGHT)) for _ in range(rng.randint(3, BARS))]
         for place, (colour, height) in enumerate(bars):
             labels["bar"][place], labels["height"][place] = 1 + colours.index(colour), height
-        return draw_chart(bars, ground), labels
+        return palette.draw_chart(bars, ground), labels
     word, number, board = rng.choice(("", *SIGNS)), rng.choice(("", str(rng.randint(10, 99)))), rng.choice(colours)
     labels["word"] = [1 + SIGNS.index(word) if word else 0]
     labels["digits"] = [1 + int(digit) for digit in number] or [0, 0]
     labels["board"] = [1 + colours.index(board)]
-    return draw_sign(word, number, board, ground, rng), labels
+    return palette.draw_sign(word, number, board, ground, rng), labels
 
 
 class Probe(nn.Module):
@@ -105,7 +107,7 @@ class Probe(nn.Module):
         return {name: self.answers[name](part) for name, part in zip(QUESTIONS, parts, strict=True)}
 
 
-def probe_loss(logits: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+def probe_loss(logits: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> Loss:
     """Returns the summed loss of the questions and, by question, the accuracy over places with an object."""
     loss, right = torch.zeros(()), {}
     for name, answer in logits.items():
@@ -142,8 +144,6 @@ class Stage:
     steps: int
     lr: float
     mixture: dict[str, float]
-    vision_scale: float = 0.3  # of the learning rate, for the pretrained vision tower
-    warmup_steps: int = 50
     min_lr_ratio: float = 0.05  # at the end of the cosine
 
 
@@ -160,12 +160,9 @@ class Recipe:
     has_positions: bool  # of the probe; without them, the visual tokens must encode their positions
     num_texts: int = 4000  # conversations for training the tokenizer
     probe_batch_size: int = 48
-    probe_lr: float = 2e-3
     batch_size: int = 32
     num_pooled: int = 4  # batches drawn at a time and sorted by length
-    weight_decay: float = 0.01
     is_autocast: bool = True  # bfloat16 matrix products
-    log_every: int = 50
 
 
 def stages(naming_steps: int, language_steps: int, deep_steps: int, deep_lr: float = 1e-3) -> tuple[Stage, ...]:
@@ -178,34 +175,19 @@ def stages(naming_steps: int, language_steps: int, deep_steps: int, deep_lr: flo
 
 RECIPES = {
     "qwen2_5_vl": Recipe(probe_steps=1300, has_positions=True, stages=stages(250, 2000, 550)),
-    "qwen3_vl": Recipe(
-        probe_steps=900,
-        has_positions=True,
-        batch_size=16,
-        num_pooled=8,
-        is_autocast=False,
-        stages=stages(200, 3000, 550, deep_lr=1.5e-3),
-    ),
+    "qwen3_vl": Recipe(900, stages(200, 3000, 550, deep_lr=1.5e-3), True, batch_size=16, num_pooled=8, is_autocast=False),
     # Its patches are four times as large: shapes and digits take more steps to learn, but a step is cheap.
     # Its language model has no two-dimensional positions, so the visual tokens must encode their positions.
     "llava_onevision": Recipe(probe_steps=3000, has_positions=False, stages=stages(250, 3000, 900)),
 }
 
 
-def probe_batches(recipe: Recipe, seed: int) -> Iterator[tuple[list[Image.Image], dict[str, torch.Tensor]]]:
-    rng = random.Random(seed)
-    while True:
-        drawn = [draw_labelled(rng) for _ in range(recipe.probe_batch_size)]
-        labels = {name: torch.tensor([label[name] for _, label in drawn]) for name in drawn[0][1]}
-        yield [image for image, _ in drawn], labels
-
-
-def cosine(step: int, steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+def cosine(step: int, stage: Stage) -> float:
     """Returns the learning rate of a step as a share of the highest one."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    angle = math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)
-    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(angle))
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    angle = math.pi * (step - WARMUP_STEPS) / max(1, stage.steps - WARMUP_STEPS)
+    return stage.min_lr_ratio + (1 - stage.min_lr_ratio) * 0.5 * (1 + math.cos(angle))
 
 
 def vision_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
@@ -215,26 +197,38 @@ def vision_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     return [*inner.vision_tower.parameters(), *inner.multi_modal_projector.parameters()]
 
 
+def optimize(stage: Stage, groups: list[dict[str, Any]], losses: Iterator[Loss], betas: tuple[float, float]) -> None:
+    """Takes the steps of a stage; losses come with figures for the log, groups with a `scale` of their learning rate."""
+    optimizer = torch.optim.AdamW(groups, lr=stage.lr, weight_decay=WEIGHT_DECAY, betas=betas)
+    start = time.monotonic()
+    for step, (loss, figures) in zip(range(stage.steps), losses, strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = stage.lr * group["scale"] * cosine(step, stage)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([parameter for group in groups for parameter in group["params"]], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % LOG_EVERY == LOG_EVERY - 1 or step == stage.steps - 1:
+            listed = " ".join(f"{figure} {value:.3f}" for figure, value in figures.items())
+            spent_s = time.monotonic() - start
+            logger.info("%s %d/%d %.0f s loss %.3f %s", stage.name, step + 1, stage.steps, spent_s, loss.item(), listed)
+
+
 def pretrain_vision(model: PreTrainedModel, processor: Processor, recipe: Recipe, seed: int) -> None:
     torch.manual_seed(seed)
     probe = Probe(WIDTH, recipe.has_positions)
-    parameters = [*vision_parameters(model), *probe.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=recipe.probe_lr, weight_decay=recipe.weight_decay)
-    start = time.monotonic()
-    for step, (images, labels) in zip(range(recipe.probe_steps), probe_batches(recipe, seed), strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.probe_lr * cosine(step, recipe.probe_steps, 50, 0.02)
-        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.is_autocast):
-            logits = probe(visual_tokens(model, processor, images))
-        loss, right = probe_loss(logits, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % recipe.log_every == 0 or step == recipe.probe_steps - 1:
-            shares = " ".join(f"{name} {share:.2f}" for name, share in right.items())
-            spent = time.monotonic() - start
-            logger.info("vision %d/%d %.0f s loss %.2f %s", step, recipe.probe_steps, spent, loss.item(), shares)
+    rng = random.Random(seed)
+
+    def losses() -> Iterator[Loss]:
+        while True:
+            drawn = [draw_labelled(rng) for _ in range(recipe.probe_batch_size)]
+            labels = {name: torch.tensor([label[name] for _, label in drawn]) for name in QUESTIONS}
+            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.is_autocast):
+                logits = probe(visual_tokens(model, processor, [image for image, _ in drawn]))
+            yield probe_loss(logits, labels)
+
+    groups = [{"params": [*vision_parameters(model), *probe.parameters()], "scale": 1.0}]
+    optimize(Stage("vision", 0, recipe.probe_steps, PROBE_LR, {}, 0.02), groups, losses(), betas=(0.9, 0.999))
 
 
 def example_batches(processor: Processor, recipe: Recipe, stage: Stage, seed: int) -> Iterator[list[Example]]:
@@ -260,7 +254,7 @@ def padded(batch: dict[str, Any]) -> dict[str, Any]:
     return {key: pad(value, (0, short)) if key in fields else value for key, value in batch.items() if key != "id"}
 
 
-def answer_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+def answer_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], recipe: Recipe) -> Loss:
     """Returns the mean cross entropy over supervised tokens and the accuracy of greedy choices."""
     inputs = dict(batch)
     chosen = inputs.pop("loss_mask")[:, 1:]
@@ -268,30 +262,16 @@ def answer_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], recipe: 
         hidden = model.model(**inputs, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[:, :-1][chosen]).float()
     truth = batch["input_ids"][:, 1:][chosen]
-    return cross_entropy(logits, truth), (logits.argmax(-1) == truth).float().mean()
+    return cross_entropy(logits, truth), {"right": (logits.argmax(-1) == truth).float().mean().item()}
 
 
 def run_stage(model: PreTrainedModel, processor: Processor, stage: Stage, recipe: Recipe, seed: int) -> None:
-    vision = {id(parameter) for parameter in vision_parameters(model)}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in vision]
-    groups = [{"params": rest, "scale": 1.0}, {"params": vision_parameters(model), "scale": stage.vision_scale}]
-    optimizer = torch.optim.AdamW(groups, lr=stage.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.98))
-    batches = example_batches(processor, recipe, stage, seed)
-    start, recent = time.monotonic(), []
-    for step, examples in zip(range(stage.steps), batches, strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = stage.lr * group["scale"] * cosine(step, stage.steps, stage.warmup_steps, stage.min_lr_ratio)
-        loss, right = answer_loss(model, padded(processor.collate(examples)), recipe)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        recent.append((loss.item(), right.item()))
-        if step % recipe.log_every == recipe.log_every - 1 or step == stage.steps - 1:
-            mean_loss, mean_right = np.mean(recent, axis=0)
-            recent.clear()
-            spent = time.monotonic() - start
-            logger.info("%s %d/%d %.0f s loss %.3f right %.3f", stage.name, step + 1, stage.steps, spent, mean_loss, mean_right)
+    vision = vision_parameters(model)
+    rest = [parameter for parameter in model.parameters() if all(parameter is not other for other in vision)]
+    groups = [{"params": rest, "scale": 1.0}, {"params": vision, "scale": VISION_SCALE}]
+    batches = (padded(processor.collate(examples)) for examples in example_batches(processor, recipe, stage, seed))
+    losses = (answer_loss(model, batch, recipe) for batch in batches)
+    optimize(stage, groups, losses, betas=(0.9, 0.98))
 
 
 def train(family: str, seed: int, recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

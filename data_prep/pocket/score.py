@@ -15,8 +15,7 @@ from typing import Any
 
 import sage
 from data_prep.pocket import world
-from data_prep.pocket.palette import COLOURS, SHAPES
-from data_prep.pocket.phrases import CELL_WORDS, SIZE_WORDS
+from data_prep.pocket.palette import CELL_WORDS, COLOURS, SHAPES, SIZE_WORDS
 from sage.commands import cli
 from sage.io.tables import text_table
 

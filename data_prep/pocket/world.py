@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from data_prep.conversation import Conversation
-from data_prep.pocket import readings, scenes
-from data_prep.pocket.palette import SPLITS
-from data_prep.pocket.phrases import Dialogue, Phraser
+from data_prep.pocket import scenes
+from data_prep.pocket.palette import SPLITS, Dialogue, Phraser
 from data_prep.sources.base import Source, Split
 from data_prep.sources.files import SourceConfig
 
@@ -22,11 +21,11 @@ DEFAULT_NUM_EXAMPLES = 4000
 GENERATORS: dict[str, Callable[[Phraser, str], Dialogue]] = {
     "caption": scenes.generate_caption,
     "question": scenes.generate_question,
-    "sign": readings.generate_sign,
-    "chart": readings.generate_chart,
-    "clip": readings.generate_video,
+    "sign": scenes.generate_sign,
+    "chart": scenes.generate_chart,
+    "clip": scenes.generate_video,
     "compare": scenes.generate_comparison,
-    "text": readings.generate_text,
+    "text": scenes.generate_text,
 }
 FAMILIES = tuple(GENERATORS)
 GENERATORS["bare"] = scenes.generate_bare  # at the start of training only

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from transformers import AutoConfig
@@ -57,12 +56,7 @@ class ServedTarget:
 
 
 class ServerAnswers:
-    """Answers of the servers in `settings.server`; a context manager.
-
-    Args:
-        key: API key of the servers; empty: none.
-        policy: the images that may be sent.
-    """
+    """Answers of the servers in `settings.server`, with the API key `key` (empty: none); a context manager."""
 
     def __init__(self, settings: RegenerateConfig, key: str, target: ServedTarget, policy: MediaPolicy) -> None:
         self._settings, self._target, self._policy = settings, target, policy
@@ -75,20 +69,18 @@ class ServerAnswers:
     def __enter__(self) -> ServerAnswers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._runner:
             self._runner.run(self._pool.close())
 
     def drive(self, dialogs: Iterator[Dialog]) -> Iterator[Dialog]:
         """Runs up to `settings.concurrency` dialogs at the same time, see data_prep.dialog; `check` comes first.
 
-        Raises:
-            ServerError: the servers do not answer any more, or accept no images.
-            OutsideMedia: an image is outside the folders whose images may be sent.
+        Raises ServerError if the servers do not answer any more or accept no images, OutsideMedia for an image that may not be
+        sent.
         """
         first = list(itertools.islice(dialogs, NUM_SEARCHED))
-        prompts = itertools.islice(self._prompts_with_image(first), NUM_TRIED)
-        self._runner.run(self._check_images(list(prompts)))
+        self._runner.run(self._check_images(list(itertools.islice(self._prompts_with_image(first), NUM_TRIED))))
         waiting = itertools.chain(first, dialogs)
         tasks: set[asyncio.Task[Dialog]] = set()
         try:
@@ -97,14 +89,12 @@ class ServerAnswers:
                 tasks |= {self._runner.get_loop().create_task(self._run(dialog)) for dialog in new}
                 if not tasks:
                     return
-                self._runner.run(_first_done(tasks))
-                for task in sorted(filter(asyncio.Task.done, tasks), key=_has_failed):
+                done, tasks = self._runner.run(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+                for task in sorted(done, key=lambda task: task.exception() is not None):
                     yield task.result()
-                    tasks.remove(task)
         finally:
             for task in tasks:
                 task.cancel()
-                _has_failed(task)  # reads the error, which asyncio would log otherwise
 
     def _prompts_with_image(self, dialogs: list[Dialog]) -> Iterator[list[Message]]:
         """Yields the first prompts of dialogs that have an image and can be sent."""
@@ -130,8 +120,7 @@ class ServerAnswers:
             return TargetAnswer("", Outcome.invalid, str(error))
         options = self._options | {"max_tokens": self._settings.max_new_tokens, "seed": seed}
         try:
-            reply = await self._pool.complete(body | options)
-            answer = answer_of(reply, self._target.processor)
+            answer = answer_of(await self._pool.complete(body | options), self._target.processor)
             return answer or TargetAnswer("", Outcome.failed, "the server's answer is no chat completion")
         except RequestRefused as refusal:
             if not self._has_refused:
@@ -158,15 +147,12 @@ class ServerAnswers:
 
     def check(self) -> str:
         """Checks that every server serves the target, with the same tokenizer; returns its id there."""
-        self._runner.run(self._check_text())
-        return self._model
-
-    async def _check_text(self) -> None:
         accepted = []
         for server in self._pool.servers:
-            self._model = await self._served_model(server)
-            accepted.append(await self._accepted_options(server))
+            self._model = self._runner.run(self._served_model(server))
+            accepted.append(self._runner.run(self._accepted_options(server)))
         self._options = min(accepted, key=len)
+        return self._model
 
     async def _check_images(self, prompts: list[list[Message]]) -> None:
         """Checks that every server accepts at least one of some prompts with an image."""
@@ -251,20 +237,8 @@ class ServerAnswers:
             )
 
 
-async def _first_done(tasks: set[asyncio.Task[Dialog]]) -> None:
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _has_failed(task: asyncio.Task[Dialog]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is not None
-
-
 def answer_of(reply: Any, processor: Processor) -> TargetAnswer | None:
-    """Returns the answer in a chat completion; None if `reply` is not a chat completion.
-
-    If the server returns token ids (vLLM's `return_token_ids`), they determine the text and the end of the answer, as in
-    `sage.generate`.
-    """
+    """Returns the answer in a chat completion, by its token ids if the server returns them (vLLM); None if `reply` is none."""
     try:
         choice = reply["choices"][0]
         message, reason, ids = choice["message"], choice["finish_reason"], choice.get("token_ids")

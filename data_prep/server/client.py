@@ -29,7 +29,7 @@ from PIL import Image, UnidentifiedImageError
 from data_prep.config import DataConfig, Images, RegenerateConfig
 from data_prep.conversation import Message, Part, media_parts
 from data_prep.sources.base import Split
-from sage.inputs.media import LIMIT_KEYS, open_image, open_image_part
+from sage.inputs.media import LIMIT_KEYS, decode_data_url, open_image, open_image_part
 from sage.inputs.messages import text_of
 
 PLAIN_FORMATS, PLAIN_MODES = ("JPEG", "PNG", "WEBP"), ("RGB", "L")
@@ -77,11 +77,8 @@ class MediaPolicy:
         """Returns the URL of an image for a request; ValueError if unreadable, OutsideMedia if outside, also by a link."""
         if isinstance(image, Image.Image):
             return _data_url(image)
-        if not isinstance(image, (str, Path)) or str(image).startswith("data:"):
-            try:
-                data = image if isinstance(image, bytes) else base64.b64decode(str(image).partition(",")[2], validate=True)
-            except ValueError as error:
-                raise ValueError("image data: not valid base64") from error
+        if isinstance(image, bytes) or str(image).startswith("data:"):
+            data = image if isinstance(image, bytes) else decode_data_url(str(image))
             return _data_url(data, _plain_format(io.BytesIO(data)))
         file = Path(image).resolve()
         if not any(file.is_relative_to(root) for root in self.roots):
@@ -96,19 +93,16 @@ class MediaPolicy:
 
 
 def request_messages(messages: list[Message], policy: MediaPolicy) -> list[dict[str, Any]]:
-    """Returns the messages in the format of the API: messages with images as lists of parts, other messages as text.
+    """Returns the messages in the format of the API: those with images as lists of parts, others as text.
 
     Raises as `MediaPolicy.url`, and ValueError for a video.
     """
-    return [
-        {
-            "role": message["role"],
-            "content": [_request_part(part, policy) for part in message["content"]]
-            if any(True for _ in media_parts([message]))
-            else text_of(message),
-        }
-        for message in messages
-    ]
+
+    def content(message: Message) -> Any:
+        has_media = any(True for _ in media_parts([message]))
+        return [_request_part(part, policy) for part in message["content"]] if has_media else text_of(message)
+
+    return [{"role": message["role"], "content": content(message)} for message in messages]
 
 
 def _request_part(part: Part, policy: MediaPolicy) -> dict[str, Any]:
@@ -126,10 +120,9 @@ def _plain_format(source: Any) -> str:
     """Returns the format of an image file that every reader decodes in the same way; empty for any other file."""
     try:
         with Image.open(source) as image:
-            is_upright = image.getexif().get(ORIENTATION, 1) == 1
-            is_plain = image.mode in PLAIN_MODES and is_upright and getattr(image, "n_frames", 1) == 1
-            is_plain = is_plain and not image.has_transparency_data
-            return str(image.format) if is_plain and image.format in PLAIN_FORMATS else ""
+            is_upright = image.getexif().get(ORIENTATION, 1) == 1 and getattr(image, "n_frames", 1) == 1
+            is_plain = image.mode in PLAIN_MODES and not image.has_transparency_data and image.format in PLAIN_FORMATS
+            return str(image.format) if is_upright and is_plain else ""
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError):
         return ""
 
@@ -174,10 +167,7 @@ class Server:
     async def request(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
         """Sends one request; returns the JSON of the answer.
 
-        Raises:
-            AttemptFailed: the same request may succeed later.
-            RequestRefused: it will not.
-            ServerError: no request to this server will.
+        Raises AttemptFailed if it may succeed later, RequestRefused if it will not, ServerError if no request will.
         """
         self.num_active += 1
         try:
@@ -217,39 +207,30 @@ class Server:
 
 
 class ServerPool:
-    """Several servers of the same model, used evenly.
+    """Several servers of the same model, used evenly; `key` is sent as bearer token if there is one.
 
     A request goes to the server with the fewest requests among those that are not paused after a failure; if all are, it waits.
     Retries are not left to a client library, because they concern all servers and requests together: any server may answer the
     next attempt, all requests respect a server's pause, and a busy server is no failure of a request while it answers others.
-
-    Args:
-        key: sent as bearer token; empty: none.
     """
 
     def __init__(self, settings: RegenerateConfig, key: str) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(headers=headers, limits=limits)
-        self._settings = settings
+        client = httpx.AsyncClient(headers=headers, limits=limits)
+        self._settings, self.close = settings, client.aclose
         keep_urls_out_of_logs()
         urls = settings.urls()
         secrets = [text for text in (key, *urls, *(httpx.URL(url).netloc.decode() for url in urls)) if text]
         names = [f"server {number} of {len(urls)}" if len(urls) > 1 else "the server" for number in range(1, len(urls) + 1)]
-        self.servers = [Server(url, name, self._client, secrets) for url, name in zip(urls, names, strict=True)]
-
-    async def close(self) -> None:
-        await self._client.aclose()
+        self.servers = [Server(url, name, client, secrets) for url, name in zip(urls, names, strict=True)]
 
     async def complete(self, body: Any) -> Any:
         """Requests a chat completion, at every attempt from the server that is free then; raises as `Server.request`."""
         return await self._request(self.servers, self._settings.retries, "POST", CHAT, body, self._settings.timeout_s)
 
     async def ask(self, server: Server, method: str, path: str, body: Any = None) -> Any:
-        """Sends a request of the check at the start to one server; repeats it only if the server is busy.
-
-        Raises RequestRefused, and ServerError if the server cannot be used now.
-        """
+        """Sends a request of the check at the start, only again if the server is busy; RequestRefused, or ServerError."""
         try:
             return await self._request([server], 0, method, path, body, min(CHECK_S, self._settings.timeout_s))
         except AttemptFailed as failure:
@@ -263,7 +244,11 @@ class ServerPool:
         """Repeats a failed request up to `retries` times; while servers are busy, until all of them have exhausted theirs."""
         num_failed = 0
         while True:
-            server = await _free_server(servers)
+            now = time.monotonic()
+            server = min(servers, key=lambda server: (max(server.ready_at, now), server.num_active))
+            if server.ready_at > now:
+                await asyncio.sleep(server.ready_at - now)
+                continue
             try:
                 answer = await server.request(method, path, body, timeout_s)
             except AttemptFailed as failure:
@@ -276,15 +261,6 @@ class ServerPool:
             else:
                 server.num_faults = 0
                 return answer
-
-
-async def _free_server(servers: Sequence[Server]) -> Server:
-    while True:
-        now = time.monotonic()
-        server = min(servers, key=lambda server: (max(server.ready_at, now), server.num_active))
-        if server.ready_at <= now:
-            return server
-        await asyncio.sleep(server.ready_at - now)
 
 
 def server_message(response: httpx.Response, secrets: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -47,7 +47,11 @@ class Source:
 
     def iterate(self, start: int) -> Iterator[Conversation | BadItem]:
         """Yields the items from position `start` to the end; an invalid one as its error."""
-        raise NotImplementedError
+        for index in range(start, len(self)):
+            try:
+                yield self.conversation(index)
+            except BadItem as error:
+                yield error
 
     def fingerprint(self) -> str:
         """Returns a text that changes whenever the items change."""
@@ -57,17 +61,9 @@ class Source:
         """Returns what was recognized, as one line."""
         return f"{self.name}: {len(self)} items"
 
-    def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
-        """Returns the line of the file in which each of some items begins, from 1 on; {} where items are not lines."""
-        return {}
-
     def example(self, index: int) -> Conversation:
         """Returns an item that is valid for training, as far as can be checked without opening its images."""
         return as_example(self.conversation(index))
-
-    def prompt(self, index: int) -> Conversation:
-        """Returns the messages of an item before its last answer, a valid prompt."""
-        return as_prompt(self.conversation(index))
 
     def belongs_to(self, conversation: Conversation, split: Split, shares: Shares) -> bool:
         """Returns whether an item of this source belongs to a split."""
@@ -88,8 +84,10 @@ def as_example(conversation: Conversation) -> Conversation:
     return _check_files(check_conversation(conversation, needs_answer=True))
 
 
-def as_prompt(conversation: Conversation) -> Conversation:
+def as_prompt(conversation: Conversation | BadItem) -> Conversation:
     """Returns the messages before the last answer; BadItem without a question, or if an image file is missing."""
+    if isinstance(conversation, BadItem):
+        raise conversation
     is_prompt = conversation.messages and conversation.messages[-1].get("role") in ("user", "tool")
     return _check_files(check_conversation(conversation if is_prompt else conversation.prompt(), needs_answer=False))
 
@@ -162,9 +160,9 @@ def with_validation_prompts(shares: Shares, sources: Iterable[Source]) -> Shares
     for source in sources if shares.validation else ():
         if source.has_splits:
             return shares
-        for row in range(len(source)):
+        for item in source.iterate(0):
             try:
-                position = group_position(source.prompt(row))
+                position = group_position(as_prompt(item))
             except ValueError:  # an invalid item, which is reported where it would be used
                 continue
             num_found += position < shares.validation and position not in positions

@@ -162,21 +162,19 @@ class DataFiles:
 
 def find_files(path: str, subset: str = "") -> DataFiles:
     """Returns the files of a path; ValueError if there is none that can be read."""
-    if not os.path.exists(path):
-        if not glob.has_magic(path):
-            return DataFiles(path, Form.hub, {ALL: (path,)})
+    folder = Path(path)
+    if not os.path.exists(path) and glob.has_magic(path):
         if not (files := sorted(glob.glob(path, recursive=True))):
             raise ValueError(f"{path}: no file of this pattern in {Path.cwd()}; set data.path to the data")
         return _of_files(path, files, is_divided=False)
     if os.path.isfile(path):
         return DataFiles(path, _form(path), {ALL: (path,)})
-    if os.path.exists(info := os.path.join(path, "dataset_dict.json")):
-        names = json.loads(Path(info).read_text())["splits"]
+    if (folder / "dataset_dict.json").exists():
+        names = json.loads((folder / "dataset_dict.json").read_text())["splits"]
         return DataFiles(path, Form.saved, {_split_name(name) or name: (os.path.join(path, name),) for name in names})
-    if os.path.exists(os.path.join(path, "dataset_info.json")):
+    if (folder / "dataset_info.json").exists():
         return DataFiles(path, Form.saved, {ALL: (path,)})
-    folder = Path(path)
-    if (folder / "README.md").exists() and any(folder.rglob("*.parquet")):
+    if not os.path.exists(path) or ((folder / "README.md").exists() and any(folder.rglob("*.parquet"))):
         return DataFiles(path, Form.hub, {ALL: (path,)})
     if subset and not (folder / subset).is_dir():
         raise ValueError(f"{path}: no folder {subset!r} in it")
@@ -245,11 +243,6 @@ def is_hub_name(kind: str, path: str) -> bool:
     if content is Content.rows:
         return bool(HUB_NAME.fullmatch(path)) and not os.path.isdir(os.path.dirname(path))
     return content in (Content.table, Content.any) and path.count("/") <= 1
-
-
-def is_array(path: Path) -> bool:
-    """Returns whether a JSON file is an array, as opposed to one object per line; its content decides, not its suffix."""
-    return read_head(path).startswith(b"[")
 
 
 def check_json(path: Path) -> None:

@@ -43,14 +43,13 @@ Roots = str | tuple[str, ...]
 def table_messages(row: Row, columns: dict[str, str], media_root: Roots) -> list[Message]:
     """Returns a row's messages; relative image and video paths start from `media_root`.
 
-    Raises:
-        ValueError, TypeError, KeyError: not a known layout, different numbers of placeholders and files, a missing file, or a
-            key that would change the text if it was rendered.
+    ValueError, TypeError or KeyError: not a known layout, different numbers of placeholders and files, a missing file, or a key
+    that would change the text if it was rendered.
     """
     if isinstance(row.get("body"), dict):
         row = row | row["body"]
     _refuse_keys(row)
-    media = {kind: media_list(_media_column(row, columns, kind), media_root, kind) for kind in MEDIA}
+    media = {kind: [_rooted(item, media_root, kind) for item in _media_column(row, columns, kind)] for kind in MEDIA}
     messages = [message for i, turn in enumerate(_turns(row, columns)) for message in _messages(turn, i)]
     for i, message in enumerate(messages):
         if isinstance(message["content"], list):
@@ -59,10 +58,9 @@ def table_messages(row: Row, columns: dict[str, str], media_root: Roots) -> list
     for message in messages:
         if isinstance(message["content"], str):
             message["content"] = text_part(message["content"])
-    system = _column(row, columns, "system")
-    if system and any(message["role"] == "system" for message in messages):
-        raise ValueError("system: beside a message of that role; keep one of them")
-    if system:
+    if system := _column(row, columns, "system"):
+        if any(message["role"] == "system" for message in messages):
+            raise ValueError("system: beside a message of that role; keep one of them")
         messages.insert(0, {"role": "system", "content": text_part(str(system))})
     if messages and (tools := _parsed(row.get("tools"))):
         messages[0]["tools"] = tools
@@ -122,8 +120,7 @@ def _messages(turn: Any, index: int) -> list[Message]:
     speaker, content = ("from", "value") if "from" in turn else ("role", "content")
     if speaker not in turn or not (content in turn or "tool_calls" in turn):
         raise ValueError(f"message {index}: not a {{role, content}}, {{from, value}} or {{user, assistant}} object")
-    role = SPEAKERS.get(turn[speaker])
-    if role is None:
+    if (role := SPEAKERS.get(turn[speaker])) is None:
         raise ValueError(f"message {index}: {speaker} {turn[speaker]!r}; allowed: {', '.join(SPEAKERS)}")
     extra = extras_of(turn)
     calls = extra.get("tool_calls", ())
@@ -194,7 +191,7 @@ def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: Roots)
     elif part.get("base64") is value:
         value = f"data:;base64,{value}"
     else:
-        values = media_list(value, media_root, kind)
+        values = [_rooted(item, media_root, kind) for item in (value if isinstance(value, list) else [value])]
         value = values if kind == "video" and isinstance(value, list) else values[0]
     return {"type": kind, kind: value, **{name: part[name] for name in (*TIME_KEYS, *LIMIT_KEYS) if part.get(name) is not None}}
 
@@ -224,10 +221,8 @@ def _place_media(messages: list[Message], media: dict[str, list[Any]]) -> None:
 def _placeholders(texts: list[str], kind: str, number: int) -> list[list[tuple[int, int]]]:
     """Returns the spans of the placeholders of `number` images or videos in each text.
 
-    Where <image> occurs more often, those at the beginning or end of a line count, or else of a text.
-
-    Raises:
-        ValueError: there are others than `number`, or none are left for a placeholder that has a place of its own.
+    Where <image> occurs more often, those at the beginning or end of a line count, or else of a text. ValueError if there are
+    others than `number`, or none are left for a placeholder that has a place of its own.
     """
     token = f"<{kind}>"
     if not number:
@@ -262,16 +257,8 @@ def text_part(text: str) -> list[Part]:
     return [{"type": "text", "text": text}] if text else []
 
 
-def media_list(value: Any, media_root: Roots, kind: str) -> list[Any]:
-    """Returns one or several images or videos as a list.
-
-    Relative paths start from `media_root`, of several the first that contains the file; ValueError if none does.
-    """
-    values = [] if value is None or value == "" else value if isinstance(value, list) else [value]
-    return [_rooted(item, media_root, kind) for item in values]
-
-
 def _rooted(item: Any, media_root: Roots, kind: str) -> Any:
+    """Returns an image or video, a relative path from the first of `media_root` that contains it; ValueError if none does."""
     is_path = isinstance(item, str) and item.strip() and not item.startswith(("data:", "http://", "https://"))
     if not is_path or os.path.isabs(item):
         return item

@@ -200,11 +200,8 @@ def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) 
     is_json = path.endswith(JSON_SUFFIXES)
     if (config.subset or config.split) and is_json:
         raise ValueError(f"{path}: a JSON file has no subset ({config.subset!r}) and no split ({config.split!r})")
-    rows: RawRows
     if path.endswith(".json"):
         rows = list_rows(path, LAYOUTS[config.kind].select_rows)
-    elif is_json:
-        rows = JsonRows(path, cache_dir)
     else:
-        rows = table_rows(path, config.subset, config.split or "test", cache_dir)
+        rows = JsonRows(path, cache_dir) if is_json else table_rows(path, config.subset, config.split or "test", cache_dir)
     return PromptSource(rows, config.kind, MediaFinder(config.media_root or os.path.dirname(path)), config.long_answers)

@@ -23,7 +23,7 @@ import numpy as np
 from data_prep.cache import cache_dir, computed_once
 from data_prep.conversation import BadItem, Conversation, Message, Row, item_label, printable
 from data_prep.sources.base import Source
-from data_prep.sources.files import GZIP, is_array
+from data_prep.sources.files import GZIP, read_head
 
 CHUNK_BYTES = 1 << 24
 BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
@@ -43,17 +43,12 @@ class RawRows:
         """Returns a row; raises BadItem if it cannot be read."""
         return self._rows[index]
 
-    def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
-        """Returns the line of the file in which each of some rows begins, from 1 on; {} where rows are not lines."""
-        return {}
-
 
 class RowSource(Source):
     """Rows of one file or data set, each turned into messages.
 
     Args:
-        to_messages: row -> messages; raises ValueError, KeyError or TypeError for a row of another layout, an unknown role or
-            part, and different numbers of placeholders and files.
+        to_messages: row -> messages; raises one of `ROW_FAULTS` for a row of another layout.
         settings: further settings that determine the result, for the fingerprint.
         id_key: key of a row's id; rows without it are numbered.
         family, family_key: task family of all rows, or the key of a row's family.
@@ -93,16 +88,13 @@ class RowSource(Source):
             reason = f"no key {error}; is the layout that of the source's kind?" if is_missing_key else str(error)
             raise BadItem(self.name, item_label(index, name), reason) from error
 
-    def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
-        return self.rows.line_numbers(indices)
-
     def fingerprint(self) -> str:
         limits = f":{dict(self.pixel_limits)}" if self.pixel_limits else ""
         return f"{self.rows.digest}:{self.settings}{limits}"
 
     def _limited(self, message: Message) -> Message:
         """Returns a message whose images have the limits of the source, where they have none of their own."""
-        if not self.pixel_limits or not isinstance(message["content"], list):
+        if not isinstance(message["content"], list):
             return message
         parts = [{**self.pixel_limits, **part} if part.get("type") == "image" else part for part in message["content"]]
         return message | {"content": parts}
@@ -116,11 +108,7 @@ def require_path(label: str, path: str, description: str) -> str:
 
 
 def list_rows(path: str, select: Callable[[Any], Sequence[Row]]) -> RawRows:
-    """Returns the rows of a JSON file that fits in memory; ValueError if it is not JSON, or contains no rows.
-
-    Args:
-        select: parsed file -> list of rows.
-    """
+    """Returns the rows that `select` finds in a JSON file that fits in memory; ValueError if it is not JSON, or has none."""
     try:
         return RawRows(path, file_digest(Path(path)), list(select(json.loads(Path(path).read_bytes()))))
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -131,13 +119,9 @@ def list_rows(path: str, select: Callable[[Any], Sequence[Row]]) -> RawRows:
 
 
 class JsonRows(RawRows):
-    """The objects of one file.
+    """The objects of one file: a JSON array, or one per line, maybe compressed with gzip; the content decides, not the suffix.
 
-    Args:
-        path: a JSON array, or one object per line, possibly compressed with gzip; the content decides, not the suffix.
-
-    Raises:
-        ValueError: an array that is not complete (an invalid *line* is an error of that item).
+    ValueError for an array that is not complete (an invalid *line* is an error of that item).
     """
 
     def __init__(self, path: str, configured_cache: str = "") -> None:
@@ -169,6 +153,7 @@ class JsonRows(RawRows):
             raise BadItem(self.name, index, f"JSON that cannot be read ({error})") from error
 
     def line_numbers(self, indices: Sequence[int]) -> dict[int, int]:
+        """Returns the line of the file in which each of some objects begins, from 1 on."""
         begins = sorted((int(self._rows[index][0]), index) for index in indices)
         lines, line, position = {}, 1, 0
         with self.path.open("rb") as file:
@@ -180,7 +165,7 @@ class JsonRows(RawRows):
         return lines
 
     def _write_spans(self, path: Path) -> None:
-        spans = _array_spans(self.path) if is_array(self.path) else _line_spans(self.path)
+        spans = _array_spans(self.path) if read_head(self.path).startswith(b"[") else _line_spans(self.path)
         with path.open("wb") as file:
             np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
 
@@ -211,11 +196,8 @@ def _unpack(packed: Path, unpacked: Path) -> None:
 
 def file_digest(path: Path) -> str:
     """Returns the SHA-256 of a file's suffix and content."""
-    digest = hashlib.sha256(path.suffix.encode())
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.sha256(path.suffix.encode())).hexdigest()
 
 
 def _line_spans(path: Path) -> list[tuple[int, int]]:

@@ -22,21 +22,20 @@ from data_prep.dataset.dataset import ConversationDataset, StreamDataset
 from data_prep.dataset.index import REMEDY, count_reasons, unique_rows
 from data_prep.dataset.lengths import LongExamples
 from data_prep.dataset.order import sample
+from data_prep.dialog import own_answers
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.server.answers import ServerAnswers
 from data_prep.server.client import MediaPolicy
 from data_prep.sources.base import Source, Split
-from data_prep.tools.own_decoder import own_answers
+from data_prep.sources.rows import JsonRows, RowSource
 from data_prep.tools.regenerate import (
-    MediaFolder,
     RegenerationResult,
     answerable_items,
     as_line,
-    decoder_origin,
     finished_provenance,
+    origin_of,
     provenance_of,
     regenerate,
-    server_origin,
 )
 from data_prep.tools.stats import Statistics, measure, render_html
 from sage.commands.cli import EXIT_USER
@@ -55,13 +54,10 @@ MAX_INVALID_SHOWN = 50  # invalid items named in an error; the others are listed
 def check_data(config: DataConfig, processor: Processor, split: str, limit: int) -> tuple[Statistics, Data]:
     """Prepares a split and measures up to `limit` of its examples (0: all): a sample, or the beginning of a stream.
 
-    All rows are checked, and the images of the measured examples and of the held-out ones, before any invalid item is refused.
-
-    Raises:
-        InvalidItems: all invalid items, where `data.on_bad` is `error`. Of a stream, BadItem for the first one.
+    All rows are checked, and the images of the measured examples and of the held-out ones, before InvalidItems reports all
+    invalid ones where `data.on_bad` is `error`. Of a stream, BadItem reports the first one.
     """
-    is_stream = any(source.streaming for source in config.sources.values())
-    dataset = _dataset(config, processor, split) if is_stream else _lenient_dataset(config, processor, split)
+    dataset = (_dataset if config.is_streamed() else _lenient_dataset)(config, processor, split)
     conversations, count = _conversations(dataset, split, limit)
     total = None if isinstance(dataset, StreamDataset) else len(dataset)
     long = LongExamples(total, config.max_length, config.on_long)
@@ -117,15 +113,12 @@ class InvalidItems(BadItem):
 
 def _invalid_items(rows: list[dict[str, str]], sources: list[Source], listing: Path, note: str) -> InvalidItems:
     """Returns the error for at least one listed row, with the lines of the items: `2 (id 7), line 3`."""
-    lines: dict[tuple[str, str], int] = {}
-    for name in {row["source"] for row in rows}:
-        numbers = {row["index"].split()[0] for row in rows if row["source"] == name}
-        source = next((source for source in sources if Path(source.name) == Path(name)), None)
-        of_source = source.line_numbers([int(number) for number in numbers if number.isdigit()]) if source else {}
-        lines |= {(name, str(number)): line for number, line in of_source.items()}
-    for row in rows:
-        if line := lines.get((row["source"], row["index"].split()[0])):
-            row["index"] += f", line {line}"
+    for path, source in {Path(source.name): source for source in sources}.items():
+        if isinstance(source, RowSource) and isinstance(source.rows, JsonRows):
+            numbers = [row["index"].split()[0] if Path(row["source"]) == path else "" for row in rows]
+            lines = source.rows.line_numbers([int(number) for number in numbers if number.isdigit()])
+            for row, number in zip(rows, numbers, strict=True):
+                row["index"] += f", line {lines[int(number)]}" if number.isdigit() else ""
     shown = [f"{row['source']}: item {row['index']}: {row['reason']}\n" for row in rows[:MAX_INVALID_SHOWN]]
     if len(rows) > len(shown):
         shown.append(f"and {len(rows) - len(shown)} more, listed in {listing}\n")
@@ -149,7 +142,6 @@ def described(dataset: Data) -> Iterator[str]:
 
 
 def _short(message: Message) -> str:
-    """Returns the role of a message and the beginning of its content, with its images in place."""
     parts = (part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in message["content"])
     return f"{message['role']}: {' '.join(' '.join(parts).split())[:MAX_SHOWN]}"
 
@@ -165,10 +157,8 @@ def write_report(out: Path, title: str, statistics: Statistics, dataset: Data, s
     """Writes the HTML report `out` with `num_shown` examples of a split, and `statistics.as_json()` beside it."""
     conversations, _ = _conversations(dataset, split, num_shown, seed=1)
     shown = list(_examples(dataset, conversations)) if num_shown else []
-    for path, text in (
-        (out, render_html(title, statistics, shown, dataset.processor)),
-        (out.with_suffix(".json"), json.dumps(statistics.as_json(), indent=2) + "\n"),
-    ):
+    page, figures = render_html(title, statistics, shown, dataset.processor), json.dumps(statistics.as_json(), indent=2) + "\n"
+    for path, text in ((out, page), (out.with_suffix(".json"), figures)):
         with writing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
@@ -184,11 +174,11 @@ def convert(config: DataConfig, processor: Processor, split: str, out: Path) -> 
         raise ValueError(f"{out}: exists already; give another out, or delete it")
     dataset = _dataset(config, processor, split)
     conversations, count = _conversations(dataset, split, 0)
-    media, num_written = MediaFolder(out), 0
+    num_written = 0
     with writing(out) as temporary, temporary.open("w", encoding="utf-8") as file:
         for conversation in progress_bar(conversations, "converting", count):
             try:
-                file.write(as_line(check_conversation(conversation), media) + "\n")
+                file.write(as_line(check_conversation(conversation), out) + "\n")
                 num_written += 1
             except BadItem as error:
                 dataset.skipped.add(error)
@@ -216,13 +206,13 @@ def regenerate_data(
     if not settings.server:
         dataset = answerable_items(config, target.processor, split)
         drive = own_answers(target, draft, settings, config.num_frames, len(dataset) // world_size)
-        provenance = provenance_of(dataset, decoder_origin(target, settings), settings)
+        provenance = provenance_of(dataset, origin_of(target, settings), settings)
         return regenerate(dataset, drive, out, provenance, settings, rank, world_size)
     finished = finished_provenance(out)
     with ServerAnswers(settings, key, target, MediaPolicy.of(config, Split(split), settings.images)) as servers:
         model = servers.check() if finished is None else finished.get("served_model")
         dataset = answerable_items(config, target.processor, split)
-        provenance = provenance_of(dataset, server_origin(target, model), settings)
+        provenance = provenance_of(dataset, origin_of(target, settings, model), settings)
         return regenerate(dataset, servers.drive, out, provenance, settings, rank, world_size)
 
 

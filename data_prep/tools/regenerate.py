@@ -5,15 +5,12 @@ Ref: EAGLE-3, arXiv 2503.01840: drafts are trained on answers that the target ge
 On disk, while it runs: `OUT.part-RANK-of-RANKS.jsonl`, one line per finished conversation. At the end the parts become
 `OUT`, in the order of the dataset for any number of ranks, and `OUT.skipped.jsonl` with the conversations without a row.
 
-Rows are `messages` rows, the JSON-lines format that `data_prep.sources.messages` reads. Images and videos that are files stay
-in place; generated and embedded images are written once, named by content, to a folder beside the rows.
-
-For `data.answers=target` they lie in the cache folder of the data, one file per training source and its images beside it:
+Rows are `messages` rows. Images and videos that are files stay in place; others are written once, named by content, to a folder
+beside the rows. For `data.answers=target` the rows lie in the cache folder of the data, one file per training source:
 
     CACHE/answers/KEY/LABEL.jsonl       KEY is a hash of the data, the target's weights and the settings of the answers
 
-A run that was stopped continues with the next conversation, and later runs with the same key read the files. They are never
-deleted automatically.
+A run that was stopped continues with the next conversation. Files are never deleted automatically.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import sys
 import time
 from collections import Counter
@@ -83,11 +79,8 @@ def regenerate(
 
     Args:
         dataset: `__len__` and `conversation(i)`, e.g. of `build_dataset` with data.cache=rows.
-        drive: the source of the answers, `own_decoder.own_answers` or that of a server.
-        provenance: the origin of the rows (target, draft, decoding settings, ...), stored in every row.
-
-    Raises:
-        ValueError: `out` or its parts contain rows with another provenance.
+        drive: the source of the answers, `data_prep.dialog.own_answers` or that of a server.
+        provenance: the origin of the rows, stored in each; ValueError if `out` or its parts have rows with another one.
     """
     done = _read(out, provenance)
     remaining = [i for i in range(rank, len(dataset), world_size) if i not in done]
@@ -99,10 +92,9 @@ def regenerate(
         with writing(part) as temporary:
             temporary.write_bytes(complete)
     dialogs = (Dialog.open(dataset, position, settings) for position in remaining)
-    media = MediaFolder(out)
     for dialog in _with_progress(drive(dialogs), len(done), len(remaining), rank, world_size):
         row = {"position": dialog.position, "kept": dialog.kept, "outcome": dialog.outcome, "reason": dialog.reason}
-        line = as_line(dialog.answered(), media, **row, provenance=provenance)
+        line = as_line(dialog.answered(), out, **row, provenance=provenance)
         with naming_write_errors(part), part.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     rows = _merge(out, provenance, len(dataset))
@@ -167,8 +159,9 @@ def _read(out: Path, provenance: dict[str, Any]) -> dict[int, dict[str, Any]]:
     for file in [path for path in (out, skipped_path(out)) if path.exists()] + _parts(out):
         for row in map(json.loads, file.read_bytes().split(b"\n")[:-1]):
             there = row.get("provenance") or {}
-            differs = [key for key in sorted({*there, *provenance} - NEUTRAL_KEYS) if there.get(key) != provenance.get(key)]
-            if differs:
+            if differs := [
+                key for key in sorted({*there, *provenance} - NEUTRAL_KEYS) if there.get(key) != provenance.get(key)
+            ]:
                 raise ValueError(
                     f"{file}: contains rows with other settings ({', '.join(differs)}: {there.get(differs[0])} there, "
                     f"{provenance.get(differs[0])} here); give another out, or delete the file"
@@ -197,49 +190,45 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-class MediaFolder:
-    """The folder of the images of a row file: those of `rows.jsonl` are in `rows_media/`."""
-
-    def __init__(self, row_file: Path) -> None:
-        self.folder = row_file.parent / f"{row_file.stem}_media"
-
-    def store(self, value: Any) -> Any:
-        """Stores an image, or the frames of a video, unless they are files.
-
-        Returns the path (of a list of frames: their paths), absolute, or relative to the row file if stored here.
-        """
-        if isinstance(value, (list, tuple)):
-            return [self.store(frame) for frame in value]
-        if isinstance(value, (str, Path)) and not str(value).startswith("data:"):
-            return str(Path(value).absolute())
-        data, suffix = value, ".bin"
-        if not isinstance(value, bytes):
-            image = value if isinstance(value, Image.Image) and value.mode == "RGB" else open_image(value)
-            image.save(stream := io.BytesIO(), "PNG")
-            data, suffix = stream.getvalue(), ".png"
-        name = hashlib.sha256(data).hexdigest()[:32] + suffix
-        path = self.folder / name
-        if not path.exists():
-            with writing(path) as temporary:
-                temporary.write_bytes(data)
-        return os.path.join(self.folder.name, name)
-
-
-def as_line(conversation: Conversation, media: MediaFolder, **extra: Any) -> str:
-    """Stores every image; returns one line of the file, without its end. `extra` are further fields of the row."""
+def as_line(conversation: Conversation, row_file: Path, **extra: Any) -> str:
+    """Returns one line of `row_file`, without its end, after its images are stored; `extra` are further fields of the row."""
     messages = [
-        {"role": message["role"], "content": [_part_as_json(part, media) for part in message["content"]], **extras_of(message)}
+        {
+            "role": message["role"],
+            "content": [part if part["type"] == "text" else _stored(part, row_file) for part in message["content"]],
+            **extras_of(message),
+        }
         for message in conversation.messages
     ]
     row = {"id": conversation.id, "source": conversation.source, "family": conversation.family, "messages": messages}
     return json.dumps(row | extra, ensure_ascii=False)
 
 
-def _part_as_json(part: Part, media: MediaFolder) -> dict[str, Any]:
+def _stored(part: Part, row_file: Path) -> Part:
     kind = part["type"]
-    if kind == "text":
-        return {"type": "text", "text": part["text"]}
-    return {"type": kind, kind: media.store(part[kind]), **{key: part[key] for key in (*TIME_KEYS, *LIMIT_KEYS) if key in part}}
+    settings = {key: part[key] for key in (*TIME_KEYS, *LIMIT_KEYS) if key in part}
+    return {"type": kind, kind: stored_media(part[kind], row_file), **settings}
+
+
+def stored_media(value: Any, row_file: Path) -> Any:
+    """Stores an image, or the frames of a video, beside `rows.jsonl` in `rows_media/`, unless they are files.
+
+    Returns the path (of a list of frames: their paths), absolute, or relative to the row file if stored here.
+    """
+    if isinstance(value, (list, tuple)):
+        return [stored_media(frame, row_file) for frame in value]
+    if isinstance(value, (str, Path)) and not str(value).startswith("data:"):
+        return str(Path(value).absolute())
+    data, suffix = value, ".bin"
+    if not isinstance(value, bytes):
+        image = value if isinstance(value, Image.Image) and value.mode == "RGB" else open_image(value)
+        image.save(stream := io.BytesIO(), "PNG")
+        data, suffix = stream.getvalue(), ".png"
+    path = row_file.parent / f"{row_file.stem}_media" / (hashlib.sha256(data).hexdigest()[:32] + suffix)
+    if not path.exists():
+        with writing(path) as temporary:
+            temporary.write_bytes(data)
+    return f"{path.parent.name}/{path.name}"
 
 
 # -- answers kept for training -------------------------------------------------------------------------------------------
@@ -247,7 +236,7 @@ def _part_as_json(part: Part, media: MediaFolder) -> dict[str, Any]:
 
 def answerable_items(config: DataConfig, processor: Processor, split: str) -> Any:
     """Returns the dataset of the conversations to be answered; ValueError for a stream."""
-    if any(source.streaming for source in config.sources.values()):
+    if config.is_streamed():
         raise ValueError(
             "data.sources: a stream has no fixed items to answer and resume; write a part of it first (action=convert "
             "data.num_examples=N out=PART.jsonl), then answer that (action=regenerate data=messages data.path=PART.jsonl)"
@@ -255,30 +244,22 @@ def answerable_items(config: DataConfig, processor: Processor, split: str) -> An
     return build_dataset(replace(config, cache=Cache.rows), processor, split)
 
 
-def decoder_origin(target: Any, settings: RegenerateConfig) -> dict[str, Any]:
-    """Returns the origin of answers that this project's decoder generates."""
-    return {
+def origin_of(target: Any, settings: RegenerateConfig, model: str | None = None) -> dict[str, Any]:
+    """Returns the origin of answers: this project's decoder, or a server that serves the target as `model`."""
+    draft = find_draft(settings.draft) if settings.draft and not settings.server else None
+    origin = {
         "target": target.name,
         "target_fingerprint": target.fingerprint,
-        "draft": _draft_digest(find_draft(settings.draft)) if settings.draft else None,
-        "policy": settings.policy,
-        "dtype": str(target.dtype),
+        "draft": f"{draft.name}:{weights_digest(str(draft), None)[:16]}" if draft else None,
     }
-
-
-def server_origin(target: Any, model: str | None) -> dict[str, Any]:
-    """Returns the origin of answers of a server that serves the target as `model`."""
-    return {"target": target.name, "target_fingerprint": target.fingerprint, "draft": None, "served_model": model}
+    served = {"served_model": model} if settings.server else {"policy": settings.policy, "dtype": str(target.dtype)}
+    return origin | served
 
 
 def provenance_of(dataset: Any, origin: dict[str, Any], settings: RegenerateConfig) -> dict[str, Any]:
     """Returns the provenance of the rows: target, engine, data and decoding settings."""
     data = {"data": dataset.fingerprint, "num_frames": dataset.config.num_frames, "thinking": str(dataset.config.thinking)}
     return {**origin, **data, **settings.sampling()}
-
-
-def _draft_digest(folder: Path) -> str:
-    return f"{folder.name}:{weights_digest(str(folder), None)[:16]}"
 
 
 def weights_digest(path: str, commit: str | None) -> str:
@@ -298,12 +279,7 @@ def weights_digest(path: str, commit: str | None) -> str:
 
 
 class TargetAnswers:
-    """The answers of a target to the training split of a configuration.
-
-    Args:
-        origin: `decoder_origin` or `server_origin`.
-        weights: `weights_digest` of the target.
-    """
+    """The answers of a target to the training split, given their `origin_of` and the `weights_digest` of the target."""
 
     def __init__(
         self, config: DataConfig, processor: Processor, origin: dict[str, Any], weights: str, settings: RegenerateConfig
@@ -332,8 +308,7 @@ class TargetAnswers:
     ) -> Iterator[tuple[Path, RegenerationResult]]:
         """Answers this rank's share of every source, and yields the result of each; see `regenerate`.
 
-        Args:
-            origin: entries of the provenance that are known only now, such as `served_model`.
+        `origin` are entries of the provenance that are known only now, such as `served_model`.
         """
         provenance = self._provenance | origin
         for number, file in enumerate(self.files.values()):
@@ -342,11 +317,7 @@ class TargetAnswers:
                 yield file, regenerate(items, drive, file, provenance, self._settings, rank, world_size)
 
     def data(self) -> DataConfig:
-        """Returns the configuration whose training split is the answered conversations.
-
-        Raises:
-            ValueError: no conversation of a source was answered.
-        """
+        """Returns the configuration of the answered conversations; ValueError if none of a source was answered."""
         config = self._config
         for label, file in self.files.items():
             if not file.stat().st_size:

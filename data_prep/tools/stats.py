@@ -65,7 +65,6 @@ class Statistics:
 
     @property
     def own_line(self) -> str:
-        """The share of own answers, or how it is measured."""
         return self.own.line() if self.own else NOT_MEASURED
 
     @property
@@ -151,13 +150,13 @@ def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversati
         constants=same,
         charts=[_histogram(MEASURES[name], statistics.values[name]) for name in varying],
         numbers=table(HEAD, statistics.table_rows()),
-        counts={name: _count_table(name, count) for name, count in counts.items() if set(count) - {NO_FAMILY}},
+        counts={
+            name: table([name.lower(), "number"], [[without_folders(key), number] for key, number in count.most_common()])
+            for name, count in counts.items()
+            if set(count) - {NO_FAMILY}
+        },
         examples=[_example(conversation, example, processor) for conversation, example in shown],
     )
-
-
-def _count_table(name: str, counts: Counter[str]) -> dict[str, Any]:
-    return table([name.lower(), "number"], [[without_folders(key), number] for key, number in counts.most_common()])
 
 
 def without_folders(text: str) -> str:

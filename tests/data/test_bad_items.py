@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from support.data_helpers import make_image, make_noise, make_processor, save_images, save_onevision, share_turns
 from support.messages import refused
@@ -30,8 +29,9 @@ def row(image: Any = None, conversations: Any = None) -> bytes:
     return json.dumps(content | ({"image": image} if image else {})).encode()
 
 
-def video_row(video: str) -> bytes:
-    return json.dumps({"conversations": share_turns("<video>What?", "Red."), "video": video}).encode()
+def part_row(**part: str) -> bytes:
+    question = {"role": "user", "content": [part, {"type": "text", "text": "What?"}]}
+    return json.dumps({"messages": [question, {"role": "assistant", "content": "Red."}]}).encode()
 
 
 GOOD = row("good.png")
@@ -39,7 +39,10 @@ GOOD = row("good.png")
 INVALID: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "missing image": (row("gone.png"), ("gone.png",)),
     "truncated JPEG": (row("cut.jpg"), ("cut.jpg", "truncated")),
-    "corrupt GIF": (video_row("cut.gif"), ("cut.gif",)),
+    "corrupt GIF": (part_row(type="video", video="cut.gif"), ("cut.gif",)),
+    "corrupt frame": (part_row(type="video", video="frames"), ("2.png",)),
+    "not base64": (part_row(type="image", base64="@@"), ("base64",)),
+    "no answer": (b'{"question": "What?"}', ("'user'",)),
     "wrong role": (row(None, share_turns("What?", "Red.", roles=("robot", "gpt"))), ("message 0", "'robot'", "human")),
     "not UTF-8": (row(None, share_turns("What?", "Red.")).replace(b"Red.", b"R\xe4d"), ("UTF-8",)),
     "invalid JSON line": (GOOD[:30], ("JSON",)),
@@ -49,7 +52,8 @@ INVALID: dict[str, tuple[bytes, tuple[str, ...]]] = {
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
-    save_images(folder, "good.png")
+    save_images(folder, "good.png", "frames/1.png")
+    (folder / "frames" / "2.png").write_bytes(b"corrupt")
     make_noise().save(folder / "cut.jpg")
     (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:900])
     make_image().save(folder / "clip.gif", save_all=True, append_images=[make_image(16, "blue")])
@@ -140,46 +144,23 @@ def jpeg(share: float) -> bytes:
     return stream.getvalue()[: int(len(stream.getvalue()) * share)]
 
 
-def folder_of(folder: Path, name: str, content: bytes, text: bytes = b"Red.") -> SourceConfig:
-    save_images(folder, "a.png", "c.png")
-    for item in ("a", "c"):
-        (folder / f"{item}.txt").write_text("Red.")
-    (folder / name).write_bytes(content)
-    (folder / name).with_suffix(".txt").write_bytes(text)
+def folder_of(folder: Path) -> SourceConfig:
+    save_images(folder, "a.png", "b.png", "c.png")
+    for item in "abc":
+        (folder / f"{item}.txt").write_bytes(b"R\xe4d" if item == "b" else b"Red.")
     return SourceConfig(kind="folder", path=str(folder))
 
 
-def messages_of(folder: Path, part: dict[str, Any]) -> SourceConfig:
-    save_images(folder, "a.png", "frames/1.png", "frames/2.png")
-    (folder / "frames" / "2.png").write_bytes(b"corrupt")
-    parts = [{"type": "image", "image": "a.png"}, part, {"type": "image", "image": "a.png"}]
-    question, answer = {"type": "text", "text": "What?"}, {"role": "assistant", "content": "Red."}
-    rows = [{"messages": [{"role": "user", "content": [part, question]}, answer]} for part in parts]
-    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    return SourceConfig(kind="messages", path=str(folder / "rows.jsonl"))
-
-
-def onevision_of(folder: Path, image: Any, value: Any = "<image>What?") -> SourceConfig:
+def onevision_of(folder: Path, image: Any) -> SourceConfig:
     complete = {"bytes": jpeg(1.0), "path": None}
-    questions = ("<image>What?", value, "<image>What?")
-    conversations = [share_turns(question, "Red.") for question in questions]
-    path = folder / "subset" / "train-00000-of-00001.parquet"
+    path, conversations = folder / "subset" / "train-00000-of-00001.parquet", [share_turns("<image>What?", "Red.")] * 3
     save_onevision(path, id=list("abc"), image=[complete, image, complete], conversations=conversations)
     return SourceConfig(kind="llava_onevision", path=str(folder / "subset"))
 
 
-def hub_of(folder: Path, answer: str | None) -> SourceConfig:
-    table = {"question": ["What?"] * 3, "answer": ["Red.", answer, "Red."]}
-    datasets.Dataset.from_dict(table).save_to_disk(folder / "disk")
-    return SourceConfig(kind="hub", path=str(folder / "disk"))
-
-
 OTHER_LAYOUTS: dict[str, tuple[Callable[[Path], SourceConfig], str]] = {  # parts of the reason
-    "folder, text not UTF-8": (lambda folder: folder_of(folder, "b.png", jpeg(1.0), b"R\xe4d"), "b.txt: not UTF-8"),
-    "messages, corrupt frame": (lambda folder: messages_of(folder, {"type": "video", "video": "frames"}), "2.png"),
-    "messages, not base64": (lambda folder: messages_of(folder, {"type": "image", "base64": "@@"}), "base64"),
+    "folder, text not UTF-8": (folder_of, "b.txt: not UTF-8"),
     "onevision, truncated image": (lambda folder: onevision_of(folder, {"bytes": jpeg(0.5), "path": None}), "truncated"),
-    "hub, no answer": (lambda folder: hub_of(folder, None), "'user'"),
 }
 
 

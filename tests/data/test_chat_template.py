@@ -77,12 +77,10 @@ def test_prompt_part_equals_the_generation_prompt(family: str) -> None:
         prompt = processor.prepare(messages[:count])
         length = len(example["input_ids"]) - runs(example["loss_mask"])[-1]
         ids = prompt["input_ids"][0]
-        if family == QWEN or count == 1:  # a rendered LLaVA turn has a blank that the prompt lacks
-            assert torch.equal(example["input_ids"][:length], ids)
-        else:
-            assert processor.tokenizer.decode(example["input_ids"][:length]).split() == (
-                processor.tokenizer.decode(ids).split()
-            )
+        texts = [processor.tokenizer.decode(of) for of in (example["input_ids"][:length], ids)]
+        assert texts[0].split() == texts[1].split()
+        # a rendered LLaVA turn has a blank that the prompt lacks
+        assert torch.equal(example["input_ids"][:length], ids) or (family == LLAVA and count == 3)
         assert torch.equal(example["pixel_values"], prompt["pixel_values"])
 
 
@@ -286,15 +284,9 @@ def test_empty_answers_are_refused_in_training_alone() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], ["message 0", "text"]),
         ([{"role": "user", "content": [{"type": "image"}]}, assistant("a")], ["message 0", "image", "nothing"]),
         ([{"role": "user", "content": [{"type": "video", "video": []}]}, assistant("a")], ["message 0", "video", "frames"]),
-        (
-            [{"role": "user", "content": [{"type": "video", "video": "a.mp4", "start": "soon"}]}, assistant("a")],
-            ["message 0", "video", "start 'soon'"],
-        ),
+        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4", "start": "soon"}]}], ["message 0", "start 'soon'"]),
         ([user("  "), assistant("a")], ["message 0", "empty"]),
-        (
-            [user("a"), {"role": "assistant", "content": [{"type": "image", "image": "x"}]}],
-            ["message 1", "image", "'assistant'"],
-        ),
+        ([user("a"), {"role": "assistant", "content": [{"type": "image", "image": "x"}]}], ["message 1", "'assistant'"]),
         ([user("a\ud800"), assistant("b")], ["message 0", "character 1"]),
     ],
 )

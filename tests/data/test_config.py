@@ -15,6 +15,8 @@ from data_prep.sources import KINDS, Kind, SourceConfig
 from data_prep.sources.base import Split
 from train.cli import data as data_cli
 
+STREAM = SourceConfig(kind="hub", streaming=True)
+
 
 @pytest.mark.parametrize(
     ("config", "parts"),
@@ -34,18 +36,9 @@ from train.cli import data as data_cli
         ({"holdout": 1.0}, ["data.holdout: 1.0"]),
         ({"holdout": 0.6, "test_holdout": 0.4}, ["data.test_holdout: 0.4", "data.holdout=0.6"]),
         ({"holdout": 0.0, "test_holdout": 0.1}, ["data.test_holdout: 0.1", "data.holdout=0"]),
-        (
-            {"sources": {"a": SourceConfig(kind="hub", streaming=True), "b": SourceConfig(kind="hub")}},
-            ["data.sources", "streaming"],
-        ),
-        (
-            {"sources": {"a": SourceConfig(kind="hub", path="a/b", streaming=True)}, "answers": Answers.target},
-            ["data.answers: target", "action=convert"],
-        ),
-        (
-            {"sources": {"a": SourceConfig(kind="hub", streaming=True)}, "cache": Cache.examples},
-            ["data.sources", "data.cache=rows"],
-        ),
+        ({"sources": {"a": STREAM, "b": SourceConfig(kind="hub")}}, ["data.sources", "streaming"]),
+        ({"sources": {"a": STREAM}, "answers": Answers.target}, ["data.answers: target", "action=convert"]),
+        ({"sources": {"a": STREAM}, "cache": Cache.examples}, ["data.sources", "data.cache=rows"]),
     ],
 )
 def test_invalid_settings_are_refused_with_their_key(config: dict[str, Any], parts: list[str]) -> None:
@@ -64,53 +57,24 @@ def test_top_level_keys_are_defaults_of_the_sources() -> None:
     sources = {"a": SourceConfig(kind="llava_json"), "b": SourceConfig(kind="llava_json", path="own", num_examples=3)}
     config = DataConfig(sources=sources, path="~/shared", num_examples=9)
     resolved = config.resolved(Split.train)
-    assert [(source.path, source.num_examples) for source in resolved.values()] == [
-        (str(Path.home() / "shared"), 9),
-        ("own", 3),
-    ]
+    found = [(source.path, source.num_examples) for source in resolved.values()]
+    assert found == [(str(Path.home() / "shared"), 9), ("own", 3)]
     assert config.resolved(Split.validation).keys() == sources.keys()
     config.validation = {"v": SourceConfig(kind="gqa")}
     assert config.resolved(Split.validation) == {"v": SourceConfig(kind="gqa")}
 
 
-MODULE = """
-from data_prep.sources.base import Source
-from data_prep.conversation import Conversation
-
-
-class Poems(Source):
-    def __init__(self, path):
-        self.name = path
-
-    def __len__(self):
-        return 4
-
-    def conversation(self, index):
-        messages = [{"role": "user", "content": "A poem?"}, {"role": "assistant", "content": f"{self.name} {index}"}]
-        return Conversation(f"poem-{index}", messages, self.name, "poem", {"index": index})
-
-    def fingerprint(self):
-        return self.name
-
-
-def open_source(label, config, split, cache_dir):
-    return Poems(config.path)
-"""
-
-
 def test_a_kind_is_a_module_and_an_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "poem_source.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(KINDS, "poems", Kind("poem_source", ("path",)))
+    """That of the example."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    monkeypatch.setitem(KINDS, "sums", Kind("custom_source", ("path",)))
     target = save_target("qwen2_5_vl", tmp_path / "target")
-    words = ["data.sources.pocket.kind=poems", "data.path=ode", "data.num_examples=0", "data.holdout=0"]
+    words = ["data.sources.pocket.kind=sums", "data.path=ode", "data.num_examples=0", "data.holdout=0"]
     out = tmp_path / "page.html"
     assert exit_code(data_cli.main, f"target.path={target}", *words, f"out={out}", f"data.cache_dir={tmp_path}") == 0
-    assert "4 examples, 4 measured" in capsys.readouterr().out
-    assert "family poem" in out.read_text()
-    with refused("data.sources.it.kind", "'prose'", "poems"):
-        validate(DataConfig(sources={"it": SourceConfig(kind="prose")}))
-    with refused("data.sources.it.prompt: x", "poems", "path"):
-        validate(DataConfig(sources={"it": SourceConfig(kind="poems", path="ode", prompt="x")}))
+    assert "48 examples, 48 measured" in capsys.readouterr().out
+    assert "family arithmetic" in out.read_text()
+    with refused("data.sources.it.prompt: x", "sums", "path"):
+        validate(DataConfig(sources={"it": SourceConfig(kind="sums", path="ode", prompt="x")}))

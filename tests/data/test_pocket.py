@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +10,10 @@ from support.messages import refused
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-import data_prep.pocket
 from data_prep.chat import build_example
 from data_prep.pocket import architecture, build, palette, world
 from data_prep.pocket.architecture import FAMILIES, WIDTH
-from data_prep.pocket.phrases import Phraser, statement
+from data_prep.pocket.palette import Phraser, statement
 from data_prep.pocket.score import KINDS, score_answer, score_target
 from data_prep.sources import SourceConfig
 from data_prep.sources.base import Split, open_source
@@ -105,10 +103,8 @@ def test_grammar_finds_a_wrong_fact(text, kind):
 
 
 def test_grammar_finds_a_wrong_sign_bar_and_answer():
-    assert score_answer('It says "STOP" over "12".', {"sign": ["STOP", "13"]}, []) == {
-        ("sign", True): 1,
-        ("sign", False): 1,
-    }
+    score = score_answer('It says "STOP" over "12".', {"sign": ["STOP", "13"]}, [])
+    assert score == {("sign", True): 1, ("sign", False): 1}
     score = score_answer("The red bar reaches 3, while the blue one is at 5.", {"bars": {"red": 3, "blue": 4}}, [])
     assert score == {("height", True): 1, ("height", False): 1}
     assert score_answer("No, it is not.", {}, [("answer", "yes")]) == {("answer", False): 1}
@@ -122,7 +118,6 @@ def test_unknown_names_are_refused(split, families, message):
         world.sample(split, 0, families)
 
 
-SHIPPED = Path(data_prep.pocket.__file__).parent / "targets"
 families = pytest.mark.parametrize("family", FAMILIES)
 LEARNED = {"qwen3_vl": ("colour", "shape", "size")}  # of KINDS; the pocket README gives the others
 
@@ -130,10 +125,6 @@ LEARNED = {"qwen3_vl": ("colour", "shape", "size")}  # of KINDS; the pocket READ
 @pytest.fixture(scope="module")
 def tokenizers():
     return {family: architecture.new_tokenizer(family, 60) for family in FAMILIES}
-
-
-def shipped(family):
-    return SHIPPED / f"pocket_{family}"
 
 
 def encode(task, family, processor):
@@ -148,7 +139,7 @@ def test_tokenizer_and_template(tokenizers, family):
     for text in ("A red circle.", "Ünïcödé 日本語 \U0001f600", " two  spaces\n\n\tand 1234", "<|im_end|> x"):
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text and max(ids) < len(tokenizer)
-    image = FAMILIES[family].media_text[0].replace("\\n", "\n")
+    image = "<image>\n" if family == "llava_onevision" else "<|vision_start|><|image_pad|><|vision_end|>"
     chat = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi."}]},
         {"role": "assistant", "content": "Ho."},
@@ -216,7 +207,7 @@ def test_small_recipe_builds_a_loadable_folder(family, tmp_path):
 @families
 def test_shipped_folder(family):
     """It has the scores in its score.json, loads with the Auto classes, and its inputs are those that it was trained with."""
-    path = shipped(family)
+    path = FAMILIES[family]
     score, weights = json.loads((path / "score.json").read_text()), path / architecture.WEIGHTS
     assert sha256(weights) == score["sha256"]
     assert weights.stat().st_size == score["bytes"] <= architecture.MAX_WEIGHT_BYTES
@@ -227,7 +218,6 @@ def test_shipped_folder(family):
     assert AutoImageProcessor.from_pretrained(path)
     assert config.model_type == family == model.config.model_type
     assert len(tokenizer) == config.get_text_config().vocab_size
-    assert tokenizer.chat_template == architecture.chat_template(family)
     assert tokenizer.eos_token_id in model.generation_config.eos_token_id
     processor = load_target(path, dtype=torch.float32).processor
     for task in world.FAMILIES:
@@ -239,6 +229,6 @@ def test_shipped_folder(family):
 @families
 def test_shipped_targets_describe_held_out_images(family):
     """`qwen3_vl` has not learned to read signs and bars."""
-    found = score_target(load_target(shipped(family), dtype=torch.float32), 1)
+    found = score_target(load_target(FAMILIES[family], dtype=torch.float32), 1)
     right = sum(found["right"][kind] * number for kind, number in found["words"].items())
     assert right / sum(found["words"].values()) > (0.6 if family == "qwen3_vl" else 0.9) and found["finished"] == 1

@@ -351,5 +351,5 @@ def test_lengths_are_those_of_the_built_examples(
     assert found == [len(dataset[position]["input_ids"]) for position in range(len(dataset))]
     assert len(set(found)) > 2 and max(found) <= (max_length or 1000)
     preparation = measure_preparation(dataset)
-    assert preparation is not None and preparation.images == 8 / 8 and 0 < preparation.image_s < 1
+    assert preparation is not None and preparation.images == 8 / 8 and preparation.image_s > 0
     check_message(preparation.line(2), "preparing an image takes", "2 workers prepare", "images/s (data.num_workers)")

@@ -14,15 +14,14 @@ from support.data_helpers import TwoTurnConversations, content, make_processor, 
 from support.messages import check_message, refused
 
 import sage
+from data_prep import dialog
 from data_prep.build import build_dataset
 from data_prep.chat import build_example
 from data_prep.config import DataConfig, OnCut, RegenerateConfig
 from data_prep.conversation import Conversation, Message
-from data_prep.dialog import Outcome, TargetAnswer
+from data_prep.dialog import Outcome, TargetAnswer, own_answers
 from data_prep.sources import SourceConfig
-from data_prep.tools import own_decoder
 from data_prep.tools.actions import regenerate_data
-from data_prep.tools.own_decoder import own_answers
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
 from sage.inputs.messages import text_of
 from sage.runtime.modes import PassMode
@@ -145,7 +144,7 @@ def test_many_answers_run_compiled(num_answers: int, mode: PassMode, monkeypatch
         raise torch.OutOfMemoryError
 
     target = SimpleNamespace(passes=PassMode.eager, device=torch.device("cpu"), is_plain=True)
-    monkeypatch.setattr(own_decoder, "_decoded", decoded)
+    monkeypatch.setattr(dialog, "_decoded", decoded)
     for batch_size, expected in ((16, refused("regenerate.batch_size", "halve")), (1, pytest.raises(torch.OutOfMemoryError))):
         answers: Any = own_answers(target, None, RegenerateConfig(batch_size=batch_size), 8, num_answers)(iter(()))
         assert target.passes is PassMode.eager and next(answers) is target.passes is mode

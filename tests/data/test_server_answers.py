@@ -81,16 +81,21 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 # -- the same rows ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("concurrency", [1, 5])
-def test_rows_are_those_of_a_decoder(concurrency: int, server: ChatServer, expected: dict[str, bytes], tmp_path: Path) -> None:
-    together = threading.Barrier(concurrency)
+def meet(count: int, *servers: ChatServer) -> None:
+    """The first `count` requests wait for each other."""
+    together = threading.Barrier(count)
 
-    def meet(number: int, body: Any) -> None:
-        """The first requests wait for each other."""
-        if "seed" in body and len(server.prompts) <= concurrency:
+    def wait(number: int, body: Any) -> None:
+        if "seed" in body and sum(len(server.prompts) for server in servers) <= count:
             together.wait(timeout=30)
 
-    server.fault = meet
+    for server in servers:
+        server.fault = wait
+
+
+@pytest.mark.parametrize("concurrency", [1, 5])
+def test_rows_are_those_of_a_decoder(concurrency: int, server: ChatServer, expected: dict[str, bytes], tmp_path: Path) -> None:
+    meet(concurrency, server)
     found = run(tmp_path / "out.jsonl", server.url, concurrency=concurrency)
     assert found.outcomes == {"answered": NUM - 2, "cut short": 1, "invalid": 1}
     assert content(tmp_path / "out.jsonl") == expected
@@ -134,15 +139,8 @@ def test_server_with_standard_options_answers_in_text(server: ChatServer, expect
 
 
 def test_several_servers_share_the_work(server: ChatServer, expected: dict[str, bytes], tmp_path: Path) -> None:
-    together = threading.Barrier(4)
-
-    def meet(number: int, body: Any) -> None:
-        """The first requests wait for each other."""
-        if "seed" in body and len(server.prompts) + len(other.prompts) <= 4:
-            together.wait(timeout=30)
-
-    with serving(PROCESSOR, echo, fault=meet) as other:
-        server.fault = meet
+    with serving(PROCESSOR, echo) as other:
+        meet(4, server, other)
         run(tmp_path / "out.jsonl", server.url, other.url)
         assert content(tmp_path / "out.jsonl") == expected
         assert server.most_active == other.most_active == 2

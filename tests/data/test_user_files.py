@@ -22,7 +22,7 @@ from data_prep.chat import encode_example
 from data_prep.config import DataConfig, OnBad, Thinking
 from data_prep.conversation import BadItem, Conversation, check_conversation
 from data_prep.sources import SourceConfig, open_source
-from data_prep.sources.base import Split
+from data_prep.sources.base import Split, as_prompt
 from data_prep.sources.hub import Rows
 from data_prep.sources.layouts import table_messages
 from data_prep.sources.rows import RawRows
@@ -124,7 +124,7 @@ def test_held_out_rows_of_the_data_are_the_validation_prompts(name: str, tmp_pat
     for split, expected in ((Split.train, 4), (Split.validation, 1)):
         source = open_source("it", config, split, str(tmp_path / "c"))
         assert len(source) == expected and source.has_splits
-    assert source.prompt(0).id == "v"
+    assert as_prompt(source.conversation(0)).id == "v"
 
 
 # -- text is text --------------------------------------------------------------------------------------------------------

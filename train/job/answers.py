@@ -14,12 +14,11 @@ import torch
 
 import sage
 from data_prep.config import Answers, DataConfig, read_key
-from data_prep.dialog import Drive
+from data_prep.dialog import Drive, own_answers
 from data_prep.server.answers import ServedTarget, ServerAnswers
 from data_prep.server.client import MediaPolicy
 from data_prep.sources.base import Split
-from data_prep.tools.own_decoder import own_answers
-from data_prep.tools.regenerate import TargetAnswers, decoder_origin, server_origin, weights_digest
+from data_prep.tools.regenerate import TargetAnswers, origin_of, weights_digest
 from sage.commands.cli import EXIT_STOPPED
 from sage.io.files import locked
 from train.config.schema import Config, ConfigError
@@ -43,10 +42,9 @@ def training_data(config: Config, target: sage.Target, sharded: ShardedTarget | 
     if config.data.answers is Answers.given:
         return config.data
     settings = config.regenerate
-    origin = server_origin(target, None) if settings.server else decoder_origin(target, settings)
     weights = weights_digest(config.target.path, getattr(target.model.config, "_commit_hash", None))
     assert target.processor is not None
-    answers = TargetAnswers(config.data, target.processor, origin, weights, settings)
+    answers = TargetAnswers(config.data, target.processor, origin_of(target, settings), weights, settings)
     if all(ranks.gather(answers.is_complete)):
         logger.info("the target's own answers are kept in %s", answers.folder)
     else:
