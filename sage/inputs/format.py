@@ -17,14 +17,11 @@ Inputs = dict[str, Any]
 
 
 class InputFormat:
-    """Text and pixel inputs of one architecture.
+    """Text and pixel inputs of one architecture, given the target's configuration.
 
     Three things are kept apart: the placeholder that the chat template writes for an image or video, the text that replaces it
     (with a token per visual embedding, and in some families more: timestamps, rows, delimiters), and the slot, the id of the
     tokens whose embeddings become visual ones.
-
-    Args:
-        config: the target's configuration.
 
     Attributes:
         placeholders: "image" and "video", those that the family takes -> the text that the chat template writes for one.
@@ -74,12 +71,7 @@ class InputFormat:
         raise ValueError(f"image: {self.model_type} takes no images; choose a vision-language target")
 
     def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
-        """Returns the pixel inputs of one conversation's videos, and the text that replaces the placeholder of each.
-
-        Args:
-            videos: frames of each video.
-            fps: frames per second of each video, as sampled.
-        """
+        """As `encode_images`, of the frames of each video and their number per second, as sampled."""
         raise ValueError(f"video: {self.model_type} takes no videos; give the frames as images")
 
     def encode_media(
@@ -88,20 +80,12 @@ class InputFormat:
         """Returns the pixel inputs of one conversation, and the replacement texts in reading order.
 
         By default images and videos are encoded separately. A family whose frames are images overrides it, because its pixel
-        inputs are then in reading order.
-
-        Args:
-            order: "image" or "video" for each placeholder in reading order, as many as there are images and videos.
+        inputs are then in reading order (`order`: "image" or "video" for each placeholder).
         """
-        pixels: Inputs = {}
-        texts: dict[str, list[str]] = {"image": [], "video": []}
-        if images:
-            inputs, texts["image"] = self.encode_images(image_processor, images)
-            pixels |= inputs
-        if videos:
-            inputs, texts["video"] = self.encode_videos(image_processor, videos, fps)
-            pixels |= inputs
-        return pixels, [texts[kind].pop(0) for kind in order]
+        pixels, image_texts = self.encode_images(image_processor, images) if images else ({}, [])
+        frames, video_texts = self.encode_videos(image_processor, videos, fps) if videos else ({}, [])
+        readers = {"image": iter(image_texts), "video": iter(video_texts)}
+        return pixels | frames, [next(readers[kind]) for kind in order]
 
     def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str] | None:
         """Returns the texts of `encode_images` from the sizes of one conversation's images; None: unknown without pixels."""
@@ -115,13 +99,11 @@ class InputFormat:
         self, image_processor: Any, order: Sequence[str], images: Sequence[Size], videos: Sequence[VideoSize], fps: list[float]
     ) -> list[str] | None:
         """Returns the texts of `encode_media` from the sizes of images and videos; None if the family needs their pixels."""
-        texts = {
-            "image": self.image_texts(image_processor, images) if images else [],
-            "video": self.video_texts(image_processor, videos, fps) if videos else [],
-        }
-        if any(texts[kind] is None for kind in order):
+        image_texts = self.image_texts(image_processor, images) if images else []
+        video_texts = self.video_texts(image_processor, videos, fps) if videos else []
+        if image_texts is None or video_texts is None:
             return None
-        readers = {kind: iter(of_kind or ()) for kind, of_kind in texts.items()}
+        readers = {"image": iter(image_texts), "video": iter(video_texts)}
         return [next(readers[kind]) for kind in order]
 
     def token_inputs(self, input_ids: Tensor) -> Inputs:

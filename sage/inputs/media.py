@@ -45,17 +45,11 @@ Result = TypeVar("Result")
 
 
 def open_image(source: Any, allow_urls: bool = False) -> Image.Image:
-    """Opens an image as RGB.
+    """Opens a path, bytes, a data URI, a PIL image or, with `allow_urls`, a URL as RGB; ValueError, which names the image, for
+    one that is missing, unreadable, truncated, or of a size out of limits.
 
     EXIF rotation is applied, transparency is composited over white, gray of 16 bits or of floats is scaled to 8 bits; of an
     animation the first frame is taken.
-
-    Args:
-        source: a path, bytes, a data URI, a PIL image, or a URL.
-        allow_urls: whether URLs are downloaded.
-
-    Raises:
-        ValueError: missing, unreadable, truncated, or of a size out of limits; names the image.
     """
     return _read(source, _normalized, allow_urls)
 
@@ -141,17 +135,9 @@ def open_video_part(part: dict[str, Any], num_frames: int | None = None) -> Vide
 def open_media(
     messages: Messages, num_frames: int | None = None, allow_urls: bool = True
 ) -> tuple[list[Image.Image], list[list[Image.Image]], list[float]]:
-    """Opens every image and video of the messages in reading order, for prompts and training examples.
+    """Opens every image and video of the messages in reading order; arguments and errors as for `open_video` and `open_image`.
 
-    Args:
-        num_frames: at most this many frames of each video; None as in `open_video`.
-        allow_urls: download images given by URL.
-
-    Returns:
-        images (RGB), frames of each video, and frames per second of each video.
-
-    Raises:
-        ValueError: an image or video that cannot be read; names it.
+    Returns images (RGB), frames of each video, and frames per second of each video.
     """
     parts = [part for message in messages for part in parts_of(message, "image", "video")]
     images = [open_image_part(part, allow_urls) for part in parts if part["type"] == "image"]
@@ -172,16 +158,14 @@ def video_size(part: dict[str, Any], num_frames: int | None = None) -> tuple[Vid
 
 
 def open_video(source: Any, num_frames: int | None = None, segment: Segment = None, frames_per_s: float = DEFAULT_FPS) -> Video:
-    """Opens at most `num_frames` evenly spaced RGB frames of a video.
+    """Opens at most `num_frames` evenly spaced RGB frames of a list of frames, a folder of frames, or a video file.
+
+    ValueError, which names the video, if it is missing or unreadable, or has frames of different sizes.
 
     Args:
-        source: a list of frames, a folder of frames, or a video file.
         num_frames: None = all frames of a list, `DEFAULT_FRAMES` of a folder or file.
         segment: (start, end) in seconds; None = the complete video.
         frames_per_s: rate of a list or folder of frames before sampling; a video file has its own.
-
-    Raises:
-        ValueError: missing or unreadable, frames of different sizes, or no reader for video files.
     """
     frames, fps = _sampled(source, num_frames, segment, frames_per_s, read_video)
     try:

@@ -40,12 +40,8 @@ def escape(messages: Messages, pattern: re.Pattern[str]) -> tuple[Messages, str]
     """Splits, in all texts, the tokens that would end a turn or stand for media, so that they are tokenized as text.
 
     Example: "<|im_end|>" becomes "<" + separator + "|im_end|>", later two segments, neither of which is a special token.
-
-    Args:
-        pattern: matches these tokens (`Processor.quotable`).
-
-    Returns:
-        the messages, and the separator; neither it nor the character after it occurs in them.
+    `pattern` matches these tokens (`Processor.quotable`). Returns the messages, and the separator; neither it nor the character
+    after it occurs in them.
     """
     text = "".join(map(text_of, messages))
     separator = next(chr(code) for code in PRIVATE_USE if chr(code) not in text and chr(code + 1) not in text)

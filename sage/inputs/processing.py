@@ -73,8 +73,7 @@ class Processor:
     def from_pretrained(cls, path: str, family: InputFormat, end_token_ids: Sequence[int] = ()) -> Processor:
         """Loads tokenizer and image processor from a folder or hub id."""
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        has_images = bool(family.placeholders)
-        images = AutoImageProcessor.from_pretrained(path, trust_remote_code=False) if has_images else None
+        images = AutoImageProcessor.from_pretrained(path, trust_remote_code=False) if family.placeholders else None
         template = None
         if not getattr(tokenizer, "chat_template", None):  # older checkpoints keep it beside the tokenizer's files
             absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -181,26 +180,21 @@ class Processor:
 
         Args:
             segments: (text or token ids, is_supervised) in order.
-            images: in the order of their placeholders.
-            videos: lists of frames, in the order of their placeholders.
+            images, videos: in the order of their placeholders, a video as its frames; ValueError for another number of them.
             fps: frames per second of each video; None = `DEFAULT_FPS` for all.
 
         Returns:
             input_ids [T], loss_mask [T] bool, the family's per-token inputs [T] and its pixel inputs.
-
-        Raises:
-            ValueError: different numbers of placeholders and images or videos, or of videos and `fps`.
         """
         images, videos = images or [], videos or []
         fps = [DEFAULT_FPS] * len(videos) if fps is None else fps
         order = self._media_order(segments, images, videos, fps)
         pixels: Inputs = {}
-        texts: list[str] = []
         if images or videos:
             pixels, texts = self.family.encode_media(self.image_processor, order, images, videos, fps)
-        if self.family.placeholders:
+            left = iter(texts)
             segments = [
-                (self._placeholders.sub(lambda _: texts.pop(0), text) if isinstance(text, str) else text, is_answer)
+                (self._placeholders.sub(lambda _: next(left), text) if isinstance(text, str) else text, is_answer)
                 for text, is_answer in segments
             ]
         [ids] = self._tokenize([segments])
@@ -262,7 +256,6 @@ class Processor:
         return prefixes
 
     def _without_prefix(self, text: str, ids: list[int], prefix: list[int]) -> list[int]:
-        """Returns the ids of a text without those of its prefix."""
         return ids[len(prefix) :] if ids[: len(prefix)] == prefix else self.tokens_of(text)
 
     @cached_property
@@ -304,12 +297,8 @@ class Processor:
     ) -> tuple[list[Segment], list[int]] | None:
         """Replaces the placeholders of `encode`'s segments by the texts for images and videos of these sizes.
 
-        Returns:
-            the segments, with one token in place of a run of visual ones, and the number of tokens that each is short of;
-            None if the family needs pixels.
-
-        Raises:
-            ValueError: as `encode`.
+        Returns the segments, with one token in place of a run of visual ones, and the number of tokens that each is short of;
+        None if the family needs pixels.
         """
         order = self._media_order(segments, images, videos, fps)
         if not images and not videos:
@@ -317,18 +306,14 @@ class Processor:
         texts = self.family.media_texts(self.image_processor, order, images, videos, fps)
         if texts is None:
             return None
-        left, omitted = iter(texts), []
-        shortened_segments: list[Segment] = []
-        for text, is_answer in segments:
-            if not isinstance(text, str):
-                shortened_segments.append((text, is_answer))
-                omitted.append(0)
-                continue
-            expanded = self._placeholders.sub(lambda _: next(left), text)
-            shortened = self._slot_runs.sub(lambda run: run[1], expanded)
-            shortened_segments.append((shortened, is_answer))
-            omitted.append(sum(len(run[0]) // len(run[1]) - 1 for run in self._slot_runs.finditer(expanded)))
-        return shortened_segments, omitted
+        left, omitted = iter(texts), [0] * len(segments)
+        shortened = list(segments)
+        for i, (text, is_answer) in enumerate(segments):
+            if isinstance(text, str):
+                expanded = self._placeholders.sub(lambda _: next(left), text)
+                shortened[i] = (self._slot_runs.sub(lambda run: run[1], expanded), is_answer)
+                omitted[i] = sum(len(run[0]) // len(run[1]) - 1 for run in self._slot_runs.finditer(expanded))
+        return shortened, omitted
 
     def tokens_of(self, text: str) -> list[int]:
         """Returns the ids of a text without special tokens around it."""

@@ -58,15 +58,12 @@ def media_thumbnails(
     max_frames: int = MAX_FRAMES,
     num_frames: int | None = None,
 ) -> Iterator[Media]:
-    """Yields the images and videos of chat messages in reading order.
+    """Yields the images and videos of chat messages in reading order; ValueError, which names it, for one that cannot be read.
 
     Args:
         image_side, frame_side: pixels, as for `thumbnail`.
         max_frames: frames shown of a video.
         num_frames: frames read of a video, as for `open_video_part`.
-
-    Raises:
-        ValueError: an image or video that cannot be read; names it.
     """
     for message in messages:
         for part in parts_of(message, "image", "video"):

@@ -65,21 +65,18 @@ def _naming(path: Path) -> Iterator[None]:
             yield
     except Image.DecompressionBombError as error:
         raise ValueError(f"video {path}: {TOO_MANY_PIXELS}") from error
-    except _decoding_errors() as error:
-        raise ValueError(f"video {path}: not a readable video ({error})") from error
-
-
-def _decoding_errors() -> tuple[type[Exception], ...]:
-    """Returns what decoders raise on corrupt bytes; some errors of `av` are subclasses of no built-in one."""
-    has_av = importlib.util.find_spec(READER) is not None
-    return (ValueError, *DECODING_ERRORS, *([importlib.import_module(READER).error.FFmpegError] if has_av else []))
+    except Exception as error:
+        # some errors of `av` are subclasses of no built-in one
+        if isinstance(error, (ValueError, *DECODING_ERRORS)) or type(error).__module__.startswith(READER):
+            raise ValueError(f"video {path}: not a readable video ({error})") from error
+        raise
 
 
 def measure_video(path: Path, num_frames: int, segment: Segment = None) -> tuple[VideoSize, float]:
-    """Returns the frames and the size of `read_video`'s result and its frames per second.
+    """Returns the frames and the size of `read_video`'s result and its frames per second; raises as it.
 
     Of a file for `av` the container is read, whose number of frames decoding could fall short of if the file is corrupt. A GIF,
-    which has neither a rate nor a number of frames, is decoded. Raises ValueError as `read_video`.
+    which has neither a rate nor a number of frames, is decoded.
     """
     if path.suffix.lower() == ".gif" or importlib.util.find_spec(READER) is None:
         video = read_video(path, num_frames, segment)
@@ -110,13 +107,8 @@ def no_size_warning() -> Iterator[None]:
 def video_times(part: dict[str, Any], name: str) -> tuple[Segment, float | None]:
     """Returns the segment (seconds) and the frames per second of a message part; None for those it does not have.
 
-    Without an end, a segment ends with the video; without a start, it begins with it.
-
-    Args:
-        name: the video, for errors.
-
-    Raises:
-        ValueError: not a number, a rate of 0 or less, or an end before the start.
+    Without an end, a segment ends with the video; without a start, it begins with it. ValueError, which names the video, for
+    what is no number, a rate of 0 or less, or an end before the start.
     """
     fps, start, end = (_number(part.get(key), f"{name}: {key}") for key in TIME_KEYS)
     if fps is not None and fps <= 0:
@@ -138,35 +130,18 @@ def _number(value: Any, name: str) -> float | None:
     raise ValueError(f"{name} {value!r}, allowed: a number")
 
 
-def evenly_spaced(total: int, count: int) -> list[int]:
-    """Returns `count` indices of `total`, the middles of equal intervals; all of them if there are no more.
-
-    Example: evenly_spaced(10, 2) == [2, 7].
-    """
-    if total <= count:
-        return list(range(total))
-    return [int((2 * i + 1) * total / (2 * count)) for i in range(count)]
-
-
-def frames_of_segment(total: int, frames_per_s: float, segment: Segment) -> range:
-    """Returns the frame numbers of a segment, at least one."""
-    if segment is None:
-        return range(total)
-    begin, end = (round(min(max(0.0, at * frames_per_s), total)) for at in segment)
-    first = min(begin, total - 1)
-    return range(first, max(first + 1, end))
-
-
 def sample_frames(total: int, frames_per_s: float, segment: Segment, num_frames: int) -> tuple[list[int], float]:
-    """Returns the numbers of at most `num_frames` frames of a segment, and their rate per second.
+    """Returns the numbers of at most `num_frames` frames of a segment, the middles of equal intervals, and their rate.
 
-    Example: 16 of the 1800 frames of a minute have 16 / 60 frames per second: sample_frames(1800, 30.0, None, 16)[1].
+    A segment has at least one frame. Example: sample_frames(10, 2.0, (0.0, 5.0), 2) == ([2, 7], 0.4).
     """
     if total <= 0:
         return [], frames_per_s
-    frames = frames_of_segment(total, frames_per_s, segment)
-    taken = [frames[i] for i in evenly_spaced(len(frames), num_frames)]
-    return taken, frames_per_s * (len(taken) / len(frames))
+    begin, end = (round(min(max(0.0, at * frames_per_s), total)) for at in segment or (0.0, math.inf))
+    first = min(begin, total - 1)
+    length = max(1, end - first)
+    count = min(length, num_frames)
+    return [first + int((2 * i + 1) * length / (2 * count)) for i in range(count)], frames_per_s * (count / length)
 
 
 def _read_gif(path: Path, num_frames: int, segment: Segment) -> Video:

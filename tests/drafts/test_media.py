@@ -20,7 +20,7 @@ from support.messages import refused
 
 from sage.inputs import video
 from sage.inputs.media import DEFAULT_FRAMES, MAX_PIXELS, check_media, open_image, open_video, open_video_part, video_size
-from sage.inputs.video import Video, evenly_spaced, frames_of_segment, sample_frames
+from sage.inputs.video import Video, sample_frames
 
 
 def as_bytes(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -307,8 +307,7 @@ def test_invalid_times_are_named(times: dict[str, Any], parts: tuple[str, ...]) 
 
 
 def test_evenly_spaced_frames() -> None:
-    assert evenly_spaced(10, 2) == [2, 7]
-    assert evenly_spaced(3, 5) == [0, 1, 2]
-    assert evenly_spaced(8, 8) == list(range(8))
-    assert list(frames_of_segment(10, 2.0, (1.0, 2.5))) == [2, 3, 4]
-    assert list(frames_of_segment(10, 2.0, (50.0, 60.0))) == [9]
+    assert sample_frames(10, 2.0, None, 2) == ([2, 7], 0.4)
+    assert sample_frames(3, 2.0, None, 5) == ([0, 1, 2], 2.0)
+    assert sample_frames(10, 2.0, (1.0, 2.5), 8) == ([2, 3, 4], 2.0)
+    assert sample_frames(10, 2.0, (50.0, 60.0), 8) == ([9], 2.0)

@@ -16,12 +16,12 @@ from support.messages import check_message, refused
 from support.train_helpers import configured, single_process, train_quickly
 
 from checkpoints.run_folder import read_metrics
+from data_prep import dialog
 from data_prep.chat import encode_example
 from data_prep.conversation import Message
 from data_prep.dialog import Dialog, TargetAnswer
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.pocket import world
-from data_prep.tools import own_decoder
 from data_prep.tools.regenerate import TargetAnswers
 from sage.io import files
 from train.distill.own_answers import MAX_STEPS, OwnAnswers
@@ -85,7 +85,7 @@ def test_foreign_answers_are_named_in_log_and_metrics(target: Path, tmp_path: Pa
 
 
 class Model:
-    """Stands for the target's decoding (`own_decoder._decoded`); is interrupted before answer number `stop`."""
+    """Stands for the target's decoding (`dialog._decoded`); is interrupted before answer number `stop`."""
 
     def __init__(self, stop: int | None = None, text: str = "It is a red circle.") -> None:
         self.stop, self.text, self.num_answers = stop, text, 0
@@ -106,7 +106,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
 ) -> None:
     words = (*ANSWERED, "data.cache=examples")
     for stop, error in ((0, KeyboardInterrupt), (5, RankFailed)):
-        monkeypatch.setattr(own_decoder, "_decoded", Model(stop))
+        monkeypatch.setattr(dialog, "_decoded", Model(stop))
         with pytest.raises(error) as stopped:
             train_quickly(configured(target, tmp_path / "run", *words))
     assert stopped.value.exit_code == 3
@@ -115,7 +115,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     (part,) = (tmp_path / "cache" / "answers").glob("*/pocket.jsonl.part*")
     num_kept = sum(json.loads(line)["kept"] for line in part.read_text().splitlines())
     rest = Model()
-    monkeypatch.setattr(own_decoder, "_decoded", rest)
+    monkeypatch.setattr(dialog, "_decoded", rest)
     train_quickly(configured(target, tmp_path / "run", *words))
     (file,) = (tmp_path / "cache" / "answers").glob("*/pocket.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -123,7 +123,7 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     assert rest.num_answers == sum(row["kept"] for row in rows) - num_kept
     assert {row["messages"][-1]["content"][0]["text"] for row in rows} == {"It is a red circle."}
     kept = Model(stop=0)
-    monkeypatch.setattr(own_decoder, "_decoded", kept)
+    monkeypatch.setattr(dialog, "_decoded", kept)
     with caplog.at_level(logging.INFO):
         train_quickly(configured(target, tmp_path / "again", *words))
     assert "kept in" in caplog.text and not [r for r in caplog.records if "data.answers=target" in r.message]
@@ -150,7 +150,7 @@ def test_a_run_says_once_that_it_waits_for_answers_of_another_process(
     is_complete: Any = TargetAnswers.is_complete.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(TargetAnswers, "is_complete", property(hold))
     monkeypatch.setattr(files.logger, "warning", lambda *line: (log(*line), others[0].release()))
-    monkeypatch.setattr(own_decoder, "_decoded", Model())
+    monkeypatch.setattr(dialog, "_decoded", Model())
     log = logging.getLogger("sage").warning
     train_quickly(configured(target, tmp_path / "run", *ANSWERED))
     (line,) = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
@@ -159,6 +159,6 @@ def test_a_run_says_once_that_it_waits_for_answers_of_another_process(
 
 
 def test_answers_that_all_fail_are_an_error(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_decoder, "_decoded", Model(text=" "))
+    monkeypatch.setattr(dialog, "_decoded", Model(text=" "))
     with refused("data.answers: target", "pocket", "regenerate.max_new_tokens"):
         train_quickly(configured(target, tmp_path / "run", *ANSWERED))
