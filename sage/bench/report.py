@@ -23,7 +23,6 @@ import sage
 from sage.bench.measurement import BenchPrompt, Measurement
 from sage.bench.runners import AUTOREGRESSIVE, Runner, on_device
 from sage.bench.summary import summarize
-from sage.costs.calibration import Reliability
 from sage.costs.measure import measure_costs
 from sage.decoding.settings import Sampling
 from sage.io.dtypes import dtype_name
@@ -123,19 +122,11 @@ def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str
         if not (isinstance(policy, CostAware) and policy.calibrate):
             continue
         learner = policy.learner
-        (labels, before), (_, after) = _total_error(learner.before), _total_error(learner.after)
+        (labels, before), (_, after) = learner.before.error(), learner.after.error()
         log = [entry for run in chain(*measurement.runs[runner.name]) for entry in run.stats.rounds_log]
         tokens = {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
         sections[runner.name] = {"rounds": learner.rounds, "labels": labels, "before": before, "after": after, **tokens}
     return sections
-
-
-def _total_error(reliability: Reliability) -> tuple[int, float]:
-    """Returns the number of labels, and the mean error over depths, weighted by labels."""
-    errors = reliability.error()
-    labels = {depth: sum(count for _, _, count in reliability.curve(depth)) for depth in errors}
-    total = sum(labels.values())
-    return total, sum(errors[depth] * count for depth, count in labels.items()) / max(total, 1)
 
 
 def replays(

@@ -128,7 +128,7 @@ class Calibrator:
 
 
 class Reliability:
-    """Expected calibration error by depth, over ten equal bins of the predictions."""
+    """Expected calibration error, over ten equal bins of the predictions at each depth."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(3, MAX_DEPTH * BINS, dtype=torch.float64)  # count, predicted, outcome by depth and bin
@@ -140,17 +140,8 @@ class Reliability:
         values = torch.stack([column.double().flatten() for column in (torch.ones_like(predicted), predicted, labels)]).cpu()
         self._sums.index_add_(1, cells, values)
 
-    def curve(self, depth: int) -> list[tuple[float, float, int]]:
-        """Returns (mean prediction, mean label, count) of each non-empty bin at `depth`."""
-        rows = self._sums[:, depth * BINS : (depth + 1) * BINS].T.tolist()
-        return [(predicted / count, outcome / count, int(count)) for count, predicted, outcome in rows if count]
-
-    def error(self) -> dict[int, float]:
-        """Returns the error by depth: sum over bins of the share of labels times |mean prediction - mean label|."""
-        errors = {}
-        for depth in range(MAX_DEPTH):
-            cells = self.curve(depth)
-            total = sum(count for _, _, count in cells)
-            if total:
-                errors[depth] = sum(count * abs(predicted - outcome) for predicted, outcome, count in cells) / total
-        return errors
+    def error(self) -> tuple[int, float]:
+        """Returns the number of labels, and the mean over them of |mean prediction - mean label| of their bin."""
+        counts, predicted, outcomes = self._sums
+        labels = int(counts.sum())
+        return labels, float((predicted - outcomes).abs().sum()) / max(labels, 1)

@@ -116,7 +116,7 @@ def run_round(requests: Sequence[Request]) -> list[Round]:
     drafts = _each(requests, _begin)
     synchronize_drafts(requests, drafts)
     builders = grow(requests, drafts)
-    trees = _each(requests, selected_tree, builders, _select(requests, builders))
+    trees = _each(requests, selected_tree, builders)
     outputs = _run(requests, _each(requests, _verify_pass, trees))
     rounds = _each(requests, _accept, trees, outputs)
     return [Round([], 0) if found is None else found for found in rounds]
@@ -312,28 +312,11 @@ def _first_level(request: Request, drafts: bool) -> Growth | None:
     return growth
 
 
-def _select(requests: Sequence[Request], builders: Sequence[TreeBuilder | None]) -> list[Sequence[int] | None]:
-    """Returns the nodes that each request verifies, for all policies of a class at once; None for all."""
-    if len(requests) == 1:
-        return _each(requests, lambda request, builder: None if builder is None else request.policy.select(), builders)
-    selected: list[Sequence[int] | None] = [None] * len(requests)
-    drafted = [i for i, builder in enumerate(builders) if builder is not None and requests[i].error is None]
-    if not drafted:
-        return selected
-    with shared_time([request.clock for request in requests]):
-        for kind in {type(requests[i].policy) for i in drafted}:
-            indices = [i for i in drafted if type(requests[i].policy) is kind]
-            nodes = kind.select_together([requests[i].policy for i in indices], len(requests))
-            for i, keep in zip(indices, nodes, strict=True):
-                selected[i] = keep
-    return selected
-
-
-def selected_tree(request: Request, builder: TreeBuilder | None, keep: Sequence[int] | None) -> Tree:
-    """Returns the tree to verify: the nodes `keep` of the drafted one, or the root alone."""
+def selected_tree(request: Request, builder: TreeBuilder | None) -> Tree:
+    """Returns the tree to verify: the nodes of the drafted one that the policy selects, or the root alone."""
     if builder is None:
         return Tree.of_root(request.root, request.prompt.embeds.device)
-    tree = builder.tree(keep)
+    tree = builder.tree(request.policy.select())
     request.clock.lap("policy")
     return tree
 

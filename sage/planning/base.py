@@ -97,16 +97,6 @@ class Policy(ABC):
         """
         return None
 
-    @classmethod
-    def select_together(cls, policies: Sequence[Any], requests: int) -> list[Sequence[int] | None]:
-        """Returns the nodes that several requests verify in one pass, for each as `select`.
-
-        Args:
-            policies: of this class, those whose requests have drafted a tree.
-            requests: number of requests that share the pass, further ones included.
-        """
-        return [policy.select() for policy in policies]
-
     def explain(self, entry: dict[str, float]) -> str:
         """Returns the reason for the shape of a round's tree in a few words; `entry` is its entry of `Stats.rounds_log`."""
         return ""

@@ -431,21 +431,6 @@ class TestLearning:
         assert table[0] == table[2] == table[3] == table[4] == [0.5] * 5, "beyond the last row, the last row is repeated"
 
 
-@pytest.mark.parametrize(("price", "sizes"), [(0.5, [2, 1]), (0.7, [2, 0]), (1.0, [0, 0])])
-def test_the_nodes_of_a_pass_go_to_the_requests_with_the_most_probable_ones(price: float, sizes: list[int]) -> None:
-    """Two requests with drafted nodes of 0.9, 0.8, 0.1 and of 0.6, 0.05; every node takes a second, worth `price` tokens."""
-    policy = sage.policy("cost_aware")
-    policy.costs = Costs(Curve([1, 64], [1.0, 64.0]), Curve([1], [0.1]), context=0)
-    requests = [policy.for_request() for _ in range(2)]
-    for one, paths in zip(requests, ([0.9, 0.8, 0.1], [0.6, 0.05]), strict=True):
-        one.reset()
-        one.share(1, 2)
-        one.begin()
-        one.plan.paths, one.plan.prices = paths, one.prices._replace(time=price)
-    assert type(policy).select_together(requests, 2) == [[0, *range(1, 1 + size)] for size in sizes]
-    assert requests[0].learner is requests[1].learner is policy.learner
-
-
 def test_requests_draft_together_or_not_as_their_rounds_were_faster() -> None:
     """Rounds of eight requests are faster without drafting, those of one with it; trials become rare."""
     speeds = {(8, True): 900.0, (8, False): 1000.0, (1, True): 300.0, (1, False): 200.0}

@@ -376,4 +376,4 @@ def drafted_tree(request: Request) -> Tree:
     (builder,) = grow([request], [True])
     if request.error is not None:
         raise request.error
-    return selected_tree(request, builder, None if builder is None else request.policy.select())
+    return selected_tree(request, builder)

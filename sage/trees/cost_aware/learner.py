@@ -193,8 +193,6 @@ class Learner:
         usual_size: moving average of the number of verified nodes.
         left_out: moving average of `Plan.left_out`, of requests that do not share their passes.
         pending: rounds that are not processed yet, and their plans.
-        host_s: by number of requests, the seconds that the first and a further draft pass of one take beyond its share: work of
-            the host.
     """
 
     def __init__(self, calibrate: bool, memory: float, max_depth: int) -> None:
@@ -206,7 +204,6 @@ class Learner:
         self.usual_size = 8.0
         self.left_out = 0.0
         self.pending: list[tuple[RoundOutcome, Plan]] = []
-        self.host_s: dict[int, list[float]] = {}
         self._tokens = self._seconds = 0.0
 
     def price(self, costs: Costs, requests: int = 1) -> float:
@@ -245,34 +242,19 @@ class Learner:
             self.after.add(depths, self.calibrator.learn(probs, depths, labels, weights), labels)
         return True
 
-    def costs_of(self, costs: Costs, others: tuple[int, int]) -> Costs:
-        """Returns the costs for a request that shares its passes with `others`."""
-        shared = costs.shared(*others)
-        if others != ALONE:
-            first_s, level_s = self.host_s.get(others[1], (0.0, 0.0))
-            shared.commit_s = shared.first_level_s + first_s
-            shared.draft.seconds = [seconds + level_s for seconds in shared.draft.seconds]
-        return shared
-
     def _learn_prices(self, outcome: RoundOutcome, plan: Plan, costs: Costs) -> None:
         """Updates lambda. Times are those of the cost tables, because a single timing may include an interruption; those of
         several requests, whose work on the host adds up, are measured unless they are far off.
         """
         size, requests = len(outcome.tree), plan.others[1]
-        shared = costs.shared(*plan.others)
         if requests == 1:
             correct_costs(costs, outcome)
             self.left_out += LIVE_RATE * (plan.left_out - self.left_out)
+        shared = costs.shared(*plan.others)
         seconds = shared.verify_s(size, outcome.context) + requests * (plan.drafting_s + costs.overhead)
         if requests > 1:
-            times, host_s = outcome.times(), self.host_s.setdefault(requests, [0.0, 0.0])
-            for width, measured_s in times.draft:
-                (expected_s,), kind = shared.drafting_s([width]), int(width > 0)
-                bound = OUTLIER * (expected_s + max(host_s[kind], expected_s))
-                error = min(measured_s, bound) - expected_s - host_s[kind]
-                host_s[kind] = max(host_s[kind] + LIVE_RATE * error, 0.0)
-            if seconds / OUTLIER < requests * times.total_s < OUTLIER * seconds:
-                seconds = requests * times.total_s
+            measured_s = requests * outcome.times().total_s
+            seconds = measured_s if seconds / OUTLIER < measured_s < OUTLIER * seconds else seconds
         self._tokens = self.memory * self._tokens + requests * (outcome.accepted + 1)
         self._seconds = self.memory * self._seconds + seconds
         self.usual_size += LIVE_RATE * (size - self.usual_size)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Annotated, Any
 
 from sage.costs.tables import Costs
@@ -89,10 +88,9 @@ class CostAware(Policy):
         """Prices under the current cost tables and statistics; requires `costs`."""
         assert self.costs is not None, "costs are measured when a request starts"
         learner, key = self.learner, (self._is_coupled, *self._others)
-        costs, prices = self._prices.get(key, (None, None))
-        if prices is None or costs is not self.costs:
-            left_out = learner.left_out if self._others == ALONE else 0.0
-            costs = learner.costs_of(self.costs, self._others)
+        known_costs, prices = self._prices.get(key, (None, None))
+        if prices is None or known_costs is not self.costs:
+            costs, left_out = self.costs.shared(*self._others), learner.left_out if self._others == ALONE else 0.0
             time, masses = learner.price(costs, self._others[1]), learner.mass.table(self.max_depth)
             prices = Prices.of(time, costs, learner.usual_size, left_out, self.max_nodes, self.max_width, masses)
             self._prices[key] = self.costs, prices
@@ -216,39 +214,13 @@ class CostAware(Policy):
 
         Ancestors are included because P never increases along a path. The path most likely to be accepted tends to come first.
         """
-        order = self._by_path()
-        return self._chosen(
-            order, _best_size([self.plan.paths[i] for i in order], self.plan.prices.time, self.plan.prices.verify_s)
-        )
-
-    @classmethod
-    def select_together(cls, policies: Sequence[CostAware], requests: int) -> list[Sequence[int] | None]:
-        """Shares the nodes of the pass among the requests: the top n of all by P, n maximizing the expected tokens of all."""
-        costs, plans = policies[0].costs, [policy.plan for policy in policies]
-        orders = [policy._by_path() for policy in policies]
-        assert costs is not None, "costs are measured when a request starts"
-        pairs = [(plan.paths[i], number) for number, plan in enumerate(plans) for i in orders[number]]
-        pairs.sort(key=itemgetter(0), reverse=True)
-        verify_s = [costs.verify(requests + nodes) for nodes in range(len(pairs) + 1)]
-        price = sum(plan.prices.time for plan in plans) / len(plans)
-        chosen = [number for _, number in pairs[: _best_size([path for path, _ in pairs], price, verify_s)]]
-        return [
-            policy._chosen(order, chosen.count(number))
-            for number, (policy, order) in enumerate(zip(policies, orders, strict=True))
-        ]
-
-    def _by_path(self) -> list[int]:
-        """Returns the nodes by decreasing P, at most as many as are verified; ties keep their order."""
-        paths = self.plan.paths
-        return sorted(range(len(paths)), key=paths.__getitem__, reverse=True)[: self.max_nodes]
-
-    def _chosen(self, order: Sequence[int], size: int) -> Sequence[int] | None:
-        """Returns the root and the first `size` nodes in the order of selection; None for all nodes in their own order."""
-        plan = self.plan
-        plan.expected = sum([plan.paths[i] for i in order[:size]])
-        plan.left_out = plan.paths[order[size]] if size < len(order) else 0.0
+        plan, paths = self.plan, self.plan.paths
+        order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)[: self.max_nodes]
+        size = _best_size([paths[i] for i in order], plan.prices.time, plan.prices.verify_s)
+        plan.expected = sum([paths[i] for i in order[:size]])
+        plan.left_out = paths[order[size]] if size < len(order) else 0.0
         chosen = [0, *[i + 1 for i in order[:size]]]
-        return None if chosen == list(range(len(plan.paths) + 1)) else chosen
+        return None if chosen == list(range(len(paths) + 1)) else chosen
 
     def calibration(self) -> Callable[[list[float], int], list[float]] | None:
         return partial(copy(self.learner.calibrator).leading, min_prob=0.0) if self.calibrate else None
