@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import training
 from benchmarks.figures import Figures, fill_blocks
 from benchmarks.gpu_quarter_hour import (
     CONTEXTS,
@@ -27,7 +28,6 @@ from benchmarks.gpu_quarter_hour import (
     TRAIN_LARGE,
 )
 from benchmarks.shapes import shape_named
-from benchmarks.training import parts
 from sage.commands.cli import new_parser, run
 from sage.io.files import read_json, write_text
 from sage.io.tables import markdown_table
@@ -111,13 +111,13 @@ def _step(figures: Results) -> Iterator[Row]:
     config = compose("config", [*overrides, "launch.plan=true"], Config)
     models = build_on_meta(config)
     architecture = models.target.model.config
-    processor = parts.image_processor(config.target.path, architecture)
-    batch = parts.make_batch(family_of(architecture), processor, parts.Sizes(sequences=STEP_BATCH, length=STEP_LENGTH))
+    processor = training.image_processor(config.target.path, architecture)
+    batch = training.make_batch(family_of(architecture), processor, training.Sizes(sequences=STEP_BATCH, length=STEP_LENGTH))
     share = float(models.target.family.visual_mask(batch["input_ids"]).float().mean())
     work = Workload(config=config, models=models, ranks=1, visual_share=share)
     flops, traffic, peak = flops_of_step(work), bytes_of_step(work), config.launch.gpu_peak_tflops * 1e12
     measured = {row[0]: row[2] for row in _table(figures, "step")}
-    for part, name in parts.PARTS.items():
+    for part, name in training.PARTS.items():
         times = (flops[part] / peak, flops[part] / work.flops_per_s + traffic[part] / work.bytes_per_s)
         floor, likely = (f"{1e3 * seconds:.0f}" for seconds in times)
         yield f"{name}, ms", floor, likely, measured.get(name, NOT_MEASURED)

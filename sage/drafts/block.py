@@ -31,9 +31,10 @@ from transformers.cache_utils import Cache
 from sage.drafts.conditional import ConfidenceHead, MarkovHead, PathHead
 from sage.drafts.eagle import levels_for
 from sage.drafts.head import HeadConfig
-from sage.drafts.layer import MLP, Attention, FusedLinear, GatedLayer, Rope, rotate
+from sage.drafts.layer import MLP, Angles, Attention, FusedLinear, GatedLayer, Rope, rotate
 from sage.drafts.registry import Conditional
 from sage.drafts.slots import SlotHead, mask_token_of
+from sage.drafts.spans import HeadInput
 from sage.drafts.unroll import at_rows, steps_of_rows, visible_to_rows
 from sage.runtime.cache import tile_mask
 from sage.targets import Features, Prompt, Target
@@ -72,14 +73,9 @@ class BlockConfig(HeadConfig):
         super().__post_init__(**kwargs)
 
     @property
-    def predicts_from_anchor(self) -> bool:
-        """Whether slot k predicts token k + 1 after the anchor; else slot 0 predicts nothing, and slot k token k (DFlash)."""
-        return self.feed or self.conditional != Conditional.none
-
-    @property
     def num_levels(self) -> int:
-        """K, the tokens that a block predicts."""
-        return self.block_size - (not self.predicts_from_anchor)
+        """K, the tokens that a block predicts: slot k token k + 1 after the anchor, or in DFlash token k, slot 0 none."""
+        return self.block_size - (not self.feed and self.conditional == Conditional.none)
 
 
 class BlockAttention(Attention):
@@ -94,7 +90,7 @@ class BlockAttention(Attention):
         self.qkv = FusedLinear(self.k_proj, self.v_proj)  # queries are those of the slots alone
 
     def forward(  # type: ignore[override]
-        self, context: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None
+        self, context: Tensor, hidden: Tensor, rope: Angles, mask: Tensor, cache: Cache | None
     ) -> Tensor:
         """Returns [B, R, D]; arguments as of `BlockDraft.run`."""
         of_slots = (angles[:, :, -hidden.shape[1] :] for angles in rope)
@@ -115,9 +111,7 @@ class BlockLayer(GatedLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, context: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None
-    ) -> Tensor:
+    def forward(self, context: Tensor, hidden: Tensor, rope: Angles, mask: Tensor, cache: Cache | None) -> Tensor:
         """[B, R, D] -> [B, R, D]; arguments as of `BlockDraft.run`."""
         return self.feed_forward(hidden + self.self_attn(context, self.input_layernorm(hidden), rope, mask, cache))
 
@@ -244,9 +238,7 @@ class BlockDraft(SlotHead):
         masks = self.mask_embedding.expand(*anchors.shape[:-1], self.num_slots - 1, -1)
         return torch.cat((anchors[..., None, :], masks), -2)
 
-    def run(
-        self, context: Tensor, slots: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Cache | None = None
-    ) -> Tensor:
+    def run(self, context: Tensor, slots: Tensor, rope: Angles, mask: Tensor, cache: Cache | None = None) -> Tensor:
         """Runs the layers over slots [B, R, D] of one or more blocks; returns [B, R, D], before the final norm.
 
         Args:
@@ -259,24 +251,14 @@ class BlockDraft(SlotHead):
             slots = layer(context, slots, rope, mask, cache)
         return slots
 
-    def run_slots(
-        self, embeds: Tensor, fused: Tensor, ends: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def run_slots(self, embeds: Tensor, fused: Tensor, ends: Tensor, rope: Angles, mask: Tensor | None, cache: Any) -> Tensor:
         assert mask is not None, "slots that attend to one another need a mask"
         slots = self.slots(embeds.index_select(1, ends), fused.index_select(1, ends)).flatten(1, 2)
         hidden = self.run(fused, slots, rope, mask, cache)[0].unflatten(0, (ends.shape[0], self.num_slots))
         return self.norm(hidden[..., self.num_slots - self.num_levels :, :])
 
-    def roll_out(
-        self,
-        embeds_next: Tensor,
-        features: Tensor,
-        position_ids: Tensor,
-        roots: Tensor,
-        sizes: Sequence[int],
-        weight: Tensor | None = None,
-    ) -> Tensor:
-        return self.read_blocks(features, roots + 1, at_rows(embeds_next, roots, 1), sizes)
+    def roll_out(self, pairs: HeadInput, roots: Tensor, sizes: Sequence[int]) -> Tensor:
+        return self.read_blocks(pairs.features, roots + 1, at_rows(pairs.embeds_next, roots, 1), sizes)
 
     def read_blocks(self, context: Tensor, anchors: Tensor, embeds: Tensor, sizes: Sequence[int]) -> Tensor:
         """As `roll_out`, from anchors at positions [B, A], at least 1, with embeddings [B, A, D]; `context` [B, T, D]."""

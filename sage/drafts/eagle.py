@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from sage.drafts.compressor import Compressor, check_compressor
 from sage.drafts.head import DraftHead, HeadConfig
-from sage.drafts.layer import MLP, Attention, DraftLayer, GatedLayer, Rope, queries_of
+from sage.drafts.layer import MLP, Angles, Attention, DraftLayer, GatedLayer, Rope, queries_of
 from sage.drafts.registry import ImageInputs
 from sage.drafts.slots import SlotHead, mask_token_of
+from sage.drafts.spans import HeadInput
 from sage.drafts.unroll import Rollout, steps_of_rows, visible_to_rows
 from sage.targets import Features, Target
 
@@ -84,9 +85,7 @@ class EagleDraft(DraftHead):
     def fuse(self, features: Features) -> Tensor:
         return features.last
 
-    def read(
-        self, embeds_next: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def read(self, embeds_next: Tensor, features: Tensor, rope: Angles, mask: Tensor | None, cache: Any) -> Tensor:
         hidden = self.fc(torch.cat((embeds_next, features), -1))
         return self.layer(hidden, rope, mask, cache)
 
@@ -147,7 +146,7 @@ class Eagle3Layer(GatedLayer):
         self.mlp = MLP(config)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(self, embeds: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
+    def forward(self, embeds: Tensor, features: Tensor, rope: Angles, mask: Tensor | None, cache: Any) -> Tensor:
         """[B, T, D] each -> [B, T, D]; [B, R, D] where the cache selects R queries.
 
         Mask and cache are those of `DraftLayer.forward`.
@@ -206,9 +205,7 @@ class Eagle3Draft(DraftHead):
             levels = torch.cat([norm(level) for norm, level in zip(self.fc_norm, chunks, strict=True)], -1)
         return self.fc(levels)
 
-    def read(
-        self, embeds_next: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def read(self, embeds_next: Tensor, features: Tensor, rope: Angles, mask: Tensor | None, cache: Any) -> Tensor:
         hidden = self.midlayer(embeds_next, features, rope, mask, cache)
         return self.norm(hidden) if self.config.norm_output else hidden
 
@@ -295,17 +292,13 @@ class PEagleDraft(Eagle3Draft, SlotHead):
         """Returns embeddings and fused features of `count` slots, [B, count, D] each."""
         return self.mask_embedding.expand(batch, count, -1), self.fc(self.mask_hidden).expand(batch, count, -1)
 
-    def read(
-        self, embeds_next: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def read(self, embeds_next: Tensor, features: Tensor, rope: Angles, mask: Tensor | None, cache: Any) -> Tensor:
         hidden = self.midlayer(embeds_next, features, rope, mask, cache)
         for layer in self.layers:
             hidden = layer(hidden, rope, mask, cache)
         return hidden
 
-    def run_slots(
-        self, embeds: Tensor, fused: Tensor, ends: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def run_slots(self, embeds: Tensor, fused: Tensor, ends: Tensor, rope: Angles, mask: Tensor | None, cache: Any) -> Tensor:
         slot_embeds, slot_features = self.slots(1, self.num_slots)
         repeats, length = (1, ends.shape[0], 1), embeds.shape[1]
         embeds = torch.cat((embeds, slot_embeds.repeat(repeats)), 1)
@@ -314,27 +307,20 @@ class PEagleDraft(Eagle3Draft, SlotHead):
         slots = out.narrow(0, length, ends.shape[0] * self.num_slots).unflatten(0, (ends.shape[0], self.num_slots))
         return torch.cat((out.index_select(0, ends)[:, None], slots), 1)
 
-    def roll_out(
-        self,
-        embeds_next: Tensor,
-        features: Tensor,
-        position_ids: Tensor,
-        roots: Tensor,
-        sizes: Sequence[int],
-        weight: Tensor | None = None,
-    ) -> Tensor:
-        batch, num_pairs, _ = embeds_next.shape
+    def roll_out(self, pairs: HeadInput, roots: Tensor, sizes: Sequence[int]) -> Tensor:
+        batch, num_pairs, _ = pairs.embeds_next.shape
         step, rollout = steps_of_rows(sizes, roots.device)
         first = slice(sizes[0], None)
         places = (roots[:, rollout[first]] + step[first]).clamp(max=num_pairs - 1)
-        positions = torch.cat((position_ids, position_ids.gather(-1, places.expand(*position_ids.shape[:-1], -1))), -1)
+        of_slots = pairs.position_ids.gather(-1, places.expand(*pairs.position_ids.shape[:-1], -1))
+        positions = torch.cat((pairs.position_ids, of_slots), -1)
         slot_embeds, slot_features = self.slots(batch, places.shape[1])
-        embeds, hidden = torch.cat((embeds_next, slot_embeds), 1), torch.cat((features, slot_features), 1)
+        embeds, hidden = torch.cat((pairs.embeds_next, slot_embeds), 1), torch.cat((pairs.features, slot_features), 1)
         rope = self.rope(positions, embeds.dtype)
         visible = visible_to_rows(roots, sizes, num_pairs)
         slot_rows = torch.arange(num_pairs, num_pairs + places.shape[1], device=roots.device).expand(batch, -1)
         rows = [*[None] * (self.num_layers - 1), torch.cat((roots, slot_rows), 1)]
-        caches = [Rollout(visible, sizes[0], of_layer, weight) for of_layer in rows]
+        caches = [Rollout(visible, sizes[0], of_layer, pairs.weight) for of_layer in rows]
         hidden = self.midlayer(embeds, hidden, rope, None, caches[0])
         for layer, cache in zip(self.layers, caches[1:], strict=True):
             hidden = layer(hidden, rope, None, cache)

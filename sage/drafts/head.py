@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from sage.drafts.compressor import Compressor, Gate, Resampler
 from sage.drafts.head_passes import CommitPass, LevelPass
+from sage.drafts.layer import Angles
 from sage.drafts.registry import MODEL_TYPE_PREFIX, DraftKind
 from sage.drafts.spans import HeadInput, PairMasks
 from sage.drafts.unroll import Chains, at_rows
@@ -230,9 +231,7 @@ class DraftHead(PreTrainedModel):
         """Returns the features [B, T, D] of the pairs."""
         raise NotImplementedError
 
-    def read(
-        self, embeds_next: Tensor, features: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def read(self, embeds_next: Tensor, features: Tensor, rope: Angles, mask: Tensor | None, cache: Any) -> Tensor:
         """Runs the layers on pairs, [B, T, D] each -> [B, T, D]; mask and cache as in `DraftLayer.forward`."""
         raise NotImplementedError
 
@@ -271,20 +270,11 @@ class DraftHead(PreTrainedModel):
         shortened: HeadInput = self.compressor(embeds_next, features, position_ids, pair_masks, is_sampling=self.training)
         return shortened
 
-    def unroll(
-        self,
-        embeds_next: Tensor,
-        features: Tensor,
-        position_ids: Tensor,
-        steps: int = 1,
-        weight: Tensor | None = None,
-        roots: Tensor | None = None,
-    ) -> list[Tensor]:
+    def unroll(self, pairs: HeadInput, steps: int = 1, roots: Tensor | None = None) -> list[Tensor]:
         """Drafts `steps` tokens ahead of every position in parallel, each step from the output of the previous one.
 
         Args:
-            embeds_next, features, position_ids: as in `forward`, of complete right-padded sequences, or the rows of `shorten`.
-            weight: [B, P], factors of the attention values (`HeadInput.weight`); None for 1.
+            pairs: complete right-padded sequences, as of `shorten`.
             roots: LongTensor [B, R], positions to draft from, different in each sequence; None for all.
 
         Returns:
@@ -294,17 +284,15 @@ class DraftHead(PreTrainedModel):
 
         Ref: EAGLE-3, arXiv 2503.01840, section 3.2 (training-time test).
         """
-        chains, outputs, last = Chains(weight, roots), [], embeds_next.shape[1] - 1
+        embeds, features, positions = pairs.embeds_next, pairs.features, pairs.position_ids
+        chains, outputs, last = Chains(pairs.weight, roots), [], embeds.shape[1] - 1
         for step in range(min(steps, last + 1)):
-            if roots is None:
-                embeds, positions = embeds_next[:, step:], position_ids[..., step:]
-                features = features[:, : embeds.shape[1]]
+            if step and roots is None:
+                embeds, positions, features = embeds[:, 1:], positions[..., 1:], features[:, :-1]
             elif step:
-                pairs = (roots + step).clamp(max=last)
-                embeds = at_rows(embeds_next, pairs, 1)
-                positions = position_ids.gather(-1, pairs.expand(*position_ids.shape[:-1], -1))
-            else:
-                embeds, positions = embeds_next, position_ids
+                rows = (roots + step).clamp(max=last)
+                embeds = at_rows(pairs.embeds_next, rows, 1)
+                positions = pairs.position_ids.gather(-1, rows.expand(*positions.shape[:-1], -1))
             features = self(embeds, features, positions, cache=chains)
             outputs.append(features)
         return outputs

@@ -91,11 +91,10 @@ class CommitInputs(PairInputs):
 
 
 class HeadPass(PassFunction):
-    """A pass of a `DraftHead`; names, inputs and results as of a `PassFunction`."""
+    """A pass of a `DraftHead`, such as its `level of` one token; inputs and results as of a `PassFunction`."""
 
-    def __init__(
-        self, draft: Any, target: Target, names: tuple[str, str], inputs: type[PassInputs], results: Any, **sizes: int
-    ) -> None:
+    def __init__(self, draft: Any, target: Target, name: str, inputs: type[PassInputs], results: Any, **sizes: int) -> None:
+        names = (f"the draft's {name} one token", f"the draft's {name} several tokens")
         config = draft.config
         sizes |= {
             "kv_heads": config.num_key_value_heads,
@@ -120,9 +119,8 @@ class LevelPass(HeadPass):
     """A draft head's pass over one level of the trees."""
 
     def __init__(self, draft: Any, target: Target) -> None:
-        names = ("the draft's level of one token", "the draft's level of several tokens")
         results = (Result((NODES, draft.config.hidden_size)), Result((NODES, draft.num_draft_tokens)))
-        super().__init__(draft, target, names, LevelInputs, results)
+        super().__init__(draft, target, "level of", LevelInputs, results)
 
     def compute(self, inputs: LevelInputs) -> tuple[Tensor, Tensor]:
         """Returns outputs [T, D] and logits [T, U]."""
@@ -137,9 +135,8 @@ class CommitPass(HeadPass):
     """A draft head's pass over the tokens that the target accepted, or over a prompt."""
 
     def __init__(self, draft: Any, target: Target) -> None:
-        names = ("the draft's commit of one token", "the draft's commit of several tokens")
         results = (Result((CALLS, draft.config.hidden_size)), Result((CALLS, draft.num_draft_tokens)))
-        super().__init__(draft, target, names, CommitInputs, results)
+        super().__init__(draft, target, "commit of", CommitInputs, results)
 
     def compute(self, inputs: CommitInputs) -> tuple[Tensor, Tensor]:
         """Returns the output of the last pair of each request [R, D], and its logits [R, U]."""

@@ -126,6 +126,11 @@ class PairSession(DraftSession):
             "steps": self._steps.narrow(0, 0, first + length + num_slots),
         }
 
+    def set_synthetic_state(self, context: int, width: int) -> None:
+        self.cache.zero_to(context)
+        self._set_origin(torch.zeros(1, dtype=torch.long, device=self.device))
+        self.committed, self.depth = context, 0
+
     def _pairs_of_prompt(self, prompt: Prompt, features: Features, root: Tensor) -> HeadInput:
         """Returns the pairs of a prompt and the first token [1] as the head reads them, without pruned tokens or compressed."""
         embeds, positions, fused = self._next_embeds(prompt, root), prompt.position_ids, self.draft.fuse(features)
@@ -163,7 +168,6 @@ class HeadSession(PairSession):
         super().__init__(draft, target, capacity)
         self.hidden = torch.zeros(1, draft.config.hidden_size, dtype=self.dtype, device=self.device)
         self.visible: Tensor | None = None
-        self._itself = torch.ones(1, 1, dtype=torch.bool, device=self.device)
 
     def _read_pairs(self, pairs: HeadInput) -> Tensor:
         hidden = self.draft(pairs.embeds_next, pairs.features, pairs.position_ids, cache=LastQuery(self.cache))[0]
@@ -188,9 +192,9 @@ class HeadSession(PairSession):
             "near": self._steps.narrow(0, start, visible.shape[1]).unsqueeze(0),
             "steps": self._steps.narrow(0, 0, first + width),
         }
-        return Pass(self._level, width, tensors, self._go_down, self.cache)
+        return Pass(self._level, width, tensors, self._start_level, self.cache)
 
-    def _go_down(self, results: Sequence[Tensor]) -> Tensor:
+    def _start_level(self, results: Sequence[Tensor]) -> Tensor:
         self.hidden, logits = results
         return logits
 
@@ -198,11 +202,12 @@ class HeadSession(PairSession):
         """Updates `visible` for the children of `rows` [F], whose first column is `first`; returns what they see, [F, X], and
         the first of these columns.
         """
+        itself = _only_themselves(len(rows), self.device)
         if self.visible is None:
             if len(rows) == 1:
-                return self._itself, first
-            self.visible = self._itself.expand(len(self.hidden), first - self.committed)
-        self.visible = torch.cat((self.visible.index_select(0, rows), _only_themselves(len(rows), self.device)), 1)
+                return itself, first
+            self.visible = torch.ones(len(self.hidden), first - self.committed, dtype=torch.bool, device=self.device)
+        self.visible = torch.cat((self.visible.index_select(0, rows), itself), 1)
         return self.visible, self.committed
 
     def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
@@ -211,15 +216,12 @@ class HeadSession(PairSession):
 
     def _start_tree(self, results: Sequence[Tensor]) -> Tensor:
         """Starts a tree below the last pair from its output [1, D] and its logits, which it returns."""
-        self.hidden, logits = results
         self.committed, self.depth, self.visible = self.cache.length, 0, None
-        return logits
+        return self._start_level(results)
 
     def set_synthetic_state(self, context: int, width: int) -> None:
-        self.cache.zero_to(context)
-        self._set_origin(torch.zeros(1, dtype=torch.long, device=self.device))
-        self.committed, self.depth, self.visible = context, 0, None
-        self.hidden = self.hidden.new_zeros(width, self.draft.config.hidden_size)
+        super().set_synthetic_state(context, width)
+        self.hidden, self.visible = self.hidden.new_zeros(width, self.draft.config.hidden_size), None
 
 
 class SlotSession(PairSession):
@@ -322,15 +324,12 @@ class SlotSession(PairSession):
         return Pass(self._level, len(tokens), tensors, lambda results: results[0])
 
     def set_synthetic_state(self, context: int, width: int) -> None:
-        draft = self.draft
-        self.cache.zero_to(context)
-        self._set_origin(torch.zeros(1, dtype=torch.long, device=self.device))
-        self.committed, self.depth = context, 0
-        self._hidden = torch.zeros(draft.num_levels, draft.config.hidden_size, dtype=self.dtype, device=self.device)
-        self._logits = self._hidden.new_zeros(draft.num_levels, draft.num_draft_tokens)
-        self._last = torch.zeros(2, dtype=torch.long, device=self.device)
-        self._frontier = self._last.new_zeros(width)
-        self._set_path(*(() if self._level is None else (self._logits, self._last.new_zeros(draft.num_levels))))
+        super().set_synthetic_state(context, width)
+        levels = self._num_levels
+        self._hidden = torch.zeros(levels, self.draft.config.hidden_size, dtype=self.dtype, device=self.device)
+        self._logits = self._hidden.new_zeros(levels, self.draft.num_draft_tokens)
+        self._last, self._frontier = self._last.new_zeros(2), self._last.new_zeros(width)
+        self._set_path(*(() if self._level is None else (self._logits, self._last.new_zeros(levels))))
         self._is_on_path = width == 1
         if self._num_candidates:  # a level below another one looks them up
             self._select_best(self._num_candidates)

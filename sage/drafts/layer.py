@@ -22,6 +22,8 @@ from sage.runtime.attention import causal_attention, packed_attention
 from sage.runtime.cache import PackedCache
 from sage.targets.rope import check_rope_type
 
+Angles: TypeAlias = tuple[Tensor, Tensor]  # cos and sin, [B or 1, 1, T, d] each
+
 
 class FusedLinear:
     """Several linear layers of one input, computed as a single matrix product.
@@ -107,7 +109,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
         self.qkv = FusedLinear(self.q_proj, self.k_proj, self.v_proj)
 
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, hidden: Tensor, rope: Angles, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         """Returns [B, N, D]; of fewer rows where the cache selects queries."""
         if not isinstance(cache, Chains | LastQuery) or not cache.selects_queries:
             return self.attend(*self.project(hidden, rope), mask, cache)
@@ -115,7 +117,7 @@ class Attention(nn.Module):
         key, value = rotate(self._heads(self.k_proj(hidden)), *rope), self._heads(self.v_proj(hidden))
         return self.attend(query, key, value, mask, cache)
 
-    def project(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor, rope: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries [B, H, N, d], keys and values [B, H / G, N, d], rope applied to the first two."""
         heads = self._heads(self.qkv(hidden))
         rotated = rotate(heads[:, : -self.kv_heads], *rope)
@@ -189,7 +191,7 @@ class DraftLayer(GatedLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, hidden: Tensor, rope: Angles, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         """[B, N, D] -> [B, N, D]; [B, R, D] where the cache selects R queries.
 
         Args:

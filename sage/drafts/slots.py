@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from sage.drafts.conditional import Correction, CorrectionPass, lm_head_rows
 from sage.drafts.head import DraftHead
 from sage.drafts.head_passes import HeadPass, PairInputs
+from sage.drafts.layer import Angles
+from sage.drafts.spans import HeadInput
 from sage.runtime.cache import PackedCache, Queries, by_row
 from sage.runtime.pass_function import CALLS, NODES, PER_ROW, ROWS, Padding, PassFunction, Result, argument
 from sage.targets import Target
@@ -65,9 +67,7 @@ class SlotHead(DraftHead):
         return SlotPass(self, target, correction), CorrectionPass(self, target, correction)
 
     @abstractmethod
-    def run_slots(
-        self, embeds: Tensor, fused: Tensor, ends: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def run_slots(self, embeds: Tensor, fused: Tensor, ends: Tensor, rope: Angles, mask: Tensor | None, cache: Any) -> Tensor:
         """Reads accepted tokens and drafts from the last one of each of R requests; returns the input of `logits`, [R, K, D].
 
         Args:
@@ -79,19 +79,11 @@ class SlotHead(DraftHead):
         """
 
     @abstractmethod
-    def roll_out(
-        self,
-        embeds_next: Tensor,
-        features: Tensor,
-        position_ids: Tensor,
-        roots: Tensor,
-        sizes: Sequence[int],
-        weight: Tensor | None = None,
-    ) -> Tensor:
+    def roll_out(self, pairs: HeadInput, roots: Tensor, sizes: Sequence[int]) -> Tensor:
         """Drafts from several pairs of complete sequences in one pass, for training.
 
         Args:
-            embeds_next, features, position_ids, weight: as in `unroll`.
+            pairs: as in `unroll`.
             roots: LongTensor [B, A], pairs to draft from.
             sizes: number of blocks that reach each level, K numbers, the first of them A; level k has the first `sizes[k]`.
                 Equal unless slots are causal.
@@ -162,11 +154,10 @@ class SlotPass(HeadPass):
     """A pass of a `SlotHead` over the accepted tokens of one request or of several, and the slots behind those of each."""
 
     def __init__(self, draft: Any, target: Target, correction: Correction | None = None) -> None:
-        names = ("the draft's block after one token", "the draft's block after several tokens")
         sizes: list[tuple[int, ...]] = [(draft.config.hidden_size,), (draft.num_draft_tokens,)]
         sizes += [] if correction is None else [(draft.num_draft_tokens,), ()]
         results = [Result((CALLS, draft.num_levels, *size)) for size in sizes]
-        super().__init__(draft, target, names, SlotInputs, results, num_slots=draft.num_slots)
+        super().__init__(draft, target, "block after", SlotInputs, results, num_slots=draft.num_slots)
         self.correction = correction
         self.num_slots, self.has_token_queries = draft.num_slots, draft.computes_tokens
         if not draft.has_own_lm_head:

@@ -13,6 +13,7 @@ from torch import Tensor
 import sage
 from sage.drafts.draft import new_session
 from sage.drafts.head_session import SlotSession
+from sage.drafts.spans import HeadInput
 from train.config.schema import ObjectiveConfig
 from train.distill.objective import Objective, pace_weights
 from train.distill.rows import draw_anchors, within_turns
@@ -58,8 +59,8 @@ def test_a_block_from_the_cache_is_the_block_of_training(
     features, ids = double.features(prompt, draft.levels), prompt.input_ids[0].tolist()
     levels, first = draft.num_levels, int(prompt.visual_mask[0].nonzero().max()) + 1  # the first root after the image
     with torch.no_grad():
-        pairs = (prompt.embeds[:, 1:], draft.fuse(features)[:, :-1], prompt.position_ids[..., :-1])
-        rows = draft.roll_out(*pairs, torch.tensor([[first, first + 1]]), [2] * levels)[0].view(levels, 2, -1)
+        pairs = HeadInput(prompt.embeds[:, 1:], draft.fuse(features)[:, :-1], prompt.position_ids[..., :-1])
+        rows = draft.roll_out(pairs, torch.tensor([[first, first + 1]]), [2] * levels)[0].view(levels, 2, -1)
         expected = [
             level_logits(draft, double, torch.tensor(ids[root : root + levels + 1]), states)
             for root, states in zip((first, first + 1), rows.unbind(1), strict=True)
@@ -90,10 +91,10 @@ def test_rows_depend_on_what_their_root_has_read_alone(form: str, double: sage.T
     positions, roots = torch.arange(9).expand(3, 1, 9), torch.tensor([[7, 2, 6, 4]])
     spoilt = features.clone()
     spoilt[:, 5] += 1
-    one, other = (draft.roll_out(embeds, states, positions, roots, sizes)[0] for states in (features, spoilt))
+    one, other = (draft.roll_out(HeadInput(embeds, states, positions), roots, sizes)[0] for states in (features, spoilt))
     is_later = torch.cat([roots[0, :size] >= 5 for size in sizes])
     assert torch.equal((one != other).any(-1), is_later)
-    alone = draft.roll_out(embeds, features, positions, roots[:, 1:2], [1] * num_levels)[0]
+    alone = draft.roll_out(HeadInput(embeds, features, positions), roots[:, 1:2], [1] * num_levels)[0]
     starts = [sum(sizes[:level]) for level in range(num_levels)]
     torch.testing.assert_close(alone, one[[start + 1 for start in starts]], atol=1e-12, rtol=1e-12)
 
@@ -146,7 +147,7 @@ def by_hand(student: SlotStudent, teacher: Teacher, pairs: Any) -> Tensor:
     context = draft.fuse(pairs.features)
     for row, start in pairs.mask.nonzero().tolist():
         inputs = (pairs.embeds_next[[row]], context[[row]], pairs.position_ids[..., [row], :])
-        states = draft.roll_out(*inputs, torch.tensor([[start]]), [1] * draft.num_levels)[0]
+        states = draft.roll_out(HeadInput(*inputs), torch.tensor([[start]]), [1] * draft.num_levels)[0]
         for level, pair in enumerate(range(start, min(start + draft.num_levels, pairs.mask.shape[1]))):
             if not pairs.mask[row, pair]:
                 break

@@ -103,7 +103,7 @@ def test_training_equals_the_session(world: World, kind: str, mode: str) -> None
     draft = compressed(world, kind, mode)
     short = world.shorten(draft)
     assert short.layout is not None
-    unrolled = draft.unroll(short.embeds_next, short.features, short.position_ids, STEPS, short.weight)
+    unrolled = draft.unroll(short, STEPS)
     seen: list[Any] = []
     hook = draft.register_forward_pre_hook(lambda _, args: seen.append(args))
     for number, start, prompt, features in world.prompts:
@@ -182,7 +182,7 @@ def test_training_reaches_every_weight_of_a_compressor(world: World, kind: str, 
     torch.manual_seed(0)
     for _ in range(4 if mode == "select" else 1):
         short = world.shorten(draft)
-        steps = draft.unroll(short.embeds_next, short.features, short.position_ids, 2, short.weight)
+        steps = draft.unroll(short, 2)
         torch.stack([step.square().sum() for step in steps]).sum().backward()
     silent = {name for name, p in draft.compressor.named_parameters() if p.grad is None or not p.grad.any()}
     assert silent == set()
@@ -253,7 +253,7 @@ class TestGate:
         short = world.shorten(draft, pairs)
         assert short.weight is not None and bool((short.weight == 1).all())
         short.weight.retain_grad()
-        draft.unroll(short.embeds_next, short.features, short.position_ids, 1, short.weight)[0].square().sum().backward()
+        draft.unroll(short)[0].square().sum().backward()
         torch.manual_seed(3)
         share = ((caught["scores"].detach().float() + gumbel(caught["scores"])) / draft.compressor.mode.temperature).softmax(
             -1

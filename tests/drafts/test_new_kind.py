@@ -20,11 +20,10 @@ import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 from safetensors.torch import load_file
-from support.accelerator import IS_SUPPORTED, Traffic, on_device
 from support.messages import refused
 from support.models import make_inputs, make_qwen
 from support.pass_helpers import call_again, capture_with, without_compiler
-from support.synchronizations import count_rounds, new_policy
+from support.synchronizations import new_policy
 from support.train_helpers import configured, make_target, metrics, single_process, train_quickly
 from torch import Tensor, nn
 
@@ -177,21 +176,6 @@ def test_it_decodes(
     out = sage.generate(tiny_qwen, draft, inputs, new_policy(policy), max_new_tokens=8)
     assert torch.equal(out.tokens, plain.tokens)
     assert (out.stats.draft_steps > 0) == (policy != "autoregressive") or policy == "cost_aware"
-
-
-@pytest.mark.skipif(not IS_SUPPORTED, reason="this torch cannot register a device type written in Python")
-def test_it_is_captured_on_a_device(
-    traffic: Traffic, tiny_qwen: sage.Target, draft: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    capture_with(monkeypatch, call_again)
-    inputs = make_inputs(tiny_qwen)
-    expected = sage.generate(tiny_qwen, draft, inputs, "static", max_new_tokens=8).tokens.tolist()
-    tiny_qwen.passes = PassMode.captured
-    on_device(draft)
-    on_device(tiny_qwen)
-    counts = count_rounds(traffic, tiny_qwen, draft, inputs, new_policy("static"), max_new_tokens=8)
-    assert counts.tokens == expected
-    assert all(one.synchronizations <= one.levels + 1 for one in counts.rounds)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from torch import Tensor
 import sage
 from sage.drafts.draft import new_session
 from sage.drafts.layer import GatedLayer
+from sage.drafts.spans import HeadInput
 from sage.drafts.unroll import Chains
 
 STEPS = 4
@@ -26,7 +27,7 @@ def test_unroll_equals_a_drafted_chain(tiny_target: sage.Target, kind: str, norm
     tokens = inputs["input_ids"][0]
     with torch.no_grad():
         fused = draft.fuse(features)[:, :-1]
-        unrolled = draft.unroll(prompt.embeds[:, 1:], fused, prompt.position_ids[..., :-1], STEPS)
+        unrolled = draft.unroll(HeadInput(prompt.embeds[:, 1:], fused, prompt.position_ids[..., :-1]), STEPS)
     pairs = len(tokens) - 1
     assert [step.shape[1] for step in unrolled] == [pairs - i for i in range(STEPS)]
     first = int(prompt.visual_mask[0].nonzero().max()) + 1  # the first root after the image
@@ -65,7 +66,8 @@ def test_only_the_last_pair_attends_where_nothing_else_is_read(tiny_qwen: sage.T
 def test_sequences_shorter_than_the_steps_end_early(tiny_qwen: sage.Target) -> None:
     draft = random_draft(tiny_qwen, seed=3)
     states = torch.zeros(1, 2, 32)
-    assert [out.shape[1] for out in draft.unroll(states, states, torch.zeros(3, 1, 2, dtype=torch.long), STEPS)] == [2, 1]
+    pairs = HeadInput(states, states, torch.zeros(3, 1, 2, dtype=torch.long))
+    assert [out.shape[1] for out in draft.unroll(pairs, STEPS)] == [2, 1]
 
 
 def naive(queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
@@ -130,7 +132,7 @@ def test_negative_control_later_keys_are_masked(tiny_qwen: sage.Target) -> None:
     spoilt = features.clone()
     spoilt[:, 5] += 1
     for step, (one, other) in enumerate(
-        zip(*(draft.unroll(embeds, f, positions, STEPS) for f in (features, spoilt)), strict=True)
+        zip(*(draft.unroll(HeadInput(embeds, f, positions), STEPS) for f in (features, spoilt)), strict=True)
     ):
         changed = (one != other).any(-1)[0].nonzero()[:, 0].tolist()
         assert changed == list(range(5, 8 - step))
@@ -144,11 +146,12 @@ def test_rows_of_roots_equal_those_of_all_pairs(tiny_qwen: sage.Target, kind: st
     embeds, features = torch.randn(2, 2, 11, 32, generator=generator, dtype=torch.float64)
     positions, weight = torch.arange(11).expand(3, 2, 11), torch.rand(2, 11, generator=generator, dtype=torch.float64)
     roots = torch.tensor([[0, 4, 5, 10], [2, 3, 8, 9]])
-    full = draft.unroll(embeds, features, positions, STEPS, weight)
+    pairs = HeadInput(embeds, features, positions, weight)
+    full = draft.unroll(pairs, STEPS)
     expected = [
         states[:, : 11 - i].gather(1, roots.clamp(max=10 - i)[..., None].expand(-1, -1, 32)) for i, states in enumerate(full)
     ]
-    ours = draft.unroll(embeds, features, positions, STEPS, weight, roots)
+    ours = draft.unroll(pairs, STEPS, roots)
     exists = [(roots + i <= 10)[..., None] for i in range(STEPS)]
     parameters, grads = list(draft.parameters()), []
     for steps in (ours, expected):

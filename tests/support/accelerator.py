@@ -16,9 +16,6 @@ the CPU to the bit, except where PyTorch chooses a kernel by device (attention).
 * a copy to the device is blocking unless its source is pinned and `non_blocking` is set. A blocking copy waits as well; it is
   counted as an upload, not as a synchronization. Memory is pinned by `pin_memory()` or `pin_memory=True`, and views of it are.
 
-Operators within `torch.vacc.stream(..)` have an order of their own: another stream may use their results after waiting for
-an event that was recorded behind them; an operator that uses them earlier is refused (`support.streams`).
-
 Differs from a GPU: nothing runs asynchronously, a non-blocking copy to pinned host memory is complete when the call returns
 (every copy to the host counts as a synchronization), and kernels without CPU counterpart (flash
 attention, cuDNN) are not modeled. Backward passes run in the calling thread, and inference mode within the block is `no_grad`:
@@ -42,11 +39,10 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from support.streams import Event, Stream, Streams
 from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import sage
 
@@ -74,7 +70,6 @@ class Traffic:
     """Synchronizations and copies since the last `reset`, by kind and by line, `sage/decoding/decoder.py:112`."""
 
     lines: Counter[tuple[Kind, str]] = field(default_factory=Counter)
-    order: list[Kind] = field(default_factory=list)
     is_counting: bool = True
 
     def count(self, *kinds: Kind) -> int:
@@ -99,7 +94,6 @@ class Traffic:
     def reset(self) -> None:
         """Starts to count anew."""
         self.lines.clear()
-        self.order.clear()
 
     def table(self) -> str:
         """Returns one line per source line, the most frequent first."""
@@ -109,7 +103,6 @@ class Traffic:
         """Counts an event at the innermost line of the project on the stack, `HELPERS` excluded."""
         if not self.is_counting:
             return
-        self.order.append(kind)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
@@ -122,7 +115,6 @@ class Traffic:
 # What the operators below consult; there is one accelerator per process. `library` is set when the device type is registered,
 # `pinned` are tensors by address of their storage, kept alive, so that no other tensor gets the address.
 _STATE = SimpleNamespace(traffic=Traffic(), is_active=False, library=None, pinned={})
-STREAMS = Streams()
 _SYNCHRONIZING = {f"aten::{name}" for name in ("_local_scalar_dense", "bincount", "equal", "is_nonzero", "masked_select")}
 _SYNCHRONIZING |= {f"aten::{name}" for name in ("nonzero", "repeat_interleave", "_unique", "_unique2", "unique_dim")}
 _SYNCHRONIZING |= {"aten::unique_consecutive"}
@@ -133,7 +125,6 @@ class PretendTensor(torch.Tensor):
     """A tensor on a pretend device; `inner` holds its values on the CPU."""
 
     inner: Tensor
-    written: Event | None = None
 
     @staticmethod
     def __new__(cls, inner: Tensor, device: torch.device) -> PretendTensor:
@@ -152,9 +143,6 @@ class PretendTensor(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PretendTensor({self.inner!r}, device={self.device})"
-
-    def record_stream(self, stream: Any) -> None:  # type: ignore[override]
-        STREAMS.keep(self, stream)
 
     def tolist(self) -> Any:
         _STATE.traffic.add(Kind.SYNCHRONIZATION)
@@ -191,7 +179,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     operands: list[Tensor] = []
     plain_args, plain = _unwrapped(args, operands), {key: _unwrapped(value, operands) for key, value in kwargs.items()}
     ours = [operand for operand in operands if isinstance(operand, PretendTensor)]
-    STREAMS.check(ours)
     name = func._schema.name
     if name == "aten::_to_copy":
         device = _copied(args[0], kwargs.get("device") or args[0].device, kwargs.get("non_blocking", False))
@@ -211,9 +198,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _remember_pinned(result)
     if not _is_pretend(device):
         return result
-    wrapped = _wrapped(result, _indexed(device), ours)
-    STREAMS.write([one for one in tree_leaves(wrapped) if isinstance(one, PretendTensor)])
-    return wrapped
+    return _wrapped(result, _indexed(device), ours)
 
 
 def _unwrapped(value: Any, operands: list[Tensor]) -> Any:
@@ -350,9 +335,6 @@ def _register() -> None:
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         manual_seed_all=lambda seed: None,
         _is_in_bad_fork=lambda: False,
-        Stream=Stream,
-        stream=STREAMS.use,
-        current_stream=lambda device=None: STREAMS.current,
     )
     backend_registration._setup_privateuseone_for_python_backend(BACKEND, module, Hooks())
     _STATE.library = library = torch.library.Library("aten", "IMPL")
@@ -372,7 +354,6 @@ def pretend_accelerator() -> Iterator[Traffic]:
     if _STATE.library is None:
         _register()
     _STATE.traffic, _STATE.is_active, _STATE.pinned = Traffic(), True, {}
-    STREAMS.reset()
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     with ExitStack() as stack:
         stack.callback(_STATE.pinned.clear)

@@ -26,6 +26,7 @@ from data_prep.chat import segments
 from data_prep.conversation import Message
 from sage.decoding import generation
 from sage.drafts.draft import new_session
+from sage.drafts.spans import HeadInput
 from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.processing import Processor
 from sage.inputs.video import VideoSize
@@ -346,7 +347,9 @@ class FamilySuite:
         draft, prompt = random_draft(target, "eagle3", seed=3), target.embed(inputs)
         features, tokens = target.features(prompt, draft.levels), inputs["input_ids"][0]
         with torch.no_grad():
-            unrolled = draft.unroll(prompt.embeds[:, 1:], draft.fuse(features)[:, :-1], prompt.position_ids[..., :-1], STEPS)
+            unrolled = draft.unroll(
+                HeadInput(prompt.embeds[:, 1:], draft.fuse(features)[:, :-1], prompt.position_ids[..., :-1]), STEPS
+            )
         root = len(tokens) - STEPS - 1
         kept = torch.arange(root + 1)
         known = prompt.at(kept)

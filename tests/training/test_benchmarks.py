@@ -13,10 +13,9 @@ from support.train_helpers import command, configure
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import training as bench
 from benchmarks.chain_attention import errors, inputs
 from benchmarks.figures import Figures
-from benchmarks.training import __main__ as bench
-from benchmarks.training import parts
 from sage.io.files import read_json
 from sage.targets.families import family_of
 from train.distill.teacher import Staging
@@ -54,7 +53,7 @@ def test_images_prints_the_time_of_every_part(tmp_path: Path, printed: Callable[
     assert "12 of 12 text layers, draft=eagle, 1 step(s), fp32: 2 sequences with an image of 160 x 160" in text
     assert "256 tokens, 0.12 visual, 54 supervised" in text
     figures = Figures.of(read_json(tmp_path / "out.json"))
-    assert [row[0] for row in figures.rows] == [*parts.PARTS.values(), "sum"] and figures.text() in text
+    assert [row[0] for row in figures.rows] == [*bench.PARTS.values(), "sum"] and figures.text() in text
     assert all(float(row[2]) > 0 for row in figures.rows)
 
 
@@ -62,12 +61,12 @@ def counted(sequences: int, length: int, *overrides: str) -> tuple[dict[str, int
     """The operations of a micro-batch by part, and those of the plan; attention is counted with all of its pairs."""
     config = configure("target=pocket_qwen2_5_vl", *overrides)
     architecture = target_architecture(config.target)
-    sizes = parts.Sizes(sequences=sequences, length=length, image=(160, 160), supervised=1.0)
-    batch = parts.make_batch(family_of(architecture), parts.image_processor(config.target.path, architecture), sizes)
+    sizes = bench.Sizes(sequences=sequences, length=length, image=(160, 160), supervised=1.0)
+    batch = bench.make_batch(family_of(architecture), bench.image_processor(config.target.path, architecture), sizes)
     config.data.max_length = length
     config.train.global_batch_size = config.train.micro_batch_size = sequences
-    teacher, student = parts.build(config, architecture, CPU)
-    flops = dict.fromkeys(parts.PARTS, 0)
+    teacher, student = bench.build(config, architecture, CPU)
+    flops = dict.fromkeys(bench.PARTS, 0)
 
     @contextmanager
     def part(name: str) -> Iterator[None]:
@@ -75,8 +74,8 @@ def counted(sequences: int, length: int, *overrides: str) -> tuple[dict[str, int
             yield
         flops[name] += counter.get_total_flops()
 
-    parts.run_parts(teacher, student, Staging(teacher.target, CPU, torch.float32)(batch), part)
-    return flops, flops_of_step(parts.workload(config, teacher, student, batch))
+    bench.run_parts(teacher, student, Staging(teacher.target, CPU, torch.float32)(batch), part)
+    return flops, flops_of_step(bench.workload(config, teacher, student, batch))
 
 
 def test_counted_operations_are_those_of_the_plan() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.accelerator import DEVICE, STREAMS, Kind, Traffic, on_device, on_host
+from support.accelerator import DEVICE, Kind, Traffic, on_device, on_host
 from support.data_helpers import make_student
 from support.models import MAKERS, make_qwen, padded_batch
-from support.streams import Stream
 
 import sage
 from sage.runtime import attention
@@ -19,7 +18,7 @@ from sage.runtime.modes import VisionAttention
 from sage.targets.loading import set_attention
 from train.config.schema import OptimConfig
 from train.distill.student import Student
-from train.distill.teacher import DeviceCopies, Pairs, Staging, Teacher, count_supervised
+from train.distill.teacher import Pairs, Staging, Teacher, count_supervised
 from train.job.loop import train_step
 from train.launch.supervisor import StopFlag
 from train.monitor.metrics import TrainingMetrics
@@ -74,22 +73,6 @@ def test_batches_are_copied_once_without_blocking(traffic: Traffic) -> None:
     assert {line.split(":")[0] for line in blocking} <= {"sage/targets/families/qwen2_5_vl.py"}  # Hugging Face's vision tower
 
 
-def test_the_next_micro_batch_is_copied_before_the_work_on_one_is_waited_for(
-    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = [{"a": torch.full((2,), i).pin_memory(), "b": torch.ones(3).pin_memory(), "ids": [str(i)]} for i in range(3)]
-    traffic.reset()
-    found = [(batch["ids"], int(batch["a"].sum())) for batch in DeviceCopies(DEVICE).ahead(batches)]
-    assert found == [(["0"], 0), (["1"], 2), (["2"], 4)]
-    upload, wait = Kind.UPLOAD, Kind.SYNCHRONIZATION
-    assert traffic.order == [*[upload] * 4, wait, *[upload] * 2, wait, wait]
-    assert STREAMS.kept == 6, "the allocator may reuse the memory of a copy while it is read"
-    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: None)
-    with pytest.raises(RuntimeError, match="read before the event"):
-        next(DeviceCopies(DEVICE).ahead(batches))["a"].sum()
-    assert list(DeviceCopies(torch.device("cpu")).ahead(batches)) == batches and list(DeviceCopies(DEVICE).ahead([])) == []
-
-
 class PlainEngine:
     """As `Engine` without DeepSpeed, on one rank."""
 
@@ -113,9 +96,8 @@ class PlainEngine:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_waits_for_known_reasons_only(kind: str, traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each micro-batch: placeholders that are counted, a selection of supervised positions, and for heads the number of
-    unrolled rows; with several steps also that of the objective's rows, of which no chunk waits. The vision tower has its
-    layout from `Staging`, except in a draft model, which embeds its own inputs.
+    """For each micro-batch: placeholders that are counted, the number of roots for heads, and the rows of the objective, of
+    which no chunk waits. The vision tower has its layout from `Staging`, except in a draft model, which embeds its own inputs.
     """
     monkeypatch.setattr(attention, "varlen_attn", lambda query, *_: query.clone())
     target = on_device(make_qwen())
@@ -134,7 +116,6 @@ def test_a_step_waits_for_known_reasons_only(kind: str, traffic: Traffic, monkey
         is_stopping=False,
         own_answers=None,
         figures={},
-        copies=DeviceCopies(DEVICE),
     )
     embeds = 2 if kind == "model" else 1  # a draft model embeds its own inputs
     for num_batches in (1, 3):
@@ -148,7 +129,6 @@ def test_a_step_waits_for_known_reasons_only(kind: str, traffic: Traffic, monkey
         assert bool(waits.pop("sage/targets/families/qwen2_5_vl.py", 0)) == (kind == "model"), "Hugging Face's vision tower"
         assert waits == {
             "sage/targets/family.py": embeds * num_batches,
-            "train/distill/student.py": (1 if kind == "model" else 2) * num_batches,
-            **({"train/distill/rows.py": num_batches} if kind == "eagle3" else {}),
+            "train/distill/rows.py": (3 if kind == "model" else 4) * num_batches,
             "tests/training/test_device_step.py": 1,  # the flag of bad gradients
         }

@@ -147,7 +147,7 @@ def test_draft_activations_are_close_to_the_memory_saved_by_autograd(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         fused = draft.fuse(sage.targets.Features(features, (features,) * len(draft.levels)))
         short = draft.shorten(embeds, fused, torch.arange(length).expand(3, batch, length), pair_masks)
-        outputs = draft.unroll(short.embeds_next, short.features, short.position_ids, steps, short.weight, roots)
+        outputs = draft.unroll(short, steps, roots)
     assert len(outputs) == steps
     held = sum(value.untyped_storage().nbytes() for value in kept.values())
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]

@@ -18,6 +18,7 @@ from checkpoints.inspect import inspect_folder
 from data_prep.dataset.dataset import most_frequent
 from sage.drafts.eagle import Eagle3Draft, PEagleDraft
 from sage.drafts.model import ModelDraft, shallow_model
+from sage.drafts.spans import HeadInput
 from train.config.hydra_app import compose
 from train.config.schema import Config, ObjectiveConfig
 from train.distill.build import end_tokens, new_student
@@ -178,7 +179,7 @@ def test_the_loss_of_a_head_with_its_own_vocabulary_equals_the_loss_by_hand() ->
     teacher = Teacher(target, levels=student.levels, token_map=student.token_map)
     pairs = teacher(in_double(batch_of(target)))
     ours = student(pairs, teacher.lm_head)[0]
-    steps = draft.unroll(pairs.embeds_next, draft.fuse(pairs.features), pairs.position_ids, 3)
+    steps = draft.unroll(HeadInput(pairs.embeds_next, draft.fuse(pairs.features), pairs.position_ids), 3)
     total = torch.zeros((), dtype=torch.float64)
     for i, (hidden, weight) in enumerate(zip(steps, (4 / 7, 2 / 7, 1 / 7), strict=True)):
         p = (pairs.features_next[:, i:] @ target.lm_head.weight[vocabulary].T).softmax(-1)

@@ -9,6 +9,7 @@ Shapes: R rows, K steps, S supervised positions, D draft hidden size, E target h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from train.distill.chunked_loss import STATISTICS, ChunkedDistillation
 from train.distill.rows import Rows
 
 ACCEPTANCE = STATISTICS.index("acceptance")
-# Metrics in the order of `LossSums.stacked`, whose last entry is the count they are divided by.
+# Metrics of a micro-batch: the loss; soft cross-entropy in nats; SmoothL1, averaged over the E features of each position, 0 if
+# its weight is 0; share of equal most probable tokens of draft and target; sum of min(p, q) over the vocabulary, the acceptance
+# probability of a sampled draft token; `loss_ce` minus the entropy of the target, 0 for equal distributions.
 METRIC_NAMES = ("loss", "loss_ce", "loss_feature", "agreement", "acceptance", "kl")
 
 
@@ -43,39 +46,21 @@ class DraftOutput:
     confidence: Tensor | None = None
 
 
-@dataclass
-class LossSums:
-    """Sums over supervised positions; divide by `count` for means. Only `loss` carries a gradient.
-
-    All fields except `loss` and `agreements` describe the first step, so that they can be compared between drafts;
-    probabilities are those at the objective's temperature, within the draft vocabulary. With chains from anchors, the sums
-    are estimates of those over all positions.
+class LossSums(NamedTuple):
+    """Sums over supervised positions.
 
     Attributes:
-        loss: weighted sum of all terms and steps.
-        ce: soft cross-entropy in nats.
-        feature: SmoothL1, averaged over the E features of each position; 0 if its weight is 0.
-        agreement: positions where draft and target have the same most probable token.
-        acceptance: sum of min(p, q) over the vocabulary, the acceptance probability of a sampled draft token.
-        kl: `ce` minus the entropy of the target; 0 for equal distributions.
-        count: supervised positions.
-        agreements: not a sum: BoolTensor [K, S], agreement of every step and position, False without such a row; with chains
-            from anchors `chain_counts`, [2, K].
+        loss: weighted sum of all terms and steps, the only one with a gradient.
+        sums: float64 [7], ordered like METRIC_NAMES, and the number of supervised positions, which makes them means. All but
+            the loss describe the first step, so that they can be compared between drafts; probabilities are those at the
+            objective's temperature, within the draft vocabulary. With chains from anchors, they are estimates.
+        agreements: BoolTensor [K, S], agreement of every step and position, False without such a row; with chains from anchors
+            `chain_counts`, [2, K].
     """
 
     loss: Tensor
-    ce: Tensor
-    feature: Tensor
-    agreement: Tensor
-    acceptance: Tensor
-    kl: Tensor
-    count: Tensor
+    sums: Tensor
     agreements: Tensor
-
-    def stacked(self) -> Tensor:
-        """Returns the sums as a detached [7] float64 tensor, ordered like METRIC_NAMES and then `count`."""
-        sums = (self.loss, self.ce, self.feature, self.agreement, self.acceptance, self.kl, self.count)
-        return torch.stack([value.detach().double() for value in sums])
 
 
 class Objective:
@@ -119,8 +104,9 @@ class Objective:
             agreements[rows.step, rows.position] = agree_R
         else:
             agreements = chain_counts(agree_R, rows, self.config.steps)
-        first = dict(zip(STATISTICS, (stats_RX * first_R[:, None]).sum(0), strict=True))
-        return LossSums(loss=loss, feature=feature, count=count, agreements=agreements, **first)
+        ce, kl, agreement, acceptance = (stats_RX * first_R[:, None]).sum(0)
+        sums = torch.stack([each.detach().double() for each in (loss, ce, feature, agreement, acceptance, kl, count)])
+        return LossSums(loss, sums, agreements)
 
     def _distill(
         self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor, weight_R: Tensor

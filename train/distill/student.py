@@ -24,7 +24,7 @@ from sage.drafts.spans import HeadInput
 from sage.drafts.unroll import at_rows
 from train.config.schema import Config
 from train.distill.compiled_layers import CompiledLayers, Method
-from train.distill.objective import DraftOutput, Objective
+from train.distill.objective import DraftOutput, LossSums, Objective
 from train.distill.rows import (
     Anchors,
     draw_anchors,
@@ -73,14 +73,11 @@ class Student(nn.Module):
         """Of the draft, if it has one; read anew on each access, since a loaded checkpoint replaces its buffer."""
         return getattr(self.decoding_draft, "token_map", None)
 
-    def forward(self, pairs: Pairs, target_lm_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the loss, a sum over supervised positions, `LossSums.stacked()`, and `LossSums.agreements`, for the frozen
-        rows [U, D] of the target's lm_head for the draft vocabulary.
-        """
+    def forward(self, pairs: Pairs, target_lm_head: Tensor) -> LossSums:
+        """Compares the draft with the target, given the frozen rows [U, D] of its lm_head for the draft vocabulary."""
         with self.layers.installed():
             output = self.predict(pairs, target_lm_head)
-        sums = self.objective(output, supervised_features(pairs, output), target_lm_head)
-        return sums.loss, sums.stacked(), sums.agreements
+        return self.objective(output, supervised_features(pairs, output), target_lm_head)
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         """Runs the draft; returns its output at the supervised positions."""
@@ -113,9 +110,8 @@ class HeadStudent(Student):
         else:
             keep = [1.0] * min(config.steps, mask.shape[1])
             anchors = draw_anchors(is_root_of(mask, len(keep)), config.anchors, keep)
-        inputs = (short.embeds_next, short.features, short.position_ids)
         roots = None if anchors.has_all_pairs else anchors.root_BA
-        steps = draft.unroll(*inputs, len(anchors.sizes), short.weight, roots)
+        steps = draft.unroll(short, len(anchors.sizes), roots)
         hidden_RD, rows = gather_chains(torch.cat(steps, 1), mask, anchors, short.run_length)
         features = hidden_RD if KINDS[draft.kind].predicts_features else None
         return DraftOutput(draft.to_lm_head(hidden_RD), draft.lm_head_weight(target_lm_head), rows, features)
@@ -202,13 +198,9 @@ class SlotStudent(HeadStudent):
         draft, short = self.draft, self.head_input(pairs)
         mask = short.move_mask(pairs.mask)
         anchors = within_turns(draw_anchors(mask, self.objective.config.anchors, self.keep), mask)
-        inputs = (short.embeds_next, short.features, short.position_ids)
-        hidden_BRD = draft.roll_out(*inputs, anchors.root_BA, anchors.sizes, short.weight)
-        state_BRX = hidden_BRD[..., :0]
-        if draft.markov_head is not None:
-            state_BRX = draft.markov_head(last_tokens(pairs.inputs["input_ids"], anchors))
+        hidden_BRD = draft.roll_out(short, anchors.root_BA, anchors.sizes)
+        state_BRX = self._conditional_state(pairs, anchors, hidden_BRD)
         if draft.path_head is not None:
-            state_BRX = draft.path_head(*last_embeds(pairs.embeds_next.to(draft.dtype), anchors), hidden_BRD)
             hidden_BRD = hidden_BRD + draft.path_head.out(state_BRX)
         both_NX, rows = gather_chains(torch.cat((hidden_BRD, state_BRX), -1), mask, anchors)
         hidden_ND, state_NX = both_NX.split((hidden_BRD.shape[-1], state_BRX.shape[-1]), -1)
@@ -217,16 +209,16 @@ class SlotStudent(HeadStudent):
         weight = draft.lm_head_weight(target_lm_head)
         return DraftOutput(draft.to_lm_head(hidden_ND), weight, rows, correction=correction, confidence=confidence)
 
+    def _conditional_state(self, pairs: Pairs, anchors: Anchors, hidden_BRD: Tensor) -> Tensor:
+        """Returns the state [B, R, r] of every row from the tokens before its own; r = 0 without a conditional.
 
-def last_tokens(input_ids: Tensor, anchors: Anchors) -> Tensor:
-    """Returns the token before the predicted one of every row, LongTensor [B, R]."""
-    return input_ids.gather(1, (anchors.pair_BR + 1).clamp(max=input_ids.shape[1] - 1))
-
-
-def last_embeds(embeds_next: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
-    """Returns the embeddings of the token before the predicted one, and of the one before that, of every row, [B, R, D] each.
-
-    The first token of a sequence has no embedding among the pairs; the second one stands for it.
-    """
-    last_BR = anchors.pair_BR.clamp(max=embeds_next.shape[1] - 1)
-    return at_rows(embeds_next, last_BR, 1), at_rows(embeds_next, (last_BR - 1).clamp(min=0), 1)
+        The first token of a sequence has no embedding among the pairs; the second one stands for it.
+        """
+        draft, ids = self.draft, pairs.inputs["input_ids"]
+        if draft.markov_head is not None:
+            return draft.markov_head(ids.gather(1, (anchors.pair_BR + 1).clamp(max=ids.shape[1] - 1)))
+        if draft.path_head is None:
+            return hidden_BRD[..., :0]
+        embeds, last_BR = pairs.embeds_next.to(draft.dtype), anchors.pair_BR.clamp(max=pairs.embeds_next.shape[1] - 1)
+        before_BR = (last_BR - 1).clamp(min=0)
+        return draft.path_head(at_rows(embeds, last_BR, 1), at_rows(embeds, before_BR, 1), hidden_BRD)

@@ -22,7 +22,7 @@ from train.config.command_line import changed_command
 from train.config.derived import RunLength
 from train.config.schema import Config
 from train.distill.own_answers import OwnAnswers
-from train.distill.teacher import DeviceCopies, Teacher, count_supervised
+from train.distill.teacher import Teacher, count_supervised
 from train.engine.engine import Engine
 from train.job.callbacks import Callback
 from train.job.schedule import Due, RunSchedule, learning_rate
@@ -68,14 +68,12 @@ class TrainingRun:
     figures: dict[str, float] = field(default_factory=dict)  # of the last step, and what is measured once, until it is logged
     callbacks: Sequence[Callback] = ()  # on rank 0; empty on the others
     is_stopping: bool = field(default=False, init=False)  # whether `stop` is set, on every rank
-    copies: DeviceCopies = field(init=False)
     saved: TrainState = field(init=False)  # the state when it was last saved, or at the start
     validated_at: int | None = field(default=None, init=False)  # step of the last complete validation by this process
     report: dict[str, Any] | None = field(default=None, init=False)  # of that validation, on rank 0
     failure: str = field(default="", init=False)  # why the last validation failed; empty if it did not
 
     def __post_init__(self) -> None:
-        self.copies = DeviceCopies(self.ranks.device)
         self.saved = replace(self.state)
 
     @property
@@ -169,7 +167,7 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
     count = _reduce_counts(run, micro_batches)
     device = run.ranks.device
     flags: list[Tensor] = []
-    for number, batch in enumerate(run.copies.ahead(micro_batches), start=1):
+    for number, batch in enumerate(micro_batches, start=1):
         pairs = run.teacher(batch)
         if run.own_answers is not None:
             run.own_answers.add(batch, pairs)
@@ -197,7 +195,6 @@ def try_largest(run: TrainingRun) -> None:
     generators = rng_state(run.ranks.device)
     try:
         run.engine.optimizer_state.allocate()
-        [batch] = run.copies.ahead([batch])
         loss, *_ = run.engine(run.teacher(batch), run.teacher.lm_head)
         run.engine.backward(loss * 0, is_last=False)
     except torch.OutOfMemoryError as error:

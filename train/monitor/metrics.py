@@ -107,7 +107,7 @@ class TrainingMetrics:
         self._elapsed_s, self._ticked = 0.0, time.perf_counter()
 
     def add(self, sums: Tensor, agreements: Tensor, mask_BP: Tensor) -> None:
-        """Adds `LossSums.stacked()` of a micro-batch without device synchronization; for the others see `ChainEstimate.add`."""
+        """Adds `LossSums.sums` of a micro-batch without device synchronization; for the others see `ChainEstimate.add`."""
         self._sums = sums if self._sums is None else self._sums + sums
         self.estimate.add(agreements, mask_BP)
 

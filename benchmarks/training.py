@@ -1,15 +1,18 @@
-"""Time and memory of the parts of a training step on sequences with one image each, beside the operations of the plan.
+"""`python -m benchmarks.training`: an optimizer step against its parts, each alone; with --images, the parts at published
+sizes with random weights, beside the operations of the plan (docs/plan.md). Also takes overrides of sage-train.
 
-The target has published sizes and random weights; the plan's operations (docs/plan.md) are the floor of each part.
-
-Shapes: B sequences, T tokens.
+The remainder of a step is overhead: the engine, the optimizer, the checks of every step, metrics and waiting for data.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,18 +25,25 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 
 import sage
 from benchmarks.figures import GIB, Figures, describe_machine, peak, reset_peak
+from sage.commands.cli import new_parser, run
 from sage.io.dtypes import torch_dtype
+from sage.io.tables import text_table
 from sage.runtime.modes import VisionAttention, resolve_attention
 from sage.runtime.prefix_attention import HALF
 from sage.runtime.timing import now_s
 from sage.targets.families import family_of
 from sage.targets.loading import load_processor, set_attention
+from train.config.checks import MAX_STAGE, check
+from train.config.derived import split_text
+from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.distill.build import fresh_draft, new_student, vocabulary_size
 from train.distill.compiled_layers import draft_layers
 from train.distill.student import Student, supervised_features
 from train.distill.teacher import Staging, Teacher, count_supervised
-from train.job.build import build_teacher
+from train.job.build import build_teacher, building
+from train.job.loop import MicroBatches, TrainingRun, train_step
+from train.launch.ranks import Ranks, pick_device, process_group
 from train.plan.estimate import flops_of_step
 from train.plan.memory import MetaModels, Workload, target_architecture
 
@@ -45,6 +55,133 @@ PARTS = {
 }
 HEAD = ("part", "TFLOP of the plan", "ms", "share of peak", "peak, GiB")
 Part = Callable[[str], AbstractContextManager[None]]
+
+
+def main() -> int:
+    arguments, overrides = _parser().parse_known_args()
+    if unknown := [word for word in overrides if word.startswith("-")]:
+        raise ValueError(f"{unknown[0]}: unknown to benchmarks.training; see --help")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    if arguments.images is not None:
+        print(_parts(arguments, overrides))
+        return 0
+    config = compose("config", [*overrides, f"launch.device={arguments.device}"], Config)
+    check(config)
+    if config.deepspeed.stage == MAX_STAGE:
+        raise ValueError("deepspeed.stage=3: allowed: 0, 1 or 2 here; under ZeRO-3 the draft cannot run outside the engine")
+    with process_group(arguments.device, config.launch.timeout_s) as ranks:
+        print(measure_steps(config, ranks, arguments.measured, arguments.warmup))
+    return 0
+
+
+def _parts(arguments: argparse.Namespace, overrides: list[str]) -> str:
+    config = compose("config", [*overrides, "launch.plan=true"], Config)  # opens no data
+    check(config)
+    sizes = Sizes(
+        sequences=config.train.micro_batch_size,
+        length=arguments.length,
+        image=arguments.images,
+        supervised=arguments.supervised,
+    )
+    device = pick_device(arguments.device, 0)
+    return measure(config, sizes, arguments.layers, device, arguments.measured, arguments.warmup, arguments.out).text()
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Parses `640x480`."""
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
+        raise argparse.ArgumentTypeError(f"{text!r}: give width and height in pixels, such as 640x480")
+    return int(width), int(height)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: allowed: above 0, at most 1")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("python -m benchmarks.training", description=__doc__)
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--threads", type=int, help="CPU threads; default: as torch chooses")
+    parser.add_argument("--measured", type=int, default=20, help="steps to time")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+    parser.add_argument("--layers", type=int, help="text layers of --images; default: all")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of each sequence of --images (default: %(default)s)")
+    text = "time the parts of a step on sequences with one image each, with random weights; default %(const)s"
+    parser.add_argument("--images", metavar="WxH", type=_size, nargs="?", const="640x480", help=text)
+    parser.add_argument("--supervised", type=_share, default=0.25, help="share of the text of --images (default: %(default)s)")
+    parser.add_argument("--out", metavar="FILE", help="write the table of --images as JSON")
+    return parser
+
+
+# -- an optimizer step against its parts --------------------------------------------------------------------------------
+
+
+@dataclass
+class StepTimes:
+    """Seconds of a step with its data, of waiting for them, and of its parts alone; tokens of the step."""
+
+    total: float
+    wait: float
+    parts: dict[str, float]
+    tokens: int
+
+
+def measure_steps(config: Config, ranks: Ranks, num_steps: int, warmup: int) -> str:
+    """Times the steps of a run in a temporary folder, interleaved with their parts alone on the same batches.
+
+    Returns:
+        the text to print.
+    """
+    with tempfile.TemporaryDirectory(prefix="train-bench-") as folder:
+        config.run.dir = str(Path(folder) / "run")
+        with building(config, ranks) as run:
+            alone = copy.deepcopy(run.engine.student)
+            before = reset_peak(ranks.device)
+            with closing(run.loader.__iter__()) as steps:
+                times = [_measure_step(run, alone, steps) for _ in range(warmup + num_steps)][warmup:]
+            return _text(run, times, peak(ranks.device) - before)
+
+
+def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches]) -> StepTimes:
+    device = run.ranks.device
+    start = now_s(device)
+    batches = next(steps)
+    ready = now_s(device)
+    train_step(run, batches)
+    total = now_s(device) - start
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for batch in batches:
+        run_parts(run.teacher, alone, batch, partial(_timed, device=device, seconds=seconds))
+    return StepTimes(total, ready - start, seconds, sum(int(batch["attention_mask"].sum()) for batch in batches))
+
+
+def _text(run: TrainingRun, times: Sequence[StepTimes], peak_bytes: int) -> str:
+    # one ratio per step, so that other load affects both sides
+    ratios, config = sorted(step.total / sum(step.parts.values()) for step in times), run.config
+    total, tokens = (median(getattr(step, name) for step in times) for name in ("total", "tokens"))
+    rows = [("optimizer step", f"{1e3 * total:.1f} ms", f"{tokens / total:,.0f} tokens/s")]
+    rows += [(text, f"{1e3 * median(step.parts[name] for step in times):.1f} ms", "alone") for name, text in PARTS.items()]
+    waited = sum(step.wait for step in times) / sum(step.total for step in times)
+    return "\n".join(
+        (
+            f"{run.teacher.target.name}, draft={config.draft.kind}, {len(ratios)} steps of {config.train.global_batch_size} = "
+            f"{split_text(config, run.ranks.world_size)}, {tokens:.0f} tokens, "
+            f"ZeRO {config.deepspeed.stage}, {config.train.precision}",
+            "",
+            text_table(None, rows, "<><"),
+            f"step / parts: {median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f}); data wait {100 * waited:.2f}% of the time",
+            f"peak {peak_bytes / GIB:.2f} GiB beyond weights and optimizer state",
+            describe_machine(run.ranks.device),
+        )
+    )
+
+
+# -- parts at published sizes ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +226,16 @@ def measure(
     gc.collect()
     teacher, student = build(config, architecture, device)
     work = workload(config, teacher, student, batch)
-    for parts in _time(teacher, student, batch, device, repeats, warmup):
-        figures = _figures(config, sizes, f"{config.target.name}, {depth}", batch, parts, work, device)
-        figures.write(out)
+    staged = Staging(teacher.target, device, teacher.target.dtype)(batch)
+    parts = {name: Measured() for name in PARTS}
+    for number in range(warmup + repeats):
+        seconds = dict.fromkeys(PARTS, 0.0)
+        run_parts(teacher, student, staged, partial(_timed, device=device, seconds=seconds, parts=parts))
+        if number >= warmup:
+            for name, spent in seconds.items():
+                parts[name].seconds.append(spent)
+            figures = _figures(config, sizes, f"{config.target.name}, {depth}", batch, parts, work, device)
+            figures.write(out)
     return figures
 
 
@@ -172,28 +316,18 @@ def run_parts(teacher: Teacher, student: Student, batch: dict[str, Any], part: P
         torch.autograd.grad(sums.loss / count_supervised(batch["loss_mask"]), trained, allow_unused=True)
 
 
-def _time(
-    teacher: Teacher, student: Student, batch: dict[str, Any], device: torch.device, repeats: int, warmup: int
-) -> Iterator[dict[str, Measured]]:
-    """Yields times and memory of every part after each timed repeat; the clock waits for the device at its bounds."""
-    staged = Staging(teacher.target, device, teacher.target.dtype)(batch)
-    parts = {name: Measured() for name in PARTS}
-    for number in range(warmup + repeats):
-        seconds = dict.fromkeys(PARTS, 0.0)
-        run_parts(teacher, student, staged, partial(_timed, device=device, seconds=seconds, parts=parts))
-        if number >= warmup:
-            for name, spent in seconds.items():
-                parts[name].seconds.append(spent)
-            yield parts
-
-
 @contextmanager
-def _timed(name: str, device: torch.device, seconds: dict[str, float], parts: dict[str, Measured]) -> Iterator[None]:
-    reset_peak(device)
+def _timed(
+    name: str, device: torch.device, seconds: dict[str, float], parts: dict[str, Measured] | None = None
+) -> Iterator[None]:
+    """Adds the seconds of the block, and its peak memory to `parts`; the clock waits for the device at both ends."""
+    if parts is not None:
+        reset_peak(device)
     start = now_s(device)
     yield
     seconds[name] += now_s(device) - start
-    parts[name].peak_bytes = max(parts[name].peak_bytes, peak(device))
+    if parts is not None:
+        parts[name].peak_bytes = max(parts[name].peak_bytes, peak(device))
 
 
 def _figures(
@@ -207,10 +341,10 @@ def _figures(
 ) -> Figures:
     plan, peak_flops = flops_of_step(work), config.launch.gpu_peak_tflops * 1e12
     total = Measured(
-        seconds=[sum(times) for times in zip(*(one.seconds for one in parts.values()), strict=True)],
-        peak_bytes=max(one.peak_bytes for one in parts.values()),
+        seconds=[sum(times) for times in zip(*(part.seconds for part in parts.values()), strict=True)],
+        peak_bytes=max(part.peak_bytes for part in parts.values()),
     )
-    rows = [_row(PARTS[name], one, plan[name], peak_flops) for name, one in parts.items()]
+    rows = [_row(PARTS[name], part, plan[name], peak_flops) for name, part in parts.items()]
     rows.append(_row("sum", total, sum(plan.values()), peak_flops))
     tokens = batch["input_ids"].numel()
     width, height = sizes.image
@@ -228,7 +362,11 @@ def _figures(
     return Figures(title, HEAD, rows, notes, describe_machine(device))
 
 
-def _row(name: str, one: Measured, flops: float, peak_flops: float) -> list[str]:
-    seconds = median(one.seconds)
+def _row(name: str, part: Measured, flops: float, peak_flops: float) -> list[str]:
+    seconds = median(part.seconds)
     share = f"{flops / seconds / peak_flops:.0%}"
-    return [name, f"{flops / 1e12:.4g}", f"{1e3 * seconds:.1f}", share, f"{one.peak_bytes / GIB:.1f}"]
+    return [name, f"{flops / 1e12:.4g}", f"{1e3 * seconds:.1f}", share, f"{part.peak_bytes / GIB:.1f}"]
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
