@@ -287,12 +287,12 @@ class DraftHead(PreTrainedModel):
         embeds, features, positions = pairs.embeds_next, pairs.features, pairs.position_ids
         chains, outputs, last = Chains(pairs.weight, roots), [], embeds.shape[1] - 1
         for step in range(min(steps, last + 1)):
-            if step and roots is None:
-                embeds, positions, features = embeds[:, 1:], positions[..., 1:], features[:, :-1]
-            elif step:
+            if step and roots is not None:
                 rows = (roots + step).clamp(max=last)
                 embeds = at_rows(pairs.embeds_next, rows, 1)
                 positions = pairs.position_ids.gather(-1, rows.expand(*positions.shape[:-1], -1))
+            elif step:
+                embeds, positions, features = embeds[:, 1:], positions[..., 1:], features[:, :-1]
             features = self(embeds, features, positions, cache=chains)
             outputs.append(features)
         return outputs

@@ -253,8 +253,3 @@ def test_without_the_row_the_kind_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
         sage.new_draft(make_qwen(), "bigram")
     with refused("draft=bigram", ", model"):
         compose("config", BIGRAM, Config)
-
-
-def test_the_kind_cannot_be_changed_without_its_schema() -> None:
-    with refused("draft.kind", "model"):
-        check(compose("config", ["launch.plan=true", "draft.kind=model"], Config))
