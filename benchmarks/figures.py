@@ -46,7 +46,6 @@ class Figures:
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> Figures:
-        """Returns the table of a file that `write` has written."""
         return cls(**{key: value for key, value in content.items() if key != "command"})
 
 
@@ -68,7 +67,6 @@ def fill_blocks(text: str, kind: str, content: Callable[[str], str | None]) -> s
 
 
 def counts(text: str) -> list[int]:
-    """Parses a list of positive integers; raises ValueError for another format."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
@@ -98,7 +96,6 @@ def reset_peak(device: torch.device) -> int:
 
 
 def allocated(device: torch.device) -> int:
-    """Returns the number of bytes allocated now."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident("VmRSS")
 
 

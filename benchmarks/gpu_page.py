@@ -49,7 +49,6 @@ Row = tuple[str, str, str, str]
 
 
 def filled(text: str, results: list[dict[str, Any]], figures: dict[str, Any]) -> str:
-    """Returns a page with these figures."""
     commands = {row["name"]: f"`python {' '.join(row['command'][1:])}`" for row in results}
 
     def content(names: str) -> str | None:
@@ -81,7 +80,6 @@ def part_of(step: dict[str, Any], command: str) -> str | None:
 
 
 def expected(figures: Results) -> list[Row]:
-    """Returns the rows of the table; without a figure, "-" stands under "measured"."""
     launch = Config().launch
     found = re.search(r"copy bandwidth +([\d.]+) GB/s", str(figures.get("check_device", {}).get("output", "")))
     bandwidth = NOT_MEASURED if found is None else found[1]
@@ -150,7 +148,6 @@ def _training(figures: Results) -> Iterator[Row]:
 
 
 def _table(figures: Results, step: str) -> list[list[str]]:
-    """Returns the rows of the table that a benchmark has written."""
     rows: list[list[str]] = figures.get(step, {}).get("files", {}).get("table.json", {}).get("rows", [])
     return rows
 

@@ -165,7 +165,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def keep(rows: Sequence[dict[str, Any]], outputs: dict[str, str], out: Path, work: Path) -> None:
-    """Writes what is known, each file atomically."""
     figures = {name: {"output": text, "files": _files(work / name)} for name, text in outputs.items()}
     write_json(out / FIGURES, figures)
     write_json(out / RESULTS, {"steps": list(rows)})

@@ -46,7 +46,6 @@ def prefill_operations(shape: Shape, layers: int, rows: int, fused: int = 0) -> 
 
 
 def cache_bytes(shape: Shape, layers: int, rows: int) -> int:
-    """Returns the bytes of the keys and values of `rows` tokens."""
     return 2 * layers * shape.num_kv_heads * shape.head_dim * rows * ITEM_BYTES
 
 
@@ -62,7 +61,6 @@ def counted(shape: Shape, tokens: int, draft_rows: int) -> tuple[float, float, f
 
 
 def counted_table(names: Sequence[str], tokens: Sequence[int], out: str | None) -> Figures:
-    """Returns the shares at published sizes; `out` receives them."""
     rows = []
     for shape in map(shape_named, names):
         for count in tokens:
@@ -122,7 +120,6 @@ def measured_table(path: str, tokens: Sequence[int], repeats: int, out: str | No
 
 
 def _times(runs: Sequence[Any]) -> list[str]:
-    """Returns the milliseconds of first token and round with the draft's shares."""
     first = median(run.total_s - run.decode_s for run in runs)
     drafted = median(run.time_s["draft_prefill"] for run in runs)
     round_s = median(run.decode_s / run.rounds for run in runs)

@@ -22,7 +22,6 @@ PAGE, RESULTS = "results.md", "results"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures the selected studies and fills the page; returns the exit code."""
     parser = new_parser("python -m benchmarks.papers", description=__doc__)
     parser.add_argument("studies", metavar="STUDY", nargs="*", help="of settings.yaml; default: all but those on request")
     parser.add_argument("--settings", metavar="FILE", type=Path, default=SETTINGS, help="another file than %(default)s")

@@ -44,7 +44,6 @@ Series = list[list[float]]  # one list per answer
 
 
 def round_floats(value: Any) -> Any:
-    """Returns `value` with every float rounded to `SIGNIFICANT_DIGITS`."""
     if isinstance(value, float):
         return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
     if isinstance(value, Mapping):
@@ -107,7 +106,6 @@ class Lab:
             self.store.get_or_measure(study, name, self.inputs(spec), partial(self._measure, spec))
 
     def inputs(self, spec: Json) -> Json:
-        """Returns what the figures of a measurement depend on."""
         runs = {run: self.settings.arguments(run) for run in sorted(set(runs_of(spec)))}
         return {"spec": spec, "runs": runs, "target": weights_digest(self.settings.targets[spec["target"]])}
 
@@ -130,7 +128,6 @@ class Lab:
         return self._cached(("target", path), lambda: sage.load_target(path, dtype=torch.float32, passes=passes))
 
     def draft(self, run: str, target: sage.Target) -> Any:
-        """Returns the draft of a run; trains the run if it is missing."""
         return self._cached(
             ("draft", run, target.name), lambda: sage.load_draft(ensure_trained(self.settings, run) / DRAFT, target)
         )
@@ -264,7 +261,6 @@ def correlation(first: Series, second: Series, lag: int) -> float | None:
 
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
-    """Sets torch's number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -274,7 +270,6 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def runs_of(spec: Json) -> Iterator[str]:
-    """Yields the runs whose drafts a measurement uses."""
     yield from spec.get("drafts", {}).values()
     yield from (how["run"] for how in spec.get("decoders", {}).values() if "run" in how)
     if "run" in spec:

@@ -34,8 +34,6 @@ QUICK_TRAINING = "train.max_steps=2 train.validate_every=1 decode.num_prompts=1 
 
 @dataclass(kw_only=True)
 class Settings:
-    """The keys of settings.yaml."""
-
     runs_dir: str
     docs_dir: str
     defaults: Json  # of every measurement
@@ -47,7 +45,6 @@ class Settings:
     on_request: list[str]  # studies that `make results` leaves out, because they train drafts for long or need vLLM
 
     def target_of(self, run: str) -> str:
-        """Returns the short name of a run's target; ValueError for an unknown run."""
         if run not in self.runs:
             raise ValueError(f"runs: {run!r} is not one of {', '.join(self.runs)}")
         return self.runs[run].split()[0]
@@ -60,11 +57,9 @@ class Settings:
         return shlex.split(f"{common} {own} {self.last}")
 
     def run_digest(self, run: str) -> str:
-        """Returns a hash of the run's arguments and of its target's weights."""
         return digest([self.arguments(run), weights_digest(self.targets[self.target_of(run)])])
 
     def folder(self, run: str) -> Path:
-        """Returns the folder of a run."""
         return Path(self.runs_dir) / run
 
 
@@ -98,7 +93,6 @@ def select_studies(settings: Settings, names: Iterable[str]) -> list[str]:
 
 
 def digest(value: Any) -> str:
-    """Returns a short hash of a JSON value."""
     return json_digest(value)[:16]
 
 

@@ -37,7 +37,6 @@ def with_interval(value: float, bounds: Sequence[float] | None) -> str:
 
 
 def speedup(part: Json) -> str:
-    """Returns the speedup of a decoder with its 95% interval."""
     return with_interval(part["speedup"], part.get("speedup_ci"))
 
 
@@ -59,18 +58,15 @@ COLUMNS: dict[str, Callable[[Json], str]] = {  # of tables of decoders: head, an
 
 
 def identical(parts: Sequence[Json]) -> str:
-    """Returns `16/16`, the texts of all parts that are the target's own."""
     return "/".join(str(sum(part.get(key, 0) for part in parts)) for key in ("match", "total"))
 
 
 def fastest_first(decoders: Figures) -> list[str]:
-    """Returns the names of the decoders without `VARIANTS`, by speedup."""
     names = [name for name in decoders if not name.endswith(VARIANTS)]
     return sorted(names, key=lambda name: decoders[name]["speedup"], reverse=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table, its first column on the left."""
     return markdown_table(head, rows, "<" + ">" * (len(head) - 1))
 
 
@@ -82,14 +78,12 @@ def of_decoders(names: Iterable[str], figures: Figures, columns: Sequence[str], 
 
 
 def of_variants(head: str, decoders: Figures, columns: Sequence[str], form: str = "`{}`") -> str:
-    """Returns a row for every decoder of one measurement but the autoregressive one."""
     drafting = {name: part for name, part in decoders.items() if name != AUTOREGRESSIVE}
     rows = [[form.format(name), *(COLUMNS[one](part) for one in columns)] for name, part in drafting.items()]
     return table((head, *columns), rows)
 
 
 def headline(figures: Figures) -> str:
-    """Every decoder on every target, the fastest on the first target on top."""
     parts = [part["decoders"] for part in figures.values()]
     head = [cell for name in figures for cell in (f"{TITLES[name]}: speedup (95%)", "captions", "tokens/pass")]
     rows = []
@@ -106,7 +100,6 @@ def adaptive(figures: Figures) -> str:
 
 
 def sizes(figures: Figures) -> str:
-    """Decoders by size of the weights."""
     names = next(iter(figures.values()))["decoders"]
     return of_decoders(names, figures, ("tokens/s", "speedup (95%)", "tokens/pass"), "{} MB".format)
 
@@ -129,7 +122,6 @@ def vllm(figures: Figures) -> str:
 
 
 def drafts(figures: Figures) -> str:
-    """Kinds of draft: tokens per pass of a chain, and speed under `cost_aware`."""
     rows = []
     for name, part in figures.items():
         target, _, muon = name.partition("_")
@@ -142,12 +134,10 @@ def drafts(figures: Figures) -> str:
 
 
 def ablations(figures: Figures) -> str:
-    """The tuned `sage` with one option changed."""
     return of_variants("`sage` with", figures["qwen"]["decoders"], ("tokens/pass", "nodes/round", "speedup (95%)"))
 
 
 def confidence(figures: Figures) -> str:
-    """Correlations of alpha along an answer."""
     names = {
         "between_tokens": "alpha of neighboring tokens",
         "between_rounds": "alpha of neighboring rounds",
@@ -159,7 +149,6 @@ def confidence(figures: Figures) -> str:
 
 
 def length(figures: Figures) -> str:
-    """Accepted tokens by length of the answer."""
     rows = []
     for tokens, part in figures.items():
         static, sage = (part["decoders"][name]["mean_accepted_draft"] for name in (STATIC, SAGE))
@@ -182,25 +171,21 @@ def temperature(figures: Figures) -> str:
 
 
 def compressor(figures: Figures) -> str:
-    """Heads that were trained with each compressor."""
     columns = ("draft tokens of the prompt", "tokens/pass", "speedup", "end to end")
     return of_variants("`draft/compressor=`", figures["llava"]["decoders"], columns)
 
 
 def pruning(figures: Figures) -> str:
-    """Visual tokens pruned while decoding."""
     columns = ("draft tokens of the prompt", "accepted per round", "speedup (95%)")
     return of_variants("share pruned", figures["qwen"]["decoders"], columns, "{}")
 
 
 def epochs(figures: Figures) -> str:
-    """Tokens per pass after each epoch."""
     rows = [[f"`{name}`", *(f"{value:.2f}" for value in part["tokens_per_target_pass"])] for name, part in figures.items()]
     return table(("run", *(f"epoch {epoch}" for epoch in range(1, max(map(len, rows))))), rows)
 
 
 def real(figures: Figures) -> str:
-    """Every decoder on real language, the fastest on top."""
     greedy, sampled = figures["greedy"]["decoders"], figures["T = 0.7"]["decoders"]
     rows = []
     for name in sorted(greedy, key=lambda name: greedy[name]["speedup"], reverse=True):
@@ -212,7 +197,6 @@ def real(figures: Figures) -> str:
 
 
 def real_sources(figures: Figures) -> str:
-    """Tokens per pass by source of the prompts."""
     names = ("chain", STATIC, SAGE, "cost_aware")
     rows = [
         [source, str(part["chain"]["prompts"]), *(per_pass(part[name]) for name in names), times(part["chain"]["speedup"])]
@@ -222,7 +206,6 @@ def real_sources(figures: Figures) -> str:
 
 
 def real_tokens(figures: Figures) -> str:
-    """Estimated tokens per pass by number of training tokens."""
     (part,) = figures.values()
     head = ("training tokens", *(f"{int(tokens):,}" for tokens in part))
     return table(head, [["tokens/pass", *(f"{value:.2f}" for value in part.values())]])

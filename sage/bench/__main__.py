@@ -28,7 +28,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def console() -> None:
-    """Entry point of the console script."""
     sys.exit(run(main))
 
 

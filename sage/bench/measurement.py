@@ -146,7 +146,6 @@ def measure(
 
 
 def rotated(items: Sequence[T], shift: int) -> list[T]:
-    """Returns the items, rotated left by `shift`."""
     shift %= len(items)
     return [*items[shift:], *items[:shift]]
 

@@ -13,21 +13,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra._internal.hydra import Hydra
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
@@ -40,23 +33,18 @@ from sage.runtime import timing
 from train.report import run_page, style
 
 save_rendered, draw_curves = style.save, run_page.draw_curves
-_PARSED: dict[tuple[str, str], Any] = {}
-_LOADED: dict[str, bytes] = {}  # files of `conf/`, pickled: reading that takes a quarter of the time of a copy
 _COMPOSED: dict[tuple[Any, ...], Any] = {}  # by `_defaults_list` and `_merged`
 
 
 def shorten() -> None:
     """Leaves out plots, garbage collection of imported modules, most runs of timed passes, the composition that only reads
-    `hydra.mode`, and what Hydra reads, parses or merges repeatedly.
+    `hydra.mode`, and what Hydra merges repeatedly.
     """
     style.save, run_page.draw_curves = save_blank, lambda *_: Figure()
     gc.unfreeze = lambda: None  # what conftest.py has frozen stays frozen after a measurement
     measure.REPEATS = measure.MIN_REPEATS = 2
     timing.MORE = 1  # on a busy machine, every run is disturbed
-    Plugins.instance()  # which imports `FileConfigSource` again
-    SourcesRegistry.instance().resolve("file").load_config = _load_config  # type: ignore[method-assign]
     CachingConfigRepository.__init__ = _share  # type: ignore[method-assign]
-    OverridesParser.parse_rule = _parse_rule  # type: ignore[method-assign]
     Hydra.get_mode = _mode  # type: ignore[method-assign]
     config_loader_impl.create_defaults_list = _defaults_list
     ConfigLoaderImpl._compose_config_from_defaults_list = _merged  # type: ignore[method-assign]
@@ -73,28 +61,9 @@ def save_blank(made: Figure, path: Path) -> None:
     Image.new("RGB", (width, height), "white").save(path)
 
 
-def _load_config(source: FileConfigSource, config_path: str, load: Any = FileConfigSource.load_config) -> ConfigResult:
-    """As Hydra's own, with the parser of libyaml, and once per file of `conf/`."""
-    if source.path == str(config_dir()) and config_path in _LOADED:
-        found: ConfigResult = pickle.loads(_LOADED[config_path])
-        return found
-    with mock.patch.object(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        found = load(source, config_path)
-    if source.path == str(config_dir()):
-        _LOADED[config_path] = pickle.dumps(found)
-    return found
-
-
 def _share(repo: CachingConfigRepository, delegate: ConfigRepository) -> None:
     """As Hydra's own, without a copy of the sources, which nothing changes."""
     repo.delegate, repo.cache = copy(delegate), {}
-
-
-def _parse_rule(parser: OverridesParser, text: str, rule: str, parse: Any = OverridesParser.parse_rule) -> Any:
-    """As Hydra's own, once per text: parsing an override takes ten milliseconds, and tests share most of theirs."""
-    if (text, rule) not in _PARSED:
-        _PARSED[text, rule] = parse(parser, text, rule)
-    return copy(_PARSED[text, rule])
 
 
 def _defaults_list(

@@ -6,7 +6,7 @@ The prefill is not counted.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from support.accelerator import Kind, Traffic
@@ -37,7 +37,7 @@ class Counts:
 
     tokens: list[int]
     rounds: list[RoundCounts]
-    lines: Counter[tuple[Kind, str]] = field(default_factory=Counter)
+    lines: Counter[tuple[Kind, str]]
 
 
 def new_policy(name: str, **options: Any) -> Policy:
@@ -52,29 +52,16 @@ def count_rounds(
     traffic: Traffic, target: sage.Target, draft: Draft | None, inputs: Any, policy: Policy, **options: Any
 ) -> Counts:
     """Decodes one prompt; `target` and `draft` lie on the accelerator. Arguments as for `sage.generate`."""
-    request = generation.start(target, draft, inputs, policy, **options)
-    levels = _count_levels(request)
+    request, levels = generation.start(target, draft, inputs, policy, **options), list[None]()
+    session: Any = request.request.session
+    if session is not None:
+        propose = session.propose
+        session.propose = lambda *given, **more: levels.append(None) or propose(*given, **more)
     rounds, lines = [], Counter[tuple[Kind, str]]()
     for number, _ in enumerate(request.rounds()):
         if number:
-            counted = RoundCounts(levels.total(), traffic.synchronizations, traffic.uploads, traffic.blocking_uploads)
-            rounds.append(counted)
+            rounds.append(RoundCounts(len(levels), traffic.synchronizations, traffic.uploads, traffic.blocking_uploads))
             lines += traffic.lines
         levels.clear()
         traffic.reset()
     return Counts(request.tokens, rounds, lines)
-
-
-def _count_levels(request: generation.Generation) -> Counter[str]:
-    """Counts the levels that the draft proposes from here on."""
-    levels = Counter[str]()
-    session: Any = request.request.session
-    if session is not None:
-        propose = session.propose
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            levels["proposed"] += 1
-            return propose(*args, **kwargs)
-
-        session.propose = counting
-    return levels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -14,31 +15,34 @@ from benchmarks import gpu_quarter_hour
 from benchmarks.gpu_quarter_hour import Step, run_steps
 from sage.io.files import read_json
 
-DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('hangs', flush=True); time.sleep(60)"
+DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('hangs', flush=True); time.sleep(600)"
 RUNNER = """
 import signal, sys
 from benchmarks import gpu_quarter_hour
 from benchmarks.gpu_quarter_hour import Step
 command = [sys.executable, "-c", sys.argv.pop()]
-todo = [Step(name=name, estimate_s=0, limit_s=60, command=command, shows="") for name in "ab"]
+todo = [Step(name=name, estimate_s=0, limit_s=600, command=command, shows="") for name in "ab"]
 gpu_quarter_hour.SIGNALS, gpu_quarter_hour.steps = ((signal.SIGKILL, 5),), lambda work, is_gpu: todo
 sys.exit(gpu_quarter_hour.main())
 """
 
 
-def step(name: str, code: str, limit_s: float = 60.0, estimate_s: float = 0.0) -> Step:
+def step(name: str, code: str, limit_s: float = 600.0, estimate_s: float = 0.0) -> Step:
     return Step(name=name, estimate_s=estimate_s, limit_s=limit_s, command=[sys.executable, "-c", code], shows="")
 
 
 def test_steps_that_fail_hang_and_do_not_fit_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_quarter_hour, "SIGNALS", [(number, 0.1) for number, _ in gpu_quarter_hour.SIGNALS])
+    grace_s = {signal.SIGINT: 0.1}  # which the step ignores; it ends as soon as the next signal has printed its stack
+    monkeypatch.setattr(
+        gpu_quarter_hour, "SIGNALS", [(number, grace_s.get(number, 60)) for number, _ in gpu_quarter_hour.SIGNALS]
+    )
     writes = f"open(r'{tmp_path}/work/works/table.json', 'w').write('{{\"rows\": [NaN]}}')"
-    todo = [step("fails", "print('why'); exit(3)"), step("hangs", DEAF, limit_s=2), step("works", writes)]
+    todo = [step("fails", "print('why'); exit(3)"), step("hangs", DEAF, limit_s=5), step("works", writes)]
     (tmp_path / "work" / "works").mkdir(parents=True)
-    assert run_steps([*todo, step("large", "", estimate_s=100)], tmp_path, tmp_path / "work", budget_s=90) == 1
+    assert run_steps([*todo, step("large", "", estimate_s=9999)], tmp_path, tmp_path / "work", budget_s=999) == 1
     rows = read_json(tmp_path / "results.json")["steps"]
     outcomes = [row["outcome"] for row in rows]
-    assert outcomes[:3] == ["failed, exit code 3", "killed at 2 s", "ran"] and outcomes[3].startswith("skipped, 8")
+    assert outcomes[:3] == ["failed, exit code 3", "killed at 5 s", "ran"] and re.fullmatch(r"skipped, \d+ s left", outcomes[3])
     figures = read_json(tmp_path / "figures.json")
     assert figures["fails"]["output"] == "why" and "Fatal Python error: Aborted" in figures["hangs"]["output"]
     assert figures["works"]["files"] == {"table.json": {"rows": ["NaN"]}}
@@ -47,11 +51,11 @@ def test_steps_that_fail_hang_and_do_not_fit_are_recorded(tmp_path: Path, monkey
 def test_sigterm_ends_the_running_step_and_leaves_complete_results(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUNNER, "--out", str(tmp_path), DEAF]
     process = subprocess.Popen(command, cwd=gpu_quarter_hour.ROOT)
-    end, log = time.monotonic() + 60, tmp_path / "log.txt"
+    end, log = time.monotonic() + 120, tmp_path / "log.txt"
     while not (log.exists() and log.read_text().endswith("\nhangs\n")):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 3
+    assert process.wait(60) == 3
     assert [row["outcome"] for row in read_json(tmp_path / "results.json")["steps"]] == ["stopped by a signal", "not started"]
     assert read_json(tmp_path / "figures.json")["a"]["output"] == "hangs"

@@ -130,9 +130,9 @@ def test_a_validation_that_fails_ends_the_run_only_if_it_is_the_last_one(configu
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_rank_waits_for_one_whose_validation_failed(rank: int, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered = list[Any]()
-    monkeypatch.setattr(Ranks, "gather", lambda _, item: gathered.append(item) or [item])
-    monkeypatch.setattr(Ranks, "gather_on_main", lambda _, item: [])
+    sent = list[Any]()
+    monkeypatch.setattr(Ranks, "gather", lambda _, item: [item])
+    monkeypatch.setattr(Ranks, "gather_on_main", lambda _, item: sent.append(item) or [None, (None, False)])
     monkeypatch.setattr("train.validation.in_loop.InLoopValidation._save_draft", lambda _: target)
     monkeypatch.setattr("sage.load_draft", lambda *_: None)
     config = compose("config", ["train.validate_on=all"], Config)
@@ -142,7 +142,7 @@ def test_no_rank_waits_for_one_whose_validation_failed(rank: int, target: Path, 
     monkeypatch.setattr(VALIDATE, Scores(OSError("no")))
     validation = InLoopValidation(config=config, ranks=ranks, shard=shard, state=TrainState(), policies={}, **parts)
     assert validation() == ValidationOutcome(failure=f"rank {rank}: OSError: no")
-    assert gathered[0] is True  # the merge, marked as incomplete
+    assert sent == [None if rank == 0 else (None, True)]  # the merge, marked as incomplete
 
 
 @pytest.mark.slow
@@ -201,7 +201,6 @@ def test_measurements_are_merged_without_sending_pixels(monkeypatch: pytest.Monk
         sent.append(item)
         return [] if len(sent) == 1 else [None, sent[0]]
 
-    monkeypatch.setattr(Ranks, "gather", lambda _, item: [item])
     monkeypatch.setattr(Ranks, "gather_on_main", gather_on_main)
     target = SimpleNamespace(prepare=lambda messages: {"input_ids": len(messages)})
     config = compose("config", ["train.validate_on=all", "decode.num_prompts=9"], Config)
@@ -213,15 +212,17 @@ def test_measurements_are_merged_without_sending_pixels(monkeypatch: pytest.Monk
         shard = shard_prompts(config, Ranks(rank, 2, torch.device("cpu")), prompts)
         own = measurement([turn.name for turn in shard.prompts.turns])
         measured.append(shard.merge(replace(own, prompts=shard.prompts.turns)))
-    without_inputs, later_turns = sent[0]
+    (without_inputs, later_turns), was_interrupted = sent[0]
+    assert not was_interrupted
     assert [prompt.inputs for prompt in without_inputs.prompts] == [{}, {}]
     assert [turn if turn is None else turn.id for turn in later_turns] == [None, "b-turn-2"]
     part = replace(own, prompts=own.prompts[:1], runs={"ar": own.runs["ar"][:1]}, planned=Planned(prompts=3, repeats=1))
     merged = shard.merge(part)
     assert merged is not None and merged.planned == Planned(prompts=4, repeats=1)  # rank 1 completed its two prompts
     assert [prompt.name for prompt in merged.prompts] == ["a", "b", "b-turn-2"]
+    monkeypatch.setattr(Ranks, "gather_on_main", lambda *_: [None, (None, False)])
     with pytest.raises(Interrupted):
-        shard_prompts(config, Ranks(1, 2, torch.device("cpu")), prompts).merge(part)
+        shard.merge(None, is_interrupted=True)
     assert sent[1] is None and measured[0] is None and measured[1] is not None
     assert [(prompt.name, prompt.inputs) for prompt in measured[1].prompts] == [
         *(("a", {"input_ids": 0}), ("b", {"input_ids": 0}), ("c", {"input_ids": 0}), ("b-turn-2", {"input_ids": 2}))

@@ -12,7 +12,6 @@ from support.models import make_inputs, make_qwen
 import sage
 from data_prep.conversation import Conversation
 from sage.bench.measurement import Interrupted
-from sage.drafts.model import ModelDraft
 from train.config.schema import Baseline, DecodeConfig, Precision
 from train.report.web import ranked_prompts
 from train.validation.prompts import PromptSet, prepare_prompt
@@ -127,16 +126,6 @@ def test_a_drafting_policy_needs_a_draft(models, tmp_path):
         measure_draft(decode(), models[0], None, 1, tmp_path, [make_inputs(models[0])])
     report = measure_draft(decode(policies=["autoregressive"]), models[0], None, 1, tmp_path, [make_inputs(models[0])])
     assert report["policies"]["autoregressive"]["speedup"] > 0
-
-
-@pytest.mark.slow
-def test_a_smaller_target_serves_as_the_draft(tmp_path):
-    target = make_qwen()
-    config = decode(dtype=Precision.bf16, baselines=[Baseline.hf_assisted])
-    report = measure_draft(config, target, ModelDraft(make_qwen(seed=0), target), 1, tmp_path, [make_inputs(target)])
-    assert "hf_assisted" in report["baselines"]  # the draft is also the assistant
-    part = report["policies"]["sage"]
-    assert part["mean_accepted_draft"] > 0 and part["total"] == 1  # the same model as the target
 
 
 def test_prompts_of_conversations_leave_out_the_answer(tmp_path):

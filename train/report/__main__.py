@@ -51,7 +51,6 @@ def page_path(out: str | None, default: Path) -> Path:
 
 
 def console() -> None:
-    """Entry point of the console script."""
     sys.exit(run(main))
 
 

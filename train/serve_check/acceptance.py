@@ -18,7 +18,7 @@ from sage.bench.measurement import BenchPrompt
 from sage.decoding.generation import start
 from sage.inputs.messages import text_of
 from sage.inputs.thumbnails import media_thumbnails
-from sage.io.page import link, render, table
+from sage.io.page import render, table
 from sage.io.tables import counted
 from sage.replay.trace_page import MAX_STYLES, answer_spans, num_equal, token_pieces
 from sage.targets import Target
@@ -95,7 +95,6 @@ class Measured:
     has_fault: bool = False  # whether the engine drafts wrongly after images, because our plugin is missing
 
     def rows(self, engine: str) -> dict[str, Answers]:
-        """Returns the answers by label."""
         return {"trained, our decoder": self.trained, "export, our decoder": self.exported, f"export, {engine}": self.engine}
 
 
@@ -184,49 +183,25 @@ def render_check(
         faults=faults,
         settings=settings,
         acceptance=table(head, cells, caption="Shares of the complete rounds that accept each position"),
-        overview=_overview(rows, differing, prompts, order),
         prompts=[_prompt(rows, differing[place], place, prompts[place], tokenizer) for place in order[:MAX_SHOWN]],
-        omitted=counted(len(prompts) - MAX_SHOWN, "prompt") if len(prompts) > MAX_SHOWN else "",
+        shown=MAX_SHOWN,
         base=list(rows)[BASE],
         depth=min(base.depth, MAX_STYLES),
     )
 
 
-def _overview(
-    rows: Mapping[str, Answers],
-    differing: Sequence[Mapping[str, Sequence[bool]]],
-    prompts: Sequence[BenchPrompt],
-    order: Sequence[int],
-) -> dict[str, Any]:
-    """Returns the table of all prompts, those with the most differences first."""
-    ours, (label, theirs) = list(rows.values())[BASE], list(rows.items())[BASE + 1]
-    cells = []
-    for number, place in enumerate(order):
-        name, tokens = prompts[place].name, ours.tokens[place]
-        is_same = tokens == theirs.tokens[place]
-        cells.append(
-            [
-                [link(name, f"#prompt-{place + 1}")] if number < MAX_SHOWN else name,
-                prompts[place].family or "-",
-                "equal" if is_same else f"equal up to token {num_equal(tokens, theirs.tokens[place])}",
-                len(tokens),
-                len(ours.rounds[place]),
-                len(theirs.rounds[place]),
-                sum(differing[place][label]),
-            ]
-        )
-    head = ["prompt", "task", "texts", "tokens", "rounds, ours", "rounds, vLLM", "that differ"]
-    return table(head, cells, text_columns=(0, 1, 2), id="overview")
-
-
 def _prompt(
     rows: Mapping[str, Answers], differing: Mapping[str, Sequence[bool]], place: int, prompt: BenchPrompt, tokenizer: Any
 ) -> dict[str, Any]:
-    ours = list(rows)[BASE]
-    counts = {label: counted(sum(found), "round") for label, found in differing.items() if any(found)}
-    notes = [f"{label}: {count} unlike those of {ours}" for label, count in counts.items()]
+    ours, *others = list(rows)[BASE:]
+    notes = []
+    for label in others:
+        tokens, base = rows[label].tokens[place], rows[ours].tokens[place]
+        texts = "equal texts" if tokens == base else f"texts equal up to token {num_equal(tokens, base)}"
+        unlike = f"{counted(sum(differing[label]), 'round')} unlike those of {ours}"
+        notes.append(f"{label}: {texts}; {unlike}" if any(differing[label]) else f"{label}: {texts}, all rounds are equal")
     answers = []
-    for label in list(rows)[BASE:]:
+    for label in (ours, *others):
         tokens, rounds = rows[label].tokens[place], zip(rows[label].rounds[place], rows[label].accepted_in(place), strict=True)
         spans = answer_spans(tokens, token_pieces(tokens, tokenizer), rounds, tokenizer)
         for span in spans:
@@ -234,10 +209,9 @@ def _prompt(
                 span["style"] += " differs"
         answers.append({"label": label, "tokens": spans})
     return {
-        "number": place + 1,
         "prompt": prompt,
         "texts": [(str(message["role"]), text_of(message)) for message in prompt.messages],
         "media": list(media_thumbnails(prompt.messages, IMAGE_SIDE, FRAME_SIDE)),
-        "notes": notes or ["All rounds are equal."],
+        "notes": notes,
         "answers": answers,
     }

@@ -51,8 +51,6 @@ PAGE_SUFFIX = "_serve_check.html"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCheck:
-    """What is checked."""
-
     source: Path  # the run or folder of the trained draft
     export: Path  # folder of its export
     python: Path  # interpreter of an environment with vLLM
@@ -80,7 +78,6 @@ class ServeResult:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        """Returns the table and the verdict."""
         lines = [text_table(*acceptance_table(self.rows))] if self.rows else []
         return "\n".join([*lines, *(self.faults or ["all good: draft, export and engine"])])
 

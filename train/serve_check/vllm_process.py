@@ -64,7 +64,6 @@ class EngineSetting:
     is_compiled: bool = True  # vLLM's default; False is `enforce_eager`
 
     def llm_options(self) -> dict[str, Any]:
-        """Returns the arguments of `vllm.LLM`."""
         options: dict[str, Any] = {
             "model": self.target,
             "dtype": self.dtype,
@@ -145,7 +144,6 @@ class VllmProcess:
 
 
 def environment(python: Path, threads: int) -> dict[str, str]:
-    """Returns the environment variables of an engine on `threads` cores."""
     root = python.absolute().parent.parent
     libraries = [str(found) for pattern in PRELOADED for found in sorted(root.glob(pattern))]
     return {

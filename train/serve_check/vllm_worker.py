@@ -46,7 +46,6 @@ class Engine:
         self.llm: Any = None
 
     def load(self, llm: dict[str, Any]) -> dict[str, str]:
-        """Loads an engine; returns the versions of its packages."""
         import vllm  # after the redirection of stdout
 
         if self.llm is not None:
@@ -59,11 +58,9 @@ class Engine:
         return {name: installed_version(*packages) for name, packages in PACKAGES.items()}
 
     def time(self, prompts: str, max_new_tokens: int) -> list[dict[str, Any]]:
-        """Decodes every prompt as a user would."""
         return [time_prompt(self.llm, prompt, max_new_tokens) for prompt in load_prompts(prompts)]
 
     def trace(self, prompts: str, max_new_tokens: int) -> list[dict[str, Any]]:
-        """Decodes every prompt step by step."""
         return [trace_prompt(self.llm, prompt, max_new_tokens) for prompt in load_prompts(prompts)]
 
 

@@ -59,37 +59,34 @@ class DecodeShard:
             raise Interrupted
 
     def merge(self, own: Measurement | None, is_interrupted: bool = False) -> Measurement | None:
-        """Returns the measurement of all ranks on rank 0, None elsewhere; an interrupted one is marked as such.
+        """Returns the measurement of all ranks on rank 0, None elsewhere; one that lacks prompts is marked as interrupted.
 
-        Rank 0 prepares the inputs of the others' prompts itself: pixel values are not sent.
+        Rank 0 prepares the inputs of the others' prompts itself: pixel values are not sent. Raises Interrupted on rank 0 if no
+        rank completed a prompt.
 
         Args:
             is_interrupted: whether this rank was interrupted before it completed a prompt.
-
-        Raises:
-            Interrupted: if a rank was interrupted, on every rank that merges and returns no measurement.
         """
-        ranks = self.ranks
-        if self.divided is None:
-            if is_interrupted:
-                raise Interrupted
-            return own if ranks.is_main else None
-        is_partial = any(ranks.gather(is_interrupted or (own is not None and own.planned is not None)))
-        sent = None
-        if own is not None:
-            prompts = [replace(prompt, inputs={}, messages=()) for prompt in own.prompts]
-            sent = replace(own, prompts=prompts), self.prompts.later_turns
-        parts = [own] if own is not None else []
-        for rank, part in enumerate(ranks.gather_on_main(None if ranks.is_main else sent)):
-            if part is not None:
-                measurement, later_turns = part
-                turns = self.divided.turns_of(rank, ranks.world_size, later_turns)
-                parts.append(replace(measurement, prompts=turns[: len(measurement.prompts)]))
-        if is_partial and not (ranks.is_main and parts):
-            raise Interrupted
-        if not ranks.is_main:
+        parts, received = [] if own is None else [own], list[Any]()
+        if self.divided is not None:
+            sent = None
+            if own is not None:
+                prompts = [replace(prompt, inputs={}, messages=()) for prompt in own.prompts]
+                sent = replace(own, prompts=prompts), self.prompts.later_turns
+            received = self.ranks.gather_on_main(None if self.ranks.is_main else (sent, is_interrupted))
+        if not self.ranks.is_main:
             return None
-        merged = interleave(parts)
+        for rank, (sent, was_interrupted) in enumerate(received[1:], start=1):
+            is_interrupted |= was_interrupted
+            if sent is not None:
+                measurement, later_turns = sent
+                turns = self.divided.turns_of(rank, self.ranks.world_size, later_turns)
+                parts.append(replace(measurement, prompts=turns[: len(measurement.prompts)]))
+        if not parts:
+            raise Interrupted
+        if self.divided is None:
+            return own
+        merged, is_partial = interleave(parts), is_interrupted or any(part.planned is not None for part in parts)
         planned = Planned(prompts=self.divided.num_turns, repeats=max((part.planned or part).repeats for part in parts))
         return replace(merged, planned=planned) if is_partial else merged
 
@@ -136,8 +133,6 @@ MAX_REASON = 200  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationOutcome:
-    """The result of one validation in training."""
-
     report: dict[str, Any] | None = None  # on rank 0, unless interrupted; None elsewhere
     is_interrupted: bool = False  # whether a signal ended it early, the same on every rank
     failure: str = ""  # the first rank that failed, and why, the same on every rank; empty if none did
@@ -215,11 +210,8 @@ class InLoopValidation:
 
     @torch.no_grad()
     def _measure(self, folder: Path) -> dict[str, Any] | None:
-        """Returns the report on rank 0, None elsewhere.
-
-        Raises:
-            Interrupted: after a signal, on every rank that decodes.
-            Exception: any other on this rank alone; its part of the merge is done, so that no rank waits for it.
+        """Returns the report on rank 0, None elsewhere. Raises Interrupted on rank 0 after a signal, and any other error on
+        this rank alone; its part of the merge is done, so that no rank waits for it.
         """
         shard, has_merged = self.shard, False
 
