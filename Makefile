@@ -72,7 +72,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# docs/results.md: about two hours on two cores from nothing; runs and figures that are current are kept. RESULTS_ARGS=--quick: a smoke test.
+# docs/results.md: about two hours on two cores from nothing; runs and figures that are current are kept. RESULTS_ARGS=--page-only: the page alone.
 results: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers $(RESULTS_ARGS)
 

@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.figures import fill_blocks
 from benchmarks.papers.measure import FigureStore, Lab
-from benchmarks.papers.runs import SETTINGS, Json, TrainingFailed, load_settings, select_studies
+from benchmarks.papers.runs import Json, TrainingFailed, load_settings, select_studies
 from benchmarks.papers.tables import PLOTS, TABLES
 from sage.commands.cli import new_parser, run
 from sage.io.files import write_text
@@ -24,14 +24,12 @@ PAGE, RESULTS = "results.md", "results"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = new_parser("python -m benchmarks.papers", description=__doc__)
     parser.add_argument("studies", metavar="STUDY", nargs="*", help="of settings.yaml; default: all but those on request")
-    parser.add_argument("--settings", metavar="FILE", type=Path, default=SETTINGS, help="another file than %(default)s")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: one prompt, barely trained drafts, runs/quick")
     parser.add_argument("--page-only", action="store_true", help="measure nothing: fill the page from the figures")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    settings = load_settings(args.settings, args.quick)
+    settings = load_settings()
     docs = Path(settings.docs_dir)
     store, failed = FigureStore(docs / RESULTS), []
     lab = Lab(settings, store)

@@ -28,8 +28,6 @@ SETTINGS = Path(__file__).with_name("settings.yaml")
 MARKER = "trained"  # written into a run folder when training is complete: the digest of the run
 DRAFT = "draft"
 LOG_TAIL_LINES = 12
-QUICK: Json = {"prompts": 1, "repeats": 1, "warmup_prompts": 1, "max_new_tokens": 16}
-QUICK_TRAINING = "train.max_steps=2 train.validate_every=1 decode.num_prompts=1 decode.max_new_tokens=4"
 
 
 @dataclass(kw_only=True)
@@ -39,7 +37,6 @@ class Settings:
     defaults: Json  # of every measurement
     targets: dict[str, str]  # model folders by short name
     common: str  # arguments of every training run on a pocket target, before its own
-    last: str = ""  # arguments after its own
     runs: dict[str, str]  # arguments of sage-train by name; the first word is the short name of the target
     studies: dict[str, dict[str, Json]]  # measurements of each study by name
     on_request: list[str]  # studies that `make results` leaves out, because they train drafts for long or need vLLM
@@ -54,7 +51,7 @@ class Settings:
         self.target_of(run)
         _, own = self.runs[run].split(maxsplit=1)
         common = "" if "experiment=" in own else self.common  # an experiment brings its own data
-        return shlex.split(f"{common} {own} {self.last}")
+        return shlex.split(f"{common} {own}")
 
     def run_digest(self, run: str) -> str:
         return digest([self.arguments(run), weights_digest(self.targets[self.target_of(run)])])
@@ -63,24 +60,12 @@ class Settings:
         return Path(self.runs_dir) / run
 
 
-def load_settings(path: Path = SETTINGS, is_quick: bool = False) -> Settings:
-    """Reads a file of settings; `is_quick` shortens every run and measurement, and writes below `runs/quick`. Raises ValueError
-    for a file without YAML, or a key that does not exist.
-    """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        content.pop("templates", None)
-        settings = Settings(**content)
-        settings.studies = {
-            study: {str(name): given for name, given in found.items()} for study, found in settings.studies.items()
-        }
-    except (OSError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {str(error).splitlines()[0]}; the keys are those of {SETTINGS}") from error
-    if is_quick:
-        settings.runs_dir, settings.docs_dir, settings.last = "runs/quick", "runs/quick/docs", QUICK_TRAINING
-        settings.defaults |= QUICK
-        for measurement in (found for study in settings.studies.values() for found in study.values()):
-            measurement |= {key: value for key, value in QUICK.items() if key in measurement}
+def load_settings(path: Path = SETTINGS) -> Settings:
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content.pop("templates", None)
+    settings = Settings(**content)
+    studies = settings.studies.items()  # names may be numbers in YAML
+    settings.studies = {study: {str(name): spec for name, spec in found.items()} for study, found in studies}
     return settings
 
 

@@ -75,9 +75,6 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         select_studies(settings, ["tables"])
     with refused("runs", "'other'", "eagle_qwen, "):
         settings.arguments("other")
-    (tmp_path / "bad.yaml").write_text("tabel: 1")
-    with refused("bad.yaml", "tabel", "settings.yaml"):
-        load_settings(tmp_path / "bad.yaml")
     (tmp_path / "study.json").write_text("{")
     with refused("study.json", "not JSON", "delete"):
         FigureStore(tmp_path).read("study")

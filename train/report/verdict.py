@@ -131,10 +131,14 @@ def verdict_markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(f"* **{name}:** {f'`{text}`' if name == 'next' else text}" for name, _, text in lines)
 
 
-def best_policy(report: Mapping[str, Any]) -> str | None:
-    """Returns the speculative policy with the highest decoding speedup; None if there is none."""
+def drafting_by_speed(report: Mapping[str, Any]) -> list[str]:
+    """Returns the policies that draft, the one with the highest decoding speedup first."""
     names = [name for name in report["policies"] if name != AUTOREGRESSIVE]
-    return max(names, key=lambda name: report["policies"][name]["speedup"], default=None)
+    return sorted(names, key=lambda name: -float(report["policies"][name]["speedup"]))
+
+
+def best_policy(report: Mapping[str, Any]) -> str | None:
+    return next(iter(drafting_by_speed(report)), None)
 
 
 def _result(part: Mapping[str, Any]) -> Result:

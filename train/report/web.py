@@ -19,12 +19,21 @@ from sage.inputs.messages import text_of
 from sage.inputs.thumbnails import media_thumbnails
 from sage.io.files import read_json, write_text
 from sage.io.page import link, render, span, table, visible, write_page
-from sage.trees import AUTOREGRESSIVE
-from train.report.verdict import best_policy
+from train.report.verdict import best_policy, drafting_by_speed
+
+if TYPE_CHECKING:
+    from sage.bench.measurement import BenchPrompt
 
 HTML = Path(__file__).parent / "html"
 TABLE = '<div class="wide" tabindex="0" role="region" aria-label="table"><table class="sortable">', "</table></div>"
 PAGE_SUFFIX, TEXT_SUFFIX = ".html", ".md"
+PROMPTS_FILE = "prompts.json"
+IMAGE_SIDE, FRAME_SIDE, MAX_FRAMES = 64, 40, 4  # of pictures in the list: pixels, pixels, frames of a video
+MAX_TEXT = 160  # characters of a question
+MAX_PICTURED = 128  # prompts with pictures; those of more would make the page large
+UNKNOWN: Mapping[str, Any] = {"text": "", "pictures": (), "traces": {}}
+
+Report = Mapping[str, Any]
 
 
 def write_report(markdown: str, path: Path, prompts: Mapping[str, Any] | None = None) -> None:
@@ -67,18 +76,6 @@ def markdown_html(text: str, home: Path) -> str:
     return str(made).replace("<table>", TABLE[0]).replace("</table>", TABLE[1])
 
 
-if TYPE_CHECKING:
-    from sage.bench.measurement import BenchPrompt
-
-PROMPTS_FILE = "prompts.json"
-IMAGE_SIDE, FRAME_SIDE, MAX_FRAMES = 64, 40, 4  # of pictures in the list: pixels, pixels, frames of a video
-MAX_TEXT = 160  # characters of a question
-MAX_PICTURED = 128  # prompts with pictures; those of more would make the page large
-UNKNOWN: Mapping[str, Any] = {"text": "", "pictures": (), "traces": {}}
-
-Report = Mapping[str, Any]
-
-
 def describe_prompts(prompts: Sequence[BenchPrompt], traces: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
     """Returns the content of `prompts.json`: the prompts whose chat messages are known, or that were traced.
 
@@ -96,12 +93,6 @@ def describe_prompts(prompts: Sequence[BenchPrompt], traces: Mapping[str, Mappin
             "traces": dict(traces.get(prompt.name, {})),
         }
     return described
-
-
-def drafting_by_speed(report: Report) -> list[str]:
-    """Returns the policies that draft, the fastest first."""
-    names = [name for name in report["policies"] if name != AUTOREGRESSIVE]
-    return sorted(names, key=lambda name: -float(report["policies"][name]["speedup"]))
 
 
 def ranked_prompts(report: Report) -> list[str]:
@@ -122,29 +113,25 @@ def prompt_section(report: Report, folder: Path, page: Path) -> dict[str, Any] |
     if not ranked:
         return None
     described = read_json(folder / PROMPTS_FILE) if (folder / PROMPTS_FILE).is_file() else {}
-    home = Path(os.path.relpath(folder, page.parent))
-    found = {name: {str(row["name"]): row for row in report["policies"][name]["per_prompt"]} for name in policies}
-    first = found[policies[0]]
-    columns: dict[str, list[Any]] = {"prompt": ranked}
     known = [described.get(name, UNKNOWN) for name in ranked]
-    if has_traces := any(one["traces"] for one in known):
-        columns["traces"] = [
-            [part for policy, page in one["traces"].items() for part in (link(policy, (home / page).as_posix()), span(" "))][
-                :-1
-            ]
-            or [span("-")]
-            for one in known
-        ]
-    if any(one["pictures"] for one in known):
-        columns["picture"] = [[{"kind": "picture", **frame} for frame in one["pictures"]] for one in known]
-    if any(one["text"] for one in known):
-        columns["question"] = [one["text"] for one in known]
+    home = Path(os.path.relpath(folder, page.parent))
+    rows = {policy: {str(row["name"]): row for row in report["policies"][policy]["per_prompt"]} for policy in policies}
+    first = rows[policies[0]]
+    columns: dict[str, list[Any]] = {"prompt": ranked}
+    if has_traces := any(each["traces"] for each in known):
+        links = [[link(policy, (home / file).as_posix()) for policy, file in each["traces"].items()] for each in known]
+        columns["traces"] = [cell or "-" for cell in links]
+    if any(each["pictures"] for each in known):
+        columns["picture"] = [[{"kind": "picture", **frame} for frame in each["pictures"]] for each in known]
+    if any(each["text"] for each in known):
+        columns["question"] = [each["text"] for each in known]
     if any(row["family"] for row in first.values()):
         columns["task"] = [first[name]["family"] or "-" for name in ranked]
     text_columns = range(len(columns))
     columns["tokens"] = [first[name]["tokens"] for name in ranked]
-    for policy, rows in found.items():
-        columns[policy] = [f"{rows[name]['tokens_per_target_pass']:.2f}" if name in rows else "-" for name in ranked]
+    for policy in policies:
+        figures = (rows[policy].get(name, {}).get("tokens_per_target_pass") for name in ranked)
+        columns[policy] = ["-" if value is None else f"{value:.2f}" for value in figures]
     note = [span("Tokens per target pass of every prompt, sorted by those of "), span(policies[0], "code"), span(".")]
     if has_traces:
         note.append(span(" A trace shows every round of an answer, which was decoded once more after the measurement."))

@@ -40,8 +40,8 @@ from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig
 from train.report import web
 from train.report.page import write_pages
-from train.report.verdict import add_verdict
-from train.report.web import drafting_by_speed, ranked_prompts
+from train.report.verdict import add_verdict, drafting_by_speed
+from train.report.web import ranked_prompts
 from train.validation.prompts import PromptSet
 
 logger = logging.getLogger(__name__)

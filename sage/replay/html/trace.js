@@ -1,4 +1,4 @@
-// A trace: rounds with their trees, and search. The data are documented in sage/replay/trace_page.py.
+// A trace: rounds with their trees. The data are documented in sage/replay/trace_page.py.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg", COLUMN = 148, ROW = 34, LABEL = 14;
 const byId = (id) => document.getElementById(id);
@@ -186,44 +186,13 @@ function connectRounds() {
     }
   });
   addEventListener("keydown", (event) => {
-    if (event.target.closest("input, textarea, select, summary, .wide, .scroll") || event.altKey || event.ctrlKey || event.metaKey) return;
+    if (event.target.closest("input, summary, .scroll") || event.altKey || event.ctrlKey || event.metaKey) return;
     const steps = { ArrowLeft: pinned - 1, ArrowRight: pinned + 1, Home: 1, End: data.rounds.length };
-    if (event.key === "/") byId("search").focus();
-    else if (event.key in steps) pin(steps[event.key]);
-    else return;
+    if (!(event.key in steps)) return;
+    pin(steps[event.key]);
     event.preventDefault();
   });
   pin(fromAddress() || 1);
 }
 
-// -- search
-
-function connectSearch() {
-  const field = byId("search"), starts = [];
-  let text = "", hits = [];
-  for (const span of spans) {
-    starts.push(text.length);
-    text += span.textContent.toLowerCase();
-  }
-  starts.push(text.length);
-  field.addEventListener("input", () => {
-    const wanted = field.value.toLowerCase(), found = new Set();
-    for (let at = wanted ? text.indexOf(wanted) : -1; at >= 0; at = text.indexOf(wanted, at + 1)) {
-      for (let i = 0; i < spans.length; i += 1) if (starts[i] < at + wanted.length && starts[i + 1] > at) found.add(i);
-    }
-    spans.forEach((span, i) => span.classList.toggle("found", found.has(i)));
-    const drafted = data.rounds.map((round, i) => (wanted && round.nodes.slice(1).some((token) => data.texts[token].toLowerCase().includes(wanted)) ? i + 1 : 0));
-    const answered = [...found].map((i) => Number(spans[i].dataset.round)).filter(Boolean);
-    const inDrafts = drafted.filter(Boolean);
-    hits = [...new Set([...answered, ...inDrafts])].sort((a, b) => a - b);
-    byId("found").textContent = wanted ? `answer: ${counted(found.size, "token")}; drafts: ${counted(inDrafts.length, "round")}` : "";
-  });
-  field.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && hits.length) pin(hits.find((number) => number > pinned) || hits[0]);
-  });
-}
-
-if (data.rounds.length) {
-  connectRounds();
-  connectSearch();
-}
+if (data.rounds.length) connectRounds();
