@@ -138,56 +138,29 @@ def compare_parser() -> argparse.ArgumentParser:
     text = "Compares decoding policies and Hugging Face decoders, interleaved in one process."
     parser = new_parser("sage-bench", description=text, epilog=EXAMPLES)
     add_model_options(parser)
-    _variant_options(parser)
-    _prompt_options(parser)
-    add_settings(parser, MeasurementSettings)
-    add_settings(parser, Sampling, "min_new_tokens")
-    add_load_options(parser, CHECKPOINT_DTYPE)
-    parser.add_argument(
-        "--first-answer",
-        action="store_true",
-        help="a new policy for every run, as in a new process; with cost_aware:fresh_costs=true, times include measuring costs",
-    )
-    parser.add_argument("--replay", action="store_true", help="also replay every policy on the same recorded drafts")
-    parser.add_argument("--out", metavar="FILE", help="write the report as JSON, for `sage-report FILE`")
-    return parser
-
-
-def _variant_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("policies and baselines")
-    group.add_argument(
-        "--policies",
-        metavar="A,B",
-        help=f"of {', '.join(POLICIES)}; with default options; default: {DEFAULT_POLICIES}, or none with --policy",
-    )
-    group.add_argument(
-        "--policy",
-        action="append",
-        default=[],
-        metavar="[LABEL=]NAME:KEY=VALUE,..",
-        help="a policy with options, see `sage-bench policies`; repeat to compare several configurations",
-    )
-    group.add_argument(
-        "--baselines",
-        default=f"{HF_GENERATE},{PROMPT_LOOKUP}",
-        metavar="A,B",
-        help=f"of {', '.join(BASELINES)}; default %(default)s",
-    )
-    group.add_argument(
-        "--assistant", metavar="DIR_OR_ID", help="a smaller model; adds the baseline of Hugging Face assisted generation"
-    )
-
-
-def _prompt_options(parser: argparse.ArgumentParser) -> None:
+    text = f"of {', '.join(POLICIES)}; with default options; default: {DEFAULT_POLICIES}, or none with --policy"
+    group.add_argument("--policies", metavar="A,B", help=text)
+    text = "a policy with options, see `sage-bench policies`; repeat to compare several configurations"
+    group.add_argument("--policy", action="append", default=[], metavar="[LABEL=]NAME:KEY=VALUE,..", help=text)
+    text = f"of {', '.join(BASELINES)}; default %(default)s"
+    group.add_argument("--baselines", default=f"{HF_GENERATE},{PROMPT_LOOKUP}", metavar="A,B", help=text)
+    text = "a smaller model; adds the baseline of Hugging Face assisted generation"
+    group.add_argument("--assistant", metavar="DIR_OR_ID", help=text)
     group = parser.add_argument_group("prompts")
-    group.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="JSONL of chat messages, one conversation per line; relative image paths start at its folder",
-    )
+    text = "JSONL of chat messages, one conversation per line; relative image paths start at its folder"
+    group.add_argument("--prompts", metavar="FILE", help=text)
     group.add_argument("--family", metavar="NAME", help="only the conversations of this task family")
     group.add_argument("--image", action="append", default=[], metavar="PATH", help="an image; may be repeated")
     group.add_argument("--prompt", metavar="TEXT", help="the question; without an image, a text-only prompt")
+    add_settings(parser, MeasurementSettings)
+    add_settings(parser, Sampling, "min_new_tokens")
+    add_load_options(parser, CHECKPOINT_DTYPE)
+    text = "a new policy for every run, as in a new process; with cost_aware:fresh_costs=true, times include measuring costs"
+    parser.add_argument("--first-answer", action="store_true", help=text)
+    parser.add_argument("--replay", action="store_true", help="also replay every policy on the same recorded drafts")
+    parser.add_argument("--out", metavar="FILE", help="write the report as JSON, for `sage-report FILE`")
+    return parser
 
 
 def policy_table() -> str:

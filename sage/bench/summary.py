@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from statistics import mean, median
 from typing import Any
@@ -273,22 +272,10 @@ def top2_gap(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -
 @torch.no_grad()
 def next_logits(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -> Tensor:
     """Returns the target's logits [V] after the prompt and `prefix`, in float32, from one pass without a cache."""
-    prompt = target.embed(inputs)
-    if prefix:
-        ids = torch.tensor([list(prefix)], dtype=torch.long, device=prompt.input_ids.device)
-        positions = prompt.next_position[:, None] + torch.arange(ids.shape[1], device=ids.device)
-        if prompt.position_ids.dim() == 3:
-            positions = positions.expand(prompt.position_ids.shape[0], *positions.shape)
-        prompt = replace(
-            prompt,
-            input_ids=torch.cat([prompt.input_ids, ids], dim=1),
-            embeds=torch.cat([prompt.embeds, target.embed_tokens(ids)], dim=1),
-            position_ids=torch.cat([prompt.position_ids, positions], dim=-1),
-            next_position=prompt.next_position + ids.shape[1],
-            attention_mask=torch.cat([prompt.attention_mask, torch.ones_like(ids)], dim=1),
-            visual_mask=torch.cat([prompt.visual_mask, torch.zeros_like(ids, dtype=torch.bool)], dim=1),
-        )
-    logits: Tensor = target.lm_head(target.features(prompt).last[0, -1]).float()
+    prompt = inputs["input_ids"]
+    ids = torch.cat([prompt, prompt.new_tensor([list(prefix)])], dim=1)
+    tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
+    logits: Tensor = target.lm_head(target.features(target.embed({**inputs, **tokens})).last[0, -1]).float()
     return logits
 
 

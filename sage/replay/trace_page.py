@@ -9,8 +9,9 @@ The script reads JSON: `texts` of tokens; per round `nodes` (indices of `texts`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,14 @@ class Trace:
 
 def render(trace: Trace) -> str:
     """Returns the page."""
-    pieces = Pieces(trace)
+
+    @cache
+    def text_of(token: int) -> str:
+        return visible(trace.tokenizer.decode([token])) if trace.tokenizer is not None else f" {token}"
+
     stats, rounds, tokens = trace.output.stats, trace.rounds, trace.output.tokens.tolist()
-    rejections = list(_rejections(trace, pieces))
+    pieces = token_pieces(tokens, trace.tokenizer)
+    rejections = list(_rejections(trace, text_of, pieces))
     highest = max((1, *(one.figures.get("depth", 0) for one in rounds)))
     plan = next((name for name in ("planned_depth", "expected") if rounds and name in rounds[0].figures), "")
     points = [(place + 0.5, min(one.figures[plan], highest)) for place, one in enumerate(rounds)] if plan else []
@@ -150,7 +156,7 @@ def render(trace: Trace) -> str:
     kind = "score, with the noise of the target's draws" if trace.is_coupled else "probability"
     calibrated = " (calibrated)" if any(one.calibrated for one in rounds) else ""
     texts: dict[str, int] = {}
-    data = [_round_data(one, pieces, texts) for one in rounds]
+    data = [_round_data(one, lambda token: texts.setdefault(text_of(token), len(texts))) for one in rounds]
     note = f"The target refused no verified proposal in {counted(len(rounds), 'round')}."
     if rejections:
         note = (
@@ -166,7 +172,7 @@ def render(trace: Trace) -> str:
         settings=trace.settings,
         prompt=trace.prompt,
         media=trace.media,
-        tokens=answer_spans(tokens, pieces.answer, ((len(one.tokens), one.num_accepted) for one in rounds), trace.tokenizer),
+        tokens=answer_spans(tokens, pieces, ((len(one.tokens), one.num_accepted) for one in rounds), trace.tokenizer),
         rounds=len(rounds),
         deepest=min(max(1, *stats.accepted), MAX_STYLES) if rounds else 0,
         strip=[(one.figures.get("depth", 0), one.num_accepted) for one in rounds],
@@ -181,24 +187,7 @@ def render(trace: Trace) -> str:
     )
 
 
-class Pieces:
-    """Texts of tokens: of a single one, and of those of the answer, whose concatenation is its text."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.tokenizer = trace.tokenizer
-        self._known: dict[int, str] = {}
-        self.answer = token_pieces(trace.output.tokens.tolist(), trace.tokenizer)
-
-    def __call__(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = visible(self.tokenizer.decode([token])) if self.tokenizer is not None else f" {token}"
-        return self._known[token]
-
-
-def _round_data(one: TracedRound, pieces: Pieces, texts: dict[str, int]) -> dict[str, Any]:
-    def index(token: int) -> int:
-        return texts.setdefault(pieces(token), len(texts))
-
+def _round_data(one: TracedRound, index: Callable[[int], int]) -> dict[str, Any]:
     paths, depths = [1.0] * len(one.nodes), one.depths
     for node in sorted(range(1, len(one.nodes)), key=depths.__getitem__):
         paths[node] = paths[one.parents[node]] * one.draft[node]
@@ -249,21 +238,21 @@ def _tiles(trace: Trace) -> list[tuple[str, str, str]]:
     return found
 
 
-def _rejections(trace: Trace, pieces: Pieces) -> Iterator[dict[str, Any]]:
+def _rejections(trace: Trace, text_of: Callable[[int], str], pieces: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields the first rejection of every round that has one, those of which the draft was surest first."""
     found = [(number, one, node) for number, one in enumerate(trace.rounds, start=1) if (node := one.rejected) is not None]
     for number, one, node in sorted(found, key=lambda item: (-item[1].draft[item[2]], item[0])):
         assert one.bonus is not None
-        before = "".join(pieces.answer[: one.start + one.num_accepted])
+        before = "".join(pieces[: one.start + one.num_accepted])
         rank = f"the draft's candidate {one.bonus.rank + 1}" if one.bonus.rank is not None else "not among its candidates"
         yield {
             "round": number,
             "depth": one.depths[node],
             "context": f"\u2026{before[-CONTEXT:]}" if len(before) > CONTEXT else before,
-            "proposed": pieces(one.nodes[node]),
+            "proposed": text_of(one.nodes[node]),
             "draft": _percent(one.draft[node]),
             "proposed_target": _percent(one.target[node]),
-            "chosen": pieces(one.bonus.token),
+            "chosen": text_of(one.bonus.token),
             "target": _percent(one.bonus.target),
             "rank": rank,
         }
