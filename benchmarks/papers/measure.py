@@ -5,7 +5,6 @@ Figures are kept in a JSON file per study and measured again only when their inp
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 import time
@@ -30,7 +29,7 @@ from sage.bench.report import PACKAGES, machine, versions
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
 from sage.bench.summary import summarize
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.io.files import write_json
+from sage.io.files import read_json, write_json
 from sage.io.target_paths import find_target
 from sage.replay.replay import RecordedRound, Recording, record
 from sage.trees.sage import confidence_of
@@ -58,16 +57,9 @@ class FigureStore:
         self.folder = folder
 
     def read(self, study: str) -> dict[str, Json]:
-        """Returns the measurements of a study, empty if it has none; raises ValueError for a file that holds no figures."""
+        """Returns the measurements of a study, empty if it has none."""
         path = self.folder / f"{study}.json"
-        try:
-            text = path.read_text(encoding="utf-8") if path.is_file() else json.dumps({"schema": SCHEMA, "measurements": {}})
-            content: Json = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not JSON ({error.msg}); delete the file to measure the study again") from error
-        if content.get("schema") != SCHEMA:
-            raise ValueError(f"{path}: not figures of schema {SCHEMA}; delete the file to measure the study again")
-        return dict(content["measurements"])
+        return dict(read_json(path)["measurements"]) if path.is_file() else {}
 
     def get_or_measure(self, study: str, name: str, inputs: Any, measure: Callable[[], Json]) -> Json:
         """Returns the figures of a measurement; measures and writes them if they are missing or outdated.

@@ -208,13 +208,13 @@ def test_reports_can_be_drawn_again(run, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "report.md").read_text() == report.with_name("report.md").read_text()
     assert (tmp_path / "speed.png").is_file()
     before = {path: path.stat().st_mtime_ns for path in report.parent.iterdir()}
-    monkeypatch.setattr("sys.argv", ["report", str(report.parent), "--out", str(tmp_path / "new" / "page.md")])
+    monkeypatch.setattr("sys.argv", ["report", str(report.parent), "--out", str(tmp_path / "new")])
     draw()
-    assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'new' / 'page.md'}\n")
+    assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'new' / 'report.md'}\n")
     drawn = {path.name for path in (tmp_path / "new").iterdir()}
-    assert drawn == {"page.md", "page.html", *(path.name for path in report.parent.glob("*.png"))}
+    assert drawn == {"report.md", "report.html", *(path.name for path in report.parent.glob("*.png"))}
     assert before == {path: path.stat().st_mtime_ns for path in report.parent.iterdir()}
-    for out in (tmp_path / "new" / "page.md" / "x", tmp_path / "new" / "speed.png"):
+    for out in (tmp_path / "new" / "report.md" / "x", tmp_path / "new" / "speed.png"):
         monkeypatch.setattr("sys.argv", ["report", str(report), "--out", str(out)])
         with refused(str(out), error=(ValueError, OSError)):
             draw()

@@ -60,7 +60,6 @@ class ChatServer:
         return [body for body in self.requests if "seed" in body]
 
     def chat(self, body: Any) -> Reply:
-        """Returns the reply to a chat completion request."""
         with self.lock:
             number = len(self.requests)
             self.requests.append(body)
@@ -98,14 +97,12 @@ def refusal(message: str, status: int = 400, **headers: str) -> Reply:
 
 
 def decoded(message: Any) -> Message:
-    """Returns a message of a request as a message with parts, its images opened."""
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else [_part(part) for part in content]
     return {"role": message["role"], "content": parts}
 
 
 def image_bytes(url: str) -> bytes:
-    """Returns the file in a data URL."""
     return base64.b64decode(url.partition(",")[2], validate=True)
 
 
@@ -126,8 +123,6 @@ class QuietServer(ThreadingHTTPServer):
 
 
 class JsonHandler(BaseHTTPRequestHandler):
-    """Receives JSON, sends bytes, and logs nothing."""
-
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16  # headers and body in one packet, which otherwise wait for each other
 
@@ -160,7 +155,6 @@ def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 @contextmanager
 def serving(processor: Processor, answer: Callable[[list[Message], int], TargetAnswer], **options: Any) -> Iterator[ChatServer]:
-    """Runs a server on a free port."""
     chat = ChatServer(processor, answer, **options)
     closing = threading.Event()
 

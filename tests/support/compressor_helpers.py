@@ -44,13 +44,11 @@ CONVERSATIONS: dict[str, list[Any]] = {
 
 
 def draft_with(target: sage.Target, kind: str, compressor: dict[str, Any] | None, seed: int = 0) -> DraftHead:
-    """Returns a head with random weights in evaluation mode."""
     head: DraftHead = random_draft(target, kind, seed=seed, compressor=compressor).eval()
     return head
 
 
 def example(target: sage.Target, pieces: list[Any]) -> dict[str, Tensor]:
-    """Returns a training example of batch 1."""
     ids: list[int] = []
     mask: list[int] = []
     for piece in pieces:
@@ -68,7 +66,6 @@ def prompt_of(target: sage.Target, full: dict[str, Tensor], length: int) -> dict
 
 
 def together(target: sage.Target, examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns training examples as one right-padded batch."""
     tokens = {key for key, value in examples[0].items() if value.shape == examples[0]["input_ids"].shape}
     single = [{key: value[0] if key in tokens else value for key, value in example.items()} for example in examples]
     processor = Processor(SimpleNamespace(pad_token_id=0), None, target.family)

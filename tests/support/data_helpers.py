@@ -74,7 +74,6 @@ LLAVA_TEMPLATE = """\
 
 
 def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per byte, and the special tokens."""
     core = byte_level({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))})
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *MEDIA_TOKENS[family]]})
@@ -108,7 +107,6 @@ def make_processor(family: str, hidden_size: int = 32) -> Processor:
 
 
 def make_image(size: int = 16, colour: str = "red") -> Image.Image:
-    """Returns a square of one colour."""
     return Image.new("RGB", (size, size), colour)
 
 
@@ -119,12 +117,10 @@ def make_noise(width: int = 64, height: int = 64, deviation: float = 90.0) -> Im
 
 
 def user(*content: Any) -> dict[str, Any]:
-    """Returns a user message of texts, images and videos (lists of images)."""
     return {"role": "user", "content": [_part(item) for item in content]}
 
 
 def assistant(text: str) -> dict[str, Any]:
-    """Returns an assistant message."""
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 
 
@@ -135,7 +131,6 @@ def _part(item: Any) -> dict[str, Any]:
 
 
 def save_images(folder: Path, *names: str) -> None:
-    """Writes small PNGs or JPEGs of different colours."""
     for i, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         make_image(16, ("red", "green", "blue", "yellow")[i % 4]).save(folder / name)
@@ -179,7 +174,6 @@ def train_step(target: Any, batch: dict[str, Any]) -> float:
 
 
 def save_target(family: str, folder: Path, hidden_size: int = 32) -> Path:
-    """Saves the target of `make_target` as a target folder."""
     target = make_target(family, hidden_size)
     target.model.save_pretrained(folder)
     target.processor.tokenizer.chat_template = target.processor.chat_template
@@ -189,14 +183,12 @@ def save_target(family: str, folder: Path, hidden_size: int = 32) -> Path:
 
 
 def png(colour: str = "red") -> bytes:
-    """Returns the PNG file of `make_image`."""
     stream = io.BytesIO()
     make_image(16, colour).save(stream, "PNG")
     return stream.getvalue()
 
 
 def share_turns(*values: str, roles: tuple[str, ...] = ("human", "gpt")) -> list[dict[str, str]]:
-    """Returns alternating turns in the ShareGPT layout."""
     return [{"from": roles[i % len(roles)], "value": value} for i, value in enumerate(values)]
 
 
@@ -227,7 +219,6 @@ class Numbers:
 
 
 def collate_numbers(examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pads examples of `Numbers`."""
     rows = [example["input_ids"] for example in examples]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
     return {"input_ids": padded, "attention_mask": (padded >= 0).long()}
@@ -269,7 +260,6 @@ def take(loader: StepLoader, count: int) -> list[list[list[str]]]:
 
 
 def ids_by_step(steps: list[list[list[str]]]) -> list[set[str]]:
-    """Returns the ids of each step."""
     return [{name for micro in step for name in micro} for step in steps]
 
 
@@ -299,7 +289,6 @@ def own_answers(target: sage.Target, chats: list[list[Any]], folder: Path) -> tu
 
 
 def save_draft(folder: Path, target: sage.Target) -> Path:
-    """A draft with random weights."""
     sage.new_draft(target, "eagle", seed=0).save_pretrained(folder)
     return folder
 

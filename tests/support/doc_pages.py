@@ -38,18 +38,15 @@ def tracked_files() -> list[str]:
 
 
 def pages() -> list[str]:
-    """Returns the documentation pages, README.md first."""
     pages = [name for name in tracked_files() if name.endswith(".md") and not name.startswith("benchmarks/")]
     return sorted(pages, key=lambda name: name != "README.md")
 
 
 def read(page: str) -> str:
-    """Returns the text of a page."""
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 def blocks(page: str) -> list[Block]:
-    """Returns the blocks of a page."""
     text = read(page)
     fences = [(f"{page}:{text.count(chr(10), 0, fence.start()) + 2}", *fence.groups()) for fence in FENCE.finditer(text)]
     return [

@@ -64,7 +64,6 @@ def make_draft(target: sage.Target, kind: str = "eagle3", vocabulary: torch.Tens
 
 
 def save_draft(folder: Path, target: sage.Target, kind: str = "eagle3", **config: Any) -> Path:
-    """Saves a draft and returns its folder."""
     make_draft(target, kind, **config).save_pretrained(folder)
     return folder
 
@@ -78,7 +77,6 @@ def export_draft(folder: Path, out: Path, format_: str = "eagle3", **options: An
 
 
 def edit_json(path: Path, change: Any) -> None:
-    """Applies `change` to the content of a JSON file."""
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content, indent=2) + "\n")
@@ -135,7 +133,6 @@ def change_config(*path: str, **changes: Any) -> Damage:
 
 
 def change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    """Changes the tensors of an export."""
 
     def apply(folder: Path) -> None:
         content = load_file(folder / "model.safetensors")
@@ -146,22 +143,18 @@ def change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
 
 
 def drop(name: str) -> Damage:
-    """Removes a tensor."""
     return change_tensors(lambda tensors: tensors.pop(name))
 
 
 def put(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
-    """Replaces a tensor by a function of itself."""
     return change_tensors(lambda tensors: tensors.update({name: value(tensors[name])}))
 
 
 def add(name: str, *shape: int) -> Damage:
-    """Adds a tensor of ones."""
     return change_tensors(lambda tensors: tensors.update({name: torch.ones(shape, dtype=torch.bfloat16)}))
 
 
 def copy_export(source: Path, out: Path) -> Path:
-    """Copies an export without its manifest."""
     shutil.copytree(source, out)
     (out / "manifest.json").unlink()
     return out

@@ -43,15 +43,12 @@ class FakeCuda:
         monkeypatch.setattr(torch, "empty", empty_on_cpu)
 
     def record(self, stream: object = None) -> None:
-        """Records an event."""
         self.calls.append(("record", stream))
 
     def synchronize(self) -> None:
-        """Waits for an event."""
         self.calls.append(("wait for an event", None))
 
     def elapsed_time(self, other: object) -> float:
-        """Returns one millisecond."""
         return 1.0
 
 

@@ -53,7 +53,6 @@ def chatml(image: str = "", video: str = "") -> str:
 
 
 def text(**more: Any) -> dict[str, Any]:
-    """Returns the configuration of a tiny text model."""
     return text_sizes(num_hidden_layers=8, **more)
 
 
@@ -109,7 +108,6 @@ class FamilySuite:
         return self.model_of(self.config())
 
     def model_of(self, config: PreTrainedConfig) -> Any:
-        """Returns a random model of this configuration."""
         torch.manual_seed(0)
         model = getattr(transformers, FAMILIES[config.model_type].model_types[config.model_type])(config)
         model.lm_head.weight.data[:END] = 0
@@ -157,7 +155,6 @@ class FamilySuite:
         return {name: in_double(target.prepare(user(*part))) for name, part in parts.items()}
 
     def longest(self, target: sage.Target) -> Inputs:
-        """Returns the prompt with the most media."""
         return list(self.prompts(target).values())[-1]
 
     # -- the model -------------------------------------------------------------------------------------------------------------
@@ -264,7 +261,6 @@ class FamilySuite:
         return theirs
 
     def hugging_face_settings(self, target: sage.Target) -> dict[str, Any]:
-        """Returns further attributes of `hugging_face`."""
         return {}
 
     def hugging_face_pixels(self, target: sage.Target, images: list[Any]) -> Any:
@@ -371,7 +367,6 @@ class FamilySuite:
         assert bool(small.features(prompt).last.isfinite().all())
 
     def example(self, target: sage.Target) -> Inputs:
-        """Returns a training example with an image if the family takes one."""
         first: list[Any] = [image_part(8, 8), "What?"] if self.has_images else ["What?"]
         found = segments([*user(*first), assistant("A dog.")], target.processor)
         return in_double(target.processor.encode(found, [random_image(8, 8)] if self.has_images else []))

@@ -146,7 +146,6 @@ def serve(address: str) -> None:
 
 
 def reap() -> None:
-    """Waits for the ended children of this process."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)

@@ -50,7 +50,6 @@ def _policy(speedup: float, accepted: float, shares: Sequence[float]) -> dict[st
 
 
 def example_report() -> dict[str, Any]:
-    """The content of a report.json."""
     lookup = {"tokens_per_s": 163.0, "speedup": 1.09, "speedup_end_to_end": 1.05, "speedup_ci": [0.98, 1.21]}
     return {
         "schema": 1,
@@ -109,7 +108,6 @@ def made_check(texts: Sequence[str], fault: str = "engine bad: <b>") -> str:
 
 
 def data_page() -> str:
-    """The page of a data set."""
     processor = make_processor("llava_onevision")
     talk = Conversation(HOSTILE[0], [user(make_image(), HOSTILE[1]), assistant(HOSTILE[0])], HOSTILE[1])
     example = build_example(talk, processor)

@@ -20,13 +20,11 @@ def refused(*parts: str, error: type[BaseException] = ValueError) -> Iterator[py
 
 
 def check_message(text: str, *parts: str) -> None:
-    """Asserts that `text` contains `parts`."""
     for part in parts:
         assert part in text, f"{part!r} is not in the message: {text}"
 
 
 def exit_code(main: Callable[[], object], *words: object) -> int:
-    """Returns the exit code of a console entry point."""
     with mock.patch.object(sys, "argv", ["command", *map(str, words)]), pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)

@@ -29,7 +29,6 @@ SIGLIP |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "vision_u
 
 
 def text_sizes(kv_heads: int = 2, tied: bool = False, **extra: Any) -> dict[str, Any]:
-    """Returns the configuration of a tiny text model: three layers of width 32."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -48,7 +47,6 @@ def text_sizes(kv_heads: int = 2, tied: bool = False, **extra: Any) -> dict[str,
 
 
 def qwen_config(text: dict[str, Any], ids: dict[str, int], tied: bool = False) -> Qwen2_5_VLConfig:
-    """Returns the configuration of a tiny Qwen2.5-VL with these text layers and ids of special tokens."""
     width = text["hidden_size"]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [width // 8 - 2, 1, 1]}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": width, "patch_size": 4}
@@ -58,7 +56,6 @@ def qwen_config(text: dict[str, Any], ids: dict[str, int], tied: bool = False) -
 
 
 def llava_config(text: dict[str, Any], ids: dict[str, int], tiles: list[list[int]], tied: bool = False) -> LlavaOnevisionConfig:
-    """Returns the configuration of a tiny LLaVA-OneVision with these text layers, ids of special tokens and resolutions."""
     texts = {"model_type": "qwen2", **text}
     return LlavaOnevisionConfig(
         text_config=texts, vision_config=SIGLIP, image_grid_pinpoints=tiles, tie_word_embeddings=tied, **ids
@@ -73,7 +70,6 @@ def make_qwen(kv_heads: int = 2, tied: bool = False, seed: int = 0, **text: Any)
 
 
 def make_llava(kv_heads: int = 2, tied: bool = False, seed: int = 0) -> sage.Target:
-    """A random LLaVA-OneVision of three layers, width 32."""
     config = llava_config(text_sizes(kv_heads, tied), LLAVA_IDS, [[8, 8], [8, 16], [16, 8]], tied)
     torch.manual_seed(seed)
     return _target(LlavaOnevisionForConditionalGeneration(config))
@@ -134,7 +130,6 @@ def cut(inputs: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]
 
 
 def in_double(inputs: Any) -> dict[str, Any]:
-    """Inputs with floating-point tensors in float64."""
     return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 
 
@@ -192,7 +187,6 @@ SLOT_HEADS: dict[str, dict[str, Any]] = {
 
 
 def slot_head(target: sage.Target, form: str, **options: Any) -> Any:
-    """A random head with slots, in evaluation."""
     return random_draft(target, **(SLOT_HEADS[form] | options)).eval()
 
 

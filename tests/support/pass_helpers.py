@@ -29,7 +29,6 @@ def slow_except(quick: Sequence[str], names: Sequence[str]) -> list[Any]:
 
 
 def head(target: sage.Target, *args: Any, **options: Any) -> Any:
-    """A draft head for decoding; one in training runs eagerly."""
     return random_draft(target, *args, **options).eval()
 
 

@@ -21,7 +21,6 @@ TEMPLATE = (
 
 
 def byte_level(vocabulary: dict[str, int]) -> Tokenizer:
-    """Returns a tokenizer whose tokens are bytes."""
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()

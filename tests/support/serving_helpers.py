@@ -23,8 +23,6 @@ LIMITS: dict[str, Any] = {"max_requests": 3, "queue": 2, "max_context": 400, "ma
 
 @dataclass
 class Running:
-    """A server that runs, and a client of it."""
-
     service: Service
     server: Server
     client: httpx.Client
@@ -39,25 +37,21 @@ class Running:
 
 @contextmanager
 def serving(service: Service, target: Any = None) -> Iterator[Running]:
-    """Runs a service on a free port."""
     with running(service) as (server, url), httpx.Client(base_url=url, timeout=20) as client:
         yield Running(service, server, client, url, target)
 
 
 def image_url(size: tuple[int, int] = (56, 56), color: str = "red", kind: str = "PNG") -> str:
-    """An image as a data URL."""
     stream = io.BytesIO()
     Image.new("RGB", size, color).save(stream, kind)
     return data_url(stream.getvalue(), kind.lower())
 
 
 def data_url(data: bytes, kind: str = "png") -> str:
-    """A file as a data URL."""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def with_images(text: str, *urls: Any) -> list[dict[str, Any]]:
-    """A message with images before its text."""
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 

@@ -44,7 +44,6 @@ class SlowTree(Tree):
 
     @classmethod
     def of_token(cls, token: int) -> SlowTree:
-        """The tree of one node."""
         return cls(torch.tensor([token]), torch.tensor([-1]), torch.tensor([0]), draft_topk=[None])
 
     @classmethod
@@ -156,7 +155,6 @@ SMALL: list[tuple[str, dict[str, Any]]] = [
 
 
 def name_of(value: Any) -> str:
-    """A readable test id."""
     return value if isinstance(value, str) else "-".join(f"{key}={option}" for key, option in value.items())
 
 
@@ -196,8 +194,6 @@ def processed_by(processors: Sequence[Any]) -> NextTokenProbs:
 
 
 class TableSession(DraftSession):
-    """A draft session that reads a table."""
-
     context = 0  # of rows for the prompt; this draft keeps none
 
     def __init__(self, probs: NextTokenProbs, context: Context = ()) -> None:
@@ -221,8 +217,6 @@ class TableSession(DraftSession):
 
 
 class TableCache:
-    """A cache of token ids."""
-
     def __init__(self) -> None:
         self.rows: list[int] = []
 
@@ -302,8 +296,6 @@ class SteadyClock:
 
 
 class TablePasses:
-    """Tree passes of a table target."""
-
     def __init__(self, target: TableTarget) -> None:
         self.target = target
 
@@ -329,7 +321,6 @@ def toy_request(
 
 
 def probability(tokens: Context, probs: NextTokenProbs = target_probs) -> float:
-    """p(tokens) = product of p(token | preceding tokens), float64."""
     return float(torch.stack([probs(tokens[:i])[token] for i, token in enumerate(tokens)]).prod())
 
 
@@ -343,7 +334,6 @@ def sequences(length: int, eos: int | None = None, probs: NextTokenProbs = targe
 
 
 def distance(found: Distribution, expected: Distribution) -> float:
-    """Largest difference between two distributions."""
     return max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in found.keys() | expected.keys())
 
 

@@ -24,8 +24,6 @@ VOID = {"meta", "img", "input"}
 
 
 class Words:
-    """A tokenizer whose token i is the i-th text."""
-
     all_special_ids: tuple[int, ...] = ()
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -124,6 +122,5 @@ class Page(HTMLParser):
 
     @property
     def data(self) -> dict[str, Any]:
-        """The JSON of a trace."""
         found: dict[str, Any] = json.loads(self.raw["script"][0])
         return found

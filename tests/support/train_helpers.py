@@ -48,13 +48,11 @@ SMALL = [
 
 
 def policy_figures(tokens: float, **more: Any) -> dict[str, Any]:
-    """The figures of a policy in report.json."""
     counts = {"tokens_per_target_pass": tokens, "mean_accepted_draft": tokens - 1, "match": 4, "total": 4, "first_gaps": []}
     return counts | {"tokens_per_s": 50.0, "speedup": 1.75, "speedup_end_to_end": 1.5, "time_s": {}} | more
 
 
 def quick_report(**figures: float) -> dict[str, Any]:
-    """A report as the summary of a run needs it."""
     same = {"prompts": 1, "repeats": 1, "dtype": "float32", "device": "cpu", "temperature": 0.0, "path": "nowhere"}
     rest = {"baselines": {}, "failed_baselines": {}, "fastest_baseline": None}
     shape = {"nodes_per_round": 1.0, "draft_steps_per_round": 1.0}
@@ -81,7 +79,6 @@ def make_target(where: Path, family: str = "qwen2_5_vl", layers: int = 2) -> Pat
 
 
 def command(target: Path, run: Path, *overrides: str) -> list[str]:
-    """The arguments of a short training run."""
     where = [f"target.path={target}", "target.dtype=fp32", f"run.dir={run}", f"data.cache_dir={run.parent}/cache"]
     has_kind = any(override.startswith(("draft=", "experiment=")) for override in overrides)
     return [*SMALL, *([] if has_kind else ["draft=eagle"]), *where, *overrides]
@@ -106,19 +103,16 @@ def configure(*overrides: str) -> Config:
 
 
 def big(target: str, *overrides: str) -> LaunchPlan:
-    """The plan of a run on a published target."""
     from train.plan.estimate import plan
 
     return plan(configure(f"target={target}", "data=llava_instruct", *overrides))
 
 
 def draft_weights(run: Path) -> dict[str, torch.Tensor]:
-    """The weights of a run's draft."""
     return load_file(run / "draft" / "model.safetensors")
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
     return read_metrics(run / "metrics.jsonl")
 
 
@@ -146,7 +140,6 @@ def sage_train(commands: ForkServer, *arguments: str, cwd: Path) -> subprocess.C
 
 
 def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A new interpreter, which has imported nothing."""
     return _finished([sys.executable, *arguments], cwd)
 
 

@@ -220,6 +220,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _serve_check(args: argparse.Namespace) -> int:
+    from sage.io.page import write_page
     from train.serve_check.check import ServeCheck, serve_check
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -229,7 +230,8 @@ def _serve_check(args: argparse.Namespace) -> int:
     options = ServeCheck(source=source, export=folder, python=python, target=args.target, page=page, **numbers)
     result = serve_check(options)
     print(result.text(), flush=True)
-    if result.write_page(options.page_path):
+    if result.page:
+        write_page(options.page_path, result.page)
         print(f"page: {options.page_path}", file=sys.stderr)
     return cli.EXIT_USER if result.faults else cli.EXIT_DONE
 

@@ -68,11 +68,15 @@ def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def write_pages(report: Report, folder: Path, markdown: Path | None = None) -> None:
-    """Draws the plots of the report in `folder` and writes its pages beside them: by default `report.md` and its HTML page."""
-    path = markdown or folder / REPORT_PAGE
+def write_pages(report: Report, folder: Path, out: Path | None = None) -> Path:
+    """Draws the plots of the report in `folder` and writes its pages beside them, both in `out` if given; returns the path of
+    the Markdown.
+    """
+    path = (out or folder) / REPORT_PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = render_page(report, write_plots(report, path.parent))
     write_report(text, path, prompt_section(report, folder, path))
+    return path
 
 
 def headline(report: Report) -> str:

@@ -49,7 +49,7 @@ LOG_SCALE_RATIO = 50.0  # curves that span a larger factor have a logarithmic ax
 
 
 def write_run_report(folder: Path, out: Path | None = None) -> Path:
-    """Draws the curves of a run and writes its page beside them, by default as `report.md` in the run folder; returns its path.
+    """Draws the curves of a run and writes its page beside them, by default in the run folder; returns its path.
 
     Raises:
         ConfigError: `folder` is not a run, or no step was logged.
@@ -60,7 +60,8 @@ def write_run_report(folder: Path, out: Path | None = None) -> Path:
     if not lines:
         raise ConfigError(f"{folder}: {METRICS} contains no step yet; steps are logged every train.log_every")
     measured = measured_against_estimate(lines, read_reports(folder))
-    path = out or folder / run_folder.REPORT_PAGE
+    path = (out or folder) / run_folder.REPORT_PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
     with style.rc_context():
         style.save(draw_curves(folder.name, lines, measured), path.parent / CURVES)
     write_report(page(run, lines, measured, path.parent), path)

@@ -10,8 +10,8 @@ import gc
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from sage.bench.measurement import BenchPrompt
 from sage.io.dtypes import dtype_name
 from sage.io.files import check_writable
 from sage.io.machine import available_cores
-from sage.io.page import write_page
 from sage.io.tables import text_table
 from train.serve_check.acceptance import Answers, Measured, acceptance_table, decode_chain, render_check, verdict
 from train.serve_check.vllm_process import (
@@ -69,23 +68,14 @@ class ServeCheck:
 
 @dataclass(frozen=True)
 class ServeResult:
-    """The outcome, with what `render_check` shows of it."""
-
     rows: dict[str, Answers]  # label, then answers, of every decoder that ran; empty if the engine was not started
     faults: list[str]  # one line per part at fault; empty: all good
-    prompts: Sequence[BenchPrompt] = ()
-    tokenizer: Any = None
-    settings: Mapping[str, str] = field(default_factory=dict)
+    page: str = ""  # HTML; empty without rows
 
     def text(self) -> str:
+        """Returns the table and the verdict."""
         lines = [text_table(*acceptance_table(self.rows))] if self.rows else []
         return "\n".join([*lines, *(self.faults or ["all good: draft, export and engine"])])
-
-    def write_page(self, path: Path) -> bool:
-        """Writes the page; returns whether there is one. Raises CannotWrite if the disk is full or not writable."""
-        if self.rows:
-            write_page(path, render_check(self.rows, self.faults, self.prompts, self.tokenizer, self.settings))
-        return bool(self.rows)
 
 
 def serve_check(options: ServeCheck) -> ServeResult:
@@ -94,7 +84,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
     Raises:
         ValueError: an option that cannot be used, an export or target that vLLM does not serve, no usable vLLM, or one that
             ended; names its log.
-        CannotWrite: the page cannot be written.
+        CannotWrite: the page could not be written.
     """
     check_writable(options.page_path)
     source = find_source(options.source)
@@ -139,7 +129,8 @@ def serve_check(options: ServeCheck) -> ServeResult:
         "maximum tokens": options.max_new_tokens,
     }
     shown = {name: str(value) for name, value in settings.items()}
-    return ServeResult(found.rows(label), verdict(found, fed, fed_in_training), prompts, tokenizer, shown)
+    rows, faults = found.rows(label), verdict(found, fed, fed_in_training)
+    return ServeResult(rows, faults, render_check(rows, faults, prompts, tokenizer, shown))
 
 
 def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
