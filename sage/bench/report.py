@@ -162,6 +162,5 @@ def replays(
 
 
 def all_policies(options: Mapping[str, Mapping[str, Any]], leave_out: Sequence[str] = ()) -> dict[str, Policy]:
-    """Returns every policy that drafts, with the given options or its defaults."""
     names = [name for name in sage.POLICIES if name != AUTOREGRESSIVE and name not in leave_out]
     return {name: sage.policy(name, **options.get(name, {})) for name in names}

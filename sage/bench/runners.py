@@ -48,7 +48,6 @@ class TimedRun:
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens decoded after the prefill."""
         return max(len(self.tokens) - self.prefill_tokens, 0)
 
 

@@ -58,7 +58,6 @@ def summarize(measurement: Measurement, target: Any, policies: Sequence[str]) ->
 
 
 def decode_rate(runs: Runs) -> float:
-    """Returns tokens per second after the prefill."""
     return _rate(*_decode(runs))
 
 
@@ -185,7 +184,6 @@ def _differences(reference: Runs, own: Runs) -> list[int | None]:
 
 
 def _by_family(measurement: Measurement, policies: Sequence[str], fastest: str) -> dict[str, Any]:
-    """Returns the main figures per task family; empty if the prompts have no families."""
     found: dict[str, Any] = {}
     for family in sorted({prompt.family for prompt in measurement.prompts if prompt.family}):
         chosen = [index for index, prompt in enumerate(measurement.prompts) if prompt.family == family]
@@ -205,7 +203,6 @@ def _by_family(measurement: Measurement, policies: Sequence[str], fastest: str) 
 
 
 def _median_run(repeats: Sequence[TimedRun]) -> TimedRun:
-    """Returns the run with the (lower) median decode time."""
     return sorted(repeats, key=lambda run: run.decode_s)[(len(repeats) - 1) // 2]
 
 
@@ -290,7 +287,6 @@ class RunningFigures:
         self._runs: defaultdict[str, Runs] = defaultdict(list)
 
     def add(self, runs: Mapping[str, TimedRun]) -> None:
-        """Adds the runs of one prompt, by runner."""
         for name, run in runs.items():
             self._runs[name].append([run])
 

@@ -103,5 +103,4 @@ def span(text: str, kind: str = "text") -> dict[str, Any]:
 
 
 def link(text: str, href: str) -> dict[str, Any]:
-    """Returns a link for the macro `inline`."""
     return {"kind": "link", "href": href, "text": text}

@@ -40,16 +40,12 @@ WIDE: Mapping[str, Any] = {"total": 64, "depth": 12, "top_k": 10}  # options of 
 
 @dataclass
 class RecordedRound:
-    """The draft's candidates in one round."""
-
     position: int  # number of answer tokens before the round; the last of them is the root
     candidates: dict[TokenPath, NodeCandidates]  # below every expanded node, by the path to it
 
 
 @dataclass
 class Recording:
-    """One decode."""
-
     prompt_tokens: int
     max_new_tokens: int
     vocabulary: int  # size of the target's
@@ -243,7 +239,6 @@ class _RoundReplayer:
         return round_, 1 if is_drafting else num_unread + 1
 
     def _draft(self) -> Tree:
-        """`sage.decoding.decoder.grow` with recorded candidates."""
         builder = TreeBuilder(self.root, CPU, self.eos)
         frontier: list[TokenPath] = [()]
         for level in range(1, self.last_level + 1):

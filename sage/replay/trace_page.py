@@ -124,7 +124,6 @@ class Trace:
         return self.race.seconds / self.seconds if self.race is not None and self.seconds > 0 else None
 
     def html(self) -> str:
-        """Returns the page: one file that needs no network."""
         return render(self)
 
     def save(self, path: str | Path) -> None:
@@ -140,7 +139,6 @@ class Trace:
 
 
 def render(trace: Trace) -> str:
-    """Returns the page."""
 
     @cache
     def text_of(token: int) -> str:

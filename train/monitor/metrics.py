@@ -19,7 +19,6 @@ from train.state.resume import TrainState
 
 
 def chain_depth(decode: DecodeConfig) -> int:
-    """Returns the depth that policy `chain` is measured with."""
     return int(decode.options.get("chain", {}).get("depth", Chain.depth))
 
 

@@ -29,7 +29,6 @@ class ProfileWindow:
             self._profile.start()
 
     def close(self) -> None:
-        """Stops the trace and writes it, if one was started."""
         if self._profile is not None:
             self._profile.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,6 @@ Metrics = Mapping[str, float | int]
 
 
 class Tracker:
-    """All sinks of a run."""
-
     def __init__(self, sinks: Iterable[Jsonl | TensorBoard | Wandb] = ()) -> None:
         self.sinks = list(sinks)
 
@@ -64,8 +62,6 @@ class Jsonl:
 
 
 class TensorBoard:
-    """Writes TensorBoard event files to `runs/NAME/tensorboard`."""
-
     def __init__(self, config: Config, resolved: dict[str, Any], from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

@@ -155,7 +155,6 @@ def compare(runs: Sequence[RunSummary], out: Path, width: int | None = None) -> 
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Returns the folders relative to their common parent."""
     if len(folders) == 1:
         return [folders[0].name]
     shared = Path(os.path.commonpath([folder.absolute() for folder in folders]))
@@ -190,7 +189,6 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def drafting_policies(content: dict[str, Any]) -> list[str]:
-    """Returns every drafting policy that was measured in any run."""
     names = dict.fromkeys(name for run in content["runs"] for name in run["policies"])
     return [name for name in names if name != AUTOREGRESSIVE]
 
@@ -260,7 +258,6 @@ def measured_lines(settings: Mapping[str, str]) -> list[str]:
 
 
 def page(content: dict[str, Any], plot: str | None) -> str:
-    """Returns the content of compare.md."""
     head, rows = cells(content)
     explained = [f"\\{line}" if line.startswith(BEST_MARK) else line for line in notes(content)]  # else it would be a list
     parts = [f"# Comparison of {len(rows)} runs", markdown_table(head, rows, "<"), *explained]

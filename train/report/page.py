@@ -108,7 +108,6 @@ def _policies(report: Report) -> str:
 
 
 def _calibration(report: Report) -> str:
-    """Returns the table of every policy with calibration, over all depths."""
     head = ["policy", "rounds", "labels", "error before calibration", "after", "accepted per round, expected", "measured"]
     rows = [
         [
@@ -191,7 +190,6 @@ def write_plots(report: Report, directory: Path) -> list[Plot]:
 
 
 def draw_speed(report: Report) -> Figure | None:
-    """Draws the decoding speedup of policies and baselines with 95% intervals."""
     rows = [(name, section, style.policy_color(name, report["policies"])) for name, section in report["policies"].items()]
     rows += [(name, part, style.BAND) for name, part in report["baselines"].items() if name not in report["policies"]]
     made = style.figure(
@@ -241,7 +239,6 @@ def draw_acceptance(report: Report) -> Figure | None:
 
 
 def draw_time(report: Report) -> Figure | None:
-    """Draws the decoding time per token, stacked by phase."""
     policies = report["policies"]
     phases = [phase for phase in style.PHASES if any(part["time_s"].get(phase, 0) > 0 for part in policies.values())]
     if not phases:

@@ -170,7 +170,6 @@ def _files(folder: Path, home: Path) -> str:
 
 
 def draw_curves(name: str, lines: Lines, measured: Lines) -> Figure:
-    """Draws the curves of metrics.jsonl and the results of the validations."""
     steps = [line["step"] for line in lines]
     made = style.figure(HEIGHT_IN, f"Run {name}", f"{steps[-1]:,} optimizer steps, {lines[-1]['tokens']:,} tokens")
     panels = made.subplots(3, 2, sharex=True)

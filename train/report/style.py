@@ -97,13 +97,11 @@ def despine(axes: Axes, grid: str = "y") -> None:
 
 
 def label_bars(axes: Axes, labels: Sequence[str]) -> None:
-    """Labels horizontal bars, the first one at the top."""
     axes.set_yticks(range(len(labels)), [visible(label) for label in labels])
     axes.invert_yaxis()
 
 
 def legend_below(made: Figure, num_columns: int, **looks: Any) -> None:
-    """Adds the legend of the first panel below all panels."""
     handles, labels = made.axes[0].get_legend_handles_labels()
     made.legend(handles, labels, loc="outside lower center", ncols=num_columns, **looks)
 

@@ -59,8 +59,6 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is recorded about a measured draft."""
-
     report: Mapping[str, Any]  # content of report.json
     draft: str  # the folder that commands name
     run: str = ""  # the run that trained it; "" without one
@@ -269,7 +267,6 @@ CAUSES: list[Callable[[Facts, str], Cause | None]] = [
 
 
 def _longer_run(facts: Facts) -> str:
-    """Returns the command that continues the run to twice its length, of which the shortest of its limits decides."""
     values = {key: facts.config.get(key) for key in ("train.epochs", "train.max_minutes")}
     limits = [f"{key}={2 * value:g}" for key, value in values.items() if value]
     limits += [f"train.max_steps={2 * facts.lines[-1]['step']}"] if facts.config.get("train.max_steps") or not limits else []
