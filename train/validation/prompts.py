@@ -42,11 +42,9 @@ class PromptSet:
 
     def shard(self, rank: int, world_size: int) -> PromptSet:
         """Every `world_size`-th prompt, with the inputs that are prepared already."""
-        own = PromptSet(self.target, self.decode, self.prompts[rank::world_size])
-        own._first_turns = {
-            id(prompt): self._first_turns[id(prompt)] for prompt in own.prompts if id(prompt) in self._first_turns
-        }
-        return own
+        shard = PromptSet(self.target, self.decode, self.prompts[rank::world_size])
+        shard._first_turns = self._first_turns
+        return shard
 
     def prepare_first_turns(self) -> None:
         """Prepares everything that needs no answer of the target, so that a mistake is found before training. Raises ValueError
