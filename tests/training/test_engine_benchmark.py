@@ -1,4 +1,4 @@
-"""`python -m benchmarks.engines` with a stand-in for vLLM: prompts, turns, figures, and what a failing engine leaves behind.
+"""`python -m benchmarks.engines` with a stand-in for vLLM: prompts, turns and figures.
 
 The real engine runs in `make engines`.
 """
@@ -20,15 +20,8 @@ import sage
 from benchmarks.engines import __main__ as bench
 from benchmarks.engines.comparison import Answer, Decoder, figures, report, take_turns
 from benchmarks.engines.measure import Comparison, questions
-from train.serve_check.vllm_process import EngineFailed, EngineSetting, VllmProcess
 
 PYTHON = Path(sys.executable)
-
-
-@pytest.fixture
-def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Puts a package `vllm` into the path of subprocesses; returns the file with what its instances were started with."""
-    return install_fake_vllm(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +38,8 @@ def draft(target: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_comparison_runs_both_sides_on_the_same_prompts(fake_engine, target, draft, tmp_path, capsys, monkeypatch):
+def test_comparison_runs_both_sides_on_the_same_prompts(target, draft, tmp_path, capsys, monkeypatch):
+    log = install_fake_vllm(tmp_path, monkeypatch)
     monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
     out = tmp_path / "out.json"
     words = ["--draft", f"head={draft}", "--policy", "two=chain:depth=2", "--num-speculative-tokens", "1,3", "--prompts", "2"]
@@ -60,7 +54,7 @@ def test_comparison_runs_both_sides_on_the_same_prompts(fake_engine, target, dra
     assert found["decoders"]["vllm 3 tokens"]["tokens_per_target_pass"] == 2.0
     assert set(found["ratios"]) == {"autoregressive", "same draft", "any draft"}
     assert found["engine"]["vllm"] == "0.32.0" and found["passes"] == "eager"
-    started = [json.loads(line) for line in fake_engine.read_text().splitlines()]
+    started = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["llm"].get("speculative_config", {}).get("num_speculative_tokens") for row in started] == [None, None, 1, 3]
     assert {Path(row["llm"]["model"]).name for row in started} == {found["target"]}
     assert [row["llm"]["enforce_eager"] for row in started] == [False, True, False, False]
@@ -113,19 +107,6 @@ def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest
     assert found["decoders"]["tree"]["tokens_per_s"] == pytest.approx(60)
     assert found["decoders"]["tree"]["end_to_end_tokens_per_s"] == pytest.approx(45)
     assert "any draft: other / engine 3 = 2.67 (1.33-2.67)" in report(found)
-
-
-@pytest.mark.slow
-def test_an_engine_that_ends_shows_the_end_of_its_log(fake_engine: Path, tmp_path: Path) -> None:
-    log = tmp_path / "engine.log"
-    setting = EngineSetting(target=str(tmp_path), draft=tmp_path / "broken", depth=1)
-    with (
-        pytest.raises(EngineFailed) as caught,
-        VllmProcess(PYTHON, tmp_path / "prompts.json", log, max_new_tokens=4, cores=[0]) as engine,
-    ):
-        engine.load(setting)
-    text = str(caught.value)
-    assert f"vLLM ended with exit code 1, see {log}" in text and "RuntimeError: no such draft" in text
 
 
 @pytest.mark.parametrize(
