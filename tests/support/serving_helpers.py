@@ -37,7 +37,7 @@ class Running:
 
 @contextmanager
 def serving(service: Service, target: Any = None) -> Iterator[Running]:
-    with running(service) as (server, url), httpx.Client(base_url=url, timeout=20) as client:
+    with running(service) as (server, url), httpx.Client(base_url=url, timeout=60) as client:
         yield Running(service, server, client, url, target)
 
 
@@ -57,8 +57,8 @@ def with_images(text: str, *urls: Any) -> list[dict[str, Any]]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Waits at most 10 seconds until a condition holds."""
-    deadline = time.monotonic() + 10
+    """Waits at most a minute until a condition holds."""
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
