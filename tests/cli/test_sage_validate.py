@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -18,11 +19,11 @@ from train.cli import validate as validate_cli
 from train.cli.validate import run_validation
 from train.config.command_line import expand
 from train.config.hydra_app import compose
-from train.config.schema import ConfigError, DecodeConfig, ValidateConfig
+from train.config.schema import ConfigError, ValidateConfig
 from train.monitor.progress import Display
 from train.report.__main__ import main as draw
 from train.report.verdict import add_verdict
-from train.validation.selection import Checkpoint, overlay, settle
+from train.validation.selection import Checkpoint, settle
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +152,7 @@ def test_mistakes_are_one_line_that_names_the_remedy(run, overrides, parts):
     [
         ("decode: [", ["config.yaml"]),
         ("target: {name: t, path: x, dtype: fp32}", ["config.yaml", "data"]),
-        ("target: {name: t, path: x, dtype: fp7}", ["target: ", "fp7"]),
+        ("target: {name: t, path: x, dtype: fp7}\ndata: {}\ndecode: {}", ["target.dtype: ", "fp7"]),
         ("target: {path: x, wings: 2}\ndata: {}\ndecode: {}", ["target.wings"]),
     ],
 )
@@ -164,15 +165,16 @@ def test_a_corrupt_run_is_named(run, tmp_path, content, parts):
 # -- which settings --------------------------------------------------------------------------------------------------
 
 
-def test_only_named_fields_replace_those_of_the_run_and_options_are_merged():
-    saved = DecodeConfig(policies=["sage"], num_prompts=5, options={"sage": {"max_depth": 5, "top_k": 4}})
-    given = DecodeConfig(policies=["chain"], num_prompts=9, options={"sage": {"max_depth": 6}, "chain": {}})
-    one = overlay(given, saved, "decode", ["decode.num_prompts=9", "checkpoint=x"])
-    assert (one.policies, one.num_prompts, one.options) == (["sage"], 9, saved.options)
-    two = overlay(given, saved, "decode", ["+decode.options.sage.max_depth=6"])
-    assert two.options == {"sage": {"max_depth": 6, "top_k": 4}, "chain": {}} and two.num_prompts == 5
-    assert overlay(given, saved, "decode", ["decode=default"]) == given
-    assert overlay(given, saved, "decode", []) == saved
+def test_only_named_fields_replace_those_of_the_run_and_options_are_merged(run):
+    def settled(*overrides):
+        return settle(composed(*overrides), Checkpoint(draft=run / "draft", run=run), overrides).decode
+
+    saved = settled()
+    assert (saved.policies, saved.num_prompts) == (["autoregressive", "static"], 2)
+    assert settled("decode.num_prompts=9") == replace(saved, num_prompts=9)
+    options = settled("+decode.options.sage.top_k=6").options
+    assert options == {"static": {}, "sage": {"max_depth": 5, "top_k": 6}}
+    assert settled("decode=default", "decode.num_prompts=9") == composed("decode=default", "decode.num_prompts=9").decode
 
 
 def test_a_choice_within_a_group_replaces_its_own_fields_only(run):
