@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from statistics import mean, median
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from sage.bench.measurement import Measurement
 from sage.bench.runners import AUTOREGRESSIVE, HF_GENERATE, Runner, TimedRun
+from sage.replay.trace_page import num_equal
 from sage.runtime.timing import PHASES
 
 logger = logging.getLogger(__name__)
@@ -253,8 +253,8 @@ def _rates(tokens: Sequence[float], seconds: Sequence[float]) -> Tensor:
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
     """Returns the index of the first token that differs or is missing; None if the generations are equal."""
-    pairs = enumerate(zip_longest(reference, other))
-    return next((index for index, (left, right) in pairs if left != right), None)
+    index = num_equal(reference, other)
+    return None if index == len(reference) == len(other) else index
 
 
 def top2_gap(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -> float:

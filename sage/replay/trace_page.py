@@ -9,6 +9,7 @@ The script reads JSON: `texts` of tokens; per round `nodes` (indices of `texts`)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -267,9 +268,8 @@ def token_pieces(tokens: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Returns the number of tokens before the first that differs."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(tokens), len(others)))
+    """Returns the number of tokens before the first that differs or is missing."""
+    return len(os.path.commonprefix([tokens, others]))  # type: ignore[list-item]  # of any sequences
 
 
 def answer_spans(

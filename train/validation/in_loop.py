@@ -80,7 +80,7 @@ class DecodeShard:
             is_interrupted |= was_interrupted
             if sent is not None:
                 measurement, later_turns = sent
-                turns = self.divided.turns_of(rank, self.ranks.world_size, later_turns)
+                turns = (self.divided or self.prompts).turns_of(rank, self.ranks.world_size, later_turns)
                 parts.append(replace(measurement, prompts=turns[: len(measurement.prompts)]))
         if not parts:
             raise Interrupted

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -57,7 +58,8 @@ def settle(config: ValidateConfig, checkpoint: Checkpoint, overrides: Sequence[s
             for name in SET_BY_CHOICE.get(key, (key.replace("/", "."),)):
                 if name.partition(".")[0] in GROUPS:  # a choice replaces; options of policies are merged
                     OmegaConf.update(settled, name, OmegaConf.select(given, name), merge="." in key, force_add=True)
-        return replace(config, **{name: OmegaConf.to_object(settled[name]) for name in GROUPS})
+        groups: dict[str, Any] = {name: OmegaConf.to_object(settled[name]) for name in GROUPS}
+        return replace(config, **groups)
     if {"target", "target.path"} & {*keys}:
         return config
     path = target_of(checkpoint.draft, "target=NAME or target.path=DIR")
