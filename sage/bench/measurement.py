@@ -48,6 +48,16 @@ class BenchPrompt:
     seed: int | None = None  # replaces that of the sampling parameters, so that prompts do not share their noise
     messages: Sequence[Mapping[str, Any]] = ()  # of `inputs`, which a report shows; empty if they are not known
 
+    @classmethod
+    def of(
+        cls, target: Any, messages: Sequence[Mapping[str, Any]], name: str, family: str = "", where: str = ""
+    ) -> BenchPrompt:
+        """Prepares chat messages; ValueError with `where` and the name for those that cannot be prepared."""
+        try:
+            return cls(name=name, family=family, inputs=target.prepare(messages), messages=messages)
+        except ValueError as error:
+            raise ValueError(f"{where}{name}: {error}") from error
+
     def seeded(self, sampling: Sampling) -> Sampling:
         """Returns the sampling parameters with the prompt's own seed, if it has one."""
         return sampling if self.seed is None else replace(sampling, seed=self.seed)
@@ -208,14 +218,7 @@ def load_prompts(
         chats = [chat for chat in chats if chat[1] == family]
         if not chats:
             raise ValueError(f"--family {family}: no prompt of this family; families of the file: {', '.join(known) or 'none'}")
-    prompts = []
-    for name, family, messages in chats[:limit]:
-        try:
-            inputs = target.prepare(messages)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        prompts.append(BenchPrompt(name=name, inputs=inputs, family=family))
-    return prompts
+    return [BenchPrompt.of(target, messages, name, family) for name, family, messages in chats[:limit]]
 
 
 def _chats(file: str | None, images: Sequence[str], text: str | None) -> list[tuple[str, str, Messages]]:

@@ -109,7 +109,4 @@ def prepare_prompt(target: Any, prompt: Any, index: int) -> BenchPrompt:
     name, family = str(getattr(prompt, "id", f"prompt-{index}")), str(getattr(prompt, "family", ""))
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    try:
-        return BenchPrompt(name=name, family=family, inputs=target.prepare(messages), messages=messages)
-    except ValueError as error:
-        raise ValueError(f"validation prompt {name}: {error}") from error
+    return BenchPrompt.of(target, messages, name, family, "validation prompt ")
