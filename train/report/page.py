@@ -153,20 +153,13 @@ def _setup(report: Report) -> str:
     machine = report["machine"]
     cores = f"{counted(machine['cores'], 'core')}, {counted(machine['torch_threads'], 'thread')}"
     processor = machine.get("gpu") or f"{machine['cpu']}, {cores}"
-    processor += f", load average {machine['load_average']:.1f} during the last minute"
-    sampling = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}, seed {report['seed']}"
-    runs = "one run" if report["repeats"] == 1 else f"medians of {report['repeats']} interleaved runs"
-    trained = f"; draft after {counted(report['step'], 'training step')}" if report.get("step") is not None else ""
-    together = f"; policies decode {report['batch_size']} prompts together" if "batch_size" in report else ""
-    lines = [
-        f"- {counted(report['prompts'], 'prompt')}, {runs} each, at most {report['max_new_tokens']} new tokens, "
-        f"{sampling}{together}{trained}",
-        f"- {report['dtype']} on `{report['device']}`: {processor}, {machine['system']}",
-        *([f"- passes: {report['passes']}"] if "passes" in report else []),
-        "- " + ", ".join(f"{package} {number}" for package, number in report["versions"].items()),
-    ]
+    load = f"load average {machine['load_average']:.1f} during the last minute"
+    facts = [f"{measured_with(report)}, seed {report['seed']}", f"{processor}, {load}, {machine['system']}"]
+    facts += [f"passes: {report['passes']}"] if "passes" in report else []
+    facts += [f"draft after {counted(report['step'], 'training step')}"] if report.get("step") is not None else []
+    facts.append(", ".join(f"{package} {number}" for package, number in report["versions"].items()))
     command = f"\n\n```\n{report['command']}\n```" if report.get("command") else ""
-    return "## Setup\n\n" + "\n".join(lines) + command
+    return "## Setup\n\n" + "\n".join(f"- {fact}" for fact in facts) + command
 
 
 @dataclass(frozen=True)
