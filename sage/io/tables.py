@@ -23,7 +23,6 @@ def text_table(
     align: str = "<>",
     *,
     indent: int = 0,
-    min_widths: Sequence[int] = (),
     ruled: bool = True,
 ) -> str:
     """Returns a table for a terminal, its columns padded to the widest cell; lines have no trailing blanks.
@@ -32,14 +31,11 @@ def text_table(
         head: None for no header; below it a line is drawn if `ruled`.
         rows: `RULE` draws a horizontal line.
         align: as for `markdown_table`.
-        min_widths: least width of the first columns, in characters.
     """
     cells = [row for row in ([] if head is None else [head]) + list(rows) if row]
     if not cells:
         return ""
-    least = [*min_widths, *[0] * len(cells[0])]
-    widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
-    widths = [max(width, floor) for width, floor in zip(widths, least, strict=False)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     sides = align[: len(widths)].ljust(len(widths), align[-1])
 
     def line(row: Row) -> str:

@@ -14,53 +14,17 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from sage.decoding.answer import REPLACEMENT_CHARACTER, Detokenizer
-from sage.io.progress import progress_bar, progress_callback
-from sage.io.tables import RULE, markdown_table, text_table
-
-HEAD = ["policy", "tokens", "speed"]
-ROWS = [["chain", "12", "1.50x"], ["cost_aware", "3", ""]]
-
-
-def test_markdown_columns_are_aligned_by_side():
-    assert markdown_table(HEAD, ROWS).splitlines() == [
-        "| policy | tokens | speed |",
-        "| :-- | --: | --: |",
-        "| chain | 12 | 1.50x |",
-        "| cost_aware | 3 |  |",
-    ]
-    assert markdown_table(HEAD, ROWS, "<<>").splitlines()[1] == "| :-- | :-- | --: |"
-    assert markdown_table(HEAD, [], "<").splitlines()[1] == "| :-- | :-- | :-- |"
+from sage.io.progress import progress_callback
+from sage.io.tables import markdown_table
 
 
 def test_markdown_pipes_are_escaped_once():
     assert markdown_table(["a"], [["x|y"], [r"x\|y"]]).splitlines()[2:] == [r"| x\|y |", r"| x\|y |"]
 
 
-def test_text_columns_are_padded_to_the_widest_cell():
-    assert text_table(HEAD, [ROWS[0], RULE, ROWS[1]]).splitlines() == [
-        "policy      tokens  speed",
-        "-------------------------",
-        "chain           12  1.50x",
-        "-------------------------",
-        "cost_aware       3",
-    ]
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize(
-    ("is_terminal", "is_shown", "is_disabled"), [(True, True, False), (True, False, True), (False, True, True)]
-)
-def test_bar_is_disabled_without_a_terminal_or_on_request(
-    is_terminal: bool, is_shown: bool, is_disabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal() if is_terminal else io.StringIO())
-    bar = progress_bar(iter("abc"), "reading", total=5, initial=2, is_shown=is_shown)
-    assert bool(bar.disable) == is_disabled
-    assert list(bar) == ["a", "b", "c"]
 
 
 def test_callback_draws_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

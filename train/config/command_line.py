@@ -30,6 +30,14 @@ WITHOUT_DASHES = ("target", "data", "draft", "checkpoint", "out", "action")
 PATH_KEY = re.compile(r"(?:\A|\.)(?:path|dir|cache_dir|media_root|bad_list|draft|checkpoint|out|state)\Z")
 PLAIN = re.compile(r"[A-Za-z0-9_/.+*?@%:~-]*")
 SYNTAX = re.compile(r"\A[\['\"]|[,$]")  # of a list, a quoted text, a sweep, or an interpolation
+MAX_LISTED = 30
+SOURCE = re.compile(r"^data\.(?:sources|validation)\.[^.]+")  # of data, with the label that the user chose
+TYPO = 0.8  # similarity of a key and the one that was meant; below, other relations come first
+PLUGINS = {  # choices that need a package
+    "hydra/sweeper/optuna": "hydra-optuna-sweeper",
+    "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
+    "hydra/launcher/submitit_local": "hydra-submitit-launcher",
+}
 
 
 def refuse_unknown_options(arguments: Sequence[str], schema: type, leading: Sequence[str] = ()) -> None:
@@ -142,16 +150,6 @@ def launch_keys(*used: str) -> list[str]:
 
 
 # -- errors of Hydra and OmegaConf: dotted key, value, allowed values, remedy ---------------------------------------------
-
-
-MAX_LISTED = 30
-SOURCE = re.compile(r"^data\.(?:sources|validation)\.[^.]+")  # of data, with the label that the user chose
-TYPO = 0.8  # similarity of a key and the one that was meant; below, other relations come first
-PLUGINS = {  # choices that need a package
-    "hydra/sweeper/optuna": "hydra-optuna-sweeper",
-    "hydra/launcher/submitit_slurm": "hydra-submitit-launcher",
-    "hydra/launcher/submitit_local": "hydra-submitit-launcher",
-}
 
 
 def as_mistake(error: Exception, schema: type) -> Exception:

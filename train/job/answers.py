@@ -55,26 +55,19 @@ def training_data(config: Config, target: sage.Target, sharded: ShardedTarget | 
                 "joined; give a folder on a file system of all nodes, or copy finished answers to each"
             )
         logger.info("the target answers the training data first; the answers are kept in %s", answers.folder)
-        _generate_locked(config, target, sharded, ranks, answers)
+        lock = locked(answers.folder, "another data.cache_dir", WAITING) if ranks.is_main else nullcontext()
+        try:
+            with lock:
+                ranks.wait_for_all()  # for the lock
+                with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+                    _generate(config, target, sharded, ranks, answers)
+                ranks.wait_for_all()
+        except KeyboardInterrupt as error:
+            if not answers.has_any:
+                raise
+            kept = f"finished answers are kept in {answers.folder}, and the same command continues"
+            raise RankFailed(f"stopped while the target answered the data; {kept}", EXIT_STOPPED) from error
     return answers.data()
-
-
-def _generate_locked(
-    config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks, answers: TargetAnswers
-) -> None:
-    """Generates the answers while no other run generates the same ones, and waits for all ranks."""
-    lock = locked(answers.folder, "another data.cache_dir", WAITING) if ranks.is_main else nullcontext()
-    try:
-        with lock:
-            ranks.wait_for_all()  # for the lock
-            with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-                _generate(config, target, sharded, ranks, answers)
-            ranks.wait_for_all()
-    except KeyboardInterrupt as error:
-        if not answers.has_any:
-            raise
-        kept = f"finished answers are kept in {answers.folder}, and the same command continues"
-        raise RankFailed(f"stopped while the target answered the data; {kept}", EXIT_STOPPED) from error
 
 
 def _generate(config: Config, target: sage.Target, sharded: ShardedTarget | None, ranks: Ranks, answers: TargetAnswers) -> None:

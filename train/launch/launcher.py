@@ -136,13 +136,15 @@ def _run_spawned_rank(
 
 def _run_external_rank(config: Config, work: RankWork) -> int:
     """Runs a rank of an external launcher; prints its error if it is the first one to fail."""
-    from train.launch.ranks import has_peers, is_first_failure
+    import torch.distributed as dist
+
+    from train.launch.ranks import is_first_failure
 
     StopFlag.ends_process = True
     try:
         code = work(config)
     except BaseException as error:
-        if not has_peers():
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             raise
         failure = describe(error, cluster_env.rank(), config.run.dir)
         if is_first_failure():

@@ -140,11 +140,6 @@ def _destroy_group() -> None:
         dist.destroy_process_group()
 
 
-def has_peers() -> bool:
-    """Whether this process is in a group with other ranks."""
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
 def is_first_failure() -> bool:
     """Counts a failure of this rank in the group's store; returns whether it is the first of all ranks.
 

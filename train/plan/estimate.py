@@ -45,6 +45,12 @@ MIN_VALIDATIONS_S = 60  # of all validations of a run; if they take less, their 
 MIN_PROMPTS, SHORT_ANSWER = 4, 64  # of a smaller validation
 MAX_GPUS = 64
 LEAST_TOKENS = 512  # of a budget for micro-batches
+NVLINK_BYTES_PER_S = 100e9  # received by a rank
+NETWORK_BYTES_PER_S = 50e9  # received by a node: one adapter of 400 Gbit/s
+BACKWARD = 2  # forward passes that a backward pass costs
+ADAMW_BYTES = 3 * 2 * MASTER_BYTES + MASTER_BYTES  # of a parameter: weight and moments, read and written; the gradient
+IN_CALLS = (VisionAttention.eager, VisionAttention.sdpa)  # attention of packed images with one call per image and window
+SUM_BYTES = 2 * MASTER_BYTES  # of an entry of a sum of gradients, read and written
 
 
 @dataclass(kw_only=True)
@@ -249,14 +255,6 @@ def _fits(current: LaunchPlan, changes: Sequence[Change], is_checked: bool = Fal
 
 
 # -- operations, memory traffic and communication of an optimizer step, for the longest examples --------------------------
-
-
-NVLINK_BYTES_PER_S = 100e9  # received by a rank
-NETWORK_BYTES_PER_S = 50e9  # received by a node: one adapter of 400 Gbit/s
-BACKWARD = 2  # forward passes that a backward pass costs
-ADAMW_BYTES = 3 * 2 * MASTER_BYTES + MASTER_BYTES  # of a parameter: weight and moments, read and written; the gradient
-IN_CALLS = (VisionAttention.eager, VisionAttention.sdpa)  # attention of packed images with one call per image and window
-SUM_BYTES = 2 * MASTER_BYTES  # of an entry of a sum of gradients, read and written
 
 
 def flops_of_step(work: Workload) -> dict[str, float]:

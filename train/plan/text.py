@@ -11,7 +11,6 @@ from tqdm import tqdm
 from checkpoints.export.serving import serving_line
 from data_prep.dataset.dataset import Preparation
 from data_prep.workers import loader_workers
-from sage.io.tables import text_table
 from train.config.schema import RECIPE_LENGTH
 from train.plan.estimate import LaunchPlan
 from train.plan.memory import BYTES, WORKING
@@ -19,6 +18,7 @@ from train.state.resume import STATE_BYTES
 
 TIGHT = 0.05  # of the memory
 NO_GPU = "this machine has no GPU: the figures are those of GPUs as launch.gpu_* describe them; its CPU takes longer"
+NAME_WIDTH = 22  # characters
 MIN_GB_BYTES = 5e6  # smaller amounts are shown in MB
 
 
@@ -43,7 +43,8 @@ def render(plan: LaunchPlan) -> str:
     } | ({"data": data.rows} if data else {})
     if data and data.preparation is not None:
         sections["data"] = [*data.rows, ("images", _images(plan, data.preparation))]
-    tables = [f"{title}\n{text_table(None, rows, '<', indent=2, min_widths=(22,))}" for title, rows in sections.items()]
+    lines = {title: [f"  {name:{NAME_WIDTH}}  {text}".rstrip() for name, text in rows] for title, rows in sections.items()}
+    tables = ["\n".join([title, *rows]) for title, rows in lines.items()]
     serving = f"the draft {serving_line(models.draft, models.target.model.config)}"
     return "\n\n".join([head, *tables, serving, _verdict(plan)])
 
