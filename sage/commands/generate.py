@@ -175,11 +175,7 @@ def _print_dim(line: str) -> None:
 
 
 def explanation(rounds: Sequence[Round], stats: Stats, policy: Policy, tokenizer: Any) -> Iterator[str]:
-    """Yields the lines of `--explain`: the prefill's token, then per round a summary and the tree below its root.
-
-    Args:
-        rounds: those of the answer, the prefill first.
-    """
+    """Yields the lines of `--explain` from all rounds: the prefill's token, then a summary and the tree of each round."""
 
     def text_of(token: int) -> str:
         return json.dumps(tokenizer.decode([token]), ensure_ascii=False)
@@ -198,11 +194,9 @@ def explanation(rounds: Sequence[Round], stats: Stats, policy: Policy, tokenizer
 def tree_lines(
     tokens: Sequence[int], parents: Sequence[int], accepted: Collection[int], text_of: Callable[[int], str]
 ) -> Iterator[str]:
-    """Draws a tree, one node a line, with a `*` before accepted nodes.
+    """Draws a tree, one node a line, with a `*` before the nodes with `accepted` indices.
 
-    Args:
-        tokens, parents: [N] each, the root first, parents before children; the root's parent is -1.
-        accepted: indices of the accepted nodes.
+    `tokens`, `parents`: [N] each, the root first, parents before children; the root's parent is -1.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

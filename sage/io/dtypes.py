@@ -22,12 +22,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def loaded_dtype(published: str | None) -> str:
-    """Returns the long name of the dtype in which a target is trained for and decoded, unless another one is asked for.
+    """Returns the long name of a target's default dtype from that of its checkpoint, by any name; None if it is unknown.
 
     A target published in float16 runs in bfloat16 everywhere: drafts learn from its features in that dtype.
-
-    Args:
-        published: dtype of the checkpoint, by any name; None if it is unknown.
     """
     return "float32" if LONG_NAMES.get(str(published), str(published)) == "float32" else "bfloat16"
 

@@ -76,10 +76,9 @@ def _is_repeated(config: Config, steps_per_epoch: float | None) -> bool:
 
 
 def sharding_ranks(config: Config, layer_bytes: float, ranks: int, ranks_per_node: int) -> int:
-    """Returns the number of ranks that hold the layers of the target, `layer_bytes`, once.
+    """Returns the number of ranks that hold the layers of the target, `layer_bytes`, once: those of a node if they fit.
 
-    Within a node, layers are gathered over NVLink instead of the network, and each rank holds a larger part of them. A node has
-    `ranks_per_node` consecutive ranks; 1 or `ranks` if there is no such division.
+    A node has `ranks_per_node` consecutive ranks, linked by NVLink; 1 or `ranks` if there is no such division.
     """
     is_divided = 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0
     if not is_divided or config.deepspeed.shard_over is ShardOver.world:
@@ -154,8 +153,7 @@ def split_text(config: Config, world_size: int) -> str:
     """Returns how a step is divided: `2 rank(s) x 4 x 8`, sequences per micro-batch and micro-batches per rank."""
     if config.train.micro_batch_tokens is not None:
         return f"micro-batches of at most {config.train.micro_batch_tokens} tokens on {world_size} rank(s)"
-    accumulation = config.train.global_batch_size // (config.train.micro_batch_size * world_size)
-    return f"{world_size} rank(s) x {config.train.micro_batch_size} x {accumulation}"
+    return f"{world_size} rank(s) x {config.train.micro_batch_size} x {check_batch(config, world_size)}"
 
 
 def zero_stage(config: Config) -> int:

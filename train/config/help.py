@@ -46,11 +46,7 @@ class Row(NamedTuple):
 
 
 def help_text(config_name: str, schema: type, arguments: Sequence[str]) -> str:
-    """Returns the help of a command for the configuration composed from its arguments.
-
-    Args:
-        arguments: overrides, and topics, which have no `=`; options like `--help`, and sweeps, are ignored.
-    """
+    """Returns the help of a command for the configuration composed from its arguments: overrides, and topics without `=`."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         words = [word for word in arguments if not word.startswith("-")]
         parse = OverridesParser.create().parse_override
@@ -58,9 +54,8 @@ def help_text(config_name: str, schema: type, arguments: Sequence[str]) -> str:
         single_values = [word for word in words if word not in topics and not parse(word).is_sweep_override()]
         composed = hydra.compose(config_name, single_values, return_hydra_config=True)
     width = min(shutil.get_terminal_size(TERMINAL).columns, TERMINAL[0])
-    chosen = {
-        group: [choice] if isinstance(choice, str) else choice for group, choice in composed.hydra.runtime.choices.items()
-    }
+    runtime = composed.hydra.runtime.choices
+    chosen = {group: [choice] if isinstance(choice, str) else choice for group, choice in runtime.items()}
     chosen |= {POLICY_GROUP: composed.decode.policies} if "decode" in composed else {}
     groups, rows = _groups(config_name), list(_rows(schema, composed))
     if topics and ALL not in topics:

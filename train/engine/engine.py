@@ -33,8 +33,7 @@ class Engine:
     """A draft under DeepSpeed.
 
     Args:
-        student: the draft and its objective, on the device, in float32; with `train.precision=bf16` the engine casts it and
-            keeps a float32 copy of the weights.
+        student: on the device, in float32; with `train.precision=bf16` the engine casts it and keeps a float32 copy.
         accumulation: the most micro-batches per rank and optimizer step.
     """
 

@@ -68,9 +68,12 @@ class DataPlan:
 
 def plan_data(config: Config, ranks: int) -> DataPlan:
     """Opens the data if they and the target's tokenizer are on this machine; an error becomes a line of the plan."""
-    folder = local_folder(config.target.path)
+    folder: Any = os.path.expanduser(config.target.path)
+    if not os.path.isdir(folder):
+        file = try_to_load_from_cache(config.target.path, "preprocessor_config.json")
+        folder = os.path.dirname(file) if isinstance(file, str) else None
     reason = _unopened(config) or ("" if folder else "the tokenizer of the target is not on this machine")
-    if not folder or reason:
+    if reason:
         return DataPlan(None, [("not opened", reason)])
     data = replace(config.data, cache=Cache.rows)
     try:
@@ -123,14 +126,6 @@ def _answers(config: Config, dataset: Any, folder: str) -> str:
     if own.is_foreign:
         logger.warning("%s", own.warning())
     return f"as given; {own.line()}"
-
-
-def local_folder(path: str) -> str | None:
-    """Returns the folder of a target's tokenizer and image processor: a local one, or that of the hub's cache."""
-    if os.path.isdir(folder := os.path.expanduser(path)):
-        return folder
-    file = try_to_load_from_cache(path, "preprocessor_config.json")
-    return os.path.dirname(file) if isinstance(file, str) else None
 
 
 def _unopened(config: Config) -> str:

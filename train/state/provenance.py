@@ -54,12 +54,10 @@ def git_revision() -> dict[str, Any] | None:
     here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():
         return None
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here), *arguments]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return ""
-
-    return {"commit": git("rev-parse", "HEAD") or None, "is_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    command = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        text = ""
+    commit, dirty, _ = text.partition("-dirty")
+    return {"commit": commit or None, "is_dirty": bool(dirty)}
