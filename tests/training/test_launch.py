@@ -33,15 +33,8 @@ from train.launch.supervisor import RankFailed, StopFlag, Supervisor, describe, 
 SAGE_TRAIN = [sys.executable, "-m", "train.cli.train"]  # as users start it: torch has yet to read its log level
 
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.timeout(1200)]
 TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from sage.trees import AUTOREGRESSIVE, SAGE
 from train.config.schema import Config, ConfigError, PolicyName, Precision, ShardOver
 
 NODE_SHARE = 0.25  # of a GPU's memory that the layers may take; the rest is for the draft, activations and the objective
-NUM_PROMPTS, MAX_NEW_TOKENS = 4, 64  # of a validation in which every pass gathers the target
+NUM_PROMPTS, MAX_NEW_TOKENS = 4, 64  # of a short validation
 MIN_STEPS = 50  # of a run without a given length; an epoch of a few hundred rows would end before the draft learns anything
 
 
@@ -96,15 +96,19 @@ def shorten_validation(config: Config, given: Collection[str]) -> None:
     if not config.deepspeed.shard_target:
         return
     if not {"decode.policies", "decode/policy"} & set(given):
-        drafting = [name for name in decode.policies if name != AUTOREGRESSIVE]
-        preferred = [config.score.policy, *(name for name in drafting if name == SAGE), *drafting]
-        decode.policies = [PolicyName(name) for name in preferred if name is not None][:1] or decode.policies
+        decode.policies = [scored_policy(config)]
     if "decode.baselines" not in given:
         decode.baselines = []
     if "decode.num_prompts" not in given:
         decode.num_prompts = min(decode.num_prompts, NUM_PROMPTS)
     if "decode.max_new_tokens" not in given:
         decode.max_new_tokens = min(decode.max_new_tokens, MAX_NEW_TOKENS)
+
+
+def scored_policy(config: Config) -> PolicyName:
+    """Returns `score.policy`, else `sage` if it is measured, else the first policy that drafts."""
+    drafting = [name for name in config.decode.policies if name != AUTOREGRESSIVE]
+    return config.score.policy or PolicyName(SAGE if SAGE in drafting else [*drafting, AUTOREGRESSIVE][0])
 
 
 def validation_line(config: Config) -> str:

@@ -16,9 +16,9 @@ import torch
 
 from sage.bench.measurement import WARMUP_TOKENS
 from sage.runtime.modes import VisionAttention
-from sage.trees import AUTOREGRESSIVE, SAGE
+from sage.trees import AUTOREGRESSIVE
 from train.config.checks import MAX_STAGE, check_deepspeed
-from train.config.derived import run_length, split_of_length, zero_stage
+from train.config.derived import MAX_NEW_TOKENS, NUM_PROMPTS, run_length, scored_policy, split_of_length, zero_stage
 from train.config.schema import Config, ConfigError, DecodeConfig, Offload, PolicyName, Precision, ShardOver, ValidateOn
 from train.distill.compiled_layers import is_compiling
 from train.engine.optimizers import ITERATIONS
@@ -42,7 +42,6 @@ DRAFTING = 0.3  # share of the time of a target pass that a round needs beside i
 CALLS_PER_LAYER, CALL_S = 60, 6e-6  # of an eager pass, in which Hugging Face decodes
 MAX_SHARE = 0.1  # of the run
 MIN_VALIDATIONS_S = 60  # of all validations of a run; if they take less, their share does not matter
-MIN_PROMPTS, SHORT_ANSWER = 4, 64  # of a smaller validation
 MAX_GPUS = 64
 LEAST_TOKENS = 512  # of a budget for micro-batches
 NVLINK_BYTES_PER_S = 100e9  # received by a rank
@@ -145,7 +144,7 @@ class LaunchPlan(Workload):
             return None
         assert self.training_s is not None and self.num_steps is not None
         decode, each_s, changed = self.config.decode, self.validation_s, dict[str, Any]()
-        for key, value in _smaller_settings(decode, self.config.score.policy):
+        for key, value in _smaller_settings(decode, scored_policy(self.config)):
             decode = replace(decode, **{key: value})
             changed[f"decode.{key}"] = f"[{','.join(value)}]" if isinstance(value, list) else value
             each_s = self._validation_s(decode)
@@ -177,17 +176,15 @@ def estimate(config: Config, models: MetaModels, ranks: int, extent: Extent | No
     return LaunchPlan(config=config, models=models, ranks=ranks, extent=extent, accumulation=accumulation)
 
 
-def _smaller_settings(decode: DecodeConfig, score: PolicyName | None) -> Iterator[tuple[str, Any]]:
+def _smaller_settings(decode: DecodeConfig, scored: PolicyName) -> Iterator[tuple[str, Any]]:
     """Yields settings that make a validation faster, the mildest first."""
-    yield from (("num_prompts", count) for count in _halves(decode.num_prompts, MIN_PROMPTS))
+    yield from (("num_prompts", count) for count in _halves(decode.num_prompts, NUM_PROMPTS))
     if decode.baselines:
         yield "baselines", []
-    drafting = [name for name in decode.policies if name != AUTOREGRESSIVE]
-    scored = score or (SAGE if SAGE in drafting else drafting[0] if drafting else AUTOREGRESSIVE)
     if decode.policies != [scored]:
         yield "policies", [scored]
-    if decode.max_new_tokens > SHORT_ANSWER:
-        yield "max_new_tokens", SHORT_ANSWER
+    if decode.max_new_tokens > MAX_NEW_TOKENS:
+        yield "max_new_tokens", MAX_NEW_TOKENS
 
 
 # -- a change that makes it fit -------------------------------------------------------------------------------------------
