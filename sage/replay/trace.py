@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sage.decoding.decoder import Round
-from sage.decoding.generation import Generation, start
+from sage.decoding.generation import Generation, generate, start
 from sage.decoding.settings import Sampling
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.draft import Draft
@@ -30,7 +30,6 @@ from sage.replay.trace_page import Choice, Race, Trace, TracedRound
 from sage.runtime.executors import describe_passes
 from sage.targets import Target
 from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY
-from sage.trees import policy as new_policy
 
 Calibration = Callable[[list[float], int], list[float]]  # as `Policy.calibration`
 
@@ -153,13 +152,8 @@ def record_rounds(generation: Generation) -> TraceRecorder:
 
 def decode_race(target: Target, inputs: Any, sampling: Sampling | None = None, **options: Any) -> Race:
     """Decodes a request without a draft; options as for `sage.generate`."""
-    generation = start(target, None, inputs, new_policy(AUTOREGRESSIVE), sampling=sampling, **options)
-    clock, phases = generation.request.clock, []
-    with torch.inference_mode():
-        for emitted in generation.rounds():
-            if emitted.tree is not None:
-                phases.append(clock.round_phases())
-    return Race(list(generation.tokens), sum(sum(one().values()) for one in phases))
+    output = generate(target, None, inputs, AUTOREGRESSIVE, sampling=sampling, **options)
+    return Race(output.tokens.tolist(), output.stats.decode_s)
 
 
 def draft_name(draft: Draft | None) -> str:
