@@ -1,12 +1,14 @@
 """`python -m sage.bench`: prompts from every source, table, JSON, and one-line errors."""
 
 import json
+import math
 
 import pytest
 from PIL import Image
 from support.data_helpers import save_draft, save_target, user
 from support.data_helpers import save_target as save_other
 from support.messages import check_message, refused
+from torch.utils._pytree import tree_leaves
 
 import sage
 from sage.bench.__main__ import main
@@ -33,6 +35,7 @@ def test_several_configurations_of_one_policy_side_by_side(folders, tmp_path, ca
     bench(folders, *words, "--num-prompts", "2", "--baselines", "hf_generate,hf_prompt_lookup", "--out", str(out))
     report = json.loads(out.read_text())
     labels, baselines = [words[1], words[3], "one"], ["autoregressive", "hf_generate", "hf_prompt_lookup"]
+    assert all(math.isfinite(value) for value in tree_leaves(report) if isinstance(value, (int, float)))
     assert list(report["policies"]) == labels and list(report["baselines"]) == baselines
     assert all(part["match"] == part["match_hf"] == 2 for part in report["policies"].values())
     assert report["command"].startswith("python -m sage.bench --target")

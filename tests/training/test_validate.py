@@ -83,7 +83,7 @@ def test_later_turns_follow_the_targets_own_answers(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_mode_and_random_state_are_restored(models, tmp_path):
+def test_weights_mode_and_random_state_are_restored_also_after_a_failure(models, tmp_path, monkeypatch):
     target, draft = models
     draft.train()
     held = {name: weight.data_ptr() for name, weight in draft.named_parameters()}
@@ -95,15 +95,10 @@ def test_weights_mode_and_random_state_are_restored(models, tmp_path):
     assert torch.equal(torch.rand(3), expected)
     assert draft.training and {name: weight.data_ptr() for name, weight in draft.named_parameters()} == held
     assert report["dtype"] == "bfloat16" and target.dtype == draft.dtype == torch.float32
-
-
-def test_weights_are_restored_after_a_failure(models, tmp_path, monkeypatch):
-    target, draft = models
     monkeypatch.setattr("train.validation.validate.measure", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        measure_draft(decode(dtype=Precision.bf16), target, draft, 1, tmp_path, [make_inputs(target)])
-    assert target.dtype == draft.dtype == torch.float32
-    assert not (tmp_path / "validation").exists()
+        measure_draft(decode(dtype=Precision.bf16), target, draft, 2, tmp_path, prompts)
+    assert target.dtype == draft.dtype == torch.float32 and not (tmp_path / "validation" / "step_00000002").exists()
 
 
 @pytest.mark.parametrize(
