@@ -151,17 +151,17 @@ class ReplayResult:
         is predicted from the cost tables and omitted without them.
         """
         count = max(len(self.rounds), 1)
-        emitted = sum(one.emitted for one in self.rounds)
-        expanded = sum(one.expanded for one in self.rounds)
+        emitted = sum(round_.emitted for round_ in self.rounds)
+        expanded = sum(round_.expanded for round_ in self.rounds)
         figures = {
             "rounds": len(self.rounds),
-            "mean_accepted_draft": sum(one.accepted for one in self.rounds) / count,
+            "mean_accepted_draft": sum(round_.accepted for round_ in self.rounds) / count,
             "tokens_per_target_pass": emitted / count,
-            "nodes_per_round": sum(one.nodes for one in self.rounds) / count,
-            "depth": sum(one.depth for one in self.rounds) / count,
-            "draft_steps_per_round": sum(len(one.widths) for one in self.rounds) / count,
-            "coverage": 1 - sum(one.uncovered for one in self.rounds) / expanded if expanded else 1.0,
-            "cut": sum(one.is_truncated for one in self.rounds) / count,
+            "nodes_per_round": sum(round_.nodes for round_ in self.rounds) / count,
+            "depth": sum(round_.depth for round_ in self.rounds) / count,
+            "draft_steps_per_round": sum(len(round_.widths) for round_ in self.rounds) / count,
+            "coverage": 1 - sum(round_.uncovered for round_ in self.rounds) / expanded if expanded else 1.0,
+            "cut": sum(round_.is_truncated for round_ in self.rounds) / count,
         }
         return figures if self.seconds is None else figures | {"tokens_per_s": emitted / self.seconds if emitted else 0.0}
 
@@ -261,7 +261,7 @@ class _RoundReplayer:
         self.uncovered.update(path for path in paths if path not in self.candidates)
         rows = [self.candidates.get(path, uniform) for path in paths]
         assert all(len(probs) >= count for probs, _ in rows), "the recording has fewer candidates than the policy needs"
-        probs, tokens = (torch.stack([one[:count] for one in column]) for column in zip(*rows, strict=True))
+        probs, tokens = (torch.stack([row[:count] for row in column]) for column in zip(*rows, strict=True))
         return Candidates(probs, tokens)
 
     def _outcome(self, tree: Tree, verdict: Verdict, accepted: int) -> RoundOutcome:

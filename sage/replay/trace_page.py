@@ -117,7 +117,7 @@ class Trace:
     @property
     def seconds(self) -> float:
         """Seconds after the target's prefill."""
-        return self.output.stats.time_s.get("draft_prefill", 0.0) + sum(one.seconds for one in self.rounds)
+        return self.output.stats.time_s.get("draft_prefill", 0.0) + sum(round_.seconds for round_ in self.rounds)
 
     @property
     def speedup(self) -> float | None:
@@ -148,14 +148,14 @@ def render(trace: Trace) -> str:
     stats, rounds, tokens = trace.output.stats, trace.rounds, trace.output.tokens.tolist()
     pieces = token_pieces(tokens, trace.tokenizer)
     rejections = list(_rejections(trace, text_of, pieces))
-    highest = max((1, *(one.figures.get("depth", 0) for one in rounds)))
+    highest = max((1, *(round_.figures.get("depth", 0) for round_ in rounds)))
     plan = next((name for name in ("planned_depth", "expected") if rounds and name in rounds[0].figures), "")
-    points = [(place + 0.5, min(one.figures[plan], highest)) for place, one in enumerate(rounds)] if plan else []
+    points = [(place + 0.5, min(round_.figures[plan], highest)) for place, round_ in enumerate(rounds)] if plan else []
     line = f"; line: {FIGURE_NAMES[plan]}" if plan else ""
     kind = "score, with the noise of the target's draws" if trace.is_coupled else "probability"
-    calibrated = " (calibrated)" if any(one.calibrated for one in rounds) else ""
+    calibrated = " (calibrated)" if any(round_.calibrated for round_ in rounds) else ""
     texts: dict[str, int] = {}
-    data = [_round_data(one, lambda token: texts.setdefault(text_of(token), len(texts))) for one in rounds]
+    data = [_round_data(round_, lambda token: texts.setdefault(text_of(token), len(texts))) for round_ in rounds]
     note = f"The target refused no verified proposal in {counted(len(rounds), 'round')}."
     if rejections:
         note = (
@@ -171,10 +171,10 @@ def render(trace: Trace) -> str:
         settings=trace.settings,
         prompt=trace.prompt,
         media=trace.media,
-        tokens=answer_spans(tokens, pieces, ((len(one.tokens), one.num_accepted) for one in rounds), trace.tokenizer),
+        tokens=answer_spans(tokens, pieces, ((len(round_.tokens), round_.num_accepted) for round_ in rounds), trace.tokenizer),
         rounds=len(rounds),
         deepest=min(max(1, *stats.accepted), MAX_STYLES) if rounds else 0,
-        strip=[(one.figures.get("depth", 0), one.num_accepted) for one in rounds],
+        strip=[(round_.figures.get("depth", 0), round_.num_accepted) for round_ in rounds],
         highest=highest,
         line=" ".join(f"{x:.1f},{highest - value:.2f}" for x, value in points),
         chart_caption=f"One bar per round: levels verified, and tokens accepted of them in color{line}",
@@ -186,30 +186,30 @@ def render(trace: Trace) -> str:
     )
 
 
-def _round_data(one: TracedRound, index: Callable[[int], int]) -> dict[str, Any]:
-    paths, depths = [1.0] * len(one.nodes), one.depths
-    for node in sorted(range(1, len(one.nodes)), key=depths.__getitem__):
-        paths[node] = paths[one.parents[node]] * one.draft[node]
+def _round_data(round_: TracedRound, index: Callable[[int], int]) -> dict[str, Any]:
+    paths, depths = [1.0] * len(round_.nodes), round_.depths
+    for node in sorted(range(1, len(round_.nodes)), key=depths.__getitem__):
+        paths[node] = paths[round_.parents[node]] * round_.draft[node]
     # drawn are the verified nodes, and the most probable others with all of their ancestors
-    others = sorted(range(one.num_verified, len(one.nodes)), key=lambda node: (-paths[node], depths[node], node))
-    kept = [*range(one.num_verified), *sorted(others[:MAX_SKIPPED], key=lambda node: (depths[node], node))]
+    others = sorted(range(round_.num_verified, len(round_.nodes)), key=lambda node: (-paths[node], depths[node], node))
+    kept = [*range(round_.num_verified), *sorted(others[:MAX_SKIPPED], key=lambda node: (depths[node], node))]
     place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
-    bonus = one.bonus
-    figures = {name: value for name, value in one.figures.items() if name not in COUNTS}
+    bonus = round_.bonus
+    figures = {name: value for name, value in round_.figures.items() if name not in COUNTS}
     return {
-        "nodes": [index(one.nodes[node]) for node in kept],
-        "parents": [place[one.parents[node]] for node in kept],
-        "draft": [_units(one.draft[node]) for node in kept],
-        "calibrated": None if one.calibrated is None else [_units(one.calibrated[node]) for node in kept],
-        "target": [_units(value) for value in one.target],
-        "verified": one.num_verified,
-        "accepted": one.num_accepted,
-        "path": one.path[: one.num_accepted + 1],
+        "nodes": [index(round_.nodes[node]) for node in kept],
+        "parents": [place[round_.parents[node]] for node in kept],
+        "draft": [_units(round_.draft[node]) for node in kept],
+        "calibrated": None if round_.calibrated is None else [_units(round_.calibrated[node]) for node in kept],
+        "target": [_units(value) for value in round_.target],
+        "verified": round_.num_verified,
+        "accepted": round_.num_accepted,
+        "path": round_.path[: round_.num_accepted + 1],
         "bonus": None if bonus is None else [index(bonus.token), _units(bonus.target), _units(bonus.draft), bonus.rank],
-        "omitted": len(one.nodes) - len(kept),
+        "omitted": len(round_.nodes) - len(kept),
         "figures": {name: int(value) if value == int(value) else float(f"{value:.3g}") for name, value in figures.items()},
-        "reason": one.reason,
-        "ms": {phase: round(1e3 * seconds, 3) for phase, seconds in one.time_s.items()},
+        "reason": round_.reason,
+        "ms": {phase: round(1e3 * seconds, 3) for phase, seconds in round_.time_s.items()},
     }
 
 
@@ -239,20 +239,22 @@ def _tiles(trace: Trace) -> list[tuple[str, str, str]]:
 
 def _rejections(trace: Trace, text_of: Callable[[int], str], pieces: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields the first rejection of every round that has one, those of which the draft was surest first."""
-    found = [(number, one, node) for number, one in enumerate(trace.rounds, start=1) if (node := one.rejected) is not None]
-    for number, one, node in sorted(found, key=lambda item: (-item[1].draft[item[2]], item[0])):
-        assert one.bonus is not None
-        before = "".join(pieces[: one.start + one.num_accepted])
-        rank = f"the draft's candidate {one.bonus.rank + 1}" if one.bonus.rank is not None else "not among its candidates"
+    rejecting = [
+        (number, round_, node) for number, round_ in enumerate(trace.rounds, start=1) if (node := round_.rejected) is not None
+    ]
+    for number, round_, node in sorted(rejecting, key=lambda item: (-item[1].draft[item[2]], item[0])):
+        assert round_.bonus is not None
+        before = "".join(pieces[: round_.start + round_.num_accepted])
+        rank = f"the draft's candidate {round_.bonus.rank + 1}" if round_.bonus.rank is not None else "not among its candidates"
         yield {
             "round": number,
-            "depth": one.depths[node],
+            "depth": round_.depths[node],
             "context": f"\u2026{before[-CONTEXT:]}" if len(before) > CONTEXT else before,
-            "proposed": text_of(one.nodes[node]),
-            "draft": _percent(one.draft[node]),
-            "proposed_target": _percent(one.target[node]),
-            "chosen": text_of(one.bonus.token),
-            "target": _percent(one.bonus.target),
+            "proposed": text_of(round_.nodes[node]),
+            "draft": _percent(round_.draft[node]),
+            "proposed_target": _percent(round_.target[node]),
+            "chosen": text_of(round_.bonus.token),
+            "target": _percent(round_.bonus.target),
             "rank": rank,
         }
 
