@@ -42,13 +42,10 @@ class Settings:
     on_request: list[str]  # studies that `make results` leaves out, because they train drafts for long or need vLLM
 
     def target_of(self, run: str) -> str:
-        if run not in self.runs:
-            raise ValueError(f"runs: {run!r} is not one of {', '.join(self.runs)}")
         return self.runs[run].split()[0]
 
     def arguments(self, run: str) -> list[str]:
         """Returns the arguments of sage-train for a run, without its folder."""
-        self.target_of(run)
         _, own = self.runs[run].split(maxsplit=1)
         common = "" if "experiment=" in own else self.common  # an experiment brings its own data
         return shlex.split(f"{common} {own}")

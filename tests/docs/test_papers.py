@@ -73,8 +73,6 @@ def test_mistakes_are_refused() -> None:
     assert "vllm" not in select_studies(settings, []) and select_studies(settings, ["vllm"]) == ["vllm"]
     with refused("tables", "headline, "):
         select_studies(settings, ["tables"])
-    with refused("runs", "'other'", "eagle_qwen, "):
-        settings.arguments("other")
 
 
 @pytest.fixture(scope="module")
