@@ -44,7 +44,7 @@ def build_report(
 
     Args:
         policies: names of the runners to report as policies.
-        extra: additional keys (step, command, options); ValueError for a key that belongs to the report itself.
+        extra: additional keys (step, command, options).
     """
     report = {
         "schema": SCHEMA,
@@ -64,8 +64,6 @@ def build_report(
     if (planned := measurement.planned) is not None:
         measured = {"prompts": len(measurement.prompts), "repeats": measurement.repeats}
         report["partial"] = {**measured, "planned_prompts": planned.prompts, "planned_repeats": planned.repeats}
-    if taken := sorted(report.keys() & extra.keys()):
-        raise ValueError(f"report: {', '.join(taken)} is set by the measurement; use another key")
     return report | extra
 
 

@@ -125,12 +125,12 @@ def validate(
             if has_replay
             else {},
             command=this_command(),
+            versions=versions((*PACKAGES, "deepspeed")),
         )
         num_traces = decode.traces if is_complete else 0
         traces = trace_extremes(report, measured, target, draft, policies, num_traces, progress, ends)
     export = "" if info.run is None else export_choice(draft, target.model.config)
     add_verdict(report, draft_name, info.run, info.step, export, decode.num_prompts)
-    report["versions"] = versions((*PACKAGES, "deepspeed"))
     folder = info.folder if is_complete else info.partial_folder
     write(report, folder, measured.prompts, traces)
     if is_complete and info.check is None:  # a complete report replaces that of an interrupted measurement
