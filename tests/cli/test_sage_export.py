@@ -14,10 +14,7 @@ from safetensors import SafetensorError
 from support.export_helpers import REDUCED, edit_json, export_draft, save_draft, save_run, save_target
 from support.messages import check_message, refused
 
-from checkpoints.export.exporter import serve_commands
 from checkpoints.export.folder import push_to_hub
-from checkpoints.export.formats import variants
-from checkpoints.export.target import TargetFacts
 
 ID = "Qwen/Qwen2.5-VL-7B-Instruct"
 
@@ -159,22 +156,6 @@ class TestCard:
         assert f"sglang.launch_server --model-path {ID}" in body
         assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path me/draft" in body
         assert "sage-export --import me/draft" in body
-
-    def test_engines_of_each_format(self, home: Path) -> None:
-        facts = TargetFacts.of_folder(home / "target")
-        engines = {
-            "eagle3": {"vLLM", "SGLang"},
-            "speculators": {"vLLM"},
-            "eagle --flavour vllm": {"vLLM"},
-            "eagle --flavour sglang": {"SGLang"},
-            "eagle --flavour plugin": {"vLLM"},
-            "peagle": {"vLLM"},
-            "dflash": {"vLLM"},
-            "dflash --flavour native": {"vLLM"},  # SGLang 0.5.23 has no hook for Qwen2.5-VL
-            "dspark": {"vLLM"},
-            "gguf": {"llama.cpp"},
-        }
-        assert {one.choice: set(serve_commands(one, facts, "d")) for one in variants()} == engines
 
     def test_recipe_without_local_folders_and_license(self, home: Path) -> None:
         matter, body = self.card(home / "export")
