@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache
 from sage.drafts.conditional import ConfidenceHead, MarkovHead, PathHead
 from sage.drafts.eagle import levels_for
 from sage.drafts.head import HeadConfig
-from sage.drafts.layer import MLP, Angles, Attention, FusedLinear, GatedLayer, Rope, rotate
+from sage.drafts.layer import MLP, Angles, Attention, GatedLayer, Rope, rotate
 from sage.drafts.registry import Conditional
 from sage.drafts.slots import SlotHead, mask_token_of
 from sage.drafts.spans import HeadInput
@@ -87,7 +87,6 @@ class BlockAttention(Attention):
         super().__init__(config, config.hidden_size, layer)
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.qkv = FusedLinear(self.k_proj, self.v_proj)  # queries are those of the slots alone
 
     def forward(  # type: ignore[override]
         self, context: Tensor, hidden: Tensor, rope: Angles, mask: Tensor, cache: Cache | None
@@ -95,7 +94,8 @@ class BlockAttention(Attention):
         """Returns [B, R, D]; arguments as of `BlockDraft.run`."""
         of_slots = (angles[:, :, -hidden.shape[1] :] for angles in rope)
         query = rotate(self.q_norm(self._heads(self.q_proj(hidden))), *of_slots)
-        key, value = self._heads(self.qkv(torch.cat((context, hidden), 1))).chunk(2, 1)
+        both = torch.cat((context, hidden), 1)
+        key, value = (self._heads(proj(both)) for proj in (self.k_proj, self.v_proj))
         return self.attend(query, rotate(self.k_norm(key), *rope), value, mask, cache)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from sage.drafts.draft import Candidates, DraftSession
 from sage.drafts.head import DraftHead
-from sage.drafts.layer import LastQuery, fuse_linears
+from sage.drafts.layer import Angles, LastQuery
 from sage.drafts.registry import ImageInputs
 from sage.drafts.slots import SlotHead
 from sage.drafts.spans import HeadInput, PairMasks, ends_of_turn
@@ -38,13 +37,12 @@ class PairSession(DraftSession):
     """
 
     cache: TreeCache
+    _num_slots = 0  # behind accepted tokens
 
     def __init__(self, draft: DraftHead, target: Target, capacity: int) -> None:
         self.draft: Any = draft
         self.target = target
         self.device, self.dtype = draft.device, draft.dtype  # a model searches its modules for them
-        if not draft.training:
-            fuse_linears(draft)
         self._executor = EAGER if draft.training else executor_of(target.passes)
         commit, *others = draft.pass_functions(target)
         self._commit = BoundPass(self._executor, commit, self.device)
@@ -60,71 +58,68 @@ class PairSession(DraftSession):
         self.cache.grow_to(self._executor.capacity(capacity))
         self._steps = torch.arange(self.cache.capacity, device=self.device)
 
-    def _set_origin(self, position: Tensor, before: Tensor | None = None) -> None:
-        """Precomputes the rope of all positions from `position` [1] on, and of those `before`, as far as they are given; the
-        root is at index `offset`, a level is a slice.
-        """
+    def _set_origin(self, position: Tensor) -> None:
+        """Precomputes the rope of all positions from `position` [1] on; the root is at index `offset`, a level is a slice."""
         positions = self.draft.decode_positions(position + self._steps[: self.capacity], self.target)
-        self.offset = 0 if before is None else before.shape[-1]
-        if before is not None:
-            positions = torch.cat((before, positions), -1)
+        self.offset = 0
         self.cos, self.sin = self.draft.rope(positions, self.dtype)
 
     @property
     def context(self) -> int:
         return self.committed
 
-    def _rope(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+    def _rope(self, start: int, length: int) -> Angles:
         return self.cos.narrow(2, start, length), self.sin.narrow(2, start, length)
 
     @torch.no_grad()
     def prefill(self, prompt: Prompt, features: Features, root: Tensor) -> Tensor:
         prompt = self.draft.placed(prompt)
+        self._set_origin(prompt.next_position)
         is_short = PROMPT.minimum <= prompt.input_ids.shape[1] <= self._executor.max_prompt
         if is_short and prompt.kept is None and self.draft.compressor is None:
-            self._set_origin(prompt.next_position, before=prompt.position_ids)
-            needed: Pass | Tensor = self._read(self._next_embeds(prompt, root), features, *self._rope(0, self.offset))
-        else:
-            pairs = self._pairs_of_prompt(prompt, features, root)
-            more = pairs.features.shape[1] - prompt.input_ids.shape[1]
-            if more > 0:  # tiny images become longer
-                self._set_capacity(self.capacity + more)
+            rope = self.draft.rope(prompt.position_ids, self.dtype)
+            logits: Tensor = run([self._read(self._next_embeds(prompt, root), features, rope)])[0]
+            return logits
+        pairs = self._pairs_of_prompt(prompt, features, root)
+        more = pairs.features.shape[1] - prompt.input_ids.shape[1]
+        if more > 0:  # tiny images become longer
+            self._set_capacity(self.capacity + more)
             self._set_origin(prompt.next_position)
-            needed = self._read_pairs(pairs)
-        logits: Tensor = run([needed])[0]
-        return logits
+        return self._start_tree(self._read_prompt(pairs))
 
     def commit_pass(self, features: Features, tokens: Tokens) -> Pass:
         self.cache.crop_to(self.committed)
-        length = len(tokens)
-        embeds = self.target.embed_tokens(self._staging.stage(tokens))[None]
-        rope = self._rope(self.offset, length)
-        self.offset += length
-        return self._read(embeds, features, *rope)
+        rope = self._rope(self.offset, len(tokens))
+        self.offset += len(tokens)
+        return self._read(self.target.embed_tokens(self._staging.stage(tokens))[None], features, rope)
 
-    @abstractmethod
-    def _read_pairs(self, pairs: HeadInput) -> Tensor:
-        """Reads a prompt into the empty cache, eagerly, and starts a tree; returns the logits [1, U] below the root."""
-
-    @abstractmethod
-    def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
-        """Returns the pass that appends pairs to the cache, `offset` being the index behind the last one, starts a tree and
-        gives the logits [1, U] below its root.
-        """
-
-    def _arguments(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor, num_slots: int) -> dict[str, Any]:
-        """Reserves columns for pairs and slots behind them; returns arguments of the pass over them."""
+    def _read(self, embeds: Tensor, features: Features, rope: Angles) -> Pass:
+        """Returns the pass that appends pairs to the cache and starts a tree; `offset` is the index behind the last pair."""
         length = embeds.shape[1]
-        first = self.cache.reserve(length + num_slots)
-        return {
+        first = self.cache.reserve(length + self._num_slots)
+        self.committed = first + length
+        tensors = {
             "embeds": embeds,
             "last": features.last,
             "levels": features.levels,
-            "cos": cos,
-            "sin": sin,
+            "cos": rope[0],
+            "sin": rope[1],
             "columns": self._steps.narrow(0, first, length),
-            "steps": self._steps.narrow(0, 0, first + length + num_slots),
+            "steps": self._steps.narrow(0, 0, self.committed + self._num_slots),
         }
+        return Pass(self._commit, length, tensors | self._slots(), self._start_tree, self.cache)
+
+    def _slots(self) -> dict[str, Tensor]:
+        """Returns further arguments of the pass over accepted tokens."""
+        return {}
+
+    @abstractmethod
+    def _read_prompt(self, pairs: HeadInput) -> Sequence[Tensor]:
+        """Reads pairs into the empty cache, eagerly; returns the results of the pass over accepted tokens."""
+
+    @abstractmethod
+    def _start_tree(self, results: Sequence[Tensor]) -> Tensor:
+        """Starts a tree from the results of the pass over accepted tokens; returns the logits [1, U] below the root."""
 
     def set_synthetic_state(self, context: int, width: int) -> None:
         self.cache.zero_to(context)
@@ -169,9 +164,10 @@ class HeadSession(PairSession):
         self.hidden = torch.zeros(1, draft.config.hidden_size, dtype=self.dtype, device=self.device)
         self.visible: Tensor | None = None
 
-    def _read_pairs(self, pairs: HeadInput) -> Tensor:
+    def _read_prompt(self, pairs: HeadInput) -> Sequence[Tensor]:
         hidden = self.draft(pairs.embeds_next, pairs.features, pairs.position_ids, cache=LastQuery(self.cache))[0]
-        return self._start_tree((hidden, self.draft.logits(hidden, self.target)))
+        self.committed = self.cache.length
+        return hidden, self.draft.logits(hidden, self.target)
 
     def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass:
         width = len(rows)
@@ -202,7 +198,7 @@ class HeadSession(PairSession):
         """Updates `visible` for the children of `rows` [F], whose first column is `first`; returns what they see, [F, X], and
         the first of these columns.
         """
-        itself = _only_themselves(len(rows), self.device)
+        itself = torch.eye(len(rows), dtype=torch.bool, device=self.device)  # siblings do not see each other
         if self.visible is None:
             if len(rows) == 1:
                 return itself, first
@@ -210,13 +206,8 @@ class HeadSession(PairSession):
         self.visible = torch.cat((self.visible.index_select(0, rows), itself), 1)
         return self.visible, self.committed
 
-    def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
-        tensors = self._arguments(embeds, features, cos, sin, 0)
-        return Pass(self._commit, embeds.shape[1], tensors, self._start_tree, self.cache)
-
     def _start_tree(self, results: Sequence[Tensor]) -> Tensor:
-        """Starts a tree below the last pair from its output [1, D] and its logits, which it returns."""
-        self.committed, self.depth, self.visible = self.cache.length, 0, None
+        self.depth, self.visible = 0, None
         return self._start_level(results)
 
     def set_synthetic_state(self, context: int, width: int) -> None:
@@ -250,7 +241,7 @@ class SlotSession(PairSession):
         self._last = torch.cat((self._last, staged))[-2:]
         return super().commit_pass(features, staged)
 
-    def _read_pairs(self, pairs: HeadInput) -> Tensor:
+    def _read_prompt(self, pairs: HeadInput) -> Sequence[Tensor]:
         slots, length, function = self._num_slots, pairs.features.shape[1], self._commit.function
         of_tokens = self.draft.rope(pairs.position_ids, self.dtype)
         rope = tuple(torch.cat(both, 2) for both in zip(of_tokens, self._rope(0, slots), strict=True))
@@ -258,21 +249,14 @@ class SlotSession(PairSession):
         # causal attention needs no mask, whose size would be that of the prompt squared
         mask = None if self.draft.computes_tokens else function.mask(steps[:length], steps[None, length:], steps)
         self.committed = length
-        return self._start_tree(
-            function.read_prompt(pairs.embeds_next, pairs.features, rope, mask, self.cache, self._last[None])
-        )
+        return function.read_prompt(pairs.embeds_next, pairs.features, rope, mask, self.cache, self._last[None])
 
-    def _read(self, embeds: Tensor, features: Features, cos: Tensor, sin: Tensor) -> Pass:
-        length, slots = embeds.shape[1], self._num_slots
-        tensors = self._arguments(embeds, features, cos, sin, slots)
-        self.committed = self.cache.length - slots
-        tensors["slot_cos"], tensors["slot_sin"] = self._rope(self.offset, slots)
-        tensors["slot_columns"] = self._steps.narrow(0, self.committed, slots)[None]
-        tensors["last_tokens"] = self._last[None]
-        return Pass(self._commit, length, tensors, self._start_tree, self.cache)
+    def _slots(self) -> dict[str, Tensor]:
+        cos, sin = self._rope(self.offset, self._num_slots)
+        columns = self._steps.narrow(0, self.committed, self._num_slots)[None]
+        return {"slot_cos": cos, "slot_sin": sin, "slot_columns": columns, "last_tokens": self._last[None]}
 
     def _start_tree(self, results: Sequence[Tensor]) -> Tensor:
-        """Starts a tree from the results of a `SlotPass` for one request; returns the logits [1, U] below the root."""
         self._hidden, self._logits, *path = [each[0] for each in results]
         self._set_path(*path)
         self._frontier, self.depth = self._last[1:], 0
@@ -333,9 +317,3 @@ class SlotSession(PairSession):
         self._is_on_path = width == 1
         if self._num_candidates:  # a level below another one looks them up
             self._select_best(self._num_candidates)
-
-
-@lru_cache(maxsize=64)
-def _only_themselves(width: int, device: torch.device) -> Tensor:
-    """Returns attention [F, F] among siblings, which do not see each other. Do not modify the result."""
-    return torch.eye(width, dtype=torch.bool, device=device)

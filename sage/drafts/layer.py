@@ -25,38 +25,6 @@ from sage.targets.rope import check_rope_type
 Angles: TypeAlias = tuple[Tensor, Tensor]  # cos and sin, [B or 1, 1, T, d] each
 
 
-class FusedLinear:
-    """Several linear layers of one input, computed as a single matrix product.
-
-    `fuse` makes the layers' weights views of one tensor. If a weight is moved elsewhere (by a cast, another device, an
-    optimizer that flattens parameters), this tensor is not used until the next `fuse`. The layers have no bias.
-    """
-
-    def __init__(self, *maps: nn.Linear) -> None:
-        self.maps = maps
-        self.sizes = [linear.out_features for linear in maps]
-        self.weight: Tensor | None = None
-
-    def fuse(self) -> None:
-        if self.is_fused:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self.weight = torch.cat([linear.weight for linear in self.maps])
-            for linear, weight in zip(self.maps, self.weight.split(self.sizes), strict=True):
-                linear.weight.data = weight
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether the weights are views of the fused tensor."""
-        return self.weight is not None and self.maps[0].weight.data_ptr() == self.weight.data_ptr()
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[.., D] -> [.., sum of sizes]. The fused tensor is no parameter: a trace would keep its numbers, and no gradient."""
-        if not torch.compiler.is_compiling() and self.is_fused and not torch.is_grad_enabled():
-            return nn.functional.linear(hidden, self.weight)
-        return torch.cat([linear(hidden) for linear in self.maps], -1)
-
-
 class LastQuery:
     """A cache in whose pass only the last entry of each request attends; the entries before it are keys and values.
 
@@ -102,12 +70,10 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.kv_heads = config.num_key_value_heads
         self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
-        self.qkv = FusedLinear(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, hidden: Tensor, rope: Angles, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         """Returns [B, N, D]; of fewer rows where the cache selects queries."""
@@ -119,9 +85,8 @@ class Attention(nn.Module):
 
     def project(self, hidden: Tensor, rope: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries [B, H, N, d], keys and values [B, H / G, N, d], rope applied to the first two."""
-        heads = self._heads(self.qkv(hidden))
-        rotated = rotate(heads[:, : -self.kv_heads], *rope)
-        return rotated[:, : -self.kv_heads], rotated[:, -self.kv_heads :], heads[:, -self.kv_heads :]
+        query, key = (rotate(self._heads(proj(hidden)), *rope) for proj in (self.q_proj, self.k_proj))
+        return query, key, self._heads(self.v_proj(hidden))
 
     def _heads(self, states: Tensor) -> Tensor:
         """[B, T, H * d] -> [B, H, T, d]."""
@@ -158,10 +123,10 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.activation = ACT2FN[config.hidden_act]
-        self.gate_up = FusedLinear(self.gate_proj, self.up_proj)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(hidden).chunk(2, -1)
+        # side by side, as in earlier versions: the gradient of the activation is rounded differently for other strides
+        gate, up = torch.cat((self.gate_proj(hidden), self.up_proj(hidden)), -1).chunk(2, -1)
         return self.down_proj(self.activation(gate) * up)
 
 
@@ -208,14 +173,6 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rope to [B, H, T, d], halves paired as in Llama."""
     first, second = states.chunk(2, -1)
     return states * cos + torch.cat((-second, first), -1) * sin
-
-
-def fuse_linears(draft: nn.Module) -> None:
-    """Prepares a draft for decoding: fuses the linear layers that share an input (see `FusedLinear`)."""
-    for module in draft.modules():
-        for linear in vars(module).values():
-            if isinstance(linear, FusedLinear):
-                linear.fuse()
 
 
 class Rope(nn.Module):

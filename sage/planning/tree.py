@@ -73,8 +73,8 @@ class Tree:
     @classmethod
     def of(cls, columns: Columns, device: torch.device = CPU, find_topk: Callable[[], Sequence[TopK | None]] = tuple) -> Tree:
         """Returns the tree with these fields; one copy to the device."""
-        shape = _shape(tuple(columns.parents), tuple(columns.depths))
-        tokens, parents, depths, ancestors = upload_together(device, long_tensor(columns.tokens, CPU), *shape)
+        numbers = (long_tensor(values, CPU) for values in columns)
+        tokens, parents, depths, ancestors = upload_together(device, *numbers, ancestors_of(columns.parents))
         tree = cls(tokens, parents, depths, find_topk)
         tree.columns, tree.ancestors = columns, ancestors
         return tree
@@ -85,8 +85,7 @@ class Tree:
         return cls.of(Columns([token], [-1], [0]), device, lambda: (None,))
 
     def __len__(self) -> int:
-        columns = self.__dict__.get("columns")  # known without a tensor, for which `len` takes microseconds
-        return len(self.tokens) if columns is None else len(columns.tokens)
+        return len(self.tokens)
 
     @property
     def depth(self) -> int:
@@ -107,12 +106,6 @@ class Tree:
     def ancestors(self) -> Tensor:
         """BoolTensor [N, N], row n True at n and its ancestors."""
         return to_device(ancestors_of(self.columns.parents), self.tokens.device)
-
-
-@lru_cache(maxsize=1024)
-def _shape(parents: tuple[int, ...], depths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `Tree.parents`, `depths` and `ancestors` on the CPU; cached because shapes recur. Do not modify the result."""
-    return long_tensor(parents, CPU), long_tensor(depths, CPU), ancestors_of(parents)
 
 
 def ancestors_of(parents: Sequence[int]) -> Tensor:

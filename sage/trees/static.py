@@ -45,20 +45,10 @@ class Static(Policy):
         self.num_candidates = 1 + max(rank for path in nodes for rank in path)
         self.tree_capacity = len(nodes) + 1
         self._nodes = nodes
-        self._cached: dict[int, list[NextLevel]] = {}  # all levels by number of candidates
 
     def next_level(self, frontier: Frontier) -> NextLevel:
-        num_candidates = len(frontier.rows[0])
-        if num_candidates not in self._cached:
-            depths = range(1, len(self._nodes[-1]) + 1)
-            self._cached[num_candidates] = [_next_level(self._nodes, depth, num_candidates) for depth in depths]
-        return self._cached[num_candidates][frontier.level - 1]
-
-
-def _next_level(nodes: list[Ranks], depth: int, num_candidates: int) -> NextLevel:
-    """Returns one level; its rows are the parents of its nodes, in order."""
-    children = [path for path in nodes if len(path) == depth]
-    parents = sorted({path[:-1] for path in children})
-    expanded = {path[:-1] for path in nodes if len(path) == depth + 1}
-    picks = [parents.index(path[:-1]) * num_candidates + path[-1] for path in children]
-    return NextLevel(picks, [pick for pick, path in zip(picks, children, strict=True) if path in expanded])
+        num_candidates, children = len(frontier.rows[0]), [path for path in self._nodes if len(path) == frontier.level]
+        parents = sorted({path[:-1] for path in children})  # the rows of the frontier
+        expanded = {path[:-1] for path in self._nodes if len(path) == frontier.level + 1}
+        picks = [parents.index(path[:-1]) * num_candidates + path[-1] for path in children]
+        return NextLevel(picks, [pick for pick, path in zip(picks, children, strict=True) if path in expanded])

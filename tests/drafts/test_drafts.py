@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import sage
 from sage.commands import cli
 from sage.drafts.draft import new_session, open_draft
 from sage.drafts.eagle import Eagle3Draft, default_levels
-from sage.drafts.layer import fuse_linears
 from sage.drafts.model import ModelDraft
 
 
@@ -238,40 +236,3 @@ class TestMistakes:
             sage.new_draft(tiny_qwen, widht=3)
         with refused("draft.image_inputs", "'pixels'", "embed, token"):
             sage.new_draft(tiny_qwen, image_inputs="pixels")
-
-
-class TestJoinedMaps:
-    """Linear layers that share an input are fused for decoding; the separate layers are the reference."""
-
-    @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-    def test_fused_linears_equal_separate_ones(self, tiny_target: sage.Target, kind: str, tmp_path: Path) -> None:
-        draft: Any = random_draft(tiny_target, kind).double().eval()
-        size = draft.config.hidden_size
-        embeds, features = torch.randn(2, 1, 5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        positions = tiny_target.family.decode_positions(torch.arange(5))
-        with torch.no_grad():
-            separate = draft(embeds, features, positions)
-            before = sum(p.numel() for p in draft.parameters())
-            fuse_linears(draft)
-            torch.testing.assert_close(draft(embeds, features, positions), separate, rtol=1e-12, atol=1e-12)
-        layer = draft.layer if kind == "eagle" else draft.midlayer
-        attention = layer.self_attn
-        assert attention.qkv.is_fused and sum(p.numel() for p in draft.parameters()) == before
-        assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
-        draft.save_pretrained(tmp_path)
-        for name, value in open_draft(tmp_path, tiny_target, torch.float64).state_dict().items():
-            assert torch.equal(value, draft.state_dict()[name]), name
-        draft.train()(embeds, features, positions).square().sum().backward()
-        assert not [name for name, value in layer.named_parameters() if value.grad is None or not value.grad.any()]
-
-    def test_fused_weights_are_not_stale_after_a_cast_or_a_step(self, tiny_target: sage.Target) -> None:
-        draft: Any = sage.new_draft(tiny_target, "eagle", seed=0).eval()
-        fuse_linears(draft)
-        attention = draft.layer.self_attn
-        with torch.no_grad():
-            attention.q_proj.weight.add_(1.0)  # in place, as optimizers do
-            assert torch.equal(attention.qkv.weight[: len(attention.q_proj.weight)], attention.q_proj.weight)
-            draft.double()
-            assert not attention.qkv.is_fused
-            hidden = torch.randn(1, 2, draft.config.hidden_size, dtype=torch.float64)
-            assert torch.equal(attention.qkv(hidden), torch.cat([linear(hidden) for linear in attention.qkv.maps], -1))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from support.data_helpers import make_target as tiny_target
 from support.data_helpers import one_by_one
 from support.messages import check_message, refused
@@ -22,8 +21,6 @@ from data_prep.conversation import Message
 from data_prep.dialog import Dialog, TargetAnswer
 from data_prep.own_answers import OwnShare, measure_own
 from data_prep.pocket import world
-from data_prep.tools.regenerate import TargetAnswers
-from sage.io import files
 from train.distill.own_answers import MAX_STEPS, OwnAnswers
 from train.distill.teacher import Teacher
 from train.launch.supervisor import RankFailed
@@ -130,32 +127,6 @@ def test_target_answers_first_goes_on_after_an_interruption_and_is_kept(
     other = configured(target, tmp_path / "other", *words, "regenerate.max_new_tokens=9")
     with pytest.raises(KeyboardInterrupt):  # other settings, other answers
         train_quickly(other)
-
-
-@pytest.mark.slow
-def test_a_run_says_once_that_it_waits_for_answers_of_another_process(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The other process ends as soon as this one waits."""
-    others: list[FileLock] = []
-
-    def hold(answers: TargetAnswers) -> bool:
-        """In place of `is_complete`: locks the answers when the run first looks for them."""
-        if not others:
-            others.append(FileLock(answers.folder.parent / f".{answers.folder.name}.lock"))
-            answers.folder.parent.mkdir(parents=True)
-            others[0].acquire()
-        return is_complete(answers)
-
-    is_complete: Any = TargetAnswers.is_complete.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(TargetAnswers, "is_complete", property(hold))
-    monkeypatch.setattr(files.logger, "warning", lambda *line: (log(*line), others[0].release()))
-    monkeypatch.setattr(dialog, "_decoded", Model())
-    log = logging.getLogger("sage").warning
-    train_quickly(configured(target, tmp_path / "run", *ANSWERED))
-    (line,) = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
-    folder = next(path for path in (tmp_path / "cache" / "answers").iterdir() if path.is_dir())
-    check_message(line.replace(folder.name, "KEY"), f"{tmp_path}/cache/answers/.KEY.lock", "another data.cache_dir")
 
 
 def test_answers_that_all_fail_are_an_error(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
