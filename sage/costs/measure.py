@@ -33,6 +33,7 @@ from sage.targets import Features, Target
 from sage.targets.tree_passes import TreePasses, describe_target
 
 VERIFY_NODES = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64)  # kernels for few rows begin another tile beyond 4, 8, 16 and 32 rows
+ROOM = max(VERIFY_NODES)
 DRAFT_WIDTHS = (1, 2, 4, 8, 16)
 LONGER_NODES = 16
 NUM_CANDIDATES = 10
@@ -53,12 +54,11 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
         longer: a second S, for the slope over the context. If it is less than `MIN_CONTEXT_SPAN` tokens above `context`, that
             distance is used, as far as the target's limit allows: over fewer tokens the difference is noise.
     """
-    room = max(VERIFY_NODES)
-    limit = int(target.text_config.max_position_embeddings) - room
+    limit = int(target.text_config.max_position_embeddings) - ROOM
     longer = max(longer, min(context + MIN_CONTEXT_SPAN, limit))
-    session = new_session(draft, target, context + room)
+    session = new_session(draft, target, context + ROOM)
     passes = TreePasses(target, session.levels)
-    cache = empty_cache(passes, longer + room)
+    cache = empty_cache(passes, longer + ROOM)
     commit, level = draft_commit(session, target, context), draft_level(session, target, 1, context)
     drafting = [_after(verify_pass(passes, target, cache, LONGER_NODES, context), then=commit)]
     drafting += [_after(level, then=draft_level(session, target, width, context)) for width in DRAFT_WIDTHS]
@@ -155,9 +155,6 @@ def _median_s(calls: Sequence[TimedCall], device: torch.device) -> list[float]:
     repeats = int(BUDGET_S / (now_s(device) - start) * 2)
     more = interleaved_s(calls, min(max(repeats, MIN_REPEATS), REPEATS) - 1, device)
     return [statistics.median(first + others) for first, others in zip(times, more, strict=True)]
-
-
-ROOM = max(VERIFY_NODES)
 
 
 def costs_folder() -> Path:

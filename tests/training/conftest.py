@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with single_process(monkeypatch):
         yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    """Runs and the cache of their data, beside a link to the target."""
+    where = tmp_path_factory.mktemp("runs")
+    (where / target.name).symlink_to(target)
+    return where

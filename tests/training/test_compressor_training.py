@@ -25,14 +25,6 @@ STEPS = 3
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
-    """Runs and the cache of their data, beside a link to the target."""
-    where = tmp_path_factory.mktemp("compressor")
-    (where / target.name).symlink_to(target)
-    return where
-
-
 def options(mode: str) -> list[str]:
     """The command line of a compressor."""
     given = COMPRESSORS[mode]

@@ -12,7 +12,7 @@ import pytest
 from support.data_helpers import make_target as tiny_target
 from support.data_helpers import one_by_one
 from support.messages import check_message, refused
-from support.train_helpers import configured, single_process, train_quickly
+from support.train_helpers import configured, train_quickly
 
 from checkpoints.run_folder import read_metrics
 from data_prep import dialog
@@ -25,14 +25,9 @@ from train.distill.own_answers import MAX_STEPS, OwnAnswers
 from train.distill.teacher import Teacher
 from train.launch.supervisor import RankFailed
 
+pytestmark = pytest.mark.usefixtures("alone")
 SHORT = ("data.sources.pocket.families=[caption]", "train.max_steps=3", "train.log_every=1")
 ANSWERED = (*SHORT, "data.answers=target")
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with single_process(monkeypatch):
-        yield
 
 
 def test_share_counts_the_most_likely_tokens() -> None:

@@ -48,14 +48,6 @@ def one_process() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
-    """Runs and the cache of their data, beside a link to the target."""
-    where = tmp_path_factory.mktemp("students")
-    (where / target.name).symlink_to(target)
-    return where
-
-
 def train(folder: Path, run: Path, *overrides: str) -> Path:
     assert train_quickly(configured(folder / "target_qwen2_5_vl", run, f"data.cache_dir={folder}/cache", *overrides)) == 0
     return run
