@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from data_prep.conversation import BadItem, Conversation, check_conversation, media_parts
-from data_prep.sources.files import KINDS, SourceConfig, check_path
+from data_prep.sources.files import KINDS, Content, SourceConfig, check_path
 from sage.inputs.media import check_media
 from sage.inputs.messages import text_of
 from sage.io.ranges import Range
@@ -72,6 +72,9 @@ class Source:
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str = "") -> Any:
     """Opens the source with the key `label`; ValueError if its path is empty, missing, or not of this kind."""
+    if not config.path and KINDS[config.kind].content is not Content.none:
+        wanted = "the folder" if config.kind == "folder" else "a file, a folder, a pattern of files, or a hub name"
+        raise ValueError(f"data.sources.{label}.path: empty; set it (or data.path) to {wanted}")
     if config.path and not config.streaming:
         check_path(config.kind, config.path)
     source = import_module(KINDS[config.kind].module).open_source(label, config, split, cache_dir)

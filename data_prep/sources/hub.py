@@ -26,7 +26,7 @@ from data_prep.conversation import BadItem, Conversation, Message, Row
 from data_prep.sources.base import Source, Split, as_example
 from data_prep.sources.files import DataFiles, Form, SourceConfig, find_files, row_files
 from data_prep.sources.layouts import ROLES, Roots, described, table_messages
-from data_prep.sources.rows import JoinedRows, JsonRows, RawRows, RowSource, require_path
+from data_prep.sources.rows import JoinedRows, JsonRows, RawRows, RowSource
 from sage.inputs.media import frame_files
 from sage.inputs.video import VIDEO_SUFFIXES
 from sage.io.hub import HubUnreachable, require_hub
@@ -175,9 +175,7 @@ def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) 
     """Opens the rows of a path, or the images and videos of a folder without rows; a stream without a download."""
     if unknown := sorted(set(config.columns) - set(ROLES)):
         raise ValueError(f"data.sources.{label}.columns: role {unknown[0]!r}; allowed: {', '.join(ROLES)}")
-    is_folder = config.kind == "folder"
-    wanted = "the folder" if is_folder else "files of conversations, a folder or a pattern of them, or a hub name"
-    path = require_path(label, config.path, wanted)
+    path, is_folder = config.path, config.kind == "folder"
     if config.streaming:
         return HubStream(path, config, config.media_root or (path if os.path.isdir(path) else os.path.dirname(path)))
     files = None if is_folder else find_files(path, config.subset)

@@ -9,18 +9,20 @@ one-word answer, which leaves nothing to speculate on.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from data_prep.conversation import FOLLOW_UPS, Conversation, Message, Part, Row
 from data_prep.sources.base import Source, Split
 from data_prep.sources.files import JSON_SUFFIXES, SourceConfig
 from data_prep.sources.hub import table_rows
-from data_prep.sources.rows import JsonRows, RawRows, RowSource, list_rows, require_path
+from data_prep.sources.rows import JsonRows, RawRows, RowSource, file_digest
 
 ONE_WORD = "Answer the question using a single word or phrase."
 ONE_LETTER = "Answer with the option's letter from the given choices directly."
@@ -196,12 +198,16 @@ def _lines(question: str, ending: str) -> str:
 
 def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) -> Source:
     """Opens the annotation file or the parquet version; other images and videos are located below `media_root`."""
-    path = require_path(label, config.path, f"the annotation file of {config.kind}")
+    path = config.path
     is_json = path.endswith(JSON_SUFFIXES)
     if (config.subset or config.split) and is_json:
         raise ValueError(f"{path}: a JSON file has no subset ({config.subset!r}) and no split ({config.split!r})")
     if path.endswith(".json"):
-        rows = list_rows(path, LAYOUTS[config.kind].select_rows)
+        try:
+            content = LAYOUTS[config.kind].select_rows(json.loads(Path(path).read_bytes()))
+            rows = RawRows(path, file_digest(Path(path)), list(content))
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: not in the layout of the source's kind ({error})") from error
     else:
         rows = JsonRows(path, cache_dir) if is_json else table_rows(path, config.subset, config.split or "test", cache_dir)
     return PromptSource(rows, config.kind, MediaFinder(config.media_root or os.path.dirname(path)), config.long_answers)

@@ -100,21 +100,6 @@ class RowSource(Source):
         return message | {"content": parts}
 
 
-def require_path(label: str, path: str, description: str) -> str:
-    """Returns the path; raises ValueError with the key to set if it is empty."""
-    if not path:
-        raise ValueError(f"data.sources.{label}.path: empty; set it (or data.path) to {description}")
-    return path
-
-
-def list_rows(path: str, select: Callable[[Any], Sequence[Row]]) -> RawRows:
-    """Returns the rows that `select` finds in a JSON file that fits in memory; ValueError if it is not JSON, or has none."""
-    try:
-        return RawRows(path, file_digest(Path(path)), list(select(json.loads(Path(path).read_bytes()))))
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not in the layout of the source's kind ({error})") from error
-
-
 # -- random access to the objects of a JSON file -------------------------------------------------------------------------
 
 

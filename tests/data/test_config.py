@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support.data_helpers import save_target
 from support.messages import exit_code, refused
 
-from data_prep.config import Answers, Cache, DataConfig, OnBad, validate
+from data_prep.config import Answers, Cache, DataConfig, validate
 from data_prep.sources import KINDS, Kind, SourceConfig
 from data_prep.sources.base import Split
 from train.cli import data as data_cli
@@ -44,13 +43,6 @@ STREAM = SourceConfig(kind="hub", streaming=True)
 def test_invalid_settings_are_refused_with_their_key(config: dict[str, Any], parts: list[str]) -> None:
     with refused(*parts):
         validate(DataConfig(**config))
-
-
-def test_no_shipped_choice_skips_items() -> None:
-    files = sorted((Path(__file__).parents[2] / "conf" / "data").glob("*.yaml"))
-    assert len(files) > 5
-    assert [path.name for path in files if "on_bad" in yaml.safe_load(path.read_text())] == []
-    assert DataConfig().on_bad == OnBad.error
 
 
 def test_top_level_keys_are_defaults_of_the_sources() -> None:

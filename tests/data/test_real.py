@@ -29,17 +29,14 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     found[real.IFBENCH] = [as_lines({"prompt": "Be brief."}, {"prompt": "x" * real.MAX_CHARACTERS})]
     monkeypatch.setattr(real, "read_wheel", lambda requirement, *_: found[requirement])
     readme = f"{'Some text. ' * 30}\n\nShort.\n\n{'See https://example.com. ' * 20}"
-    monkeypatch.setattr(
-        real.metadata, "distributions", lambda: [SimpleNamespace(metadata=SimpleNamespace(json={"description": readme}))]
-    )
+    package = SimpleNamespace(metadata=SimpleNamespace(json={"description": readme}))
+    monkeypatch.setattr(real.metadata, "distributions", lambda: [package])
 
 
 @pytest.mark.usefixtures("packages")
 def test_every_prompt_is_in_one_split_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found = real.prompts()
-    assert {source: len(found[source]) for source in ("humaneval", "ifbench", "gsm8k", "summary")} == {
-        "humaneval": 2, "ifbench": 1, "gsm8k": 1, "summary": 1
-    }  # fmt: skip
+    assert [len(found[source]) for source in ("humaneval", "ifbench", "gsm8k", "summary")] == [2, 1, 1, 1]
     monkeypatch.setattr(real, "HELD_OUT", {source: 2 for source in found})
     train, held_out = real.conversations()
     sides = [{row["messages"][0]["content"] for row in rows} for rows in (train, held_out)]

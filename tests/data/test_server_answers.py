@@ -116,7 +116,7 @@ def test_request_states_every_option_that_determines_the_answer(server: ChatServ
     assert set(server.keys) == {f"Bearer {KEY}"}
 
 
-def test_text_comes_from_the_token_ids(tmp_path: Path) -> None:
+def test_text_comes_from_the_token_ids(server: ChatServer, tmp_path: Path) -> None:
     """As our decoder's: a server may strip blanks, and call an end with the last allowed token a cut."""
 
     def answer(number: int, body: Any) -> Reply | None:
@@ -124,8 +124,8 @@ def test_text_comes_from_the_token_ids(tmp_path: Path) -> None:
         choice = {"message": {"content": "padded"}, "finish_reason": "length", "token_ids": ids}
         return Reply(body={"choices": [choice]}) if "seed" in body else None
 
-    with serving(PROCESSOR, echo, fault=answer) as server:
-        run(tmp_path / "out.jsonl", server.url)
+    server.fault = answer
+    run(tmp_path / "out.jsonl", server.url)
     assert rows(tmp_path / "out.jsonl")[0]["messages"][1] == assistant(" padded ")
 
 
@@ -236,14 +236,12 @@ def test_refusal_of_every_request_ends_the_run(status: int, parts: tuple[str, ..
         run(tmp_path / "out.jsonl", server.url)
 
 
-def test_empty_and_missing_texts_are_listed(tmp_path: Path) -> None:
-    with serving(PROCESSOR, lambda messages, seed: TargetAnswer("" if "q1?" in text_of(messages[0]) else "a")) as server:
-        found = run(tmp_path / "out.jsonl", server.url)
-    assert found.outcomes == {"answered": NUM - 2, "empty": 1, "invalid": 1}
+def test_empty_and_missing_texts_are_listed(server: ChatServer, tmp_path: Path) -> None:
+    server.answer = lambda messages, seed: TargetAnswer("" if "q1?" in text_of(messages[0]) else "a")
+    assert run(tmp_path / "out.jsonl", server.url).outcomes == {"answered": NUM - 2, "empty": 1, "invalid": 1}
     reply = Reply(body={"choices": [{"message": {"content": None}, "finish_reason": "tool_calls"}]})
-    with serving(PROCESSOR, echo, fault=lambda number, body: reply if "seed" in body else None) as server:
-        found = run(tmp_path / "none.jsonl", server.url)
-    assert found.outcomes == {"refused": NUM - 1, "invalid": 1}
+    server.fault = lambda number, body: reply if "seed" in body else None
+    assert run(tmp_path / "none.jsonl", server.url).outcomes == {"refused": NUM - 1, "invalid": 1}
     assert rows(tmp_path / "none.jsonl") == []
 
 
@@ -293,12 +291,11 @@ def test_silent_server_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) 
     assert str(caught.value.__cause__.__cause__) == "after 7.0 s"
 
 
-def test_server_of_one_model_under_another_name_is_named(server: ChatServer) -> None:
+@pytest.mark.parametrize(("model", "name"), [("", "served"), ("adapter", "adapter")])
+def test_server_of_one_model_under_another_name_is_named(model: str, name: str, server: ChatServer) -> None:
     server.models = [{"id": "served", "root": "/disk/toy"}, {"id": "adapter"}]
-    with opened(server.url) as answers:
-        assert answers.check() == "served"
-    with opened(server.url, model="adapter") as answers:
-        assert answers.check() == "adapter"
+    with opened(server.url, model=model) as answers:
+        assert answers.check() == name
 
 
 def test_server_without_images_is_refused_before_any_answer(server: ChatServer, tmp_path: Path) -> None:
@@ -328,15 +325,13 @@ class Photos:
 def test_files_are_sent_as_they_are_unless_readers_differ(server: ChatServer, tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
-    photo = make_noise(64, 32)
-    rotated = Image.Exif()
+    photo, rotated = make_noise(64, 32), Image.Exif()
     rotated[0x0112] = 6
-    photo.save(folder / "a.jpg")
-    photo.save(folder / "b.png")
-    photo.save(folder / "c.jpg", exif=rotated)
-    photo.convert("RGBA").save(folder / "d.png")
-    photo.save(folder / "e.bmp")
     files = [folder / name for name in ("a.jpg", "b.png", "c.jpg", "d.png", "e.bmp")]
+    for file in files:
+        (photo.convert("RGBA") if file.name == "d.png" else photo).save(
+            file, **{"exif": rotated} if file.name == "c.jpg" else {}
+        )
     dataset = Photos(*files, files[0].read_bytes(), photo)
     policy = MediaPolicy((folder,), Images.inline)
     run(tmp_path / "out.jsonl", server.url, dataset=dataset, policy=policy, concurrency=1)
@@ -344,12 +339,8 @@ def test_files_are_sent_as_they_are_unless_readers_differ(server: ChatServer, tm
     sent = [image_bytes(url) for url in urls]
     assert [data == file.read_bytes() for data, file in zip(sent, files, strict=False)] == [True, True, False, False, False]
     assert sent[5] == files[0].read_bytes()
-    assert [url.partition(";")[0] for url in urls] == [
-        "data:image/jpeg",
-        *["data:image/png"] * 4,
-        "data:image/jpeg",
-        "data:image/png",
-    ]
+    kinds = [url.partition(";")[0].removeprefix("data:image/") for url in urls]
+    assert kinds == ["jpeg", "png", "png", "png", "png", "jpeg", "png"]
     by_path = MediaPolicy((folder,), Images.path)  # on request
     assert [by_path.url(file) for file in files[:2]] == [file.as_uri() for file in files[:2]]
     assert by_path.url(photo).startswith("data:image/png;base64,") and by_path.url(files[2]).startswith("data:")

@@ -183,11 +183,8 @@ def test_file_that_is_not_an_array_is_refused(tmp_path: Path) -> None:
     config = SourceConfig(kind="llava_json", path=str(path))
     with refused("mix.json", "data.path"):
         opened(config, tmp_path / "cache")
-    for text, part in (
-        ('[{"a": 1},\n{"b": 2', "line 2, after 1"),
-        ('[{"a": 1} {"b": 2}]', "',' or ']'"),
-        ("[", "line 1, after 0"),
-    ):
+    faults = {'[{"a": 1},\n{"b": 2': "line 2, after 1", '[{"a": 1} {"b": 2}]': "',' or ']'", "[": "line 1, after 0"}
+    for text, part in faults.items():
         path.write_text(text)
         with refused("mix.json", "JSON array", part):
             opened(config, tmp_path / "cache")
@@ -252,10 +249,9 @@ def test_wrong_paths_are_refused(name: str, tmp_path: Path) -> None:
 def test_what_may_be_on_the_hub_passes(tmp_path: Path) -> None:
     for kind in ("hub", "llava_onevision", "textvqa"):
         check_path(kind, "owner/name")
+    source = SourceConfig(kind="hub", path="owner/name", media_root=str(tmp_path / "nowhere"))
     with refused("data.media_root", "nowhere"):
-        check_paths(
-            DataConfig(sources={"it": SourceConfig(kind="hub", path="owner/name", media_root=str(tmp_path / "nowhere"))})
-        )
+        check_paths(DataConfig(sources={"it": source}))
 
 
 def test_source_without_valid_rows_is_refused(tmp_path: Path) -> None:
