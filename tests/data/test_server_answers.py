@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image
-from support.chat_server import MODEL, ChatServer, Reply, image_bytes, refusal, serving
+from support.chat_server import MODEL, ChatServer, Reply, refusal, serving
 from support.data_helpers import (
     TwoTurnConversations,
     assistant,
@@ -33,7 +33,7 @@ from data_prep.server import answers as answers_module
 from data_prep.server.answers import TEXT_PROMPT, ServedTarget, ServerAnswers
 from data_prep.server.client import MediaPolicy, OutsideMedia, ServerError
 from data_prep.tools.regenerate import part_path, regenerate, skipped_path
-from sage.inputs.media import open_image
+from sage.inputs.media import decode_data_url, open_image
 from sage.inputs.messages import text_of
 
 PROCESSOR = make_processor("qwen2_5_vl")
@@ -45,7 +45,7 @@ NUM = 12
 def echo(messages: list[Message], seed: int) -> TargetAnswer:
     """Answers with the texts of all messages, the first pixel and the seed; the second answer of c5 never ends."""
     texts = [text_of(message) for message in messages]
-    pixel = [part["image"].getpixel((0, 0)) for part in messages[0]["content"] if part["type"] == "image"]
+    pixel = [open_image(part["image"]).getpixel((0, 0)) for part in messages[0]["content"] if part["type"] == "image"]
     is_endless = texts[0] == "q5?" and len(messages) == 3
     return TargetAnswer(f"{'|'.join(texts)} {pixel} {seed}", Outcome.cut if is_endless else Outcome.answered)
 
@@ -322,6 +322,10 @@ class Photos:
         return Conversation(f"p{number}", [user(self.images[number], "What?"), assistant("old")], meta={"index": number})
 
 
+def image_urls(server: ChatServer) -> list[str]:
+    return [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.prompts]
+
+
 def test_files_are_sent_as_they_are_unless_readers_differ(server: ChatServer, tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
@@ -335,8 +339,8 @@ def test_files_are_sent_as_they_are_unless_readers_differ(server: ChatServer, tm
     dataset = Photos(*files, files[0].read_bytes(), photo)
     policy = MediaPolicy((folder,), Images.inline)
     run(tmp_path / "out.jsonl", server.url, dataset=dataset, policy=policy, concurrency=1)
-    urls = [body["messages"][0]["content"][0]["image_url"]["url"] for body in server.prompts]
-    sent = [image_bytes(url) for url in urls]
+    urls = image_urls(server)
+    sent = [decode_data_url(url) for url in urls]
     assert [data == file.read_bytes() for data, file in zip(sent, files, strict=False)] == [True, True, False, False, False]
     assert sent[5] == files[0].read_bytes()
     kinds = [url.partition(";")[0].removeprefix("data:image/") for url in urls]
@@ -362,7 +366,7 @@ def test_image_outside_the_media_root_is_never_sent(
     for dataset in (Photos(tmp_path / place), Photos(*[make_image()] * 4, tmp_path / place)):
         with refused("image ", "outside data.media_root", error=OutsideMedia):
             run(tmp_path / f"{len(dataset)}.jsonl", server.url, dataset=dataset, policy=policy)
-    assert not any(len(image_bytes(body["messages"][0]["content"][0]["image_url"]["url"])) > 1000 for body in server.prompts)
+    assert not any(len(decode_data_url(url)) > 1000 for url in image_urls(server))
 
 
 def test_unreadable_images_and_videos_are_listed(server: ChatServer, tmp_path: Path) -> None:

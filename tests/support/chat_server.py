@@ -5,8 +5,6 @@ Its model is a function of messages and seed. Token ids of prompts are those of 
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from typing import Any
 
-from PIL import Image
-
 from data_prep.conversation import Message
 from data_prep.dialog import Outcome, TargetAnswer
+from data_prep.sources.layouts import table_messages
 from sage.inputs.processing import Processor
 
 MODEL = "models/toy"
@@ -76,7 +73,7 @@ class ChatServer:
     def _completion(self, body: Any) -> Reply:
         if not self.extensions and {"top_k", "return_token_ids", "repetition_penalty"} & body.keys():
             return refusal("unknown parameter")
-        messages = [decoded(message) for message in body["messages"]]
+        messages = table_messages(body, {}, "")
         if not self.takes_images and any(part["type"] == "image" for message in messages for part in message["content"]):
             return refusal("At most 0 image(s) may be provided in one prompt")
         found = self.answer(messages, body.get("seed", 0))
@@ -94,25 +91,6 @@ class ChatServer:
 def refusal(message: str, status: int = 400, **headers: str) -> Reply:
     """Returns a reply with an error as OpenAI and vLLM write it."""
     return Reply(status, {"error": {"message": message}}, {name.replace("_", "-"): value for name, value in headers.items()})
-
-
-def decoded(message: Any) -> Message:
-    content = message["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else [_part(part) for part in content]
-    return {"role": message["role"], "content": parts}
-
-
-def image_bytes(url: str) -> bytes:
-    return base64.b64decode(url.partition(",")[2], validate=True)
-
-
-def _part(part: Any) -> Any:
-    if part["type"] == "text":
-        return part
-    url = part["image_url"]["url"]
-    source: Any = url.removeprefix("file://") if url.startswith("file://") else io.BytesIO(image_bytes(url))
-    with Image.open(source) as image:
-        return {"type": "image", "image": image.convert("RGB")}
 
 
 class QuietServer(ThreadingHTTPServer):
