@@ -16,7 +16,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,8 @@ from sage.inputs.processing import Processor
 from sage.io.progress import progress_bar
 
 logger = logging.getLogger(__name__)
-Packed = dict[str, np.ndarray]
 STORE, EXAMPLES, COLUMNS, META = "store", "examples.bin", "columns.npz", "meta.json"
-PIXELS = ("pixel_values", "pixel_values_videos")
+PIXELS = {"pixel_values", "pixel_values_videos"}
 LEVELS = 256
 PROBE_SIDE = 56
 # Encodings, part of the stored field names.
@@ -75,36 +73,40 @@ def _prune(parent: Path, num_kept: int) -> None:
 
 
 def _write_examples(config: DataConfig, index: Index, processor: Processor, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    table = PixelTable.measure(processor)
+    store, table = folder / STORE, PixelTable.measure(processor)
+    store.mkdir(parents=True)
     skipped = SkipLog(folder / SKIPPED, is_strict=config.on_bad is OnBad.error)
     invalid: list[int] = []
     measured: list[Lengths] = []
-
-    def valid() -> Iterator[tuple[str, int, Packed]]:
-        encoded = mapped(partial(_pack, config, index, processor, table), range(len(index)), len(index))
+    ids: list[str] = []
+    columns: list[tuple[int, int, int]] = []  # number of the source, tokens, and end of each example
+    encoded = mapped(partial(_encode, config, index, processor, table), range(len(index)), len(index))
+    with (store / EXAMPLES).open("wb") as file:
         for position, (item, lengths) in enumerate(progress_bar(encoded, "preparing", len(index))):
-            measured.extend([lengths] if lengths else [])
-            if not isinstance(item, BadItem):
-                yield item
+            measured += [lengths] if lengths else []
+            if isinstance(item, BadItem):
+                skipped.add(item)
+                invalid += [] if isinstance(item, TooLong) else [position]
                 continue
-            skipped.add(item)
-            if not isinstance(item, TooLong):
-                invalid.append(position)
-
-    number = write_examples(folder / STORE, valid(), table)
+            name, source, num_tokens, data = item
+            file.write(data)
+            ids.append(name)
+            columns.append((source, num_tokens, file.tell()))
+    by_column = np.ascontiguousarray(np.array(columns, dtype=np.int64).reshape(-1, 3).T)
+    np.savez(store / COLUMNS, columns=by_column, table=table.values)
+    (store / META).write_text(json.dumps({"ids": ids, "frames": table.frames}))
     np.save(folder / INVALID, np.array(invalid, dtype=np.int64).reshape(-1, 1))
     np.save(folder / LENGTHS, as_array(measured))
     find_long(config, measured, len(measured)).check()
-    if not number:
+    if not ids:
         raise ValueError(no_item_message(config, index.sources, Split.train, skipped.items))
-    logger.info("prepared %d examples, skipped %d", number, len(index) - number)
+    logger.info("prepared %d examples, skipped %d", len(ids), len(index) - len(ids))
 
 
-def _pack(
+def _encode(
     config: DataConfig, index: Index, processor: Processor, table: PixelTable, position: int
-) -> tuple[tuple[str, int, Packed] | BadItem, Lengths | None]:
-    """Returns (id, source number, packed example) at a position of the index, or its error, and its lengths; in workers."""
+) -> tuple[tuple[str, int, int, bytes] | BadItem, Lengths | None]:
+    """Returns the id, number of the source, tokens and file of an example, or its error, and its lengths; in workers."""
     lengths = None
     try:
         conversation = index.conversation(position)
@@ -113,38 +115,15 @@ def _pack(
         example = shorten_example(conversation, full, processor, config.max_length, config.on_long, config.num_frames)
     except BadItem as error:
         return error, lengths
-    return (conversation.id, int(index.source[position]), pack(example, table)), lengths
+    fields = {key: value.numpy() for key, value in example.items() if isinstance(value, torch.Tensor)}
+    for key in PIXELS & fields.keys():
+        encoding, levels = table.pack(fields.pop(key))
+        fields[f"{key}@{encoding}"] = levels
+    data = save({key: np.ascontiguousarray(array) for key, array in fields.items()})
+    return (conversation.id, int(index.source[position]), len(example["input_ids"]), data), lengths
 
 
 # -- the store -----------------------------------------------------------------------------------------------------------
-
-
-def pack(example: dict[str, Any], table: PixelTable) -> Packed:
-    """Returns the tensors of one example as arrays by field; pixels are encoded."""
-    packed: Packed = {}
-    for key, value in example.items():
-        if key in PIXELS:
-            encoding, array = table.pack(value.numpy())
-            packed[f"{key}@{encoding}"] = array
-        elif isinstance(value, torch.Tensor):
-            packed[key] = value.numpy()
-    return packed
-
-
-def write_examples(folder: Path, items: Iterable[tuple[str, int, Packed]], table: PixelTable) -> int:
-    """Writes (id, source number, packed example) items into a new folder; returns their number."""
-    folder.mkdir(parents=True)
-    ids, sources, lengths, ends = [], [], [], [0]
-    with (folder / EXAMPLES).open("wb") as file:
-        for name, source, packed in items:
-            ends.append(ends[-1] + file.write(save({key: np.ascontiguousarray(array) for key, array in packed.items()})))
-            ids.append(name)
-            sources.append(source)
-            lengths.append(len(packed["input_ids"]))
-    columns = np.array([sources, lengths, ends[1:]], dtype=np.int64)
-    np.savez(folder / COLUMNS, columns=columns, table=table.values)
-    (folder / META).write_text(json.dumps({"ids": ids, "frames": table.frames}))
-    return len(ids)
 
 
 class StoredDataset(Dataset[Example]):
