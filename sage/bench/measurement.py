@@ -209,8 +209,6 @@ def load_prompts(
         file: JSONL; a line is a list of Hugging Face chat messages, or an object with "messages" and, optionally, "id"
             and "family". A final assistant answer is dropped; relative image paths are relative to the file's folder.
         images: paths or URLs; each is a prompt of its own with `text`.
-        limit: maximum number of prompts; None for all.
-        family: only the prompts of this task family.
     """
     chats = _chats(file, images, text)
     if family is not None:

@@ -128,7 +128,7 @@ def validate(
             versions=versions((*PACKAGES, "deepspeed")),
         )
         num_traces = decode.traces if is_complete else 0
-        traces = trace_extremes(report, measured, target, draft, policies, num_traces, progress, ends)
+        traces = _trace_extremes(report, measured, target, draft, policies, num_traces, progress, ends)
     export = "" if info.run is None else export_choice(draft, target.model.config)
     add_verdict(report, draft_name, info.run, info.step, export, decode.num_prompts)
     folder = info.folder if is_complete else info.partial_folder
@@ -257,23 +257,18 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             weight.data = data
 
 
-def trace_extremes(
+def _trace_extremes(
     report: Mapping[str, Any],
     measured: Measurement,
     target: Any,
     draft: Any,
     policies: Mapping[str, Policy],
     count: int,
-    progress: Callable[[int, int], None] | None = None,
-    ends: tuple[type[BaseException], ...] = (),
+    progress: Callable[[int, int], None] | None,
+    ends: tuple[type[BaseException], ...],
 ) -> Traces:
-    """Returns the traces of the `count` best and worst prompts by tokens per target pass, for the fastest policies.
-
-    Copies of the policies decode, which know what the measured ones have learned; nothing of the report changes.
-
-    Args:
-        progress: called with (done, total) before each prompt; may raise one of `ends`.
-        ends: exceptions that end the recording; the traces recorded before are returned.
+    """Returns the traces of the `count` best and worst prompts by tokens per target pass, for the fastest policies, until one
+    of `ends` is raised. Copies of the policies decode, which know what the measured ones have learned; no figure changes.
     """
     ranked, by_name = ranked_prompts(report), {prompt.name: prompt for prompt in measured.prompts}
     chosen = list(dict.fromkeys([*ranked[:count], *ranked[max(len(ranked) - count, 0) :]])) if count else []
