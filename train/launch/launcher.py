@@ -100,7 +100,7 @@ def check_devices(launch: LaunchConfig, num_ranks: int) -> None:
         raise ConfigError(f"launch.gpus={launch.gpus}: this machine has no GPU that torch can use; {remedy}")
 
 
-def spawn(work: Callable[[], int], num_ranks: int, debug: bool, run_dir: str = "") -> int:
+def spawn(work: Callable[[], int], num_ranks: int, debug: bool, run_dir: str | None = None) -> int:
     """Runs picklable work on ranks of this machine and waits for them; raises the first failure as RankFailed.
 
     This process hosts their store. An interrupt is reported for the states in `run_dir`.
@@ -116,7 +116,7 @@ def spawn(work: Callable[[], int], num_ranks: int, debug: bool, run_dir: str = "
 
 
 def _run_spawned_rank(
-    work: Callable[[], int], folder: str, num_ranks: int, port: int, debug: bool, run_dir: str, rank: int
+    work: Callable[[], int], folder: str, num_ranks: int, port: int, debug: bool, run_dir: str | None, rank: int
 ) -> NoReturn:
     """Runs a spawned rank; writes its error to `folder` for the launcher."""
     cluster_env.set_rank(rank, num_ranks, port)

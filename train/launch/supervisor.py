@@ -87,14 +87,14 @@ class RankFailed(RuntimeError):
         write_text(file, json.dumps({"message": str(self), **vars(self)}))
 
 
-def interrupted(run_dir: str | Path) -> RankFailed:
+def interrupted(run_dir: str | Path | None) -> RankFailed:
     """Returns the error of a run that was stopped without saving: exit code 3 if an earlier state of it is saved, else 130."""
-    if not list_steps(state_folder(run_dir)):
+    if run_dir is None or not list_steps(state_folder(run_dir)):
         return RankFailed(NOTHING_SAVED, EXIT_INTERRUPTED)
     return RankFailed("stopped at once; earlier saved states are complete, continue with run.resume=true", EXIT_STOPPED)
 
 
-def describe(error: BaseException, rank: int, run_dir: str | Path = "") -> RankFailed:
+def describe(error: BaseException, rank: int, run_dir: str | Path | None = None) -> RankFailed:
     """Returns the error of a rank, in its words for the user."""
     error = interrupted(run_dir) if isinstance(error, KeyboardInterrupt) else error
     line = " ".join(str(error).split()) or type(error).__name__
@@ -133,7 +133,7 @@ class Supervisor(SignalHandler):
         self.is_stop_requested = False
         self._ranks: Sequence[BaseProcess] = ()
 
-    def wait(self, ranks: Sequence[BaseProcess], run_dir: str) -> int:
+    def wait(self, ranks: Sequence[BaseProcess], run_dir: str | None) -> int:
         """Waits for all ranks; returns 0, or 3 if a signal stopped them after saving. RankFailed if a rank failed."""
         self._ranks = ranks
         if self.is_stop_requested:  # while they were started
@@ -173,7 +173,7 @@ class Supervisor(SignalHandler):
             if rank.is_alive() and rank.pid is not None:
                 os.kill(rank.pid, signal.SIGUSR1)
 
-    def stopped(self, run_dir: str) -> RankFailed:
+    def stopped(self, run_dir: str | None) -> RankFailed:
         """Returns the error of a run that a signal has stopped: that of a rank that has saved its work, else `interrupted`."""
         saved = next((report for report in self._reports().values() if report.exit_code == EXIT_STOPPED), None)
         return interrupted(run_dir) if saved is None else saved
