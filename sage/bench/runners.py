@@ -29,7 +29,7 @@ from sage.decoding.generation import Output
 from sage.decoding.settings import Sampling
 from sage.drafts.model import check_pair
 from sage.drafts.pruning import KEEP_ALL, Pruning
-from sage.runtime.timing import PHASES, now_s, prepared_s
+from sage.runtime.timing import PHASES, decoding_now_s, now_s, synchronize
 from sage.trees import AUTOREGRESSIVE
 
 PROMPT_LOOKUP_TOKENS = 10
@@ -98,11 +98,9 @@ class PolicyRunner:
         sampling = self._sampling(sampling)
         if self._unused is not None:
             self.policy = copy.deepcopy(self._unused)
-        start = now_s(self.target.device)
+        start = self._now_s()
         out = sage.generate(self.target, self.draft, inputs, policy=self.policy, pruning=self.pruning, sampling=sampling)
-        end = now_s(self.target.device)
-        wall_s = end - start - prepared_s(start, end)
-        return timed_run(out, wall_s)
+        return timed_run(out, self._now_s() - start)
 
     def run_batch(
         self, inputs: Sequence[Mapping[str, Tensor]], samplings: Sequence[Sampling], batch_size: int
@@ -114,7 +112,7 @@ class PolicyRunner:
             raise ValueError("batch_size: a draft with pruned visual tokens is measured with 1")
         policies = [self.policy if self._unused is None else copy.deepcopy(self._unused) for _ in inputs]
         given = [on_device(one, self.target.device) for one in inputs]
-        start = now_s(self.target.device)
+        start = self._now_s()
         decoder = BatchDecoder(self.target, self.draft, batch_size)
         requests = []
         for one, sampling, policy in zip(given, map(self._sampling, samplings), policies, strict=True):
@@ -123,10 +121,14 @@ class PolicyRunner:
             requests.append(decoder.add(one, policy, sampling=sampling))
         while len(decoder):
             decoder.step()
-        end = now_s(self.target.device)
+        total_s = self._now_s() - start
         outs = [request.output() for request in requests]
-        unaccounted_s = end - start - prepared_s(start, end) - sum(sum(out.stats.time_s.values()) for out in outs)
+        unaccounted_s = total_s - sum(sum(out.stats.time_s.values()) for out in outs)
         return [timed_run(out, sum(out.stats.time_s.values()) + max(unaccounted_s, 0.0) / len(outs)) for out in outs]
+
+    def _now_s(self) -> float:
+        synchronize(self.target.device)
+        return decoding_now_s()
 
     def _sampling(self, sampling: Sampling) -> Sampling:
         return sampling if self.couple or sampling.is_greedy else replace(sampling, couple=False)

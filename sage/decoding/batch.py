@@ -5,7 +5,6 @@ Every request keeps its own policy, seed, sampling parameters, prompt length and
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from sage.decoding.generation import Generation, Output, start
 from sage.drafts.draft import Draft
 from sage.planning.base import Policy
 from sage.runtime.cache import SharedCache, TreeCache
-from sage.runtime.timing import prepared_s
+from sage.runtime.timing import decoding_now_s
 from sage.targets import Target
 from sage.trees import DEFAULT_POLICY
 from sage.trees import policy as new_policy
@@ -121,11 +120,10 @@ class BatchDecoder:
         requests = [generation.request for generation in generations]
         for request, count in zip(requests, rows, strict=True):
             request.policy.share(sum(rows) - count, len(requests))
-        started = time.perf_counter()
+        started = decoding_now_s()
         rounds = run_round(requests)
-        ended = time.perf_counter()
+        seconds = decoding_now_s() - started
         if len({type(request.policy) for request in requests}) == 1:
-            seconds = ended - started - prepared_s(started, ended)
             requests[0].policy.observe_together(len(requests), sum(len(round_.tokens) for round_ in rounds), seconds)
         return list(zip(generations, rounds, strict=True))
 

@@ -20,7 +20,7 @@ from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.planning.base import Policy
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import CPU, long_tensor
-from sage.runtime.timing import PREPARATIONS, Clock
+from sage.runtime.timing import Clock
 from sage.targets import Features, Prompt, Target
 from sage.targets.tree_passes import TreePasses
 from sage.trees import DEFAULT_POLICY
@@ -165,7 +165,7 @@ def start(
             request takes over its cache.
         keep_prefix: whether `Generation.prefix` will be called; takes memory for the features of every token.
     """
-    clock = Clock(target.device, PREPARATIONS)
+    clock = Clock(target.device)
     known = [field.name for field in fields(Sampling)]
     if unknown := [name for name in options if name not in known]:
         raise ValueError(f"{unknown[0]}: unknown option; choose from policy, sampling, pruning, {', '.join(known)}")

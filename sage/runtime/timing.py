@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,24 +14,38 @@ from typing import Any
 
 import torch
 
-PREPARATIONS: list[tuple[float, float]] = []  # spent in `preparation`, in seconds of `time.perf_counter`
-_PREPARATIONS_LOCK = threading.Lock()
 PHASES = ("vision", "target_prefill", "draft_prefill", "draft_steps", "verify", "accept", "commit", "policy", "other")
 UNTIMED = "untimed"
-MAX_MARKS = 512  # events that may be pending when a round starts, and those of them that are kept then
-RECENT_MARKS = 128
+MAX_MARKS = 512  # events that may be pending when a round starts
+
+
+class _Preparations:
+    """Seconds in which a thread of this process was in `preparation`; `since`: the start of the present ones."""
+
+    seconds, num_active, since = 0.0, 0, 0.0
+    lock = threading.Lock()
 
 
 @contextmanager
 def preparation() -> Iterator[None]:
     """Marks what is done once and kept, such as compiling a pass or measuring its cost: it counts for no decoding time."""
-    start = time.perf_counter()
+    with _Preparations.lock:
+        if _Preparations.num_active == 0:
+            _Preparations.since = time.perf_counter()
+        _Preparations.num_active += 1
     try:
         yield
     finally:
-        with _PREPARATIONS_LOCK:  # another thread may have added one that this one does not contain
-            before = [interval for interval in PREPARATIONS if interval[0] < start]
-            PREPARATIONS[:] = [*before, (start, time.perf_counter())]
+        with _Preparations.lock:
+            _Preparations.num_active -= 1
+            if _Preparations.num_active == 0:
+                _Preparations.seconds += time.perf_counter() - _Preparations.since
+
+
+def decoding_now_s() -> float:
+    """Seconds of a clock of the host that stands still in `preparation`."""
+    now = _Preparations.since if _Preparations.num_active else time.perf_counter()
+    return now - _Preparations.seconds
 
 
 @contextmanager
@@ -46,13 +59,6 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def prepared_s(start: float, end: float) -> float:
-    """Returns the seconds between two times of `time.perf_counter` that were spent in `preparation`."""
-    if not PREPARATIONS or PREPARATIONS[-1][1] <= start:  # the last one ended last
-        return 0.0
-    return sum(last - first for first, last in PREPARATIONS if start <= first and last <= end)
 
 
 def synchronize(device: torch.device) -> None:
@@ -70,11 +76,13 @@ def now_s(device: torch.device) -> float:
 @contextmanager
 def shared_time(clocks: Sequence[Clock]) -> Iterator[None]:
     """Divides the time of the block among clocks that are shared."""
-    start = now_s(clocks[0].device)
+    synchronize(clocks[0].device)
+    start = decoding_now_s()
     yield
-    end = now_s(clocks[0].device)
+    synchronize(clocks[0].device)
+    seconds = decoding_now_s() - start
     for clock in clocks:
-        clock.count((end - start - prepared_s(start, end)) / len(clocks))
+        clock.count(seconds / len(clocks))
 
 
 @dataclass
@@ -113,27 +121,24 @@ class RoundTimes:
 
 
 class Clock:
-    """Adds up time per phase; `lap(phase)` assigns the time since the last lap to `phase`.
+    """Adds up time per phase, without preparations; `lap(phase)` assigns the time since the last lap to `phase`.
 
     On CUDA each lap records an event, which does not wait. All events so far are resolved together, with one synchronization,
-    when times are first requested, and are reused.
-
-    Args:
-        left_out: intervals of `time.perf_counter` that count for no phase; the list may grow. On CUDA, nothing else may run on
-            the device in them.
+    when times are first requested, and are reused. Nothing else may run on the device in a preparation.
 
     Attributes:
         is_shared: whether the time is shared with that of other requests, see `share`.
     """
 
-    def __init__(self, device: torch.device, left_out: Sequence[tuple[float, float]] = ()) -> None:
-        self.device, self._is_cuda, self._left_out = device, device.type == "cuda", left_out
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._is_cuda, self.is_shared = device, device.type == "cuda", False
         self._laps: list[tuple[str, int]] = []
         self._seconds: list[float] = []  # of the laps resolved so far
         self._free: list[torch.cuda.Event] = []
-        self._marks: list[float] = []  # ends of the other laps on the host, after the end of the last resolved one
-        self._events: list[torch.cuda.Event] = []  # the same on the device
-        self.is_shared = False
+        # Ends of the other laps on the host, after the end of the last resolved one; on the device; preparations until then.
+        self._marks: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self._prepared_s: list[float] = []
         self._paused_s = self._paused_at = 0.0
         self._mark()
         self._round_start = 0
@@ -151,27 +156,23 @@ class Clock:
         """Starts a round; the time since the last one, spent by the caller, counts for no phase."""
         self.skip()
         self._round_start = len(self._laps)
-        if len(self._marks) > MAX_MARKS:  # the decoder has waited for those of the last round but one
-            self._resolve(len(self._marks) - RECENT_MARKS)
+        if len(self._marks) > MAX_MARKS:
+            self._resolve()
 
     def share(self) -> None:
-        """Counts from now on only the time within `running` and shares of `shared_time`: time of the host, also on a GPU,
-        without preparations.
-        """
-        self._resolve(len(self._marks))
-        self.is_shared, self._is_cuda, self._left_out = True, False, ()
-        self._paused_at = time.perf_counter()
+        """Counts from now on only the time within `running` and shares of `shared_time`: time of the host, also on a GPU."""
+        self._resolve()
+        self.is_shared, self._is_cuda = True, False
+        self._paused_at = decoding_now_s()
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Counts the time of the block, if the time is shared."""
-        start = time.perf_counter()
-        self._paused_s += start - self._paused_at
+        self._paused_s += decoding_now_s() - self._paused_at
         try:
             yield
         finally:
-            self._paused_at = time.perf_counter()
-            self._paused_s += prepared_s(start, self._paused_at)
+            self._paused_at = decoding_now_s()
 
     def count(self, seconds: float) -> None:
         """Counts further seconds."""
@@ -192,7 +193,7 @@ class Clock:
     def _between(self, start: int, end: int) -> Iterator[tuple[str, int, float]]:
         """Yields phase, nodes and seconds of laps."""
         if end > len(self._seconds):
-            self._resolve(len(self._marks))
+            self._resolve()
         for (phase, num_nodes), seconds in zip(self._laps[start:end], self._seconds[start:end], strict=True):
             yield phase, num_nodes, seconds
 
@@ -216,24 +217,23 @@ class Clock:
                 total[phase] = total.get(phase, 0.0) + seconds
         return total
 
-    def _resolve(self, count: int) -> None:
-        """Computes the seconds of the laps between the first `count` marks; waits for the last of these."""
-        done, self._marks = self._marks[:count], self._marks[count - 1 :]
-        seconds = [now - before for before, now in pairwise(done)]
+    def _resolve(self) -> None:
+        """Computes the seconds of all laps so far; waits for the last of them."""
         if self._is_cuda:
-            events, self._events = self._events[:count], self._events[count - 1 :]
-            events[-1].synchronize()
-            self._free += events[:-1]
-            seconds = [before.elapsed_time(now) / 1e3 for before, now in pairwise(events)]
-        for start, end in self._left_out:
-            if done[0] <= start < done[-1]:
-                lap = bisect(done, start) - 1
-                seconds[lap] = max(seconds[lap] - (end - start), 0.0)
-        self._seconds += seconds
+            self._events[-1].synchronize()
+            elapsed_s = [before.elapsed_time(now) / 1e3 for before, now in pairwise(self._events)]
+            prepared_s = [now - before for before, now in pairwise(self._prepared_s)]
+            self._seconds += [max(lap - left_out, 0.0) for lap, left_out in zip(elapsed_s, prepared_s, strict=True)]
+            self._free += self._events[:-1]
+            del self._events[:-1], self._prepared_s[:-1]
+        else:
+            self._seconds += [now - before for before, now in pairwise(self._marks)]
+        del self._marks[:-1]
 
     def _mark(self) -> None:
-        self._marks.append(time.perf_counter() - self._paused_s)
+        self._marks.append(decoding_now_s() - self._paused_s)
         if self._is_cuda:
             event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self.device))
             self._events.append(event)
+            self._prepared_s.append(_Preparations.seconds)

@@ -96,9 +96,10 @@ def test_only_the_run_of_a_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert timing.interleaved_s(calls, 2, CPU) == [[2.0, 2.0], [3.0, 3.0]]
 
 
-def test_preparations_of_several_threads_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ends first is not within another that began later, however many were known when each began."""
-    monkeypatch.setattr(timing, "PREPARATIONS", [])
+def test_clocks_stand_still_in_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several threads, and one within another: what begins in one of them and ends in none counts its rest."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     has_begun, may_end = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -106,13 +107,20 @@ def test_preparations_of_several_threads_are_all_kept(monkeypatch: pytest.Monkey
             has_begun.set()
             assert may_end.wait(10)
 
-    thread = threading.Thread(target=other)
+    thread, clock, start = threading.Thread(target=other), timing.Clock(CPU), timing.decoding_now_s()
+    now[0] = 1.0
     with timing.preparation():
         thread.start()
         assert has_begun.wait(10)
+        now[0] = 3.0
         with timing.preparation():  # within the first
-            pass
+            now[0] = 6.0
+        clock.lap("policy")
+    now[0] = 10.0  # that of the other thread is in progress
+    assert timing.decoding_now_s() - start == 1.0
     may_end.set()
     thread.join()
-    (first, first_end), (second, second_end) = timing.PREPARATIONS
-    assert first < second < first_end < second_end
+    now[0] = 10.5
+    clock.lap("verify")
+    seconds = clock.seconds()
+    assert (seconds["policy"], seconds["verify"]) == (1.0, 0.5) and timing.decoding_now_s() - start == 1.5
