@@ -55,25 +55,12 @@ class Timed:
     kept: int
 
 
-def num_calls(call: TimedCall) -> tuple[int, int]:
-    """Returns the number of ATen operators, and of calls of Python and C functions, of one call."""
+def num_operators(call: TimedCall) -> int:
+    """Returns the number of ATen operators of one call."""
     call.reset()
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         call.run()
-    operators = sum(event.count for event in profiler.key_averages() if event.key.startswith("aten::"))
-    counted = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal counted
-        counted += event in ("call", "c_call")
-
-    call.reset()
-    sys.setprofile(count)
-    try:
-        call.run()
-    finally:
-        sys.setprofile(None)
-    return operators, counted
+    return sum(event.count for event in profiler.key_averages() if event.key.startswith("aten::"))
 
 
 class ReadTensors(TorchDispatchMode):
@@ -148,11 +135,10 @@ def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int,
     bound_s, rows = read / bandwidth, []
     for one, own in zip(passes, times, strict=True):
         spread = "{:.2f} ({:.2f}-{:.2f})".format(*ratio_spread(own, times[0]))
-        operators, calls = num_calls(one.call)
         memory = [f"{max(count, 0) / 1e6:.1f}" for count in (one.peak, one.kept)]
         median_s = statistics.median(own)
         bound = [f"{read / 1e6:.1f}", f"{bandwidth / 1e9:.1f}", f"{1e3 * bound_s:.3f}", f"{median_s / bound_s:.2f}"]
-        counted = [str(operators), str(calls), f"{one.first_s:.2f}"]
+        counted = [str(num_operators(one.call)), f"{one.first_s:.2f}"]
         rows.append([name, str(one.mode), f"{1e3 * median_s:.3f}", spread, *bound, *counted, *memory])
     return rows
 
@@ -184,12 +170,12 @@ def measure(
 
 def _figures(target: Any, context: int, rows: Sequence[Sequence[str]]) -> Figures:
     measured = ("ms", "ratio to eager", "reads, MB", "at GB/s", "takes ms", "ratio to that")
-    head = ("", "passes", *measured, "ATen calls", "all calls", "first call, s", "peak, MB", "kept, MB")
+    head = ("", "passes", *measured, "ATen calls", "first call, s", "peak, MB", "kept, MB")
     kept_mb = sum(path.stat().st_size for path in passes_folder().glob(f"*{PACKAGE_SUFFIX}")) / 1e6
     notes = [
         f"passes in the last rows: {describe_passes(target)}",
         "reads: weights, keys and values; GB/s: at which memory is read, measured before and after; caches are faster",
-        "all calls: of Python and C functions; peak, kept: memory allocated by the first call, without compilers' processes",
+        "peak, kept: memory allocated by the first call, without compilers' processes",
         f"compiled passes are kept in {passes_folder()}, {kept_mb:.1f} MB; without it, starts are cold",
     ]
     title = f"{target.name}, {target.num_layers} layers, {target.dtype}, {context} tokens in the cache"

@@ -25,8 +25,7 @@ from sage.runtime.packing import Pass, run
 from sage.runtime.timing import Clock, shared_time
 from sage.targets import Features, Prompt, Target
 from sage.targets.family import Family
-from sage.targets.prompt_pass import read_prompt
-from sage.targets.tree_passes import TreeOutput, TreePasses
+from sage.targets.tree_passes import TreeOutput, TreePasses, read_prompt
 
 TURN_TOKENS = 16  # at the end of a chat's prompt, which a next turn may change: the delimiters of an answer, empty thoughts
 MAX_UNREAD = 256  # rounds whose features are kept while a policy does not draft

@@ -25,8 +25,7 @@ from sage.runtime.packing import Pass, run
 from sage.runtime.pass_function import EAGER
 from sage.targets import Features, Prompt, Target, load_target
 from sage.targets.loading import meta_target
-from sage.targets.prompt_pass import read_prompt
-from sage.targets.tree_passes import TreePasses, describe_target
+from sage.targets.tree_passes import TreePasses, describe_target, read_prompt
 
 
 class ModelDraft:

@@ -142,10 +142,10 @@ def packed_attention(
     Returns:
         [1, T, H, d].
     """
-    padded = queries.pad(query).contiguous()  # as kernels for few rows need it; of single nodes, folding is a view
+    padded = queries.pad(query[0].transpose(0, 1)).transpose(1, 2).contiguous()  # [B, H, N, d], as kernels for few rows need it
     folded = padded.view(padded.shape[0], key.shape[1], -1, padded.shape[-1])
     out = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
-    return queries.unpad(out.reshape(padded.shape))
+    return queries.unpad(out.reshape(padded.shape).transpose(1, 2))[None]
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:

@@ -86,6 +86,7 @@ class SharedCache:
         num_rows: int = 1,
     ) -> None:
         self.devices, self.num_rows = list(devices), num_rows
+        self._sizes = (devices, num_kv_heads, head_dim, capacity, dtype)
         new = torch.empty if num_rows == 1 else torch.zeros
         self.buffers = [
             new(self.devices.count(device), 2, num_rows, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
@@ -96,8 +97,7 @@ class SharedCache:
 
     def with_rows(self, num_rows: int) -> SharedCache:
         """Returns an empty cache with the same layers and other rows."""
-        heads, capacity, size = self.buffers[0].shape[-3:]
-        return SharedCache(self.devices, heads, size, capacity, self.buffers[0].dtype, num_rows)
+        return SharedCache(*self._sizes, num_rows)
 
     @property
     def capacity(self) -> int:
@@ -265,19 +265,17 @@ class Queries:
         return None if places.shape[0] == 1 else cls(owners, offsets, places)
 
     def pad(self, flat: Tensor) -> Tensor:
-        """Returns states [1, H, T, d] as [B, H, N, d]."""
-        rows, size = self.places.shape
-        return flat[0].index_select(1, self.places.reshape(-1)).unflatten(1, (rows, size)).transpose(0, 1)
+        """[T, ..] -> [B, N, ..]."""
+        return flat.index_select(0, self.places.flatten()).unflatten(0, tuple(self.places.shape))
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """Returns states [B, H, N, d] as [1, T, H, d]."""
-        queries = self.owners * self.places.shape[1] + self.offsets
-        return padded.transpose(1, 2).flatten(0, 1).index_select(0, queries)[None]
+        """[B, N, ..] -> [T, ..]."""
+        return padded.flatten(0, 1).index_select(0, self.owners * self.places.shape[1] + self.offsets)
 
 
 def by_row(visible: Tensor, queries: Queries | None) -> Tensor:
     """Returns what T queries attend to, Bool [T, S], by row, [B, N, S]; as it is for a single row."""
-    return visible if queries is None else visible.index_select(0, queries.places.flatten()).view(*queries.places.shape, -1)
+    return visible if queries is None else queries.pad(visible)
 
 
 def tile_mask(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:

@@ -239,9 +239,9 @@ class StaticCall:
 
     def __init__(self, function: PassFunction, inputs: PassInputs, sizes: dict[Dim, int], capture: Capture) -> None:
         self._function, self._sizes = function, sizes
-        given = zip(function.arguments, inputs.all_values(), strict=True)
+        given = zip(function.arguments, vars(inputs).values(), strict=True)
         static = function.inputs(**{argument.name: self._static(argument, value) for argument, value in given})
-        self._values = list(static.all_values())
+        self._values = list(vars(static).values())
         with self.unchanged_cache():
             self._replay, self._outputs = capture(lambda: function.compute(static))
 
@@ -257,7 +257,7 @@ class StaticCall:
 
     def write(self, inputs: PassInputs, sizes: dict[Dim, int]) -> None:
         """Copies arguments into the static ones."""
-        for argument, static, value in zip(self._function.arguments, self._values, inputs.all_values(), strict=True):
+        for argument, static, value in zip(self._function.arguments, self._values, vars(inputs).values(), strict=True):
             if argument.padding is Padding.cache or argument.padding is Padding.counting:
                 continue
             pairs = ((static, value),) if argument.count is None else zip(static, value, strict=True)

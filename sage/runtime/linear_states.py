@@ -183,15 +183,11 @@ class Window:
 
     def pad(self, flat: Tensor) -> Tensor:
         """[T, ..] -> [B, N, ..]."""
-        if self.queries is None:
-            return flat[None]
-        return flat.index_select(0, self.queries.places.flatten()).unflatten(0, tuple(self.queries.places.shape))
+        return flat[None] if self.queries is None else self.queries.pad(flat)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """[B, N, ..] -> [T, ..]."""
-        if self.queries is None:
-            return padded[0]
-        return padded[self.owners, self.queries.offsets]
+        return padded[0] if self.queries is None else self.queries.unpad(padded)
 
 
 def _convolve(layer: Any, inputs: Tensor) -> Tensor:

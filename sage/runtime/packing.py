@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any
 
@@ -32,7 +32,10 @@ from sage.runtime.pass_function import (
     argument,
 )
 
-_buffers = partial(argument, ROWS, "kv_heads", CAPACITY, "head_dim", dtype=None, padding=Padding.cache, count="num_layers")
+
+def buffers(rows: int | Dim) -> Any:
+    """Describes keys or values of a cache, of every layer."""
+    return argument(rows, "kv_heads", CAPACITY, "head_dim", dtype=None, padding=Padding.cache, count="num_layers")
 
 
 @dataclass(kw_only=True)
@@ -48,8 +51,8 @@ class CachedInputs(PassInputs):
     owners: Tensor = argument(NODES)
     columns: Tensor = argument(NODES, padding=Padding.spare)
     steps: Tensor = argument(KEYS, padding=Padding.counting)
-    keys: Sequence[Tensor] = _buffers()
-    values: Sequence[Tensor] = _buffers()
+    keys: Sequence[Tensor] = buffers(ROWS)
+    values: Sequence[Tensor] = buffers(ROWS)
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,11 @@ class BoundPass:
     ) -> dict[str, Tensor]:
         """Returns the part of the layout that the function takes."""
         whole = layout(rows, counts, num_rows, self._device, function.num_slots, function.has_token_queries)
-        return {name: getattr(whole, name) for name in function.layout}
+        return {
+            described.name: value
+            for described in function.arguments
+            if (value := getattr(whole, described.name, None)) is not None
+        }
 
     def run_several(self, needed: Sequence[Pass]) -> list[Sequence[Tensor]]:
         """Runs one pass of several requests; returns the results of each."""

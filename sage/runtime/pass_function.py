@@ -9,7 +9,7 @@ of several requests become those of one pass (`sage.runtime.packing`). Nothing i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, TypeAlias
@@ -21,7 +21,6 @@ from sage.runtime.cache import TreeCache
 
 MAX_NODES, MAX_KEYS = 4096, 1 << 20
 MIN_KEYS, KEY_STEP = 256, 1024
-LAYOUT = ("owners", "offsets", "numbers", "places", "ends", "calls")  # attributes of `sage.runtime.packing.Layout`
 MIN_PARENTS = 64  # rows of the static buffers of parents and of columns that levels see: one size for all common levels
 Value: TypeAlias = Tensor | Sequence[Tensor]  # of an argument; several tensors of one description
 Run: TypeAlias = Callable[[Any], Sequence[Tensor]]  # a pass function bound to an executor and to the present weights
@@ -147,10 +146,6 @@ class PassInputs:
         """Returns the descriptions of the fields for a model."""
         return tuple(each.metadata["argument"].resolved(each.name, sizes, dtype) for each in fields(cls))
 
-    def all_values(self) -> Iterable[Value]:
-        """Returns the arguments in order."""
-        return vars(self).values()
-
     def flat(self) -> list[Tensor]:
         """Returns the tensors of the arguments in order."""
         tensors: list[Tensor] = []
@@ -190,7 +185,6 @@ class PassFunction(nn.Module, ABC):
     Attributes:
         kept: what executors keep for this function: compiled variants, captured graphs.
         variant_dims: the dimensions of which size 1 is compiled separately, and an argument and axis of each.
-        layout: names of the arguments that `sage.runtime.packing.Layout` has.
         num_slots: queries of the pass behind the tokens of each request.
         has_token_queries: whether the tokens themselves are queries.
     """
@@ -210,7 +204,6 @@ class PassFunction(nn.Module, ABC):
         super().__init__()
         self.owner, self.names, self.depends_on = owner, names, depends_on
         self.inputs, self.arguments, self.results = inputs, inputs.described(sizes, dtype), tuple(results)
-        self.layout = [described.name for described in self.arguments if described.name in LAYOUT]
         self.kept: dict[Hashable, Any] = {}
         self._places: dict[Dim, tuple[str, int]] = {}
         for described in self.arguments:

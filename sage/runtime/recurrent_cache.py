@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from sage.runtime.cache import BufferLayer, PackedCache, SharedCache, TreeCache
 from sage.runtime.linear_states import SLOTS, LinearSizes, LinearStates, Window, heads_of, tree_delta_rule
@@ -108,7 +109,7 @@ class RecurrentCache(TreeCache):
         before, state = self.states.linear_inputs[:, place, :kept], self.states.linear_state[:, place]
         joined = torch.cat((before.to(inputs.device), inputs), 1)
         mixed = nn.functional.conv1d(joined.transpose(1, 2), layer.conv1d.weight, layer.conv1d.bias, groups=joined.shape[-1])
-        query, key, value = heads_of(layer, layer.activate(mixed.transpose(1, 2)))
+        query, key, value = heads_of(layer, ACT2FN[layer.activation](mixed.transpose(1, 2)))
         out, last = layer.chunked_rule(query, key, value, decay, beta, state.to(inputs.device))
         before.copy_(joined[:, -kept:])
         state.copy_(last)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 CHUNKED = "torch_chunk_gated_delta_rule"  # in the model's module: transformers' own, or that of the package fla
 
@@ -34,10 +33,6 @@ class DeltaNet:
             return self.in_proj_qkv(hidden), self.in_proj_z(hidden), self.in_proj_b(hidden), self.in_proj_a(hidden)
         *parts, gate, beta, decay = self.fix_query_key_value_ordering(self.in_proj_qkvz(hidden), self.in_proj_ba(hidden))
         return torch.cat([part.flatten(2) for part in parts], -1), gate, beta, decay
-
-    def activate(self: Any, mixed: Tensor) -> Tensor:
-        """Applies the activation behind the convolution."""
-        return ACT2FN[self.activation](mixed)
 
     def chunked_rule(
         self: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor

@@ -144,8 +144,8 @@ class Family(InputFormat):
 
     @property
     def leading_layers(self) -> int:
-        """Number of text layers in front that a model made of some of the layers keeps."""
-        return 1
+        """Number of text layers in front that a model made of some of the layers keeps: those with deepstack features."""
+        return len(getattr(getattr(self.config, "vision_config", None), "deepstack_visual_indexes", ())) or 1
 
     # -- a prompt --------------------------------------------------------------------------------------------------------------
 

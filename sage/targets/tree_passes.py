@@ -1,6 +1,7 @@
-"""The target's pass over a tree, as a function of tensors, and the tree passes of one request.
+"""The target's passes over trees and over short prompts, as functions of tensors; the tree passes of one request.
 
-Shapes: N tree nodes, X visible rows, S keys, C cache capacity, D hidden, V vocabulary, H KV heads, d head size.
+Shapes: N tree nodes, T prompt tokens, X visible rows, S keys, C cache capacity, D hidden, V vocabulary, H KV heads, d head
+size.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from sage.runtime.attention import use_tree_attention
 from sage.runtime.cache import PackedCache, Queries, TreeCache, by_row
 from sage.runtime.executors import executor_of
 from sage.runtime.linear_states import LinearStates, Window
-from sage.runtime.packing import BoundPass, CachedInputs, Pass, run
+from sage.runtime.packing import BoundPass, CachedInputs, Pass, buffers, run
 from sage.runtime.pass_function import (
     CAPACITY,
     EAGER,
     NODES,
     PER_ROW,
+    PROMPT,
     ROWS,
     SEEN,
     SLOT_INPUTS,
@@ -32,16 +34,18 @@ from sage.runtime.pass_function import (
     Executor,
     Padding,
     PassFunction,
+    PassInputs,
     Result,
     argument,
 )
 from sage.runtime.prefix_attention import PassKeys, key_parts
 from sage.runtime.recurrent_cache import PackedRecurrentCache
-from sage.targets.family import FULL, SLIDING, Mask
+from sage.targets.family import FULL, SLIDING, Mask, Prompt
 from sage.targets.target import Features, Target
 
 state = partial(argument, dtype=torch.float32, padding=Padding.cache)
 NAN_TOKEN = -1  # in place of a token where a logit is NaN
+MIN_PROMPT_BYTES = 10_000_000  # of the text layers; a smaller model saves less than it costs to compile one more pass
 
 
 @dataclass
@@ -258,6 +262,73 @@ class TreePasses:
 def _as_output(results: Sequence[Tensor]) -> TreeOutput:
     greedy, logits, last, *levels = results
     return TreeOutput(Features(last, tuple(levels)), logits, greedy)
+
+
+@dataclass(kw_only=True)
+class PromptInputs(PassInputs):
+    """Arguments of a `PromptPass`.
+
+    Attributes:
+        embeds: [1, T, D].
+        columns: LongTensor [T], 0 to T - 1, the places in the cache that are written.
+        keys, values: buffers of every layer, [1, H, C, d].
+        positions: LongTensor [A, T], rope positions of every axis.
+    """
+
+    embeds: Tensor = argument(1, PROMPT, "hidden_size", dtype=None)
+    columns: Tensor = argument(PROMPT)
+    keys: Sequence[Tensor] = buffers(1)
+    values: Sequence[Tensor] = buffers(1)
+    positions: Tensor = argument("num_axes", PROMPT)
+
+
+class PromptPass(PassFunction):
+    """The text layers' causal pass over a whole prompt, from its embeddings to features, also of the hidden states `levels`."""
+
+    def __init__(self, target: Target, levels: Sequence[int]) -> None:
+        self._axes = target.family.decode_positions(torch.zeros(1, dtype=torch.long)).shape[:-1]
+        sizes = cache_sizes(target) | {"hidden_size": target.hidden_size, "num_axes": self._axes.numel()}
+        results = [Result((1, PROMPT, target.hidden_size))] * (1 + len(levels))
+        facts, names = (describe_target(target), tuple(levels)), ("the target's pass over a prompt",) * 2
+        super().__init__("target", names, PromptInputs, sizes, target.dtype, results, facts)
+        self.text_model = target.text_model
+        self._target, self._levels = target, tuple(levels)
+
+    def compute(self, inputs: PromptInputs) -> tuple[Tensor, ...]:
+        """Returns the last features [1, T, D] and those of the levels."""
+        columns, positions = inputs.columns, inputs.positions.view(*self._axes, -1)
+        cache = PackedCache(inputs.keys, inputs.values, columns, columns, columns.shape[0])
+        with use_tree_attention(self.text_model):
+            features = self._target.run(inputs.embeds, positions, None, cache, self._levels)
+        return features.last, *features.levels
+
+
+def read_prompt(
+    target: Target, prompt: Prompt, cache: TreeCache, levels: Sequence[int] = (), wants_attention: bool = False
+) -> Features:
+    """Appends a prompt, or its new part, to a cache; short prompts by a compiled pass. Arguments as of `Target.prefill`."""
+    executor, length = executor_of(target.passes), prompt.input_ids.shape[1]
+    is_short = PROMPT.minimum <= length <= executor.max_prompt
+    is_expressed = is_short and not (wants_attention or cache.length or target.family.text_inputs(prompt))
+    function = _prompt_pass(target, tuple(levels)) if is_expressed else None
+    if function is None:
+        return target.prefill(prompt, cache, levels, wants_attention)
+    cache.reserve(length)
+    embeds, positions = prompt.embeds.contiguous(), prompt.position_ids.flatten(0, -2).contiguous()
+    columns = torch.arange(length, device=prompt.input_ids.device)
+    inputs = PromptInputs(embeds=embeds, columns=columns, positions=positions, **cache.tensors())
+    last, *others = executor.bind(function)(inputs)
+    return Features(last, tuple(others))
+
+
+def _prompt_pass(target: Target, levels: tuple[int, ...]) -> PromptPass | None:
+    """Returns the target's pass over prompts; None if the pass does not express it, or is not worth compiling."""
+    key = (PromptPass, levels, target.dtype)
+    if key not in target.functions:
+        is_small = sum(weight.nbytes for weight in target.text_model.parameters()) < MIN_PROMPT_BYTES
+        is_other = target.family.window is not None or target.linear is not None
+        target.functions[key] = None if is_small or is_other else PromptPass(target, levels)
+    return target.functions[key]
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from sage.runtime.cpu import graph, kernels
 from sage.runtime.modes import PassMode
 from sage.runtime.pass_function import EAGER
 from sage.runtime.timing import decoding_now_s
-from sage.targets import prompt_pass
+from sage.targets import tree_passes
 from sage.targets.families import family_of
 from sage.targets.tree_passes import TreePasses
 
@@ -153,7 +153,7 @@ def test_full_cache(shared: Path) -> None:
 
 def test_prompts(shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Short prompts are read by one pass, whatever their length; all others as in eager mode."""
-    monkeypatch.setattr(prompt_pass, "MIN_BYTES", 0)
+    monkeypatch.setattr(tree_passes, "MIN_PROMPT_BYTES", 0)
     monkeypatch.setattr(package.Compiled, "max_prompt", 12)
     target, levels = make_qwen(**LAYERS), (0, 1)
     target.passes = PassMode.compiled
@@ -171,7 +171,7 @@ def test_prompts(shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             for one in (cache, theirs):
                 target.prefill(prompt.at(torch.arange(known)), one) if known else None
             part = prompt.after(known)
-            found = prompt_pass.read_prompt(target, part, cache, levels, wants_attention)
+            found = tree_passes.read_prompt(target, part, cache, levels, wants_attention)
             expected = target.prefill(part, theirs, levels, wants_attention)
             assert cache.length == theirs.length == length and (found.attention is None) is not wants_attention
             torch.testing.assert_close([found.last, *found.levels], [expected.last, *expected.levels])

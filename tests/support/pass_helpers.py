@@ -95,8 +95,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Uncompiled:
 
 def with_eager_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the target's passes eagerly in every mode, so that those of the draft alone are compiled."""
-    for module in ("tree_passes", "prompt_pass"):
-        monkeypatch.setattr(f"sage.targets.{module}.executor_of", lambda mode: EAGER)
+    monkeypatch.setattr("sage.targets.tree_passes.executor_of", lambda mode: EAGER)
 
 
 def tree_pass(

@@ -8,12 +8,12 @@
 // Built by sage/runtime/cpu/kernels.py for the processor at hand. Compiled passes call `aoti_torch_cpu_folded_attention`.
 
 #include <omp.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>  // the stable C interface of torch
 
 #include <cmath>
 #include <limits>
 
 #include "products.h"
-#include "shim.h"
 
 namespace {
 

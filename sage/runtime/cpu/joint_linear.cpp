@@ -6,11 +6,11 @@
 // Built by sage/runtime/cpu/kernels.py for the processor at hand. Compiled passes call `aoti_torch_cpu_joint_linear`.
 
 #include <omp.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>  // the stable C interface of torch
 
 #include <numeric>
 
 #include "products.h"
-#include "shim.h"
 
 namespace {
 

@@ -31,7 +31,7 @@ MIN_BYTES = 1_000_000  # of a module's weights; below, calls take longer than wh
 CPU = torch.device("cpu")
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / "joint_linear.cpp", FOLDER / "folded_attention.cpp"]
-HEADERS = [FOLDER / "products.h", FOLDER / "shim.h", FOLDER / "vectors.h"]
+HEADERS = [FOLDER / "products.h", FOLDER / "vectors.h"]
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-w")
 
 FEW_ROWS = 64  # of a prompt, up to which `joint_linear` is the fastest kernel for a layer
@@ -87,10 +87,11 @@ def kernels() -> ctypes.CDLL | None:
 def _build(path: Path) -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    torch_folder = Path(torch.__file__).parent / "lib"
+    torch_folder = Path(torch.__file__).parent
     with atomic_path(path) as temporary:
         sources = [str(source) for source in SOURCES]
-        command = [get_cpp_compiler(), *FLAGS, *sources, "-o", str(temporary), f"-L{torch_folder}", "-ltorch_cpu"]
+        options = [*FLAGS, f"-I{torch_folder}/include", f"-L{torch_folder}/lib"]
+        command = [get_cpp_compiler(), *options, *sources, "-o", str(temporary), "-ltorch_cpu"]
         subprocess.run(command, check=True, capture_output=True, text=True)
 
 

@@ -52,10 +52,6 @@ class Qwen3_VL(Qwen2_5_VL):
     def rope(self) -> RopeConfig:
         return super().rope()._replace(interleaved=True)  # whatever the configuration says
 
-    @property
-    def leading_layers(self) -> int:
-        return len(getattr(self.config.vision_config, "deepstack_visual_indexes", ())) or 1
-
 
 class Qwen3_VL_Moe(Qwen3_VL):
     """Its mixture of experts."""
