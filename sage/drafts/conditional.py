@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage.runtime.pass_function import CALLS, NODES, PassFunction, PassInputs, Result, argument
+from sage.runtime.pass_function import CALLS, NODES, PassFunction, PassInputs, argument
 from sage.targets import Target
 from sage.targets.tree_passes import describe_target, without_paths
 
@@ -187,7 +187,7 @@ class CorrectionPass(PassFunction):
     def __init__(self, draft: Any, target: Target, correction: Correction) -> None:
         names = ("the draft's correction of one node", "the draft's correction of several nodes")
         sizes = {"hidden_size": draft.config.hidden_size, "num_tokens": draft.num_draft_tokens}
-        results = (Result((NODES, draft.num_draft_tokens)),)
+        results = [(NODES, draft.num_draft_tokens)]
         facts = describe_target(target), without_paths(draft.config)
         super().__init__("draft", names, CorrectionInputs, sizes, draft.dtype, results, facts)
         self.correction = correction

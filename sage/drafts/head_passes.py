@@ -25,7 +25,6 @@ from sage.runtime.pass_function import (
     Padding,
     PassFunction,
     PassInputs,
-    Result,
     argument,
 )
 from sage.targets import Features, Target
@@ -119,7 +118,7 @@ class LevelPass(HeadPass):
     """A draft head's pass over one level of the trees."""
 
     def __init__(self, draft: Any, target: Target) -> None:
-        results = (Result((NODES, draft.config.hidden_size)), Result((NODES, draft.num_draft_tokens)))
+        results = ((NODES, draft.config.hidden_size), (NODES, draft.num_draft_tokens))
         super().__init__(draft, target, "level of", LevelInputs, results)
 
     def compute(self, inputs: LevelInputs) -> tuple[Tensor, Tensor]:
@@ -135,7 +134,7 @@ class CommitPass(HeadPass):
     """A draft head's pass over the tokens that the target accepted, or over a prompt."""
 
     def __init__(self, draft: Any, target: Target) -> None:
-        results = (Result((CALLS, draft.config.hidden_size)), Result((CALLS, draft.num_draft_tokens)))
+        results = ((CALLS, draft.config.hidden_size), (CALLS, draft.num_draft_tokens))
         super().__init__(draft, target, "commit of", CommitInputs, results)
 
     def compute(self, inputs: CommitInputs) -> tuple[Tensor, Tensor]:

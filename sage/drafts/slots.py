@@ -20,7 +20,7 @@ from sage.drafts.head_passes import HeadPass, PairInputs
 from sage.drafts.layer import Angles
 from sage.drafts.spans import HeadInput
 from sage.runtime.cache import PackedCache, Queries, by_row
-from sage.runtime.pass_function import CALLS, NODES, PER_ROW, ROWS, Padding, PassFunction, Result, argument
+from sage.runtime.pass_function import CALLS, NODES, PER_ROW, ROWS, Padding, PassFunction, argument
 from sage.targets import Target
 
 SPARE_NAMES = ("reserved", "unused")  # in the names of tokens that tokenizers keep for later use
@@ -156,7 +156,7 @@ class SlotPass(HeadPass):
     def __init__(self, draft: Any, target: Target, correction: Correction | None = None) -> None:
         sizes: list[tuple[int, ...]] = [(draft.config.hidden_size,), (draft.num_draft_tokens,)]
         sizes += [] if correction is None else [(draft.num_draft_tokens,), ()]
-        results = [Result((CALLS, draft.num_levels, *size)) for size in sizes]
+        results = [(CALLS, draft.num_levels, *size) for size in sizes]
         super().__init__(draft, target, "block after", SlotInputs, results, num_slots=draft.num_slots)
         self.correction = correction
         self.num_slots, self.has_token_queries = draft.num_slots, draft.computes_tokens

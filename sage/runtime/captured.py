@@ -249,11 +249,8 @@ class StaticCall:
         """Replays the function on `inputs`, whose dynamic dimensions have `sizes`."""
         self.write(inputs, sizes)
         self._replay()
-        outputs = []
-        for result, out in zip(self._function.results, self._outputs, strict=True):
-            contents = self._contents(result.dims, out, sizes)
-            outputs.append(contents.clone() if result.is_kept else contents)
-        return outputs
+        pairs = zip(self._function.results, self._outputs, strict=True)
+        return [self._contents(dims, out, sizes).clone() for dims, out in pairs]
 
     def write(self, inputs: PassInputs, sizes: dict[Dim, int]) -> None:
         """Copies arguments into the static ones."""

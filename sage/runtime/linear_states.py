@@ -234,7 +234,8 @@ def tree_delta_rule(
     later = later.masked_fill(~window.seen[..., None], -torch.inf).exp().permute(0, 3, 1, 2)
     group, total = value.shape[1] // key.shape[1], total.exp().transpose(1, 2)[..., None]
     keys, query, key = (
-        _by_head(part, group) for part in (states.linear_keys[:, place, :size], window.pad(query), window.pad(key))
+        part.repeat_interleave(group, 2).transpose(1, 2)
+        for part in (states.linear_keys[:, place, :size], window.pad(query), window.pad(key))
     )
     base, beta, value = states.linear_state[:, place], window.pad(beta.to(exact)).transpose(1, 2)[..., None], window.pad(value)
     pairs = (key @ keys.transpose(-1, -2)) * later
@@ -254,8 +255,3 @@ def tree_delta_rule(
 def _normalized(states: Tensor) -> Tensor:
     """Scales vectors [.., dk] to length 1."""
     return states * torch.rsqrt((states * states).sum(-1, keepdim=True) + EPSILON)
-
-
-def _by_head(states: Tensor, group: int) -> Tensor:
-    """[B, T, G, dk] -> [B, H, T, dk]."""
-    return states.repeat_interleave(group, 2).transpose(1, 2)

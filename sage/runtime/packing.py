@@ -153,7 +153,7 @@ class BoundPass:
             self._run_several = self._executor.bind(self.function)
         results = self._run_several(self._packed(needed))
         counts = [each.count for each in needed]
-        parts = [_split(described.dims, out, counts) for described, out in zip(self.function.results, results, strict=True)]
+        parts = [_split(dims, out, counts) for dims, out in zip(self.function.results, results, strict=True)]
         return list(zip(*parts, strict=True))
 
     def _packed(self, needed: Sequence[Pass]) -> PassInputs:

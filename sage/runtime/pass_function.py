@@ -23,6 +23,7 @@ MAX_NODES, MAX_KEYS = 4096, 1 << 20
 MIN_KEYS, KEY_STEP = 256, 1024
 MIN_PARENTS = 64  # rows of the static buffers of parents and of columns that levels see: one size for all common levels
 Value: TypeAlias = Tensor | Sequence[Tensor]  # of an argument; several tensors of one description
+Dims: TypeAlias = tuple["int | Dim", ...]
 Run: TypeAlias = Callable[[Any], Sequence[Tensor]]  # a pass function bound to an executor and to the present weights
 
 
@@ -157,19 +158,6 @@ class PassInputs:
         return tensors
 
 
-@dataclass(frozen=True)
-class Result:
-    """Description of one result.
-
-    Attributes:
-        dims: as of an `Argument`; padding is cut off along every `Dim`.
-        is_kept: whether it is still read when the function has been called again, and static results are copied.
-    """
-
-    dims: tuple[int | Dim, ...]
-    is_kept: bool = True
-
-
 class PassFunction(nn.Module, ABC):
     """Base class of the functions of targets and drafts, over the rows of one request or of several.
 
@@ -179,7 +167,7 @@ class PassFunction(nn.Module, ABC):
         inputs: the dataclass of the arguments.
         sizes: of the model, which descriptions of arguments name.
         dtype: of the model.
-        results: descriptions of the results.
+        results: the dimensions of each result.
         depends_on: JSON-serializable description of the model, without its weights.
 
     Attributes:
@@ -198,7 +186,7 @@ class PassFunction(nn.Module, ABC):
         inputs: type[PassInputs],
         sizes: Mapping[str, int],
         dtype: torch.dtype,
-        results: Sequence[Result],
+        results: Sequence[Dims],
         depends_on: Any,
     ) -> None:
         super().__init__()

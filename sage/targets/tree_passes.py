@@ -35,7 +35,6 @@ from sage.runtime.pass_function import (
     Padding,
     PassFunction,
     PassInputs,
-    Result,
     argument,
 )
 from sage.runtime.prefix_attention import PassKeys, key_parts
@@ -140,8 +139,7 @@ class TreePass(PassFunction):
 
     def __init__(self, target: Target, levels: Sequence[int]) -> None:
         names = ("the target's pass over one node", "the target's pass over several nodes")
-        features = Result((1, NODES, target.hidden_size))
-        results = (Result((NODES,), False), Result((NODES, target.vocab_size), False), features, *[features] * len(levels))
+        results = ((NODES,), (NODES, target.vocab_size), *[(1, NODES, target.hidden_size)] * (1 + len(levels)))
         facts = describe_target(target), tuple(levels)
         super().__init__("target", names, self.arguments_type, cache_sizes(target), target.dtype, results, facts)
         self.text_model, self.embed_tokens, self.lm_head = target.text_model, target.embed_tokens, target.lm_head
@@ -288,7 +286,7 @@ class PromptPass(PassFunction):
     def __init__(self, target: Target, levels: Sequence[int]) -> None:
         self._axes = target.family.decode_positions(torch.zeros(1, dtype=torch.long)).shape[:-1]
         sizes = cache_sizes(target) | {"hidden_size": target.hidden_size, "num_axes": self._axes.numel()}
-        results = [Result((1, PROMPT, target.hidden_size))] * (1 + len(levels))
+        results = [(1, PROMPT, target.hidden_size)] * (1 + len(levels))
         facts, names = (describe_target(target), tuple(levels)), ("the target's pass over a prompt",) * 2
         super().__init__("target", names, PromptInputs, sizes, target.dtype, results, facts)
         self.text_model = target.text_model

@@ -36,7 +36,7 @@ from sage.drafts.registry import KINDS, DraftKind
 from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
 from sage.runtime.modes import PassMode
-from sage.runtime.pass_function import EAGER, NODES, PassFunction, PassInputs, Result, argument
+from sage.runtime.pass_function import EAGER, NODES, PassFunction, PassInputs, argument
 from sage.targets import Features, Prompt
 from train.config import store
 from train.config.checks import check
@@ -96,7 +96,7 @@ class BigramInputs(PassInputs):
 
 class BigramPass(PassFunction):
     def __init__(self, draft: BigramDraft, target: sage.Target) -> None:
-        names, results = ("the bigram of one token", "the bigrams of several tokens"), (Result((NODES, target.vocab_size)),)
+        names, results = ("the bigram of one token", "the bigrams of several tokens"), [(NODES, target.vocab_size)]
         super().__init__("draft", names, BigramInputs, {}, draft.dtype, results, draft.config.to_dict())
         self.draft, self.embed_tokens, self.lm_head = draft, target.embed_tokens, target.lm_head
 

@@ -18,7 +18,7 @@ from sage.runtime.cache import TreeCache
 from sage.runtime.captured import Capture, Captured
 from sage.runtime.compiled import Compiled
 from sage.runtime.modes import PassMode
-from sage.runtime.pass_function import EAGER, Executor, PassFunction, PassInputs, Result, Run, argument
+from sage.runtime.pass_function import EAGER, Executor, PassFunction, PassInputs, Run, argument
 from sage.targets import Features
 from sage.targets.tree_passes import TreePasses
 
@@ -73,8 +73,7 @@ class LayerPass(PassFunction):
     """A linear layer as a pass without dynamic sizes."""
 
     def __init__(self, depends_on: str) -> None:
-        results = [Result((3, 4))]
-        super().__init__("target", ("a layer", "a layer"), LayerInputs, {}, torch.float32, results, depends_on)
+        super().__init__("target", ("a layer", "a layer"), LayerInputs, {}, torch.float32, [(3, 4)], depends_on)
         self.layer = nn.Linear(4, 4)
 
     def compute(self, inputs: LayerInputs) -> tuple[Tensor, ...]:
