@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sage.runtime import timing
-from sage.runtime.host_tensors import CPU, TokenStagingBuffer, double_tensor, long_tensor, take_runs
+from sage.runtime.host_tensors import CPU, TokenStagingBuffer, double_tensor, long_tensor
 
 
 def test_round_times_can_be_resolved_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,12 +77,6 @@ def test_staging_buffer_holds_the_tokens_of_the_last_call() -> None:
         assert torch.equal(buffer.stage(values), torch.tensor(values, dtype=torch.long))
     tensor = torch.tensor([1, 2])
     assert buffer.stage(tensor) is tensor
-
-
-@pytest.mark.parametrize("index", [[0], [3], [0, 1, 2], [4, 5, 8], [0, 2, 4, 6], [1, 2, 5, 6, 7, 9]])
-def test_runs_are_taken_like_indices(index: list[int]) -> None:
-    values = torch.arange(10) * 7
-    assert torch.equal(take_runs(values, index), values[index])
 
 
 def test_only_the_run_of_a_call_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

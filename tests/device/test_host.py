@@ -70,14 +70,14 @@ def test_uploads_do_not_wait(traffic: Traffic) -> None:
     assert [on_host(one).tolist() for one in staged] == [[1, 2, 3], [4, 5, 6], [7], [8, 9]]
 
 
-def test_runs_are_taken_without_a_copy_of_the_index(traffic: Traffic) -> None:
+@pytest.mark.parametrize("index", [[0], [3], [0, 1, 2], [4, 5, 8], [0, 2, 4, 6], [1, 2, 5, 6, 7, 9]])
+def test_runs_are_taken_without_a_copy_of_the_index(traffic: Traffic, index: list[int]) -> None:
     values = on_device(torch.arange(10))
     traffic.reset()
-    taken = take_runs(values, [1, 2, 5, 9])
-    assert not traffic.lines and on_host(taken).tolist() == [1, 2, 5, 9]
+    taken = take_runs(values, index)
+    assert not traffic.lines and on_host(taken).tolist() == index
 
 
-CPU = torch.device("cpu")
 BACKENDS = torch.nn.attention.SDPBackend
 
 
