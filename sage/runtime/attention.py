@@ -61,8 +61,7 @@ def tree_attention(
     """
     _check_arguments(attention_mask, is_masked, pass_keys, kwargs)
     if pass_keys is not None:
-        parts = pass_keys.full if kwargs.get("sliding_window") is None else pass_keys.sliding
-        assert parts is not None, "a kind of layer that the configuration of the text model does not name"
+        parts = pass_keys[kwargs.get("sliding_window") is not None]
         return attend_in_parts(query, key, value, parts, scaling or query.shape[-1] ** -0.5).transpose(1, 2), None
     if packed_queries is not None:
         return packed_attention(query, key, value, attention_mask, packed_queries, scaling), None

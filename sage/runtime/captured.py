@@ -134,7 +134,8 @@ class Captured(Executor):
             kept = function.kept[self] = CapturedFunction(function, self, weights)
             self._functions.add(function)
         run: CapturedFunction = kept
-        run.drop_except(set().union(*(pool.addresses() for pool in self._pools.values())))
+        addresses = {NO_CACHE}.union(*(pool.addresses() for pool in self._pools.values()))
+        run.graphs = {key: call for key, call in run.graphs.items() if key[0] in addresses}  # others keep memory of lost caches
         return run
 
     @property
@@ -179,10 +180,6 @@ class CapturedFunction:
         self.graphs: dict[tuple[Hashable, ...], StaticCall] = {}
         self._agreed: set[tuple[Hashable, ...]] = set()  # shapes whose first pass equals the eager one
         self._num_failures = 0
-
-    def drop_except(self, addresses: set[int]) -> None:
-        """Drops the graphs of caches that do not exist any more, which would keep the memory of the caches."""
-        self.graphs = {key: call for key, call in self.graphs.items() if key[0] in addresses or key[0] == NO_CACHE}
 
     def __call__(self, inputs: PassInputs) -> Outputs:
         sizes = self._function.sizes(inputs)

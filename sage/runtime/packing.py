@@ -125,13 +125,10 @@ class BoundPass:
         self.function, self.of_one, self._executor, self._device = function, of_one or function, executor, device
         self._run_one: Run = executor.bind(self.of_one)
         self._run_several: Run | None = self._run_one if of_one is None else None
-        self._layouts_of_one: dict[int, dict[str, Tensor]] = {}
 
     def run_one(self, needed: Pass) -> Sequence[Tensor]:
         """Runs the pass of one request."""
-        if needed.count not in self._layouts_of_one:
-            self._layouts_of_one[needed.count] = self._layout(self.of_one, (0,), (needed.count,), 1)
-        values = needed.tensors | self._layouts_of_one[needed.count]
+        values = needed.tensors | self._layout(self.of_one, (0,), (needed.count,), 1)
         if needed.cache is not None:
             values |= needed.cache.tensors()
         return self._run_one(self.of_one.inputs(**values))

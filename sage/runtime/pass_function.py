@@ -107,7 +107,7 @@ class Argument:
     """
 
     dims: tuple[int | str | Dim, ...]
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None = torch.long
     padding: Padding = Padding.ignored
     count: int | str | None = None
     indexes: str | None = None
@@ -127,25 +127,14 @@ class Argument:
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
 
-def argument(
-    *dims: int | str | Dim,
-    dtype: torch.dtype | None = torch.long,
-    padding: Padding = Padding.ignored,
-    count: str | None = None,
-    indexes: str | None = None,
-) -> Any:
-    """Describes a field of `PassInputs`; arguments as the attributes of `Argument`."""
-    return field(metadata={"argument": Argument(dims, dtype, padding, count, indexes)})
+def argument(*dims: int | str | Dim, **options: Any) -> Any:
+    """Describes a field of `PassInputs`; options are the other attributes of `Argument`."""
+    return field(metadata={"argument": Argument(dims, **options)})
 
 
 @dataclass(kw_only=True)
 class PassInputs:
     """Base class of the arguments of a pass: a dataclass whose fields are described by `argument`. All are contiguous."""
-
-    @classmethod
-    def described(cls, sizes: Mapping[str, int], dtype: torch.dtype) -> tuple[Argument, ...]:
-        """Returns the descriptions of the fields for a model."""
-        return tuple(each.metadata["argument"].resolved(each.name, sizes, dtype) for each in fields(cls))
 
     def flat(self) -> list[Tensor]:
         """Returns the tensors of the arguments in order."""
@@ -191,7 +180,8 @@ class PassFunction(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.owner, self.names, self.depends_on = owner, names, depends_on
-        self.inputs, self.arguments, self.results = inputs, inputs.described(sizes, dtype), tuple(results)
+        self.inputs, self.results = inputs, tuple(results)
+        self.arguments = [each.metadata["argument"].resolved(each.name, sizes, dtype) for each in fields(inputs)]
         self.kept: dict[Hashable, Any] = {}
         self._places: dict[Dim, tuple[str, int]] = {}
         for described in self.arguments:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,12 +55,7 @@ class KeyParts:
     mask: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class PassKeys:
-    """The keys of the layers with full attention, and of those with a sliding window; each None if there is none."""
-
-    full: KeyParts | None
-    sliding: KeyParts | None
+PassKeys: TypeAlias = dict[bool, KeyParts]  # by whether a layer has a sliding window
 
 
 def key_parts(

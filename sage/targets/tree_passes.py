@@ -176,8 +176,8 @@ class SplitTreePass(TreePass):
         window, capacity = self._target.family.window, inputs.steps.shape[0]
         given = (inputs.visible, inputs.near.flatten(), capacity, self._target.group, self._target.dtype)
         types = getattr(self._target.text_config, "layer_types", None) or [SLIDING if window else FULL]
-        full = key_parts(*given) if FULL in types else None
-        return None, PassKeys(full, None if window is None else key_parts(*given, window))
+        keys = {False: key_parts(*given)} if FULL in types else {}
+        return None, keys if window is None else keys | {True: key_parts(*given, window)}
 
 
 class RecurrentTreePass(TreePass):
