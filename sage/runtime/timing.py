@@ -19,7 +19,7 @@ UNTIMED = "untimed"
 MAX_MARKS = 512  # events that may be pending when a round starts
 
 
-class _Preparations:
+class Preparations:
     """Seconds in which a thread of this process was in `preparation`; `since`: the start of the present ones."""
 
     seconds, num_active, since = 0.0, 0, 0.0
@@ -29,23 +29,24 @@ class _Preparations:
 @contextmanager
 def preparation() -> Iterator[None]:
     """Marks what is done once and kept, such as compiling a pass or measuring its cost: it counts for no decoding time."""
-    with _Preparations.lock:
-        if _Preparations.num_active == 0:
-            _Preparations.since = time.perf_counter()
-        _Preparations.num_active += 1
+    with Preparations.lock:
+        if Preparations.num_active == 0:
+            Preparations.since = time.perf_counter()
+        Preparations.num_active += 1
     try:
         yield
     finally:
-        with _Preparations.lock:
-            _Preparations.num_active -= 1
-            if _Preparations.num_active == 0:
-                _Preparations.seconds += time.perf_counter() - _Preparations.since
+        with Preparations.lock:
+            Preparations.num_active -= 1
+            if Preparations.num_active == 0:
+                Preparations.seconds += time.perf_counter() - Preparations.since
 
 
 def decoding_now_s() -> float:
     """Seconds of a clock of the host that stands still in `preparation`."""
-    now = _Preparations.since if _Preparations.num_active else time.perf_counter()
-    return now - _Preparations.seconds
+    with Preparations.lock:
+        now = Preparations.since if Preparations.num_active else time.perf_counter()
+        return now - Preparations.seconds
 
 
 @contextmanager
@@ -236,4 +237,4 @@ class Clock:
             event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self.device))
             self._events.append(event)
-            self._prepared_s.append(_Preparations.seconds)
+            self._prepared_s.append(Preparations.seconds)
