@@ -10,8 +10,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
 from sage.bench.summary import summarize
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.io.files import read_json, write_json
+from sage.io.progress import progress_callback
 from sage.io.target_paths import find_target
 from sage.replay.replay import RecordedRound, Recording, record
 from sage.trees.sage import confidence_of
@@ -84,12 +84,21 @@ class FigureStore:
         return dict(found["figures"])
 
 
+@cache
+def load_target(path: str, passes: str) -> sage.Target:
+    return sage.load_target(path, dtype=torch.float32, passes=passes)
+
+
+@cache
+def load_draft(folder: Path, target: sage.Target) -> Any:
+    return sage.load_draft(folder, target)
+
+
 class Lab:
-    """Loads targets, drafts and prompts on first use, and measures."""
+    """Loads targets, drafts and prompts, and measures."""
 
     def __init__(self, settings: Settings, store: FigureStore) -> None:
         self.settings, self.store = settings, store
-        self._cache: dict[Any, Any] = {}
 
     def measure(self, study: str) -> None:
         """Measures what is missing or outdated of a study."""
@@ -104,25 +113,20 @@ class Lab:
     def _measure(self, spec: Json) -> Json:
         kinds = {"compare": self._compare, "vllm": self._vllm, "confidence": self._confidence}
         kinds |= {"epochs": self._epochs, "tokens": self._tokens}
-        with using_threads(spec["threads"]):
-            return kinds[spec["kind"]](spec)
+        torch.set_num_threads(spec["threads"])
+        return kinds[spec["kind"]](spec)
 
-    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
+    def path(self, spec: Json) -> str:
+        """Returns the folder of a measurement's target, widened if it says so."""
+        path = find_target(self.settings.targets[spec["target"]])
+        return str(wide_target(path, spec["megabytes"], "megabytes")) if "megabytes" in spec else path
 
     def target(self, spec: Json) -> sage.Target:
-        """Returns the target of a measurement in float32, widened if it says so."""
-        path, passes = self.settings.targets[spec["target"]], spec["passes"]
-        if "megabytes" in spec:
-            path = str(wide_target(path, spec["megabytes"], "megabytes"))
-        return self._cached(("target", path), lambda: sage.load_target(path, dtype=torch.float32, passes=passes))
+        return load_target(self.path(spec), spec["passes"])
 
     def draft(self, run: str, target: sage.Target) -> Any:
-        return self._cached(
-            ("draft", run, target.name), lambda: sage.load_draft(ensure_trained(self.settings, run) / DRAFT, target)
-        )
+        """Returns the draft of a run; trains the run if it is missing."""
+        return load_draft(ensure_trained(self.settings, run) / DRAFT, target)
 
     def prompts(self, spec: Json, split: str = "test", count: int = 0) -> list[BenchPrompt]:
         """Returns `count` questions of each task family or source, by default as many as the measurement says."""
@@ -151,7 +155,8 @@ class Lab:
             for prompt in warmup if runner.policy.needs_costs else ():
                 runner.run(prompt.inputs, sampling)
         baselines = [baseline_runner(target, name) for name in (AUTOREGRESSIVE, *spec.get("baselines", ()))]
-        found = measure([*runners, *baselines], self.prompts(spec), sampling, spec["repeats"], 1, _log_progress)
+        progress = progress_callback("measuring")
+        found = measure([*runners, *baselines], self.prompts(spec), sampling, spec["repeats"], 1, progress)
         summary = summarize(found, target, [runner.name for runner in runners])
         decoders = {
             label: {name: part[name] for name in COUNTS + SPEEDS if name in part}
@@ -172,13 +177,10 @@ class Lab:
 
     def _vllm(self, spec: Json) -> Json:
         """Times our decoders and vLLM's in turns, with the first draft exported for vLLM (`benchmarks.engines`)."""
-        path = find_target(self.settings.targets[spec["target"]])
-        if "megabytes" in spec:
-            path = str(wide_target(path, spec["megabytes"], "megabytes"))
         drafts = {label: ensure_trained(self.settings, run) / DRAFT for label, run in spec["drafts"].items()}
         comparison = Comparison(
             python=Path(spec["python"]),
-            target=path,
+            target=self.path(spec),
             drafts=drafts,
             variants=variants(None, spec["policies"]),
             depths=spec["depths"],
@@ -251,23 +253,8 @@ def correlation(first: Series, second: Series, lag: int) -> float | None:
         return None
 
 
-@contextmanager
-def using_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def runs_of(spec: Json) -> Iterator[str]:
     yield from spec.get("drafts", {}).values()
     yield from (how["run"] for how in spec.get("decoders", {}).values() if "run" in how)
     if "run" in spec:
         yield spec["run"]
-
-
-def _log_progress(done: int, total: int) -> None:
-    if done == total or done % max(total // 4, 1) == 0:
-        logger.info("  %d of %d", done, total)
