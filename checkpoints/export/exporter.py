@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,7 +209,7 @@ def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
         "parameters": sum(weight.numel() for name, weight in trained.named_parameters() if not name.startswith(OMITTED)),
         "image_inputs": getattr(config, "image_inputs", None),
         "feature_levels": list(getattr(config, "feature_levels", [])),
-        "target": result.facts.to_dict(),
+        "target": asdict(result.facts),
         "data_fingerprint": source.provenance.get("data_fingerprint"),
         "git": source.provenance.get("git"),
         "rounding": {"largest_difference": result.rounding.max_abs_difference, "same_choice": result.rounding.agreement},

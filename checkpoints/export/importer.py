@@ -7,7 +7,7 @@ cannot express is refused by name. An import ignores fields that only affect eng
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from checkpoints.export.folder import CONFIG, Weights, export_info, new_export, 
 from checkpoints.export.formats import recognize, variants
 from checkpoints.export.formats.base import CheckInput, ExportFormat, Finding, ImportOptions, Table
 from checkpoints.export.registry import imported_drafts
-from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts, read_target_embedding, read_target_lm_head
+from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts, read_table
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
 from sage.drafts.head import DraftHead, check_target
@@ -132,7 +132,7 @@ def convert(
     """
     folder, out = Path(folder), Path(out)
     facts = TargetFacts.of_folder(target)
-    tables = {EMBEDDING: partial(read_target_embedding, facts), LM_HEAD: partial(read_target_lm_head, facts)}
+    tables = {name: partial(read_table, facts, name) for name in (EMBEDDING, LM_HEAD)}
     draft = read_draft(folder, facts, options, tables if (Path(target) / CONFIG).is_file() else {})
     origin = export_info(folder)
     step = int(origin.get("step") or 0)
@@ -145,7 +145,7 @@ def convert(
             "steps_trained": origin.get("steps_trained"),
             "draft": draft.config.model_type,
             "parameters": draft.num_parameters(),
-            "target": facts.to_dict(),
+            "target": asdict(facts),
             "data_fingerprint": origin.get("data_fingerprint"),
             "validation": origin.get("validation"),
         }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +47,22 @@ class TargetFacts:
     @property
     def served_by(self) -> tuple[str, ...]:
         """Engines that serve drafts for the target's family."""
-        return FAMILIES[self.model_type].served_by if self.model_type in FAMILIES else ()
+        return FAMILIES[self.model_type].served_by if self.is_known else ()
 
     @property
     def needs_plugin(self) -> bool:
         """Whether vLLM serves drafts for the target's family with our plugin only."""
-        return self.model_type in FAMILIES and FAMILIES[self.model_type].needs_plugin
+        return self.is_known and FAMILIES[self.model_type].needs_plugin
 
     @property
     def has_images(self) -> bool:
         """Whether the target's family reads images."""
-        return self.model_type in FAMILIES and bool(FAMILIES[self.model_type].placeholders)
+        return self.is_known and bool(FAMILIES[self.model_type].placeholders)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the target's family is one of ours."""
+        return self.model_type in FAMILIES
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -70,13 +74,9 @@ class TargetFacts:
         """Returns the facts with the adapter for which the draft of `config` was trained."""
         return replace(self, adapter=config.target.get("adapter"), adapter_path=config.target_adapter)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON."""
-        return asdict(self)
-
     @staticmethod
     def from_dict(stored: Any) -> TargetFacts:
-        """Creates the facts from the output of `to_dict`; ValueError if a field is missing, unknown, or of the wrong type."""
+        """Creates the facts from their fields; ValueError if one is missing, unknown, or of the wrong type."""
         try:
             facts = TargetFacts(**(stored or {}))
             check_fields(facts)
@@ -87,10 +87,9 @@ class TargetFacts:
     @staticmethod
     def of_draft(config: Any) -> TargetFacts:
         """Reads the facts from the config of a draft, whose sizes and rope were derived from the target."""
-        made_for = config.target
         return TargetFacts(
-            **made_for,
-            architecture=_architecture(made_for["model_type"]),
+            **config.target,
+            architecture=_architecture(config.target["model_type"]),
             max_position_embeddings=config.max_position_embeddings,
             rope_theta=float(config.rope_theta),
             mrope_section=config.mrope_section,
@@ -150,30 +149,21 @@ def _architecture(model_type: str) -> str:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def read_target_embedding(facts: TargetFacts) -> Tensor:
-    """Reads the token embedding [V, D] from the target's folder or from the hub's cache, without any download.
+def read_table(facts: TargetFacts, name: str) -> Tensor:
+    """Reads `EMBEDDING` or `LM_HEAD` [V, D] from the target's folder or from the hub's cache, without any download.
+
+    A target without an lm_head has the embedding in its place.
 
     Raises:
         ValueError: the target's files are not available, or do not contain exactly one such tensor.
     """
-    return _read_table(facts, (EMBEDDING,))
-
-
-def read_target_lm_head(facts: TargetFacts) -> Tensor:
-    """Reads the lm_head [V, D] as `read_target_embedding` does; the embedding, where the target's folder has no lm_head."""
-    return _read_table(facts, (LM_HEAD, EMBEDDING))
-
-
-def _read_table(facts: TargetFacts, suffixes: Sequence[str]) -> Tensor:
-    """Reads the tensor [V, D] whose name ends with the first suffix that occurs."""
     folder, shape = _local_folder(facts.name or ""), (facts.vocab_size, facts.hidden_size)
     weights = Weights(folder)
-    tables = [name for name, info in weights.infos.items() if info.shape == shape]
-    named = ([name for name in tables if name.endswith(suffix)] for suffix in suffixes)
-    names = next(filter(None, named), [])
+    tables = [saved for saved, info in weights.infos.items() if info.shape == shape]
+    names = [saved for saved in tables if saved.endswith(name)] or [saved for saved in tables if saved.endswith(EMBEDDING)]
     if len(names) != 1:
         raise ValueError(
-            f"embedding: {folder} has {len(names)} tensors named *{suffixes[-1]} of shape {list(shape)}, expected one; "
+            f"embedding: {folder} has {len(names)} tensors named *{EMBEDDING} of shape {list(shape)}, expected one; "
             f"give --target DIR, or --no-embedding"
         )
     return weights[names[0]]

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +361,7 @@ def test_folders_without_an_export(exports: Path) -> None:
 def test_facts_of_a_target(target: sage.Target, tmp_path: Path) -> None:
     facts = TargetFacts.of_folder(str(target.name))
     assert (facts.num_layers, facts.mrope_section, facts.max_position_embeddings) == (3, [2, 1, 1], 512)
-    assert TargetFacts.from_dict(facts.to_dict()) == facts
+    assert TargetFacts.from_dict(asdict(facts)) == facts
     with refused("architecture"):
         TargetFacts.from_dict({"model_type": "qwen2_5_vl"})
     with refused("--target", "gone"):

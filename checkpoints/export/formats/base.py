@@ -22,7 +22,7 @@ from torch import Tensor
 from checkpoints.export.configs import DEFAULT_EPS, FEATURE_LEVELS, SIZES, TEMPLATES, EngineConfig, TensorSpecs, fill
 from checkpoints.export.folder import Weights
 from checkpoints.export.registry import FormatRow
-from checkpoints.export.target import EMBEDDING, TargetFacts, read_target_embedding
+from checkpoints.export.target import EMBEDDING, TargetFacts, read_table
 from sage.drafts.head import DraftHead
 from sage.io.dtypes import dtype_name
 from sage.io.model_files import read_config
@@ -201,7 +201,7 @@ class ExportFormat(ABC):
             ValueError: the target's files are not available, or the format needs the embedding.
         """
         is_written = self.has_embedding if embedding is None else embedding
-        return {EMBEDDING: read_target_embedding(facts)} if is_written else {}
+        return {EMBEDDING: read_table(facts, EMBEDDING)} if is_written else {}
 
     def most_tokens(self, draft: Any) -> int | None:
         """Returns how many tokens a draft was trained to propose per round; None: any number."""

@@ -44,7 +44,7 @@ from checkpoints.export.formats.block_checks import (
     native_part,
 )
 from checkpoints.export.formats.eagle import speculators_layout
-from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts, read_target_embedding, read_target_lm_head
+from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts, read_table
 from sage.drafts.block import BlockConfig, BlockDraft
 from sage.drafts.head import DraftHead
 from sage.targets.rope import RopeConfig
@@ -107,9 +107,9 @@ class BlockFormat(ExportFormat):
 
     def target_tensors(self, trained: DraftHead, facts: TargetFacts, embedding: bool | None) -> dict[str, Tensor]:
         """Adds the target's lm_head for a reduced draft vocabulary: engines take it from the target only for all tokens."""
-        tensors = {EMBEDDING: read_target_embedding(facts)} if embedding else {}
+        tensors = {EMBEDDING: read_table(facts, EMBEDDING)} if embedding else {}
         if trained.token_map is not None:
-            tensors[LM_HEAD] = read_target_lm_head(facts)[trained.token_map.cpu()]
+            tensors[LM_HEAD] = read_table(facts, LM_HEAD)[trained.token_map.cpu()]
         return tensors
 
     def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:

@@ -19,26 +19,17 @@ from typing import Any
 import torch
 
 from checkpoints.export.configs import EngineConfig, default_levels
-from checkpoints.export.folder import TensorInfo, Weights
+from checkpoints.export.folder import Weights
 from checkpoints.export.formats.base import SPECULATIVE_TOKENS, Obstacle
 from checkpoints.export.formats.eagle import Eagle3Format
 from checkpoints.export.target import TargetFacts
 from sage.io.model_files import read_config
-from sage.targets.families import FAMILIES
 
 FILE = "draft.gguf"
 SCRIPT, PACKAGE = "convert_hf_to_gguf.py", "gguf-py"
 IMAGE_TARGETS = ("qwen2_5_vl", "qwen3_vl")  # besides text targets; its converter and server read them
 NOT_COMPUTED = ("fc_norm", "norm_output", "norm_before_residual")  # the last one by an `eagle3` folder's other engines
 OUTTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-NAMES = {
-    "fc.weight": "fc.weight",
-    "input_norm.weight": "enc.output_norm.weight",
-    "norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "embed_tokens.weight": "token_embd.weight",
-    "d2t": "d2t",
-}
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "hidden_norm": "attn_norm_2",
@@ -46,6 +37,15 @@ LAYER_NAMES = {
     **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
     "self_attn.o_proj": "attn_output",
     **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
+}
+NAMES = {
+    "fc.weight": "fc.weight",
+    "input_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "embed_tokens.weight": "token_embd.weight",
+    "d2t": "d2t",
+    **{f"midlayer.{name}.weight": f"blk.0.{theirs}.weight" for name, theirs in LAYER_NAMES.items()},
 }
 SUMMARY = """\
 import json, sys
@@ -62,7 +62,7 @@ class GgufFormat(Eagle3Format):
     """EAGLE-3 drafts for llama.cpp."""
 
     def served_by(self, facts: TargetFacts) -> tuple[str, ...]:
-        is_read = facts.model_type in FAMILIES and (not facts.has_images or facts.model_type in IMAGE_TARGETS)
+        is_read = facts.is_known and (not facts.has_images or facts.model_type in IMAGE_TARGETS)
         return self.engines if is_read else ()
 
     def obstacles(self, draft: Any, facts: TargetFacts) -> Iterator[Obstacle]:
@@ -110,9 +110,11 @@ def _run(home: Path, arguments: list[str]) -> str:
 
 
 def _differences(folder: Path, facts: TargetFacts, dtype: torch.dtype, found: dict[str, Any]) -> list[str]:
-    """Compares the summary of a converted file with the export in its folder; returns what differs."""
+    """Returns how the summary of a converted file differs from the export in its folder; vectors are float32."""
     weights, config = Weights(folder), EngineConfig(read_config(folder))
-    expected = dict(_described(name, info, dtype) for name, info in weights.infos.items() if name != "t2d")
+    kinds = {name: OUTTYPES[dtype].upper() if len(info.shape) > 1 else "F32" for name, info in weights.infos.items()}
+    kinds["d2t"] = "I64"
+    expected = {NAMES[name]: [list(info.shape), kinds[name]] for name, info in weights.infos.items() if name != "t2d"}
     tensors = {name: value for name, value in found["tensors"].items() if not name.startswith("rope_freqs")}
     pairs = {name: (tensors.get(name), expected.get(name)) for name in sorted(expected.keys() | tensors.keys())}
     problems = [f"{name} is {ours}, not {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
@@ -121,11 +123,3 @@ def _differences(folder: Path, facts: TargetFacts, dtype: torch.dtype, found: di
         problems.append(f"layer ids {found['levels']}, not {levels}")
     ids = (weights["d2t"] + torch.arange(len(weights["d2t"]))).tolist() if "d2t" in weights.infos else None
     return [*problems, *([] if found["ids"] == ids else ["d2t maps to other tokens"])]
-
-
-def _described(name: str, info: TensorInfo, dtype: torch.dtype) -> tuple[str, list[Any]]:
-    """Returns llama.cpp's name of a tensor of an `eagle3` export, its shape and type; vectors are float32."""
-    layer_name = name.removeprefix("midlayer.").removesuffix(".weight")
-    own_name = NAMES.get(name) or f"blk.0.{LAYER_NAMES[layer_name]}.weight"
-    kind = "I64" if info.dtype == torch.int64 else OUTTYPES[dtype].upper() if len(info.shape) > 1 else "F32"
-    return own_name, [list(info.shape), kind]

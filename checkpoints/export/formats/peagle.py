@@ -24,7 +24,7 @@ from checkpoints.export.formats.eagle import (
     residual,
     speculators_layout,
 )
-from checkpoints.export.target import EMBEDDING, TargetFacts, read_target_embedding
+from checkpoints.export.target import EMBEDDING, TargetFacts, read_table
 from sage.drafts.eagle import PEagleConfig, PEagleDraft
 from sage.drafts.head import DraftHead
 
@@ -113,7 +113,7 @@ class PEagleFormat(SpeculatorsFormat):
         if embedding is False:
             raise ValueError("--no-embedding: the row of the mask token is the draft's own, engines need it; drop the option")
         mask = trained.mask_embedding.detach().cpu().flatten()
-        table = read_target_embedding(facts).to(mask.dtype, copy=True)  # the table may be rounded, the mask is not
+        table = read_table(facts, EMBEDDING).to(mask.dtype, copy=True)  # the table may be rounded, the mask is not
         table[trained.config.mask_token] = mask
         return {EMBEDDING: table}
 
@@ -141,7 +141,7 @@ class PEagleFormat(SpeculatorsFormat):
     def draft_tensors(self, given: CheckInput, facts: TargetFacts) -> dict[str, Tensor]:
         """Adds the mask's embedding: its row of the folder's embedding, or of the target's."""
         tensors, weights = super().draft_tensors(given, facts), given.weights
-        table = weights[EMBEDDING] if EMBEDDING in weights.infos else read_target_embedding(facts)
+        table = weights[EMBEDDING] if EMBEDDING in weights.infos else read_table(facts, EMBEDDING)
         mask = table[given.config.raw[MASK]][None, None]
         return {**tensors, "mask_embedding": mask.to(tensors["mask_hidden"].dtype)}
 
