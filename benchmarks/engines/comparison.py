@@ -1,8 +1,5 @@
 """Decoding speed of our decoder and of vLLM or a running server, in turns on the same prompts, target and draft.
 
-Owns: the order of turns and the figures. Does not own: the engine's process (train.serve_check), our decoders
-(sage.bench.runners).
-
 A turn decodes all prompts with one decoder, one request at a time. Turns alternate between decoders, in an order that rotates
 from repeat to repeat, so that other load on the machine affects all alike; ratios are taken within a repeat. Decoding time runs
 from the first token to the last one: without vision tower, prefill and the draft's prefill, on both sides.
@@ -12,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import not_
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from sage.bench.measurement import rotated
 from sage.io.tables import text_table
@@ -24,6 +21,21 @@ from sage.io.tables import text_table
 logger = logging.getLogger(__name__)
 SETTLE_S = 0.5  # between turns: OpenMP threads of the last process spin for 0.2 s before they sleep
 VLLM, OURS = "vLLM", "ours"
+T = TypeVar("T")
+
+
+def in_turns(items: Sequence[T], repeats: int) -> Iterator[T]:
+    """Yields all items `repeats` times, in an order that rotates from repeat to repeat, with a pause before each."""
+    for repeat in range(repeats):
+        for item in rotated(items, repeat):
+            time.sleep(SETTLE_S)
+            yield item
+        logger.info("repeat %d of %d", repeat + 1, repeats)
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """Returns the median of the turns under a name, and their range."""
+    return {name: median(values), "range": [min(values), max(values)]}
 
 
 @dataclass(frozen=True)
@@ -67,11 +79,8 @@ class Turns:
 def take_turns(decoders: Sequence[Decoder], repeats: int) -> list[Turns]:
     """Runs every decoder once as a warm-up, then `repeats` times in turns."""
     found = [Turns(decoder, decoder.turn()) for decoder in decoders]
-    for repeat in range(repeats):
-        for turns in rotated(found, repeat):
-            time.sleep(SETTLE_S)
-            turns.add(turns.decoder.turn())
-        logger.info("repeat %d of %d", repeat + 1, repeats)
+    for turns in in_turns(found, repeats):
+        turns.add(turns.decoder.turn())
     return found
 
 
@@ -83,9 +92,9 @@ def figures(found: Sequence[Turns], same_draft: str) -> dict[str, Any]:
     """
 
     def fastest(is_ours: bool, has_draft: Callable[[str], object]) -> Turns | None:
-        """Returns the turns with the highest median speed of one side, among those whose draft's label is accepted."""
-        chosen = [one for one in found if (one.decoder.side == OURS) is is_ours and has_draft(one.decoder.draft)]
-        return max(chosen, key=lambda one: median(one.tokens_per_s), default=None)
+        """The turns with the highest median speed of one side, among those whose draft's label is accepted."""
+        chosen = [turns for turns in found if (turns.decoder.side == OURS) is is_ours and has_draft(turns.decoder.draft)]
+        return max(chosen, key=lambda turns: median(turns.tokens_per_s), default=None)
 
     reference = next(turns.answers for turns in found if turns.decoder.side == OURS and not turns.decoder.draft)
     texts, speculative = [answer.tokens for answer in reference], fastest(False, bool)
@@ -103,12 +112,7 @@ def figures(found: Sequence[Turns], same_draft: str) -> dict[str, Any]:
 def _ratio(ours: Turns, theirs: Turns) -> dict[str, Any]:
     """Returns the ratio of decoding speeds: median, lowest and highest over the repeats."""
     values = [a / b for a, b in zip(ours.tokens_per_s, theirs.tokens_per_s, strict=True)]
-    return {
-        "ours": ours.decoder.label,
-        "theirs": theirs.decoder.label,
-        "ratio": median(values),
-        "range": [min(values), max(values)],
-    }
+    return {"ours": ours.decoder.label, "theirs": theirs.decoder.label, **spread("ratio", values)}
 
 
 def _decoder_figures(turns: Turns, texts: Sequence[list[int]]) -> dict[str, Any]:
@@ -117,8 +121,7 @@ def _decoder_figures(turns: Turns, texts: Sequence[list[int]]) -> dict[str, Any]
     return {
         "side": turns.decoder.side,
         "draft": turns.decoder.draft,
-        "tokens_per_s": median(turns.tokens_per_s),
-        "range": [min(turns.tokens_per_s), max(turns.tokens_per_s)],
+        **spread("tokens_per_s", turns.tokens_per_s),
         "end_to_end_tokens_per_s": median(turns.end_to_end),
         "first_token_ms": 1e3 * median(turns.first_token_s),
         **({"tokens_per_target_pass": decoded / sum(passes)} if passes else {}),

