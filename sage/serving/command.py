@@ -87,11 +87,7 @@ def main() -> None:
 
 
 def check(args: argparse.Namespace) -> tuple[argparse.Namespace, ServerLimits]:
-    """Refuses mistakes of the command line before anything is loaded; imports no torch.
-
-    Raises:
-        ValueError: packages that are not installed, an unknown policy, a number out of range, or a missing draft or target.
-    """
+    """Refuses mistakes of the command line, by ValueError, before anything is loaded; imports no torch."""
     limits = from_attributes(ServerLimits, args)
     check_name(args.policy)
     if args.policy != AUTOREGRESSIVE and not args.draft:

@@ -105,11 +105,7 @@ class Decoding:
         self._sender = ThreadPoolExecutor(1, "to decoding")
 
     def wait(self) -> tuple[int, tuple[int, ...]]:
-        """Waits until everything is loaded; returns `max_context` and `end_token_ids` of the plan.
-
-        Raises:
-            ValueError: the user's mistake that `load` has found, or a process that has ended.
-        """
+        """Waits until all is loaded; returns `max_context` and `end_token_ids`. ValueError for a mistake that `load` found."""
         try:
             result: str | tuple[int, tuple[int, ...]] = self.connection.recv()
         except EOFError as error:
@@ -235,11 +231,7 @@ def load_plan(args: argparse.Namespace, path: str, folder: Path | None, limits: 
 
 
 def plan_decoding(target: Target, draft: Draft | None, policy: str, limits: ServerLimits) -> Plan:
-    """Checks the memory and decodes a few tokens in every way, so that no request waits for what is done once.
-
-    Raises:
-        ValueError: the caches do not fit, the context is longer than the target's, or the target cannot chat.
-    """
+    """Checks the memory, by ValueError, and decodes a few tokens in every way: no request waits for what is done once."""
     longest = int(target.text_config.max_position_embeddings)
     max_context = limits.max_context or min(DEFAULT_CONTEXT, longest)
     if max_context > longest:

@@ -1,20 +1,17 @@
 """The body of a request as a pydantic model: options of an answer, and messages or a text. Images are opened as they are read.
 
-Every field is used, ignored or refused by name. Does not own: the context length (sage.serving.service).
+Every field is used, ignored or refused by name.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import secrets
-import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal
 
-from PIL import Image
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -28,16 +25,11 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticUseDefault
 
 from sage.decoding.settings import Sampling
-from sage.inputs.media import decode_data_url, open_image
 from sage.inputs.processing import Processor
-from sage.inputs.video import no_size_warning
 from sage.io.ranges import did_you_mean
 from sage.serving.errors import ApiError, invalid
-from sage.serving.remote import RemoteMedia
-from sage.serving.settings import ServerLimits
+from sage.serving.media import MediaReader
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # of PIL; others run external programs or rarely used decoders
-DOWNLOADS_S = 10.0  # seconds of all downloads of a request
 FRAMES = "data:video/jpeg;base64"
 MAX_MESSAGES, MAX_PARTS = 4096, 1024
 MIN_TEMPERATURE = 1e-6  # below it, logits overflow float32
@@ -174,11 +166,9 @@ class TextRequest(CompletionRequest):
         return value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int) else value
 
     def num_characters(self) -> int:
-        """Returns the length of the text, or the number of ids."""
         return len(self.prompt)
 
     def prepared(self, processor: Processor) -> Any:
-        """Returns the inputs of the target."""
         tokenizer, family = processor.tokenizer, processor.family
         ids = processor.tokens_of(self.prompt) if isinstance(self.prompt, str) else self.prompt
         media = tokenizer.convert_tokens_to_ids([*family.placeholders.values(), *family.slot_texts.values()])
@@ -190,43 +180,6 @@ class TextRequest(CompletionRequest):
 
 
 # -- chats ----------------------------------------------------------------------------------------------------------------
-
-
-class MediaReader:
-    """Opens the images of one request within the limits: data URLs, or downloads. A client names no file."""
-
-    def __init__(self, limits: ServerLimits, remote: RemoteMedia) -> None:
-        self._limits, self._remote = limits, remote
-        self._num_left, self._pixels_left = limits.max_images, limits.max_pixels
-        self._deadline = time.monotonic() + DOWNLOADS_S
-
-    def open(self, url: Any) -> Image.Image:
-        """Returns the image at a URL; ValueError if it cannot be read or exceeds a limit."""
-        if not isinstance(url, str):
-            raise ValueError("image: give a data URL, data:image/png;base64,...")
-        self._num_left -= 1
-        if self._num_left < 0:
-            raise ValueError(f"more images and frames than allowed: at most {self._limits.max_images}")
-        try:
-            is_data = url[:5].lower() == "data:"
-            return self._decoded(decode_data_url(url) if is_data else self._remote.fetch(url, self._deadline))
-        except ValueError as error:
-            raise ValueError(f"image: {str(error).removeprefix('image ')}") from error
-
-    def _decoded(self, data: bytes) -> Image.Image:
-        limit = f"allowed in a request: {self._limits.max_pixels}"
-        try:
-            with no_size_warning(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                self._pixels_left -= image.width * image.height
-                if self._pixels_left < 0:
-                    raise ValueError(f"{image.width}x{image.height} pixels, {limit}")
-                return open_image(image)
-        except ValueError:
-            raise
-        except Image.DecompressionBombError as error:
-            raise ValueError(f"too many pixels, {limit}") from error
-        except Exception as error:  # whatever PIL's decoders raise on corrupt bytes is the client's mistake
-            raise ValueError(f"not an image in one of the formats {', '.join(FORMATS)}") from error
 
 
 class TextPart(Strict):
@@ -337,11 +290,9 @@ class ChatRequest(CompletionRequest):
         return (part for message in self.messages for part in message.content)
 
     def num_characters(self) -> int:
-        """Returns the length of all texts."""
         return sum(len(part.text) for part in self._parts if isinstance(part, TextPart))
 
     def prepared(self, processor: Processor) -> Any:
-        """Returns the inputs of the target."""
         bounds = self.mm_processor_kwargs
         for part in self._parts:
             for image in [part.image] if isinstance(part, ImagePart) else getattr(part, "video", ()):

@@ -23,8 +23,8 @@ from sage.inputs.processing import Processor
 from sage.serving.completion import Completion
 from sage.serving.decoding import Decoding, load_plan, plan_decoding
 from sage.serving.errors import ApiError, invalid
-from sage.serving.remote import RemoteMedia
-from sage.serving.request import CompletionRequest, MediaReader, read_request
+from sage.serving.media import MediaReader, RemoteMedia
+from sage.serving.request import CompletionRequest, read_request
 from sage.serving.scheduler import Metrics, Scheduler
 from sage.serving.settings import ServerLimits
 from sage.targets import Target
@@ -130,11 +130,7 @@ def load_service(args: argparse.Namespace, limits: ServerLimits, is_local: bool)
 
 
 def new_service(target: Target, draft: Draft | None, policy: str, limits: ServerLimits, model: str, **options: Any) -> Service:
-    """Plans the caches, warms up and starts a decoding thread; `options` are further arguments of `Service`.
-
-    Raises:
-        ValueError: the caches do not fit, the context is longer than the target's, or the target has no chat template.
-    """
+    """Plans the caches, warms up and starts a decoding thread; ValueError as of `plan_decoding`. `options`: of `Service`."""
     if target.processor is None:
         raise ValueError("target: has no processor, so it takes no messages; use sage.load_target(path)")
     decoding = Decoding(plan_decoding, target, draft, policy, limits, in_process=False)

@@ -14,8 +14,8 @@ import pytest
 from support.chat_server import JsonHandler, listening
 from support.serving_helpers import wait_until, with_images
 
-from sage.serving import remote
-from sage.serving.remote import RemoteMedia
+from sage.serving import media
+from sage.serving.media import RemoteMedia
 
 DEADLINE = float("inf")
 GOOD = "good.example"
@@ -29,8 +29,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[BaseHTTPRequestHandl
     @contextmanager
     def start(handler: type[BaseHTTPRequestHandler]) -> Iterator[None]:
         with listening(handler) as address:
-            monkeypatch.setattr(remote, "public_address", lambda host, port: "127.0.0.1")
-            monkeypatch.setattr(remote, "PORTS", {"http": int(address.rpartition(":")[2])})
+            monkeypatch.setattr(media, "public_address", lambda host, port: "127.0.0.1")
+            monkeypatch.setattr(media, "PORTS", {"http": int(address.rpartition(":")[2])})
             yield
 
     return start
@@ -49,7 +49,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[BaseHTTPRequestHandl
 def test_downloads_only_from_allowed_public_hosts(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "::ffff:10.0.0.1", "fe80::1%eth0"):
         found = [(0, 0, 0, "", ("93.184.216.34", 80)), (0, 0, 0, "", (address, 80))]
-        monkeypatch.setattr(remote.socket, "getaddrinfo", lambda *_, found=found, **__: found)
+        monkeypatch.setattr(media.socket, "getaddrinfo", lambda *_, found=found, **__: found)
         with pytest.raises(ValueError, match=words):
             ALLOWED.fetch(url, DEADLINE)
 

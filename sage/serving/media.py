@@ -1,19 +1,29 @@
-"""Downloads of images from the hosts of `--allow-remote-media`: no other hosts, no internal addresses, no redirects.
+"""Images of a request: data URLs, and downloads from the hosts of `--allow-remote-media`. A client names no file.
 
-The address that was checked is the one that is connected to, so a name that resolves differently a moment later has no effect.
+Downloads come from no other hosts, no internal addresses, and follow no redirects. The address that was checked is the one that
+is connected to, so a name that resolves differently a moment later has no effect.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import ipaddress
 import socket
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
+from PIL import Image
 
+from sage.inputs.media import decode_data_url, open_image
+from sage.inputs.video import no_size_warning
+from sage.serving.settings import ServerLimits
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # of PIL; others run external programs or rarely used decoders
+DOWNLOADS_S = 10.0  # seconds of all downloads of a request
 PORTS = {"http": 80, "https": 443}
 
 
@@ -88,3 +98,40 @@ def is_public(address: str) -> bool:
     if isinstance(parsed, ipaddress.IPv6Address):
         embedded = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo or (None, None))[1]
     return parsed.is_global and not parsed.is_multicast and (embedded is None or is_public(str(embedded)))
+
+
+class MediaReader:
+    """Opens the images of one request within the limits."""
+
+    def __init__(self, limits: ServerLimits, remote: RemoteMedia) -> None:
+        self._limits, self._remote = limits, remote
+        self._num_left, self._pixels_left = limits.max_images, limits.max_pixels
+        self._deadline = time.monotonic() + DOWNLOADS_S
+
+    def open(self, url: Any) -> Image.Image:
+        """Returns the image at a URL; ValueError if it cannot be read or exceeds a limit."""
+        if not isinstance(url, str):
+            raise ValueError("image: give a data URL, data:image/png;base64,...")
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise ValueError(f"more images and frames than allowed: at most {self._limits.max_images}")
+        try:
+            is_data = url[:5].lower() == "data:"
+            return self._decoded(decode_data_url(url) if is_data else self._remote.fetch(url, self._deadline))
+        except ValueError as error:
+            raise ValueError(f"image: {str(error).removeprefix('image ')}") from error
+
+    def _decoded(self, data: bytes) -> Image.Image:
+        limit = f"allowed in a request: {self._limits.max_pixels}"
+        try:
+            with no_size_warning(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                self._pixels_left -= image.width * image.height
+                if self._pixels_left < 0:
+                    raise ValueError(f"{image.width}x{image.height} pixels, {limit}")
+                return open_image(image)
+        except ValueError:
+            raise
+        except Image.DecompressionBombError as error:
+            raise ValueError(f"too many pixels, {limit}") from error
+        except Exception as error:  # whatever PIL's decoders raise on corrupt bytes is the client's mistake
+            raise ValueError(f"not an image in one of the formats {', '.join(FORMATS)}") from error
