@@ -84,11 +84,7 @@ class Description:
 
 
 def inspect_folder(folder: Path) -> Description:
-    """Describes a folder without changing it (except that an interrupted replacement is restored first).
-
-    Raises:
-        ValueError: no such folder.
-    """
+    """Describes a folder, without changing it once an interrupted replacement is restored; ValueError if there is none."""
     restore_interrupted(folder)
     if not folder.is_dir():
         raise ValueError(f"--inspect {folder}: {'a file; give its folder' if folder.exists() else 'no such folder'}")

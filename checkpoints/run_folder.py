@@ -181,20 +181,12 @@ def next_config(run: Path, step: int) -> Path:
 
 
 def read_run_config(run: Path, step: int | None = None) -> dict[str, Any]:
-    """Reads the configuration last used (up to `step`), as nested plain values.
-
-    Raises:
-        ValueError: the file is missing or cannot be parsed.
-    """
+    """Reads the configuration last used (up to `step`), as nested plain values; ValueError if it cannot be read."""
     return _read_config(config_files(run, step)[-1][1])
 
 
 def recipe_changes(run: Path, step: int | None = None) -> list[tuple[int, dict[str, tuple[Any, Any]]]]:
-    """Returns the changes of the training recipe (up to `step`) as (first step, {dotted key: (before, after)}).
-
-    Raises:
-        ValueError: a configuration cannot be parsed.
-    """
+    """Returns the changes of the training recipe (up to `step`) as (first step, {dotted key: (before, after)})."""
     files = config_files(run, step)
     recipes = [{k: v for k, v in dotted_keys(_read_config(path)).items() if k.startswith(RECIPE)} for _, path in files]
     changes = []
@@ -230,11 +222,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def read_reports(run: Path) -> list[tuple[int, Report]]:
-    """Reads the validation reports of a run as (step, report.json), in ascending order of steps.
-
-    Raises:
-        ValueError: a report cannot be parsed.
-    """
+    """Reads the validation reports of a run as (step, report.json), in ascending order of steps."""
     paths = {step: validation_folder(run, step) / REPORT for step in list_steps(run / VALIDATION)}
     return [(step, read_report(path)) for step, path in paths.items() if path.is_file()]
 
@@ -251,20 +239,12 @@ def read_report(path: Path) -> Report:
 
 
 def draft_step(draft: Path) -> int | None:
-    """Returns the number of optimizer steps a draft was trained for, from its manifest.json; None without a manifest.
-
-    Raises:
-        CorruptFolder: the manifest is corrupt.
-    """
+    """Returns the optimizer steps a draft was trained for, from its manifest.json; None without a manifest."""
     return int(read_manifest(draft)["step"]) if has_manifest(draft) else None
 
 
 def draft_report(draft: Path) -> Report | None:
-    """Returns the validation report of a run's draft: the run's own, at the step the draft was saved at, never a later check.
-
-    Raises:
-        ValueError: the draft's manifest or a report of the run cannot be parsed.
-    """
+    """Returns the report of a run's draft: the run's own, at the step the draft was saved at, never a later check."""
     run, step = run_of(draft), draft_step(draft)
     report = dict(read_reports(run)).get(step) if run is not None and step is not None else None
     return None if report is None else {"step": step, **report}

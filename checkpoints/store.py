@@ -193,11 +193,7 @@ class StateStore:
         self.keep_last, self.keep_every = keep_last, keep_every
 
     def begin(self, step: int) -> Path:
-        """Creates an empty folder for the state of `step`; removes leftovers of a crash first.
-
-        Raises:
-            OSError: the folder is not writable.
-        """
+        """Creates an empty folder for the state of `step`; removes leftovers of a crash first."""
         remove_leftovers(self.folder)
         part = self.part(step)
         part.mkdir(parents=True)
@@ -273,11 +269,7 @@ class StateStore:
 
 
 def verify_state(folder: Path) -> dict[str, Any]:
-    """Compares a state with its manifest and with the step in its folder's name; returns the manifest.
-
-    Raises:
-        CorruptFolder: names the file that differs.
-    """
+    """Compares a state with its manifest and folder name; returns the manifest. CorruptFolder names what differs."""
     manifest = verify_manifest(folder)
     if folder.name != step_name(manifest["step"]):  # no file's hash depends on the step
         raise CorruptFolder(f"{folder / MANIFEST}: corrupt: step {manifest['step']} in the folder {folder.name}")

@@ -163,11 +163,7 @@ def speed_warnings(report: Mapping[str, Any]) -> list[str]:
 
 
 def find_facts(config: Any, target: str | None) -> TargetFacts:
-    """Reads the facts from `target`, else from the folder the draft was trained with, else from the draft's config.
-
-    Raises:
-        ValueError: the target's config cannot be read.
-    """
+    """Reads the facts from `target`, else from the folder the draft was trained with, else from the draft's config."""
     trained_with = config.target_path
     if target is None and not (trained_with and (Path(trained_with) / CONFIG).is_file()):
         logger.info("the target %s is not available; its facts are read from the draft's config.json", trained_with)
@@ -240,11 +236,7 @@ def find_source(path: Path) -> DraftSource:
 
 
 def with_report(source: DraftSource, path: Path) -> DraftSource:
-    """Replaces the run's own measurement by another report.json (or the folder that contains it), e.g. of a later check.
-
-    Raises:
-        ValueError: there is no report, or it measured the draft after another number of steps.
-    """
+    """Replaces the run's own measurement by a report.json or its folder; ValueError for that of another step."""
     report = run_folder.read_report(path / run_folder.REPORT if path.is_dir() else path)
     if report.get("step") not in (None, source.step or 0):
         raise ValueError(
@@ -266,11 +258,7 @@ def summarize_report(report: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def load_trained(folder: Path) -> DraftHead:
-    """Loads a draft of this package without its target, on the CPU and in the dtype it was saved in.
-
-    Raises:
-        ValueError: not a draft head of this package, corrupt, or weights that do not fit its config.
-    """
+    """Loads a draft of this package without its target, in the dtype it was saved in; ValueError for anything else."""
     refuse_corrupt_draft(folder)
     if is_target_folder(folder):
         raise ValueError(f"{folder}: a complete model, not a draft head; engines load it directly as a draft model")

@@ -62,11 +62,7 @@ def export_info(folder: Path) -> dict[str, Any]:
 
 
 def verify_export(folder: Path) -> None:
-    """Compares every file of an export with its manifest, and the manifest's step with the one in sage_export.json.
-
-    Raises:
-        CorruptFolder: names the file that differs.
-    """
+    """Compares an export with its manifest, and their steps; CorruptFolder names the file that differs."""
     step = verify_manifest(folder)["step"]
     info = export_info(folder)
     if info and info.get("step") != step:  # no file's hash depends on the manifest's step
@@ -74,11 +70,7 @@ def verify_export(folder: Path) -> None:
 
 
 def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
-    """Uploads a verified export in one commit to `owner/name`, created if needed; returns the URL of the commit.
-
-    Raises:
-        ValueError: `repo_id` is not a hub id, the folder is corrupt, or the hub refused the upload.
-    """
+    """Uploads a verified export in one commit to `owner/name`, created if needed; returns its URL. ValueError if refused."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -159,11 +159,7 @@ def is_export(folder: Path) -> bool:
 
 
 def load_export(folder: Path, target: sage.Target) -> DraftHead:
-    """Loads an export, or a third-party draft, on the target's device and in its dtype; `sage.load_draft` calls it.
-
-    Raises:
-        ValueError: it cannot be expressed, or is not for this target.
-    """
+    """Loads a draft in an engine's format on the target's device, in its dtype; ValueError if it is not for this target."""
     modules = {} if target.is_meta else {EMBEDDING: target.embed_tokens, LM_HEAD: target.lm_head}
     tables = {name: partial(module.weight.detach().to, "cpu") for name, module in modules.items()}
     facts = TargetFacts.of_config(target.model.config, target.name)

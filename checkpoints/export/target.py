@@ -100,11 +100,7 @@ class TargetFacts:
 
     @staticmethod
     def of_folder(path_or_id: str | Path) -> TargetFacts:
-        """Reads a target's config.json; no weights are read.
-
-        Raises:
-            ValueError: no readable config, an unknown model family, or a hub that cannot be reached.
-        """
+        """Reads a target's config.json; ValueError if it cannot be read, or names an unknown family."""
         from transformers import AutoConfig
 
         name = str(path_or_id)
@@ -120,11 +116,7 @@ class TargetFacts:
 
     @staticmethod
     def of_config(config: Any, name: str | None) -> TargetFacts:
-        """Reads the facts from `model.config` of a loaded target of a supported family.
-
-        Raises:
-            ValueError: the family is unknown or not supported, or the target has a rope that no draft head supports.
-        """
+        """Reads the facts from `model.config`; ValueError for an unknown family, or a rope that no draft head follows."""
         family = family_of(config, f"--target {name}: ")
         text = config.get_text_config()
         return TargetFacts(

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.export_helpers import edit_json, export_draft, make_draft, outputs, save_target
-from support.messages import check_message, refused
+from safetensors.torch import load_file
+from support.export_helpers import edit_json, make_draft, outputs, save_draft
 
 import sage
 from checkpoints.export.configs import EngineConfig
 from checkpoints.export.format_checks import LAYER_CHECKS, check_tensors
-from checkpoints.export.formats import find_format
-from checkpoints.export.formats.base import CheckInput, Finding, ImportOptions, Obstacle
+from checkpoints.export.formats.base import CheckInput, Finding, Obstacle
 from checkpoints.export.formats.eagle import Eagle3Format
 from checkpoints.export.importer import check_folder
 from checkpoints.export.registry import FORMATS, FormatRow
@@ -63,23 +61,9 @@ def row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, "eagle3", replace(kind, export_formats=(*kind.export_formats, ROW.name)))
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> sage.Target:
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def draft(target: sage.Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("draft")
-    make_draft(target, image_inputs="token", rms_norm_eps=1e-6).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.usefixtures("row")
-def test_a_row_is_exported_checked_described_and_imported(
-    target: sage.Target, draft: Path, tmp_path: Path, sage_export: Any
-) -> None:
-    out, back = tmp_path / "out", tmp_path / "back"
+def test_a_row_is_exported_checked_described_and_imported(target: sage.Target, tmp_path: Path, sage_export: Any) -> None:
+    draft, out, back = save_draft(tmp_path / "draft", target, image_inputs="token"), tmp_path / "out", tmp_path / "back"
     code, text, _ = sage_export(draft, "--format", "block", "--out", out, "--dtype", "float32")
     assert code == 0 and "bit-identical" in text and "block.mlp.up_proj.weight" in load_file(out / "model.safetensors")
     card = (out / "README.md").read_text()
@@ -94,30 +78,18 @@ def test_a_row_is_exported_checked_described_and_imported(
     served = check_served(check_folder(out), TargetFacts.of_folder(target.name))
     assert served.vllm_options == {"method": "block", "parallel_drafting": True}
 
-
-@pytest.mark.usefixtures("row")
-def test_corrupt_exports_of_a_row_are_refused(target: sage.Target, draft: Path, tmp_path: Path, sage_export: Any) -> None:
-    out = export_draft(draft, tmp_path / "out", "block").folder
     (out / "manifest.json").unlink()
     edit_json(out / "config.json", lambda config: config.pop("block_size"))
-    tensors = load_file(out / "model.safetensors")
-    tensors.pop("block.mlp.up_proj.weight")
-    save_file(tensors, out / "model.safetensors")
     code, text, _ = sage_export("--check", out)
-    assert code == 2
-    check_message(text.replace(str(out), "OUT"), "block_size: missing", "block.mlp.up_proj.weight: missing", "2 errors")
-    with refused("block.mlp.up_proj.weight: missing"):
-        find_format("block").read(out, TargetFacts.of_folder(target.name), ImportOptions())
+    assert code == 2 and "block_size: missing" in text
 
 
 @pytest.mark.usefixtures("row")
-def test_a_row_is_offered_and_its_obstacles_are_named(
-    target: sage.Target, draft: Path, tmp_path: Path, sage_export: Any
-) -> None:
+def test_a_row_is_offered_and_its_obstacles_are_named(target: sage.Target, tmp_path: Path, sage_export: Any) -> None:
     code, text, _ = sage_export("--help")
     assert code == 0 and "or block (vLLM)" in " ".join(text.split())
-    code, _, error = sage_export(draft, "--format", "onnx", "--out", tmp_path / "out")
-    assert code == 2 and "choose one of eagle3, speculators, eagle, peagle, dflash, dspark, gguf, block" in error
     make_draft(target, image_inputs="embed").save_pretrained(tmp_path / "draft")
+    code, _, error = sage_export(tmp_path / "draft", "--format", "onnx", "--out", tmp_path / "out")
+    assert code == 2 and "choose one of eagle3, speculators, eagle, peagle, dflash, dspark, gguf, block" in error
     code, _, error = sage_export(tmp_path / "draft", "--format", "block", "--out", tmp_path / "out")
     assert code == 2 and error == "error: draft.image_inputs: blocks have no images; train with token\n"

@@ -46,6 +46,7 @@ class Engine:
         self.llm: Any = None
 
     def load(self, llm: dict[str, Any]) -> dict[str, str]:
+        """Loads an engine; returns the versions of its packages."""
         import vllm  # after the redirection of stdout
 
         if self.llm is not None:
@@ -58,10 +59,40 @@ class Engine:
         return {name: installed_version(*packages) for name, packages in PACKAGES.items()}
 
     def time(self, prompts: str, max_new_tokens: int) -> list[dict[str, Any]]:
-        return [time_prompt(self.llm, prompt, max_new_tokens) for prompt in load_prompts(prompts)]
+        """Decodes every prompt as a user would; times are those of the engine's core, except `wall_s`."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
+        answers = []
+        for prompt in load_prompts(prompts):
+            start = time.perf_counter()
+            (output,) = self.llm.generate([prompt], params, use_tqdm=False)
+            wall_s = time.perf_counter() - start
+            decode_s = output.metrics.last_token_ts - output.metrics.first_token_ts
+            answers.append({"tokens": list(output.outputs[0].token_ids), "decode_s": decode_s, "wall_s": wall_s})
+        return answers
 
     def trace(self, prompts: str, max_new_tokens: int) -> list[dict[str, Any]]:
-        return [trace_prompt(self.llm, prompt, max_new_tokens) for prompt in load_prompts(prompts)]
+        """Decodes every prompt step by step; the first step is the prefill."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kind = RequestOutputKind.DELTA
+        params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False, output_kind=kind)
+        return [self._trace(prompt, params) for prompt in load_prompts(prompts)]
+
+    def _trace(self, prompt: Any, params: Any) -> dict[str, Any]:
+        engine = self.llm.llm_engine
+        engine.add_request("trace", prompt, params)
+        steps: list[list[int]] = []
+        metrics: Any = None
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                metrics = getattr(output.outputs[0], "spec_decode_metrics", None) or metrics
+                if emitted := list(output.outputs[0].token_ids):
+                    steps.append(emitted)
+        accepted = list(metrics.per_step_accepted) if metrics else []
+        return {"tokens": sum(steps, []), "rounds": [len(step) for step in steps[1:]], "accepted": accepted}
 
 
 def installed_version(*packages: str) -> str:
@@ -86,36 +117,6 @@ def load_prompts(path: str) -> list[Any]:
         media = {"multi_modal_data": {"image": images}} if images else {}
         prompts.append({"prompt_token_ids": row["ids"], **media})
     return prompts
-
-
-def time_prompt(llm: Any, prompt: Any, max_new_tokens: int) -> dict[str, Any]:
-    """Decodes one prompt as a user would; times are those of the engine's core, except `wall_s`."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
-    start = time.perf_counter()
-    (output,) = llm.generate([prompt], params, use_tqdm=False)
-    wall_s = time.perf_counter() - start
-    decode_s = output.metrics.last_token_ts - output.metrics.first_token_ts
-    return {"tokens": list(output.outputs[0].token_ids), "decode_s": decode_s, "wall_s": wall_s}
-
-
-def trace_prompt(llm: Any, prompt: Any, max_new_tokens: int) -> dict[str, Any]:
-    """Decodes one prompt step by step; the first step is the prefill."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False, output_kind=RequestOutputKind.DELTA)
-    llm.llm_engine.add_request("trace", prompt, params)
-    steps: list[list[int]] = []
-    metrics: Any = None
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            metrics = getattr(output.outputs[0], "spec_decode_metrics", None) or metrics
-            if emitted := list(output.outputs[0].token_ids):
-                steps.append(emitted)
-    accepted = list(metrics.per_step_accepted) if metrics else []
-    return {"tokens": sum(steps, []), "rounds": [len(step) for step in steps[1:]], "accepted": accepted}
 
 
 if __name__ == "__main__":

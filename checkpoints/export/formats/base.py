@@ -259,11 +259,7 @@ class ExportFormat(ABC):
     def read(
         self, folder: Path, facts: TargetFacts, options: ImportOptions, tables: Mapping[str, Table] | None = None
     ) -> DraftHead:
-        """Reads a folder in this format as a draft of this package, in the dtype of its file; `tables` as in `CheckInput`.
-
-        Raises:
-            ValueError: names the field or tensor that is wrong, missing, or cannot be expressed.
-        """
+        """Reads a folder as our draft, in the dtype of its file; ValueError names what is wrong or cannot be expressed."""
         config, weights = EngineConfig(read_config(folder)), Weights(folder, self.format_name)
         given = CheckInput(self, config, weights, facts, folder, options=options, tables=tables or {})
         for finding in (finding for check in (*self.checks, _borrowed) for finding in check(given)):
