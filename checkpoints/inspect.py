@@ -187,15 +187,15 @@ def _describe_export(found: Description) -> None:
 
 
 def _describe_third_party(found: Description) -> None:
-    check, config = check_folder(found.folder), read_json(found.folder / CONFIG)
-    found.facts = {"format": check.format and check.format.name, "architecture": config.get("architectures")}
-    _add_weights(found)
-    found.facts["vocabulary"] = config.get("vocab_size")
+    check = check_folder(found.folder)
+    found.facts = {"format": check.format and check.format.name}
+    _describe_target(found)
+    found.facts["vocabulary"] = read_json(found.folder / CONFIG).get("vocab_size")
     found.problems = [str(finding) for finding in check.errors]  # also about the weights
 
 
 def _describe_target(found: Description) -> None:
-    found.facts = {"architecture": read_json(found.folder / CONFIG).get("architectures")}
+    found.facts["architecture"] = read_json(found.folder / CONFIG).get("architectures")
     _add_weights(found)
 
 

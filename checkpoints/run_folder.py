@@ -130,10 +130,7 @@ def partial_validation_folder(run: str | Path, step: int) -> Path:
 def next_check(home: Path, draft: str, step: int | None) -> Path:
     """Returns a new folder for a later measurement: `checks/draft_best_step_00000100`, then `..._2`, and so on.
 
-    Args:
-        home: a run, or a folder for the checks of drafts without a run.
-        draft: name of the draft's folder.
-        step: optimizer steps that the draft was trained for; None: unknown.
+    `home` is a run, or a folder for the checks of drafts without a run; `draft` is named after its folder.
     """
     first = home / CHECKS / (draft if step is None else f"{draft}_{step_name(step)}")
     candidates = (first.with_name(f"{first.name}_{number}") if number > 1 else first for number in itertools.count(1))
@@ -167,8 +164,7 @@ def list_steps(folder: Path) -> list[int]:
 def config_files(run: Path, step: int | None = None) -> list[tuple[int, Path]]:
     """Returns the configurations of a run as (first step, path): config.yaml, then those of resumes that changed it.
 
-    Args:
-        step: only those in effect before this many steps were trained; None: all.
+    With `step`, only those in effect before this many steps were trained.
     """
     names = (CHANGED_CONFIG.fullmatch(path.name) for path in (run.iterdir() if run.is_dir() else ()))
     changed = sorted((int(match.group(1)), int(match.group(2)), match.group(0)) for match in names if match)
@@ -283,13 +279,9 @@ def score_policy(policies: Iterable[str], policy: str | None = None) -> str | No
 
 
 def score(report: Mapping[str, Any], metric: str = DEFAULT_METRIC, policy: str | None = None) -> float | None:
-    """Returns the score of a validation report (higher is better); None if no drafting policy was measured.
+    """Returns the score of a validation report (higher is better), see `score_policy`; None if no drafting policy was measured.
 
     The draft with the highest score is kept as `draft_best/`; early stopping and sweeps use it as well.
-
-    Args:
-        metric: a figure of the report's policies.
-        policy: see `score_policy`.
     """
     name = score_policy(report["policies"], policy)
     return None if name is None else float(report["policies"][name][str(metric)])

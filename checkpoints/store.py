@@ -206,13 +206,8 @@ class StateStore:
     def commit(self, step: int, best_step: int | None = None) -> Path:
         """Completes what was written since `begin(step)`: manifest, fsync, rename, `latest`, `best`, retention.
 
-        States of later steps are removed: they are corrupt, since the run was resumed from an earlier one.
-
-        Args:
-            best_step: step of the best draft so far; a state of that step is kept.
-
-        Raises:
-            OSError: the disk is full or not writable; earlier states are unchanged.
+        States of later steps are removed: they are corrupt, since the run was resumed from an earlier one. A state of
+        `best_step`, that of the best draft so far, is kept. OSError leaves earlier states unchanged.
         """
         part, final = self.part(step), self.folder / step_name(step)
         write_manifest(part, step)

@@ -85,11 +85,7 @@ def take_turns(decoders: Sequence[Decoder], repeats: int) -> list[Turns]:
 
 
 def figures(found: Sequence[Turns], same_draft: str) -> dict[str, Any]:
-    """Returns the figures of every decoder and the ratios of our fastest one to the other side's fastest one.
-
-    Args:
-        same_draft: label of the draft that both sides have.
-    """
+    """Returns the figures of every decoder and the ratios of the fastest ones; `same_draft`: label of the draft of both."""
 
     def fastest(is_ours: bool, has_draft: Callable[[str], object]) -> Turns | None:
         """The turns with the highest median speed of one side, among those whose draft's label is accepted."""

@@ -55,11 +55,7 @@ class Sizes(NamedTuple):
 
 
 class EngineConfig:
-    """A draft's config.json as engines read it, with the fields of the layer nested or at the top level.
-
-    Args:
-        raw: the content of config.json.
-    """
+    """A draft's config.json, `raw`, as engines read it, with the fields of the layer nested or at the top level."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         nested = raw.get("transformer_layer_config")
@@ -217,12 +213,7 @@ def default_levels(num_layers: int) -> list[int]:
 
 
 def levels_problem(levels: Sequence[Any], num_layers: int | None, count: int | None = None) -> str:
-    """Returns why engines cannot read these hidden_states; empty if they can.
-
-    Args:
-        num_layers: of the target; None: unknown.
-        count: number of levels that fc takes; None: any.
-    """
+    """Returns why engines cannot read these hidden_states, of which fc takes `count` (None: any); empty if they can."""
     if not levels or count not in (None, len(levels)) or not all(isinstance(level, int) for level in levels):
         return f"fc takes exactly {count or len(levels)} levels"
     if any(later <= earlier for earlier, later in pairwise(levels)) or levels[0] < 0:

@@ -34,13 +34,7 @@ SAFETENSORS_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.boo
 def new_export(out: Path, step: int, overwrite: bool = False) -> Iterator[Path]:
     """Yields a folder to write into; it is checksummed and renamed to `out` when the block ends, removed if it fails.
 
-    Args:
-        step: optimizer steps the draft was trained for, recorded in the manifest.
-        overwrite: replace an existing export; any other existing folder is refused.
-
-    Raises:
-        ValueError: `out` exists.
-        OSError: the disk is full or not writable; `out` is unchanged.
+    ValueError if `out` exists, unless it is an export to overwrite; OSError if the disk is full. `step` goes to the manifest.
     """
     restore_interrupted(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):

@@ -62,11 +62,7 @@ class CheckResult:
 def check_folder(folder: Path, facts: TargetFacts | None = None) -> CheckResult:
     """Checks a draft in an engine's format, of this project or third-party; wrong content is a finding, not an error.
 
-    Args:
-        facts: facts about its target; None = those in sage_export.json, if there are any.
-
-    Raises:
-        ValueError: no such folder.
+    `facts` are those of its target; None: those in sage_export.json, if there are any. ValueError without such a folder.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
@@ -122,13 +118,9 @@ def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts
 def convert(
     folder: Path | str, target: str, out: Path | str, options: ImportOptions | None = None, overwrite: bool = False
 ) -> Path:
-    """Converts a third-party draft to a draft of this package, written atomically to `out`, which is returned.
+    """Converts a third-party draft for a target, given by folder or hub id; writes it atomically to `out`, and returns that.
 
-    Args:
-        target: folder or hub id of the draft's target.
-
-    Raises:
-        ValueError: names what cannot be imported, or that `out` exists.
+    ValueError names what cannot be imported, or that `out` exists.
     """
     folder, out = Path(folder), Path(out)
     facts = TargetFacts.of_folder(target)
@@ -176,14 +168,9 @@ def load_export(folder: Path, target: sage.Target) -> DraftHead:
 def read_draft(
     folder: Path, facts: TargetFacts, options: ImportOptions | None = None, tables: Mapping[str, Table] | None = None
 ) -> DraftHead:
-    """Reads a third-party draft as a draft of this package, in the dtype of its file.
+    """Reads a third-party draft as a draft of this package, in the dtype of its file; pickles of tensors only are read, too.
 
-    Args:
-        folder: contains config.json and model.safetensors, shards, or a pytorch_model.bin of tensors only.
-        tables: the target's, to compare with those of the folder.
-
-    Raises:
-        ValueError: names the field or tensor that is wrong, missing, or cannot be expressed.
+    `tables` are the target's, to compare with those of the folder. ValueError names what is wrong, or cannot be expressed.
     """
     config = EngineConfig(read_config(folder))
     if config.is_sage_draft:

@@ -37,11 +37,9 @@ class IncompatibleDraft(ValueError):
 
 
 def check_compatible(config: Any, facts: TargetFacts, format_: ExportFormat, allowed: Mapping[str, bool]) -> list[str]:
-    """Checks that the format, and the engines that load it, compute what the draft computes.
+    """Checks that the format, and the engines that load it, compute what the draft of this configuration computes.
 
     Args:
-        config: the trained head's configuration.
-        facts: facts about its target.
         allowed: key -> whether the user allows to export in spite of an obstacle that is not inherent.
 
     Returns:
@@ -82,8 +80,7 @@ def engines_for(format_: ExportFormat, facts: TargetFacts) -> list[str]:
 def find_obstacles(config: Any, facts: TargetFacts, format_: ExportFormat, engine: str | None = None) -> list[Obstacle]:
     """Returns everything that prevents an export in this format, in the order in which it is to be solved.
 
-    Args:
-        engine: has to serve the export; None: one of those that load the format.
+    `engine` has to serve the export; None: one of those that load the format.
     """
     kind = head_kind(config.model_type)
     names = kind.export_formats if kind else ()
@@ -179,9 +176,7 @@ def _other_input(engine: str, config: Any, facts: TargetFacts) -> str:
 def serving_line(draft: Any, target: Any) -> str:
     """Returns which engines can serve a draft once it is exported, and the settings in the way of the others.
 
-    Args:
-        draft: the draft head, or the complete smaller model.
-        target: the configuration of the loaded target, `model.config`.
+    `target` is the configuration of the loaded target, `model.config`.
     """
     kind = head_kind(getattr(getattr(draft, "config", None), "model_type", None))
     if kind is None or not kind.export_formats:

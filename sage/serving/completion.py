@@ -38,13 +38,7 @@ class StopStrings:
 
 
 class Completion:
-    """A request that can be decoded, and its answer, built from its tokens.
-
-    Args:
-        inputs: of `Target.prepare`.
-        max_tokens: maximum length of the answer.
-        model, end_token_ids: of the service.
-    """
+    """A request that can be decoded, with `inputs` of `Target.prepare`, and its answer, built from its tokens."""
 
     def __init__(
         self, request: CompletionRequest, inputs: Any, max_tokens: int, tokenizer: Any, model: str, end_token_ids: Sequence[int]

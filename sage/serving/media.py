@@ -35,11 +35,7 @@ class RemoteMedia:
     max_bytes: int = 0
 
     def fetch(self, url: str, deadline: float) -> bytes:
-        """Returns the file at a URL; ValueError names the reason if it is not allowed or cannot be downloaded.
-
-        Args:
-            deadline: in seconds of `time.monotonic`.
-        """
+        """Returns the file at a URL; ValueError if it is not allowed, or not there by `deadline` (`time.monotonic`)."""
         parsed = self._checked(url)
         port = PORTS[parsed.scheme]
         pinned = parsed.copy_with(host=public_address(parsed.host, port), port=port)

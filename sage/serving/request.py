@@ -309,11 +309,7 @@ class ChatRequest(CompletionRequest):
 def read_request(
     kind: type[CompletionRequest], body: bytes, model: str, reader: MediaReader, ignores_unknown: bool
 ) -> CompletionRequest:
-    """Reads a request; ApiError for the first field that is not allowed.
-
-    Args:
-        model: name of the served target.
-    """
+    """Reads a request to the served `model`; ApiError for the first field that is not allowed."""
     try:
         request = kind.model_validate_json(body, context=reader)
     except ValidationError as error:

@@ -124,9 +124,7 @@ def is_short_of(answers: Answers, reference: Answers) -> bool:
 def verdict(found: Measured, fed: str | None, trained_with: str | None) -> list[str]:
     """Returns one line for each part at fault, the first to correct first; empty if all are good.
 
-    Args:
-        fed: the draft's inputs at image positions in the engine, as `draft.image_inputs`.
-        trained_with: those in training; None, as `fed`, for a draft without any.
+    `fed` and `trained_with` are the draft's inputs at image positions in the engine and in training; None: it has none.
     """
     lines, first = [], found.trained.accepted[0]
     if first < MIN_FIRST:

@@ -192,14 +192,7 @@ class ExportFormat(ABC):
         }
 
     def target_tensors(self, trained: DraftHead, facts: TargetFacts, embedding: bool | None) -> dict[str, Tensor]:
-        """Reads the tensors of the target that the format contains.
-
-        Args:
-            embedding: whether to write the target's embedding; None = the format's default.
-
-        Raises:
-            ValueError: the target's files are not available, or the format needs the embedding.
-        """
+        """Reads the target's tensors of the format; `embedding`: whether with that, None: by default. ValueError without it."""
         is_written = self.has_embedding if embedding is None else embedding
         return {EMBEDDING: read_table(facts, EMBEDDING)} if is_written else {}
 
