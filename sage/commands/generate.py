@@ -1,7 +1,4 @@
-"""sage-generate: answers a prompt about images or videos with speculative decoding; text is printed as it is accepted.
-
-Imports torch after the command line is checked.
-"""
+"""sage-generate: answers a prompt about images or videos with speculative decoding; imports torch after all checks."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 Importing this package imports the installed `train`, `data_prep` and `checkpoints`, which lie beside `sage`, so that a user's
 own `train.py` is not imported in their place. The names are those of the package `train`; torch is imported when a run starts.
-
-Does not own: how these packages are found (sage.io.files), training (train.job). This part of `sage` and the kinds of draft
-(sage.drafts.registry) refer to packages above `sage`, by name.
 """
 
 from __future__ import annotations

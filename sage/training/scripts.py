@@ -1,7 +1,4 @@
-"""The console scripts of the packages above `sage`, which start in any working directory: see sage.training.
-
-Does not own: the commands (train.cli, train.report).
-"""
+"""The console scripts of the packages above `sage`, which start in any working directory: see sage.training."""
 
 from __future__ import annotations
 

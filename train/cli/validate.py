@@ -1,7 +1,4 @@
-"""sage-validate: measures a saved draft with the decoder and prints the table and the path of the report.
-
-Imports torch after all checks.
-"""
+"""sage-validate: measures a saved draft with the decoder and prints the table and the path of the report."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The typed configuration of a run: names, types, ranges, and defaults that are the same for every choice of a group.
-
-Does not own: numbers that differ between choices (`conf/`), checks across fields (train.config.checks), sage.decoding.settings.
-"""
+"""The typed configuration of a run: names, types, ranges, and defaults that are the same for every choice of a group."""
 
 from __future__ import annotations
 

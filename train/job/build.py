@@ -1,7 +1,4 @@
-"""The composition root: builds the objects of a run from its configuration.
-
-Everything that can reveal a mistake is built before the run folder is written.
-"""
+"""The composition root: builds the objects of a run from its configuration, all of them before the run folder is written."""
 
 from __future__ import annotations
 
