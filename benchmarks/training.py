@@ -275,13 +275,13 @@ def build(config: Config, architecture: Any, device: torch.device) -> tuple[Teac
 def image_processor(path: str, architecture: Any) -> Any:
     """Returns the image processor of a folder, or else one of the architecture with the defaults of its class."""
     if Path(path).expanduser().is_dir():
-        found = load_processor(path).image_processor
+        processor = load_processor(path).image_processor
     else:
         classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(architecture.model_type)
-        found = None if classes is None else get_image_processor_class_from_name(classes["pil"])()
-    if found is None:
+        processor = None if classes is None else get_image_processor_class_from_name(classes["pil"])()
+    if processor is None:
         raise ValueError(f"--images: {architecture.model_type} takes no images; choose a vision-language target")
-    return found
+    return processor
 
 
 def make_batch(family: Any, processor: Any, sizes: Sizes) -> dict[str, Any]:

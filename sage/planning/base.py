@@ -184,7 +184,7 @@ def best_children(
         `NextLevel.picks` [M], increasing, and their path probabilities [M]; M <= min(count, F * K).
     """
     picks: list[int] = []
-    found: list[float] = []
+    children: list[float] = []
     first = 0
     for path, probs in zip(paths, rows, strict=True):
         for pick, prob in enumerate(probs, first):
@@ -192,9 +192,9 @@ def best_children(
             if child <= above:  # as are all further ones
                 break
             picks.append(pick)
-            found.append(child)
+            children.append(child)
         first += len(probs)
-    if len(found) > count:
-        kept = best(found, count)
-        picks, found = [picks[i] for i in kept], [found[i] for i in kept]
-    return picks, found
+    if len(children) > count:
+        kept = best(children, count)
+        picks, children = [picks[i] for i in kept], [children[i] for i in kept]
+    return picks, children

@@ -60,29 +60,29 @@ class Tree:
 
     Attributes:
         tokens, parents, depths: LongTensor [N] each; parent -1 and depth 0 for the root.
-        find_topk: returns `draft_topk`, which most rounds do not need.
+        draft_topk: per node the draft's candidates below it, None if it was not expanded.
         find_drafted: returns all nodes of the round, which only a trace needs; None for a tree without a builder.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
-    find_topk: Callable[[], Sequence[TopK | None]] = tuple
+    draft_topk: Sequence[TopK | None] = ()
     find_drafted: Callable[[], Drafted] | None = None
 
     @classmethod
-    def of(cls, columns: Columns, device: torch.device = CPU, find_topk: Callable[[], Sequence[TopK | None]] = tuple) -> Tree:
+    def of(cls, columns: Columns, device: torch.device = CPU, draft_topk: Sequence[TopK | None] = ()) -> Tree:
         """Returns the tree with these fields; one copy to the device."""
         numbers = (long_tensor(values, CPU) for values in columns)
         tokens, parents, depths, ancestors = upload_together(device, *numbers, ancestors_of(columns.parents))
-        tree = cls(tokens, parents, depths, find_topk)
+        tree = cls(tokens, parents, depths, draft_topk)
         tree.columns, tree.ancestors = columns, ancestors
         return tree
 
     @classmethod
     def of_root(cls, token: int, device: torch.device = CPU) -> Tree:
         """Returns the tree of one node."""
-        return cls.of(Columns([token], [-1], [0]), device, lambda: (None,))
+        return cls.of(Columns([token], [-1], [0]), device, [None])
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -91,11 +91,6 @@ class Tree:
     def depth(self) -> int:
         """Depth of the deepest node."""
         return max(self.columns.depths)
-
-    @cached_property
-    def draft_topk(self) -> Sequence[TopK | None]:
-        """Per node the draft's candidates below it, None if it was not expanded."""
-        return self.find_topk()
 
     @cached_property
     def columns(self) -> Columns:
@@ -238,7 +233,7 @@ class TreeBuilder:
             columns = Columns(self._tokens, self._parents, self._depths)
         else:
             nodes, columns = keep, self._columns(keep)
-        tree = Tree.of(columns, self.device, partial(_topk_of, nodes, self._levels))
+        tree = Tree.of(columns, self.device, _topk_of(nodes, self._levels))
         tree.find_drafted = partial(self._drafted, nodes)
         return tree
 

@@ -170,7 +170,7 @@ class CostAware(Policy):
         if level < self.max_depth:
             ends = frontier.ends() if self.sees_ends else ()
             means = prices.masses[level]
-            gains = [path * means[int(own * CONFIDENCE_BINS)] for path, own in zip(paths, acceptances, strict=True)]
+            gains = [path * means[int(share * CONFIDENCE_BINS)] for path, share in zip(paths, acceptances, strict=True)]
             expand = self._worth_expanding([(gain, i) for i, gain in enumerate(gains) if picks[i] not in ends])
         plan.frontier = [(paths[i], acceptances[i]) for i in expand]
         return NextLevel(picks, [picks[i] for i in expand])
@@ -180,13 +180,13 @@ class CostAware(Policy):
         most the `max_nodes` most probable; by increasing pick.
         """
         plan, paths, acceptances, picks, first = self.plan, list[float](), list[float](), list[int](), 0
-        for (path, own), probs in zip(plan.frontier, frontier.rows, strict=True):
+        for (path, acceptance), probs in zip(plan.frontier, frontier.rows, strict=True):
             accepted = plan.acceptance(probs, frontier.level, plan.prices.node / (path or MIN_PATH_PROB))
             paths += [path * probability for probability in accepted]
             picks += range(first, first + len(accepted))
             acceptances += accepted
             if plan.has_feedback:
-                plan.masses.append((frontier.level - 1, own, sum(accepted)))
+                plan.masses.append((frontier.level - 1, acceptance, sum(accepted)))
             first += len(probs)
         if len(paths) <= self.max_nodes:
             return paths, acceptances, picks
