@@ -338,7 +338,7 @@ def test_killed_client_of_a_server_continues(
         return TargetAnswer(f"{len(messages)} {seed}")
 
     with serving(make_processor("qwen2_5_vl"), model, models=[{"id": target_folder.name}]) as server:
-        server.fault = lambda number, body: Reply(action="hang") if len(server.prompts) > 12 else None
+        server.fault = lambda number, body: Reply(action="hang") if len(server.prompts) > 24 else None
         killed = [*words, f"regenerate.server={server.url}", f"out={tmp_path}/a.jsonl"]
         process = subprocess.Popen([*commands.command("train.cli.data"), *killed])
         while not (part.exists() and part.read_bytes().count(b"\n") >= 4):
