@@ -1,8 +1,7 @@
 """Summary of a measurement for `report.json`: medians over repeats, totals over prompts, intervals over prompts.
 
 A speed is a ratio of totals, sum of tokens / sum of median seconds. A speedup is the speed of a policy relative to the
-*fastest* autoregressive runner of the same measurement. Counts, time breakdown and example are those of each prompt's median
-run.
+*fastest* autoregressive runner of the same measurement. Counts and time breakdown are those of each prompt's median run.
 
 Intervals are bootstrap confidence intervals over prompts. Prompts are resampled, not repeats: they differ far more from each
 other than the repeats of one prompt, which are reduced to a median beforehand. Method and baseline are resampled together, so

@@ -12,8 +12,6 @@ rule about a cause states its figures; the first one that applies is reported. M
     few prompts          the data hold out fewer prompts than were to be measured, and those decide nothing
 
 A command never leads to the same verdict again: a rule does not apply where its command has been followed.
-
-Does not own: the measurement and its intervals (sage.bench), the estimate (train.monitor.metrics).
 """
 
 from __future__ import annotations
