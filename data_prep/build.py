@@ -66,8 +66,7 @@ def long_examples(config: DataConfig, dataset: Any) -> LongExamples | None:
     """Returns the examples that exceed `data.max_length`, None for a stream; ValueError if all of them would be dropped."""
     if is_stream(dataset):
         return None
-    lengths = [Lengths(*row) for row in dataset.full_lengths().tolist()]
-    long = find_long(config, lengths, len(lengths))
+    long = find_long(config, [Lengths(*row) for row in dataset.full_lengths().tolist()])
     long.check()
     return long
 

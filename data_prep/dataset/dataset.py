@@ -194,9 +194,6 @@ def _first_valid(
     raise ValueError(f"{dataset.skipped.path}: {len(keys)} invalid items in a row; is data.media_root right?")
 
 
-# -- draft vocabulary ----------------------------------------------------------------------------------------------------
-
-
 def count_tokens(dataset: Any, vocab_size: int) -> Tensor:
     """Returns the number of supervised occurrences of each token, int64 [V].
 
@@ -238,9 +235,6 @@ def _answers(dataset: Any) -> Iterable[np.ndarray]:
         except BadItem:  # skipped in training, too, or the error that ends it
             continue
         yield np.array(dataset.processor.supervised_tokens(segments(messages, dataset.processor)), dtype=np.int64)
-
-
-# -- time of preparation -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

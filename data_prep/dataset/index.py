@@ -148,9 +148,6 @@ def _with_extent(error: BadItem, source: Source, row: int) -> BadItem:
     return BadItem(error.source, error.index, f"{error.reason} ({extent})")
 
 
-# -- skipped items -------------------------------------------------------------------------------------------------------
-
-
 class SkipLog:
     """A JSON-lines file of {"source", "index", "kind", "reason"}, to which several processes may append.
 

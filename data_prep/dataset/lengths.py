@@ -102,8 +102,8 @@ class LongExamples:
         return f"{self.num_measured} measured examples" + (f" (of {self.total})" if self.total is not None else "")
 
 
-def find_long(config: DataConfig, lengths: Iterable[Lengths], total: int | None) -> LongExamples:
-    long = LongExamples(total, config.max_length, config.on_long)
+def find_long(config: DataConfig, lengths: Sequence[Lengths]) -> LongExamples:
+    long = LongExamples(len(lengths), config.max_length, config.on_long)
     for item in lengths:
         long.add(item)
     return long

@@ -97,7 +97,7 @@ def _write_examples(config: DataConfig, index: Index, processor: Processor, fold
     (store / META).write_text(json.dumps({"ids": ids, "frames": table.frames}))
     np.save(folder / INVALID, np.array(invalid, dtype=np.int64).reshape(-1, 1))
     np.save(folder / LENGTHS, as_array(measured))
-    find_long(config, measured, len(measured)).check()
+    find_long(config, measured).check()
     if not ids:
         raise ValueError(no_item_message(config, index.sources, Split.train, skipped.items))
     logger.info("prepared %d examples, skipped %d", len(ids), len(index) - len(ids))
@@ -121,9 +121,6 @@ def _encode(
         fields[f"{key}@{encoding}"] = levels
     data = save({key: np.ascontiguousarray(array) for key, array in fields.items()})
     return (conversation.id, int(index.source[position]), len(example["input_ids"]), data), lengths
-
-
-# -- the store -----------------------------------------------------------------------------------------------------------
 
 
 class StoredDataset(Dataset[Example]):

@@ -65,9 +65,6 @@ def score_table(result: dict[str, Any]) -> str:
     return text_table(("kind", "right", "words"), rows, ruled=False)
 
 
-# -- facts of an answer --------------------------------------------------------------------------------------------------
-
-
 def score_answer(text: str, truth: dict[str, Any], expected: list[tuple[str, str]]) -> Score:
     """Scores all facts of one answer, by kind: those that the question requests, and what it says about the image."""
     score: Score = Counter((kind, word in _stated(kind, text)) for kind, word in expected)

@@ -48,9 +48,6 @@ NUM_ROWS_SHOWN, MAX_SHOWN = 3, 60  # rows of a source, and characters of each me
 MAX_INVALID_SHOWN = 50  # invalid items named in an error; the others are listed
 
 
-# -- check ---------------------------------------------------------------------------------------------------------------
-
-
 def check_data(config: DataConfig, processor: Processor, split: str, limit: int) -> tuple[Statistics, Data]:
     """Prepares a split and measures up to `limit` of its examples (0: all): a sample, or the beginning of a stream.
 

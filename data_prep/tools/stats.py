@@ -133,9 +133,6 @@ def format_number(value: float) -> str:
     return f"{value:.0f}" if value == int(value) else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
-# -- the page ------------------------------------------------------------------------------------------------------------
-
-
 def render_html(title: str, statistics: Statistics, shown: list[tuple[Conversation, Example]], processor: Processor) -> str:
     """Returns the report as HTML (template: report.html), with the examples `shown`."""
     varying = [name for name in MEASURES if len(set(statistics.values[name])) > 1]
