@@ -23,10 +23,6 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-def num_processes() -> int:
-    return min(num_cores(), MAX_PROCESSES)
-
-
 def loader_workers(given: int | None, ranks: int) -> int:
     """Returns the processes of a rank that prepare examples: `given` (`data.num_workers`), or by default one per core that is
     left beside training by the ranks on this machine.
@@ -53,7 +49,7 @@ def start_worker(_number: int = 0) -> None:
 
 def mapped(work: Callable[[Task], Result], tasks: Iterable[Task], num_items: int) -> Iterator[Result]:
     """Yields the results of tasks in order; from several processes if there are at least `MIN_PARALLEL` items in them."""
-    processes = num_processes()
+    processes = min(num_cores(), MAX_PROCESSES)
     return from_workers(work, tasks, processes if num_items >= MIN_PARALLEL and processes > 1 else 0, TASKS_AHEAD)
 
 

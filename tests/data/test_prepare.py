@@ -182,7 +182,7 @@ def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     processor = make_processor("qwen2_5_vl")
     alone = build_dataset(pocket(tmp_path / "alone"), processor)
     monkeypatch.setattr(workers, "MIN_PARALLEL", 1)
-    monkeypatch.setattr(workers, "num_processes", lambda: 2)
+    monkeypatch.setattr(workers, "num_cores", lambda: 2)
     together = build_dataset(pocket(tmp_path / "together"), processor)
     assert all(same(alone[i], together[i]) for i in range(6))
     rows = build_dataset(replace(pocket(tmp_path / "rows"), cache=Cache.rows), processor)
