@@ -26,49 +26,27 @@ SEED: dict[str, Any] = {"question": "How many?", "answer": "A", "question_type_i
 CLIP = {"video": "ep1", "question": "What next?", "candidates": ["Runs.", "Sits."], "answer": "Sits."}
 # kind -> images, file, content; question, answer, family of the first row
 LAYOUTS: dict[str, tuple[tuple[str, ...], str, Any, str, str, str]] = {
-    "textvqa": (
-        ("train_images/0054.jpg",),
-        "TextVQA_0.5.1_val.json",
-        {"data": [{"question": "what brand?", "image_id": "0054", "answers": ["a", "b", "b"], "question_id": 34602}]},
-        f"what brand?\n{ONE_WORD}", "b", "text_vqa",
-    ),
-    "gqa": (
-        ("images/2405722.jpg",),
-        "val_balanced_questions.json",
-        {"05451384": {"imageId": "2405722", "question": "Is it red?", "answer": "yes", "fullAnswer": "Yes, it is."}},
-        f"Is it red?\n{ONE_WORD}", "yes", "general_vqa",
-    ),
-    "chartqa": (
-        ("png/4169.png",),
-        "test_human.json",
-        [{"imgname": "4169.png", "query": "How many bars?", "label": "14"}],
-        f"How many bars?\n{ONE_WORD}", "14", "chart_vqa",
-    ),
-    "seed_bench": (
-        ("SEED-Bench-image/1454426_2591111986", "videos/12/1.png", "videos/12/2.png", "videos/12/3.png"),
-        "SEED-Bench.json",
-        {"questions": [{"data_id": "1454426_2591111986", "data_type": "image", "question_id": "101669", **SEED},
-                       {"data_id": "12", "data_type": "video", "question_id": "2", "segment": [0.5, 1.0], **SEED}]},
-        f"How many?\nA. One\nB. Two\nC. Three\nD. Four\n{ONE_LETTER}", "A", "image",
-    ),
-    "mvbench": (
-        ("video/tvqa/ep1/1.png", "video/tvqa/ep1/2.png"),
-        "json/action.json",
-        [CLIP, CLIP | {"start": 0.0, "end": 0.3}],
-        f"What next?\nA. Runs.\nB. Sits.\n{ONE_LETTER}", "B", "video_choice",
-    ),
-    "video_detail_caption": (
-        ("Test_Videos/v_1/1.png",),
-        "data/test-00000-of-00001.parquet",
-        {"video_name": "v_1", "question": "Describe the video in detail.", "answer": "A man."},
-        "Describe the video in detail.", "A man.", "video_caption",
-    ),
-    "mmspec": (
-        ("images/mmspec_001.jpg",),
-        "mmspec.jsonl",
-        {"id": "mmspec_001", "image": "mmspec_001.jpg", "turns": ["What is it?", "Why?"], "topic": "general vqa"},
-        "What is it?", "", "general vqa",
-    ),
+    "textvqa": (("train_images/0054.jpg",), "TextVQA_0.5.1_val.json",
+                {"data": [{"question": "what brand?", "image_id": "0054", "answers": ["a", "b", "b"], "question_id": 34602}]},
+                f"what brand?\n{ONE_WORD}", "b", "text_vqa"),
+    "gqa": (("images/2405722.jpg",), "val_balanced_questions.json",
+            {"05451384": {"imageId": "2405722", "question": "Is it red?", "answer": "yes", "fullAnswer": "Yes, it is."}},
+            f"Is it red?\n{ONE_WORD}", "yes", "general_vqa"),
+    "chartqa": (("png/4169.png",), "test_human.json", [{"imgname": "4169.png", "query": "How many bars?", "label": "14"}],
+                f"How many bars?\n{ONE_WORD}", "14", "chart_vqa"),
+    "seed_bench": (("SEED-Bench-image/1454426_2591111986", "videos/12/1.png", "videos/12/2.png", "videos/12/3.png"),
+                   "SEED-Bench.json",
+                   {"questions": [{"data_id": "1454426_2591111986", "data_type": "image", "question_id": "101669", **SEED},
+                                  {"data_id": "12", "data_type": "video", "question_id": "2", "segment": [0.5, 1.0], **SEED}]},
+                   f"How many?\nA. One\nB. Two\nC. Three\nD. Four\n{ONE_LETTER}", "A", "image"),
+    "mvbench": (("video/tvqa/ep1/1.png", "video/tvqa/ep1/2.png"), "json/action.json", [CLIP, CLIP | {"start": 0.0, "end": 0.3}],
+                f"What next?\nA. Runs.\nB. Sits.\n{ONE_LETTER}", "B", "video_choice"),
+    "video_detail_caption": (("Test_Videos/v_1/1.png",), "data/test-00000-of-00001.parquet",
+                             {"video_name": "v_1", "question": "Describe the video in detail.", "answer": "A man."},
+                             "Describe the video in detail.", "A man.", "video_caption"),
+    "mmspec": (("images/mmspec_001.jpg",), "mmspec.jsonl",
+               {"id": "mmspec_001", "image": "mmspec_001.jpg", "turns": ["What is it?", "Why?"], "topic": "general vqa"},
+               "What is it?", "", "general vqa"),
 }  # fmt: skip
 
 
