@@ -186,11 +186,10 @@ def test_check_from_the_command_line(target_folder: Path, tmp_path: Path, capsys
     page_path = tmp_path / "page.html"
     assert command(*words, f"out={page_path}", "data.max_length=null") == 0
     printed, logged = capsys.readouterr()
-    assert "6 examples, 6 measured" in printed
-    assert "the answers are not the target's own" in logged and "regenerate them with: data.answers=target" in logged
-    assert f"page: {page_path}" in printed
-    assert "own answers: " in printed and "are the target's own choice" in html.unescape(page_path.read_text())
-    assert page_path.read_text().startswith("<!doctype html>")
+    check_message(printed, "6 examples, 6 measured", "own answers: ", f"page: {page_path}")
+    check_message(logged, "the answers are not the target's own", "regenerate them with: data.answers=target")
+    page = page_path.read_text()
+    assert page.startswith("<!doctype html>") and "are the target's own choice" in html.unescape(page)
     rows = tmp_path / "rows.jsonl"
     assert command(*words, "action=convert", f"out={rows}") == 0
     assert len(rows.read_text().splitlines()) == 6

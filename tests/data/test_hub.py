@@ -200,9 +200,8 @@ def test_streaming_a_table(tmp_path: Path) -> None:
     rows = {"question": [f"q{i}" for i in range(10)], "answer": [f"a{i}" for i in range(10)], "image": ["a.png"] * 10}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "t.parquet")
     source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True, num_examples=8, weight=1.0)
-    config = DataConfig(
-        sources={"it": source}, media_root=str(tmp_path), shuffle_block=4, holdout=0.0, cache_dir=str(tmp_path / "c")
-    )
+    options: dict[str, Any] = {"media_root": str(tmp_path), "shuffle_block": 4, "holdout": 0.0}
+    config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "c"), **options)
     processor = make_processor("qwen2_5_vl")
     dataset = build_dataset(config, processor)
     expected = take(StepLoader(dataset, processor.collate, 4, 4), 4)

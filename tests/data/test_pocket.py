@@ -189,13 +189,9 @@ def test_visual_tokens_are_what_the_text_layers_read(tokenizers, family):
 @pytest.mark.slow
 @families
 def test_small_recipe_builds_a_loadable_folder(family, tmp_path):
-    stages = (
-        build.Stage("language", 3, 1, 1e-3, build.NAMING_MIXTURE),
-        build.Stage("deep", 4, 1, 1e-3, build.FULL_MIXTURE),
-    )
-    recipe = build.Recipe(
-        probe_steps=1, stages=stages, has_positions=False, num_texts=60, probe_batch_size=2, batch_size=2, num_pooled=1
-    )
+    mixtures = {"language": build.NAMING_MIXTURE, "deep": build.FULL_MIXTURE}
+    stages = tuple(build.Stage(name, 3 + i, 1, 1e-3, mixture) for i, (name, mixture) in enumerate(mixtures.items()))
+    recipe = build.Recipe(1, stages, False, num_texts=60, probe_batch_size=2, batch_size=2, num_pooled=1)
     model, tokenizer = build.train(family, 0, recipe)
     architecture.save(model, tokenizer, family, tmp_path / "target")
     target = load_target(tmp_path / "target", dtype=torch.float32)
