@@ -6,8 +6,6 @@ Server and clients share one process, whose memory is printed.
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import random
 import sys
 import tempfile
@@ -19,17 +17,20 @@ from typing import Any
 
 import httpx
 import torch
-from PIL import Image
 from transformers.utils import logging
 
 import sage
+from benchmarks.engines.measure import question
+from data_prep.config import Images
 from data_prep.pocket import architecture
+from data_prep.server.client import MediaPolicy, request_messages
 from sage.commands.cli import new_parser, run
 from sage.serving.server import running
 from sage.serving.service import new_service
 from sage.serving.settings import ServerLimits
 
 MODEL, FAMILY = "random", "qwen2_5_vl"
+FAMILIES = ("text", "question", "compare")  # of prompts: without an image, with one, and with two
 NUM_PROMPTS, NUM_REPORTS = 48, 10
 
 
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        target = _target(Path(folder))
+        architecture.save_random(FAMILY, Path(folder))
+        target = sage.load_target(folder, dtype=torch.float32)  # as sage-serve on a CPU; in bf16, near-ties flip
         draft = sage.new_draft(target, "eagle")
         limits = ServerLimits(max_requests=args.concurrency, queue=args.concurrency, max_context=400)
         cases = [_case(target, number) for number in range(NUM_PROMPTS)]
@@ -58,40 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return asyncio.run(_load(url, cases, args.requests, args.concurrency))
 
 
-def _target(folder: Path) -> sage.Target:
-    architecture.save_random(FAMILY, folder)
-    return sage.load_target(folder, dtype=torch.float32)  # as sage-serve on a CPU; in bf16, near-ties flip
-
-
 def _case(target: sage.Target, number: int) -> Case:
-    """A prompt with an image, or without, greedy or sampled, of 4 to 24 tokens."""
+    """A question of the pocket world about no image, one or two, greedy or sampled, with an answer of 4 to 24 tokens."""
     random_ = random.Random(number)
     options: dict[str, Any] = {"temperature": random_.choice([0.0, 0.7, 1.2]), "seed": number}
     max_tokens = random_.randrange(4, 25)
-    text = {
-        "type": "text",
-        "text": " ".join(random_.choices(["what", "is", "this", "red", "circle"], k=random_.randrange(1, 20))),
-    }
-    images = [_noise(seed) for seed in range(number, number + random_.randrange(3))]
-    content: list[Any] = [*({"type": "image", "image": url} for url in images), text]
-    inputs = target.prepare([{"role": "user", "content": content}])
+    messages = question("test", number, FAMILIES[number % len(FAMILIES)]).messages
+    inputs = target.prepare(messages)
     expected = sage.generate(target, None, inputs, policy="autoregressive", max_new_tokens=max_tokens, **options)
-    sent = [*({"type": "image_url", "image_url": {"url": url}} for url in images), text]
-    body = {"messages": [{"role": "user", "content": sent}], "max_tokens": max_tokens, **options}
-    return Case(body, expected.text)
-
-
-def _noise(seed: int, side: int = 56) -> str:
-    """Returns a picture of noise as a data URL."""
-    stream = io.BytesIO()
-    Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(3 * side * side)).save(stream, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
-
-
-async def _is_right(client: httpx.AsyncClient, case: Case) -> bool:
-    """Requests a case; returns whether the answer has its text."""
-    reply = await client.post("/v1/chat/completions", json=case.body)
-    return bool(reply.is_success and reply.json()["choices"][0]["message"]["content"] == case.text)
+    sent = request_messages(messages, MediaPolicy((), Images.inline))
+    return Case({"messages": sent, "max_tokens": max_tokens, **options}, expected.text)
 
 
 async def _load(url: str, cases: list[Case], count: int, concurrency: int) -> int:
@@ -102,7 +80,8 @@ async def _load(url: str, cases: list[Case], count: int, concurrency: int) -> in
         nonlocal wrong, done
         for number in numbers:
             case = cases[random.Random(number).randrange(len(cases))]
-            wrong += not await _is_right(client, case)
+            reply = await client.post("/v1/chat/completions", json=case.body)
+            wrong += not (reply.is_success and reply.json()["choices"][0]["message"]["content"] == case.text)
             done += 1
             if done % max(1, count // NUM_REPORTS) == 0:
                 seconds = time.perf_counter() - start
