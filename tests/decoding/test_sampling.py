@@ -30,12 +30,6 @@ def sampler(**options: Any) -> TargetSampler:
     return TargetSampler(Sampling(**options), PROMPT)
 
 
-def test_greedy_is_argmax() -> None:
-    tree = tree_of([(1,), (2,), (1, 3)])
-    logits = torch.randn(4, 7)
-    assert torch.equal(sampler()(logits, tree), logits.argmax(-1))
-
-
 def test_nodes_of_one_depth_share_their_noise() -> None:
     tree = tree_of([(1,), (2,), (1, 3)])
     logits = torch.randn(1, 50).expand(4, -1)

@@ -14,24 +14,30 @@
 
 namespace {
 
-constexpr int64_t MAX_ROWS = 64;  // of x that are laid out at once
+constexpr int64_t MAX_ROWS = 64;       // of x that are laid out at once
+constexpr size_t OWN_BYTES = 1 << 16;  // of x as it is laid out: up to here, every thread has its own, and none waits
 constexpr int MAX_WEIGHTS = 16;
 
 template <typename T>
 void multiply(const Job<T>& job, int64_t num_weights, const void* const* weights, const int64_t* sizes, int threads) {
+    thread_local Scratch scratch;
     const int64_t lines = lines_of<T>(job.depth), unit = job.rows == 1 ? ONE_ROW : TILE;
     const size_t bytes = job.rows > 1 ? vectors_of(job) * sizeof(Vec) : 0;
+    Vec* shared = bytes > OWN_BYTES ? scratch.of(bytes) : nullptr;
     const int64_t units = (job.width + unit - 1) / unit;
     const int wanted = job.rows * job.width * job.depth < MIN_PARALLEL ? 1 : threads;
 #pragma omp parallel num_threads(wanted) if (wanted > 1)
     {
-        thread_local Scratch scratch;
         const int64_t parts = omp_get_num_threads(), part = omp_get_thread_num();
-        Vec* x = scratch.of(bytes);
+        Vec* x = shared ? shared : scratch.of(bytes);
         if (job.rows > 1)
             for_groups(job, lines, x, [&](auto& kind, int64_t row, int64_t count, Vec* of_x) {
-                kind.lay_out(job, row, count, of_x, 0, lines);
+                const int64_t first = shared ? lines * part / parts : 0, last = shared ? lines * (part + 1) / parts : lines;
+                kind.lay_out(job, row, count, of_x, first, last);
             });
+        if (shared) {
+#pragma omp barrier
+        }
         const int64_t begin = std::min(job.width, units * part / parts * unit);
         const int64_t end = std::min(job.width, units * (part + 1) / parts * unit);
         int64_t start = 0;  // of the weight's results in a row of y

@@ -115,6 +115,16 @@ struct Group {
     }
 
     static void lay_out_line(const uint32_t (&words)[ROWS][LINE], Vec* out) {
+#if defined(__AVX512F__)
+        if (G == 1 && PARTS == 1) {
+            Vec rows[16];
+            std::memcpy(rows, words, sizeof rows);
+            transpose(rows);
+#pragma GCC unroll 16
+            for (int s = 0; s < 16; ++s) out[s * VX] = rows[s];
+            return;
+        }
+#endif
         for (int s = 0; s < LINE / G; ++s) {
             uint32_t* place = (uint32_t*)(out + s * VX * PARTS);
             for (int m = 0; m < ROWS; ++m) {
