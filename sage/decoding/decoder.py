@@ -21,7 +21,7 @@ from sage.planning.base import Policy
 from sage.planning.tree import Columns, NextLevel, RoundOutcome, Tree, TreeBuilder
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens, cached_index, join_tokens
-from sage.runtime.packing import Pass, run
+from sage.runtime.packing import Pass, run_passes
 from sage.runtime.timing import Clock, shared_time
 from sage.targets import Features, Prompt, Target
 from sage.targets.family import Family
@@ -116,9 +116,9 @@ def run_round(requests: Sequence[Request]) -> list[Round]:
     synchronize_drafts(requests, drafts)
     builders = grow(requests, drafts)
     trees = _each(requests, selected_tree, builders)
-    outputs = _run(requests, _each(requests, _verify_pass, trees))
+    outputs = _run_passes(requests, _each(requests, _verify_pass, trees))
     rounds = _each(requests, _accept, trees, outputs)
-    return [Round([], 0) if found is None else found for found in rounds]
+    return [Round([], 0) if round_ is None else round_ for round_ in rounds]
 
 
 def attempt(request: Request, step: Callable[..., Any], *values: Any) -> Any:
@@ -147,18 +147,18 @@ def _each(requests: Sequence[Request], step: Callable[..., Any], *columns: Seque
     return [attempt(request, step, *values) for request, *values in zip(requests, *columns, strict=True)]
 
 
-def _run(requests: Sequence[Request], needed: Sequence[Any]) -> list[Any]:
+def _run_passes(requests: Sequence[Request], passes: Sequence[Any]) -> list[Any]:
     """Runs the passes that requests need, None for none; their clocks share the time."""
     if _is_alone(requests):
-        return run(needed)
-    places = [place for place, each in enumerate(needed) if each is not None]
-    found: list[Any] = [None] * len(needed)
-    if not places:
-        return found
-    with shared_time([requests[place].clock for place in places]):
-        for place, result in zip(places, run([needed[place] for place in places]), strict=True):
-            found[place] = result
-    return found
+        return run_passes(passes)
+    indices = [i for i, each in enumerate(passes) if each is not None]
+    results: list[Any] = [None] * len(passes)
+    if not indices:
+        return results
+    with shared_time([requests[i].clock for i in indices]):
+        for i, result in zip(indices, run_passes([passes[i] for i in indices]), strict=True):
+            results[i] = result
+    return results
 
 
 def read_chunk(request: Request, num_tokens: int) -> bool:
@@ -170,8 +170,8 @@ def read_chunk(request: Request, num_tokens: int) -> bool:
     left = request.prompt.input_ids.shape[1] - request.cache.length
     if left <= num_tokens or request.pruning.needs_attention or type(family).visible is not Family.visible:
         return False
-    part = torch.arange(request.cache.length, request.cache.length + num_tokens, device=request.prompt.input_ids.device)
-    request.features.append(read_prompt(request.target, request.prompt.at(part), request.cache, request.levels))
+    chunk = torch.arange(request.cache.length, request.cache.length + num_tokens, device=request.prompt.input_ids.device)
+    request.features.append(read_prompt(request.target, request.prompt.at(chunk), request.cache, request.levels))
     request.clock.lap("target_prefill")
     return True
 
@@ -221,7 +221,7 @@ def _begin(request: Request) -> bool:
 
 def synchronize_drafts(requests: Sequence[Request], drafts: Sequence[bool]) -> None:
     """Lets the drafts of requests read the accepted tokens, where the policy drafts or they have become many."""
-    for request, logits in zip(requests, _run(requests, _each(requests, _unread_pass, drafts)), strict=True):
+    for request, logits in zip(requests, _run_passes(requests, _each(requests, _unread_pass, drafts)), strict=True):
         if logits is not None:
             request.draft_logits = logits
             request.stats.draft_steps += 1
@@ -288,14 +288,14 @@ def grow(requests: Sequence[Request], drafts: Sequence[bool]) -> list[TreeBuilde
     growing = [growth for growth in growths if growth is not None]
     if growing and _is_alone(requests):
         while (needed := growing[0].next_pass()) is not None:
-            growing[0].add_level(*run([needed]))
+            growing[0].add_level(*run_passes([needed]))
         return [growing[0].builder]
     while growing:
         passes = _each([growth.request for growth in growing], lambda _, growth: growth.next_pass(), growing)
         growing = [growth for growth, needed in zip(growing, passes, strict=True) if needed is not None]
-        own = [growth.request for growth in growing]
-        logits = _run(own, [needed for needed in passes if needed is not None])
-        _each(own, lambda _, growth, found: growth.add_level(found), growing, logits)
+        still_growing = [growth.request for growth in growing]
+        logits = _run_passes(still_growing, [needed for needed in passes if needed is not None])
+        _each(still_growing, lambda _, growth, scores: growth.add_level(scores), growing, logits)
     return [growth and growth.builder for growth in growths]
 
 

@@ -101,7 +101,8 @@ class TargetSampler:
         return (self._scores + noise.index_select(0, tree.depths)).argmax(-1).masked_fill_(is_nan, NAN_TOKEN)
 
     def coupled(self, logits: Tensor, level: int, token_map: Tensor | None = None) -> Tensor:
-        """Returns scores log q + g [F, U] of draft logits [F, U] for the tokens of a level; the logits if not coupled.
+        """Returns scores log q + g [F, U] of draft logits [F, U] for the tokens of a level; `logits` itself if not coupled,
+        by which a session knows its own (`SlotSession.propose`).
 
         Args:
             level: depth of the proposed tokens; 1 = below the root.

@@ -21,7 +21,7 @@ from sage.io.manifest import refuse_corrupt_draft
 from sage.io.model_files import read_config
 from sage.runtime.cache import TreeCache
 from sage.runtime.host_tensors import Tokens
-from sage.runtime.packing import Pass, run
+from sage.runtime.packing import Pass, run_passes
 from sage.targets import Features, Prompt, Target, is_target_folder
 
 
@@ -137,13 +137,13 @@ class DraftSession(ABC):
     @torch.no_grad()
     def expand(self, rows: Tensor, tokens: Tokens) -> Tensor:
         """Runs `expand_pass` of this request alone."""
-        logits: Tensor = run([self.expand_pass(rows, tokens)])[0]
+        logits: Tensor = run_passes([self.expand_pass(rows, tokens)])[0]
         return logits
 
     @torch.no_grad()
     def commit(self, features: Features, tokens: Tokens) -> Tensor:
         """Runs `commit_pass` of this request alone."""
-        logits: Tensor = run([self.commit_pass(features, tokens)])[0]
+        logits: Tensor = run_passes([self.commit_pass(features, tokens)])[0]
         return logits
 
     def propose(self, scores: Tensor, num_candidates: int) -> Candidates:

@@ -21,7 +21,7 @@ from sage.drafts.spans import HeadInput, PairMasks, ends_of_turn
 from sage.runtime.cache import TreeCache
 from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer, read_together
-from sage.runtime.packing import BoundPass, Pass, run
+from sage.runtime.packing import BoundPass, Pass, run_passes
 from sage.runtime.pass_function import EAGER, PROMPT
 from sage.targets import Features, Prompt, Target
 
@@ -78,7 +78,7 @@ class PairSession(DraftSession):
         is_short = PROMPT.minimum <= prompt.input_ids.shape[1] <= self._executor.max_prompt
         if is_short and prompt.kept is None and self.draft.compressor is None:
             rope = self.draft.rope(prompt.position_ids, self.dtype)
-            logits: Tensor = run([self._read(self._next_embeds(prompt, root), features, rope)])[0]
+            logits: Tensor = run_passes([self._read(self._next_embeds(prompt, root), features, rope)])[0]
             return logits
         pairs = self._pairs_of_prompt(prompt, features, root)
         more = pairs.features.shape[1] - prompt.input_ids.shape[1]
@@ -274,7 +274,7 @@ class SlotSession(PairSession):
         return self._row
 
     def propose(self, scores: Tensor, num_candidates: int) -> Candidates:
-        if scores is not self._row:
+        if scores is not self._row:  # the sampler's noise has made other scores of them: `TargetSampler.coupled`
             return super().propose(scores, num_candidates)
         if not self._best or num_candidates > self._num_candidates:
             self._select_best(num_candidates)

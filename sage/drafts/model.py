@@ -21,7 +21,7 @@ from sage.drafts.registry import DraftKind
 from sage.runtime.cache import TreeCache
 from sage.runtime.executors import executor_of
 from sage.runtime.host_tensors import Tokens, TokenStagingBuffer
-from sage.runtime.packing import Pass, run
+from sage.runtime.packing import Pass, run_passes
 from sage.runtime.pass_function import EAGER
 from sage.targets import Features, Prompt, Target, load_target
 from sage.targets.loading import meta_target
@@ -147,7 +147,7 @@ class ModelSession(DraftSession):
             embedded = embedded.at(prompt.kept)
         read_prompt(self.model, embedded, self.cache)
         self.position = embedded.next_position
-        logits: Tensor = run([self._read(root)])[0]
+        logits: Tensor = run_passes([self._read(root)])[0]
         return logits
 
     def expand_pass(self, rows: Tensor, tokens: Tokens) -> Pass:

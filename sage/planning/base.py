@@ -27,7 +27,7 @@ from sage.planning.tree import Frontier, NextLevel, RoundOutcome
 class Policy(ABC):
     """Shapes the draft trees of one request at a time; `reset` starts a new request.
 
-    A policy with options is a `dataclass(eq=False, kw_only=True)` whose fields are the options, see `sage.planning.base`;
+    A policy with options is a `dataclass(eq=False, kw_only=True)` whose fields are the options;
     `__post_init__` checks them and sets the attributes below.
 
     Attributes:

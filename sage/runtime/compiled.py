@@ -90,17 +90,17 @@ class Package:
 
         index = -1 if device.index is None else device.index
         self._compiled = aoti_load_package(str(path), run_single_threaded=True, device_index=index)
-        self._places = {name: _place(module, name) for name in self._compiled.get_constant_fqns()}
+        self._weight_slots = {name: _weight_slot(module, name) for name in self._compiled.get_constant_fqns()}
         self._pointers: list[int] = []
         self._run: Callable[..., Any] = self._compiled.loader.run  # without the flattening of arguments, 60 us per call
         self.refresh()
 
     def refresh(self) -> None:
         """Looks up the addresses of the weights again. Call it when they may have moved, as by a cast."""
-        pointers = [weights[key].data_ptr() for weights, key in self._places.values()]
+        pointers = [weights[key].data_ptr() for weights, key in self._weight_slots.values()]
         if pointers != self._pointers:
-            self._found = {name: weights[key].detach() for name, (weights, key) in self._places.items()}
-            self._compiled.load_constants(self._found, check_full_update=True, user_managed=True)
+            self._constants = {name: weights[key].detach() for name, (weights, key) in self._weight_slots.items()}
+            self._compiled.load_constants(self._constants, check_full_update=True, user_managed=True)
             self._pointers = pointers
 
     def __call__(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -108,7 +108,7 @@ class Package:
         return out
 
 
-def _place(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+def _weight_slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     """Returns the dictionary of a submodule that holds a weight, and the weight's key in it; a module finds its attributes more
     slowly.
     """

@@ -207,25 +207,25 @@ class Pass:
         return replace(self, finish=lambda results: finish(before(results)))
 
 
-def run(needed: Sequence[Any]) -> list[Any]:
+def run_passes(passes: Sequence[Any]) -> list[Any]:
     """Runs passes of several requests, those of one function as one pass; returns what they are needed for.
 
     Args:
-        needed: `Pass` of each request, or its result if it needs none.
+        passes: `Pass` of each request, or its result if it needs none.
     """
-    if len(needed) == 1:  # without grouping, which takes as long as a small operator
-        alone = needed[0]
-        while isinstance(alone, Pass):
-            alone = alone.finish(alone.bound.run_one(alone))
-        return [alone]
-    results = list(needed)
+    if len(passes) == 1:  # without grouping, which takes as long as a small operator
+        result = passes[0]
+        while isinstance(result, Pass):
+            result = result.finish(result.bound.run_one(result))
+        return [result]
+    results = list(passes)
     while waiting := [i for i, each in enumerate(results) if isinstance(each, Pass)]:
         for function in dict.fromkeys(results[i].bound.function for i in waiting):
             indices = [i for i in waiting if isinstance(results[i], Pass) and results[i].bound.function is function]
-            passes = [results[i] for i in indices]
-            bound = passes[0].bound
-            outputs = [bound.run_one(passes[0])] if len(passes) == 1 else bound.run_several(passes)
-            for i, each, output in zip(indices, passes, outputs, strict=True):
+            group = [results[i] for i in indices]
+            bound = group[0].bound
+            outputs = [bound.run_one(group[0])] if len(group) == 1 else bound.run_several(group)
+            for i, each, output in zip(indices, group, outputs, strict=True):
                 results[i] = each.finish(output)
     return results
 

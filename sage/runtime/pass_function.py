@@ -183,12 +183,12 @@ class PassFunction(nn.Module, ABC):
         self.inputs, self.results = inputs, tuple(results)
         self.arguments = [each.metadata["argument"].resolved(each.name, sizes, dtype) for each in fields(inputs)]
         self.kept: dict[Hashable, Any] = {}
-        self._places: dict[Dim, tuple[str, int]] = {}
+        self._axis_of_dim: dict[Dim, tuple[str, int]] = {}
         for described in self.arguments:
             for axis, dim in enumerate(described.dims):
                 if isinstance(dim, Dim):
-                    self._places.setdefault(dim, (described.name, axis))
-        self.variant_dims = {dim: place for dim, place in self._places.items() if dim.has_variant}
+                    self._axis_of_dim.setdefault(dim, (described.name, axis))
+        self.variant_dims = {dim: place for dim, place in self._axis_of_dim.items() if dim.has_variant}
 
     @abstractmethod
     def compute(self, inputs: Any) -> tuple[Tensor, ...]:
@@ -205,7 +205,7 @@ class PassFunction(nn.Module, ABC):
 
     def sizes(self, inputs: PassInputs) -> dict[Dim, int]:
         """Returns the size of every dynamic dimension in the arguments."""
-        return {dim: _tensor(getattr(inputs, name)).shape[axis] for dim, (name, axis) in self._places.items()}
+        return {dim: _tensor(getattr(inputs, name)).shape[axis] for dim, (name, axis) in self._axis_of_dim.items()}
 
     def variant(self, inputs: PassInputs) -> tuple[bool, ...]:
         """Returns, for each dimension that is compiled separately for size 1, whether its size is 1."""
@@ -222,9 +222,9 @@ class PassFunction(nn.Module, ABC):
     def example(self, variant: tuple[bool, ...], device: torch.device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns example arguments of a variant for `forward`, and their dynamic dimensions for `torch.export.export`."""
         single = {dim for dim, is_one in zip(self.variant_dims, variant, strict=True) if is_one}
-        sizes = {dim: 1 if dim in single else dim.example for dim in self._places}
+        sizes = {dim: 1 if dim in single else dim.example for dim in self._axis_of_dim}
         symbols = {
-            dim: torch.export.Dim(dim.name, min=dim.minimum, max=dim.maximum) for dim in self._places if dim not in single
+            dim: torch.export.Dim(dim.name, min=dim.minimum, max=dim.maximum) for dim in self._axis_of_dim if dim not in single
         }
         values: list[Tensor] = []
         dynamic: list[Any] = []

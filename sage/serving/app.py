@@ -145,7 +145,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request."""
-        number = Headers(scope=scope).get(ID_HEADER, "")[:MAX_ID] or uuid.uuid4().hex
+        request_id = Headers(scope=scope).get(ID_HEADER, "")[:MAX_ID] or uuid.uuid4().hex
         method, status, started, first_s = scope["method"], LEFT, time.monotonic(), 0.0
         state: dict[str, Any] = {}
 
@@ -153,7 +153,10 @@ class AccessLog:
             nonlocal status, first_s
             if message["type"] == "http.response.start":
                 status, first_s = message["status"], time.monotonic() - started
-                message = {**message, "headers": [*message.get("headers", ()), (ID_HEADER.encode(), number.encode("latin-1"))]}
+                message = {
+                    **message,
+                    "headers": [*message.get("headers", ()), (ID_HEADER.encode(), request_id.encode("latin-1"))],
+                }
             await send(message)
 
         try:
@@ -162,7 +165,9 @@ class AccessLog:
         finally:
             path, seconds = scope["raw_path"].decode("ascii", "replace"), time.monotonic() - started
             tokens = f", {state['completion'].summary()}" if "completion" in state else ""
-            logger.info("%s %s %s %d in %.3f s, first byte %.3f s%s", number, method, path, status, seconds, first_s, tokens)
+            logger.info(
+                "%s %s %s %d in %.3f s, first byte %.3f s%s", request_id, method, path, status, seconds, first_s, tokens
+            )
 
 
 # -- a request -------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from sage.runtime.attention import use_tree_attention
 from sage.runtime.cache import PackedCache, Queries, TreeCache, by_row
 from sage.runtime.executors import executor_of
 from sage.runtime.linear_states import LinearStates, Window
-from sage.runtime.packing import BoundPass, CachedInputs, Pass, buffers, run
+from sage.runtime.packing import BoundPass, CachedInputs, Pass, buffers, run_passes
 from sage.runtime.pass_function import (
     CAPACITY,
     EAGER,
@@ -229,7 +229,7 @@ class TreePasses:
 
     def __call__(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> TreeOutput:
         """Runs one pass; arguments as of `over`."""
-        return run([self.over(tokens, positions, visible, cache)])[0]
+        return run_passes([self.over(tokens, positions, visible, cache)])[0]
 
     def over(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: TreeCache) -> Pass:
         """Returns one pass, which appends N columns to the cache and gives a `TreeOutput`.

@@ -164,7 +164,7 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
 
     TrainingError if no token is supervised, or loss or gradient is not finite on some rank; no weight is changed.
     """
-    count = _reduce_counts(run, micro_batches)
+    num_supervised = _reduce_counts(run, micro_batches)
     device = run.ranks.device
     flags: list[Tensor] = []
     for number, batch in enumerate(micro_batches, start=1):
@@ -172,13 +172,13 @@ def train_step(run: TrainingRun, micro_batches: MicroBatches) -> None:
         if run.own_answers is not None:
             run.own_answers.add(batch, pairs)
         loss, sums, agreements = run.engine(pairs, run.teacher.lm_head)
-        run.engine.backward(loss / count, is_last=number == len(micro_batches))
+        run.engine.backward(loss / num_supervised, is_last=number == len(micro_batches))
         run.metrics.add(sums, agreements, pairs.mask)
         flags.append(~loss.detach().isfinite() | run.engine.take_bad_gradient())
     is_bad = torch.stack(flags) if flags else torch.zeros(1, dtype=torch.bool, device=device)
     if run.ranks.sum(is_bad.any()) > 0:
         raise TrainingError(_not_finite_message(run, micro_batches, is_bad))
-    _report_own_answers(run, count)
+    _report_own_answers(run, num_supervised)
     lr = learning_rate(run.config.optim, run.state.step, run.expected_steps)
     run.figures |= {"lr": lr, "grad_norm": run.engine.step(lr)}
     run.state.step += 1

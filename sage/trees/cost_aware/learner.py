@@ -36,7 +36,7 @@ class Prices(NamedTuple):
     """Prices of one round; constant between two learning steps.
 
     Attributes:
-        time: lambda, tokens per second.
+        tokens_per_s: lambda, the price of a second.
         node: price of one more node of a tree of usual size, in tokens.
         levels: price of a level of 1, 2, .. expanded nodes, verification of as many nodes included, in tokens.
         level_s: seconds of drafting such a level.
@@ -45,7 +45,7 @@ class Prices(NamedTuple):
         masses: acceptance mass of children, by depth and confidence (`ChildMass.table`).
     """
 
-    time: float
+    tokens_per_s: float
     node: float
     levels: list[float]
     level_s: list[float]
@@ -112,7 +112,7 @@ class Plan:
     def log_entry(self) -> dict[str, float]:
         """Returns the figures for `Stats.rounds_log`."""
         names = ("gain", "level_cost", "expanded", "levels", "expected")
-        return {"price": self.prices.time, "drafted": len(self.paths)} | {name: getattr(self, name) for name in names}
+        return {"price": self.prices.tokens_per_s, "drafted": len(self.paths)} | {name: getattr(self, name) for name in names}
 
 
 class ChildMass:

@@ -216,7 +216,7 @@ class CostAware(Policy):
         """
         plan, paths = self.plan, self.plan.paths
         order = sorted(range(len(paths)), key=paths.__getitem__, reverse=True)[: self.max_nodes]
-        size = _best_size([paths[i] for i in order], plan.prices.time, plan.prices.verify_s)
+        size = _best_size([paths[i] for i in order], plan.prices.tokens_per_s, plan.prices.verify_s)
         plan.expected = sum([paths[i] for i in order[:size]])
         plan.left_out = paths[order[size]] if size < len(order) else 0.0
         chosen = [0, *[i + 1 for i in order[:size]]]
