@@ -263,7 +263,8 @@ class Lab:
         folder, format_ = self.world(*case.world).folder, find_format(case.format, case.flavour)
         self.ours(case.world, case.draft, case.dtype)
         draft = self.draft(case.world, case.draft)
-        return exported(draft, folder / "target", folder / case.name, format_, case.damage, DTYPES[case.dtype])
+        longest = 1024 if case.group == "one-pass" else 2048
+        return exported(draft, folder / "target", folder / case.name, format_, case.damage, DTYPES[case.dtype], longest)
 
     def serve(self, case: Case, setting: EngineSetting) -> Row:
         """Serves a case."""

@@ -30,9 +30,9 @@ from train.serve_check.acceptance import Answers
 from train.serve_check.vllm_process import PROMPTS_FILE, EngineFailed, EngineSetting, VllmProcess, write_prompts
 
 DEPTH = 3  # drafted tokens per round
-MAX_NEW_TOKENS, MAX_MODEL_LEN = 48, 1024
+MAX_NEW_TOKENS = 48
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-STEPS, ONE_PASS_STEPS, BATCH, LR, ANCHORS = 80, 120, 8, 3e-3, 12  # of the training of a draft
+STEPS, BATCH, LR, ANCHORS = 120, 8, 3e-3, 12  # of the training of a draft
 TOLERANCE = 0.01  # of the rounds
 MIN_LOSS = 0.05  # of the tokens accepted per round
 ACCEPTANCE = 0.05, 0.98  # of the first drafted token; outside, a check would not see differences
@@ -57,6 +57,7 @@ def exported(
     format_: ExportFormat,
     damage: Damage | None = None,
     dtype: torch.dtype = torch.float32,
+    max_model_len: int = 2048,
 ) -> EngineSetting:
     """Exports a draft and damages the export; returns the setting that serves it."""
     options = ExportOptions(target=str(target), dtype=dtype, flavour=format_.flavour, allow_unserved=True)
@@ -65,7 +66,7 @@ def exported(
         config = json.loads((out / "config.json").read_text())
         damage(config, out)
         (out / "config.json").write_text(json.dumps(config))
-    sizes = {"depth": DEPTH, "max_model_len": MAX_MODEL_LEN}
+    sizes = {"depth": DEPTH, "max_model_len": max_model_len}
     return EngineSetting(target=str(target), draft=out, speculative=format_.vllm_options, is_compiled=False, **sizes)
 
 
@@ -102,7 +103,7 @@ def train(target: sage.Target, draft: Any, kind: str, rows: Sequence[dict[str, A
     torch.manual_seed(0)
     student.train()
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
-    for step in range(ONE_PASS_STEPS if is_one_pass else STEPS):
+    for step in range(STEPS):
         chosen = [rows[(step * BATCH + place) % len(rows)] for place in range(BATCH)]
         pairs = teacher(target.processor.collate(chosen))
         loss, *_ = student(pairs, teacher.lm_head)
