@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.figures import fill_blocks
+from benchmarks.papers.claims import claims, real_claims
 from benchmarks.papers.measure import FigureStore, Lab
 from benchmarks.papers.runs import Json, TrainingFailed, load_settings, select_studies
 from benchmarks.papers.tables import PLOTS, TABLES
@@ -66,6 +67,10 @@ def fill_page(text: str, studies: Mapping[str, Json]) -> str:
     """Returns a page with the tables between its markers; a table without figures keeps its text."""
 
     def content(name: str) -> str | None:
+        if name in (pages := {"claims": claims, "real_claims": real_claims}):
+            is_real = name == "real_claims"
+            needed = [figures for study, figures in studies.items() if study.startswith("real") is is_real]
+            return pages[name](studies) if all(needed) else None
         study, make = TABLES[name]
         return make(studies[study]) if studies[study] else None
 

@@ -17,6 +17,7 @@ from support.train_helpers import make_target
 import sage
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import runs
+from benchmarks.papers.claims import claims
 from benchmarks.papers.measure import FigureStore, Lab, correlation, on_path, runs_of
 from benchmarks.papers.runs import digest, load_settings, select_studies
 from benchmarks.papers.tables import TABLES
@@ -40,7 +41,7 @@ def test_committed_pages_are_current() -> None:
         text = page.read_text()
         assert command.fill_page(text, studies) == text, f"{page}: outdated: make results RESULTS_ARGS=--page-only"
     text = (ROOT / "docs" / command.PAGE).read_text()
-    assert all(f"<!-- table: {name} -->" in text for name in TABLES)
+    assert all(f"<!-- table: {name} -->" in text for name in (*TABLES, "claims", "real_claims"))
     assert all(f"`make results-{study}`" in text for study in studies)
 
 
@@ -53,6 +54,14 @@ def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
         kept = store.read(study)
         for name, given in measurements.items():
             assert kept[name]["inputs"] == digest(lab.inputs({**settings.defaults, **given})), f"{study}: {name}"
+
+
+def test_a_claim_depends_on_its_figures() -> None:
+    studies = committed()
+    claim = "| SpecVLM: acceptance grows with every epoch, `eagle_qwen` |"
+    assert f"{claim} yes | 3.42, 4.09" in claims(studies)
+    studies["epochs"]["eagle_qwen"]["tokens_per_target_pass"][0] = 5.0
+    assert f"{claim} **no** | 5.00, 4.09" in claims(studies)
 
 
 @pytest.mark.slow
