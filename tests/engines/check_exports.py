@@ -153,7 +153,8 @@ class Case:
         """The target, and the kind of its prompts: `all` are those of the pocket world that have one image."""
         is_text = self.group == "one-pass" and self.target == QWEN
         is_text |= self.target in LAYOUTS and LAYOUTS[self.target].image is None
-        return self.target, "text" if is_text else "all" if self.group == "exports" else "question"
+        is_pocket = self.group == "exports" or self.target == ONEVISION
+        return self.target, "text" if is_text else "all" if is_pocket else "question"
 
 
 def cases_of(group: str, target: str, rows: list[dict[str, Any]]) -> list[Case]:
