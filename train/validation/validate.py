@@ -113,6 +113,7 @@ def validate(
             return None
         is_complete, draft_name = measured.planned is None, info.draft_name or str(info.run_dir)
         has_replay = decode.replay and is_complete
+        replay = replays(target, draft, measured.prompts, measured.sampling, all_policies(decode.options)) if has_replay else {}
         report = build_report(
             measured,
             target,
@@ -121,9 +122,7 @@ def validate(
             **({} if info.step is None else {"step": info.step}),
             options={name: dict(options) for name, options in decode.options.items() if options},
             calibration=calibration(runners, measured),
-            replay=replays(target, draft, measured.prompts, measured.sampling, all_policies(decode.options))
-            if has_replay
-            else {},
+            replay=replay,
             command=this_command(),
             versions=versions((*PACKAGES, "deepspeed")),
         )
