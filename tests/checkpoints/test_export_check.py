@@ -167,6 +167,7 @@ DAMAGES: list[tuple[Any, ...]] = [
     # feature levels
     ("eagle3", change_config("eagle_config", **{AUX: [0, 1, 2]}), BOTH_AUX, ("vLLM reads hidden_states[0, 1, 2]", "[1, 2, 3]")),
     ("eagle3", change_config(eagle_config=...), BOTH_AUX, ("SGLang reads hidden_states[2, 1, 0]",), IMPORTED),
+    ("eagle3", change_config(**{AUX: [0, 1, 1]}), AUX, ("increasing",)),
     ("eagle3", change_config(**{AUX: [0, 1]}), AUX, ("3 levels",)),
     ("eagle3", change_config(**{AUX: [0, 1, 3]}), AUX, ("3 layers", "0 to 2")),
     ("peagle_two", layer(num_aux_hidden_states=...), f"{LAYER}.num_aux_hidden_states", ("3", "2"), IMPORTED),
