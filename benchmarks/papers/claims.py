@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from benchmarks.papers.runs import Json
-from benchmarks.papers.tables import SAGE, STATIC, TITLES, Figures, per_pass, times
+from benchmarks.papers.tables import SAGE, STATIC, TITLES, Figures, gain, per_pass, static_gain, times
 from sage.io.tables import markdown_table
 from sage.trees import AUTOREGRESSIVE
 
 Claim = tuple[str, bool, str]  # what is expected, whether it is met, what was measured
-
-
-def gain(part: Json, other: Json, figure: str = "tokens_per_target_pass") -> float:
-    """Returns by which share a decoder yields more tokens per pass than another one."""
-    return float(part[figure]) / float(other[figure]) - 1
-
-
-def static_gain(decoders: Json) -> float:
-    """Returns by which share `sage` accepts more drafted tokens than the static tree, as published."""
-    return gain(decoders[SAGE], decoders[STATIC], "mean_accepted_draft")
 
 
 def claims(studies: Mapping[str, Figures]) -> str:
