@@ -114,7 +114,7 @@ def fast_prompts(model: nn.Module, is_enabled: bool) -> Iterator[None]:
         is_enabled: False for torch's kernels, the reference.
     """
     is_used = is_enabled and not torch.is_grad_enabled() and has_kernels(model)
-    layers = [layer for layer in model.modules() if is_used and type(layer) is nn.Linear]
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear] if is_used else []
     for layer in layers:
         layer.__dict__["forward"] = partial(_prompt_linear, layer)
     try:
