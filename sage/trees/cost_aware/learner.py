@@ -55,12 +55,19 @@ class Prices(NamedTuple):
 
     @classmethod
     def of(
-        cls, time: float, costs: Costs, usual_size: float, left_out: float, nodes: int, width: int, masses: list[list[float]]
+        cls,
+        tokens_per_s: float,
+        costs: Costs,
+        usual_size: float,
+        left_out: float,
+        nodes: int,
+        width: int,
+        masses: list[list[float]],
     ) -> Prices:
         """Returns the prices under measured costs.
 
         Args:
-            time: tokens per second.
+            tokens_per_s: the price of a second.
             usual_size: usual number of nodes of a tree. The mean slope of the cost curve up to it is the price of a node while
                 levels are drafted; the final selection uses the curve itself. Beyond it, a kernel may need one more tile of
                 rows, at the price of a third of a pass: no reason to draft less than fits into those that are needed anyway.
@@ -69,10 +76,10 @@ class Prices(NamedTuple):
             nodes, width: maximum number of verified nodes, and of expanded nodes of a level.
         """
         size = max(round(usual_size), LEAST_SIZE)
-        node = max(time * (costs.verify(size) - costs.verify(2)) / (size - 2), left_out / 2, 0.0)
+        node = max(tokens_per_s * (costs.verify(size) - costs.verify(2)) / (size - 2), left_out / 2, 0.0)
         level_s = costs.draft.up_to(width)
-        levels = [time * seconds + count * node for count, seconds in enumerate(level_s, start=1)]
-        return cls(time, node, levels, level_s, costs.first_level_s, costs.verify.up_to(nodes + 1), masses)
+        levels = [tokens_per_s * seconds + count * node for count, seconds in enumerate(level_s, start=1)]
+        return cls(tokens_per_s, node, levels, level_s, costs.first_level_s, costs.verify.up_to(nodes + 1), masses)
 
 
 @dataclass(slots=True)

@@ -91,8 +91,8 @@ class CostAware(Policy):
         known_costs, prices = self._prices.get(key, (None, None))
         if prices is None or known_costs is not self.costs:
             costs, left_out = self.costs.shared(*self._others), learner.left_out if self._others == ALONE else 0.0
-            time, masses = learner.price(costs, self._others[1]), learner.mass.table(self.max_depth)
-            prices = Prices.of(time, costs, learner.usual_size, left_out, self.max_nodes, self.max_width, masses)
+            tokens_per_s, masses = learner.price(costs, self._others[1]), learner.mass.table(self.max_depth)
+            prices = Prices.of(tokens_per_s, costs, learner.usual_size, left_out, self.max_nodes, self.max_width, masses)
             self._prices[key] = self.costs, prices
         return prices
 
