@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from sage.decoding.settings import Sampling
     from sage.drafts.draft import load_draft, new_draft
     from sage.drafts.pruning import Pruning
-    from sage.replay.trace import trace
     from sage.targets import Target, load_target
+    from sage.tracing.trace import trace
     from sage.trees import POLICIES, policy
 
 _NAMES = {
@@ -25,7 +25,7 @@ _NAMES = {
     "sage.drafts.pruning": ["Pruning"],
     "sage.decoding.generation": ["Chat", "Output", "generate", "stream"],
     "sage.decoding.settings": ["Sampling"],
-    "sage.replay.trace": ["trace"],
+    "sage.tracing.trace": ["trace"],
     "sage.targets": ["Target", "load_target"],
     "sage.trees": ["POLICIES", "policy"],
 }

@@ -9,8 +9,9 @@ import logging
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.io.files import read_json, write_json
 from sage.io.progress import progress_callback
 from sage.io.target_paths import find_target
-from sage.replay.replay import RecordedRound, Recording, record
+from sage.planning.tree import Drafted, RoundOutcome
+from sage.trees.eagle2 import Eagle2
 from sage.trees.sage import confidence_of
 
 logger = logging.getLogger(__name__)
@@ -195,24 +197,22 @@ class Lab:
         """Returns correlations of alpha along answers. Ref: SAGE, arXiv 2602.00523, Eq. 9 and Figure 2."""
         target = self.target(spec)
         draft, limit = self.draft(spec["run"], target), spec["max_new_tokens"]
-        recordings = [
-            record(target, draft, dict(prompt.inputs), num_candidates=NUM_CANDIDATES, max_new_tokens=limit)
-            for prompt in self.prompts(spec)
-        ]
-
-        def alpha(probs_K: torch.Tensor) -> float:
-            return confidence_of(probs_K[:NUM_CANDIDATES].tolist())
-
-        tokens = [[alpha(probs) for own in one.rounds for probs, _ in on_path(one, own)] for one in recordings]
-        drafted = [[(one, own) for own in one.rounds if () in own.candidates] for one in recordings]
-        rounds = [[alpha(own.candidates[()][0]) for _, own in answer] for answer in drafted]
-        lengths = [[float(sum(hit for _, hit in on_path(*pair))) for pair in answer] for answer in drafted]
+        answers = []  # of each, its rounds, and of each round the nodes on the path of the answer
+        for prompt in self.prompts(spec):
+            policy = _RecordingPolicy(total=64, depth=12, top_k=NUM_CANDIDATES)
+            answer = sage.generate(target, draft, prompt.inputs, policy, max_new_tokens=limit)
+            after = accumulate((accepted + 1 for accepted in answer.stats.accepted), initial=1)
+            rounds = zip(policy.drafted, after, strict=False)
+            answers.append([list(on_path(drafted, answer.tokens.tolist()[position:])) for drafted, position in rounds])
+        tokens = [[confidence_of(probs) for nodes in answer for probs, _ in nodes] for answer in answers]
+        starts = [[confidence_of(nodes[0][0]) for nodes in answer if nodes] for answer in answers]
+        lengths = [[float(sum(is_candidate for _, is_candidate in nodes)) for nodes in answer if nodes] for answer in answers]
         return {
-            "prompts": len(recordings),
+            "prompts": len(answers),
             "between_tokens": correlation(tokens, tokens, 1),
-            "between_rounds": correlation(rounds, rounds, 1),
-            "length_from_this_round": correlation(rounds, lengths, 0),
-            "length_from_last_round": correlation(rounds, lengths, 1),
+            "between_rounds": correlation(starts, starts, 1),
+            "length_from_this_round": correlation(starts, lengths, 0),
+            "length_from_last_round": correlation(starts, lengths, 1),
         }
 
     def _epochs(self, spec: Json) -> Json:
@@ -229,19 +229,36 @@ class Lab:
         return {str(row["tokens"]): row["estimated_tokens_per_pass"] for row in chosen}
 
 
-def on_path(recording: Recording, recorded: RecordedRound) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yields, per recorded node on the path of the answer, its probabilities [K] and whether the answer's token is among its
-    candidates; the path ends where it is not.
+class _RecordingPolicy(Eagle2):
+    """Wide trees in every round; keeps what was drafted."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.drafted: list[Drafted] = []
+
+    def observe(self, outcome: RoundOutcome) -> dict[str, float]:
+        if outcome.tree.find_drafted is not None:  # None in a last round for a single token
+            self.drafted.append(outcome.tree.find_drafted())
+        return super().observe(outcome)
+
+
+def on_path(drafted: Drafted, answer: Sequence[int]) -> Iterator[tuple[list[float], bool]]:
+    """Yields, per expanded node on the path of the answer, the probabilities of its candidates and whether the answer's next
+    token is among them; the path ends where it is not.
+
+    Args:
+        drafted: all nodes of a round.
+        answer: the tokens below the root.
     """
-    answer = tuple(recording.tokens[recorded.position :])
-    for depth, token in enumerate(answer):
-        if answer[:depth] not in recorded.candidates:
+    children = {pair: node for node, pair in enumerate(zip(drafted.parents, drafted.tokens, strict=True))}
+    node: int | None = 0
+    for token in answer:
+        topk = None if node is None else drafted.topk[node]
+        if node is None or topk is None:
             return
-        probs, candidates = recorded.candidates[answer[:depth]]
-        is_candidate = token in candidates.tolist()
-        yield probs, is_candidate
-        if not is_candidate:
-            return
+        probs, candidates = topk
+        yield probs, token in candidates
+        node = children.get((node, token))
 
 
 def correlation(first: Series, second: Series, lag: int) -> float | None:

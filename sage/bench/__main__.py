@@ -38,7 +38,7 @@ def compare(args: argparse.Namespace, command: str) -> None:
 
     import sage
     from sage.bench.measurement import load_prompts, measure
-    from sage.bench.report import all_policies, build_report, calibration, replays
+    from sage.bench.report import build_report, calibration
     from sage.bench.report_table import format_table
     from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runners
     from sage.runtime.modes import resolve_pass_mode
@@ -64,7 +64,6 @@ def compare(args: argparse.Namespace, command: str) -> None:
     measurement = measure(
         runners, prompts, sampling, args.repeats, args.warmup, progress, ends=ends, batch_size=args.batch_size
     )
-    replayed = options.new_policies(variants) | all_policies({}, leave_out=[variant.policy for variant in variants])
     report = build_report(
         measurement,
         target,
@@ -73,7 +72,6 @@ def compare(args: argparse.Namespace, command: str) -> None:
         kinds={variant.label: variant.policy for variant in variants},
         options={variant.label: variant.options for variant in variants if variant.options},
         calibration=calibration(runners, measurement),
-        replay=replays(target, draft, prompts, sampling, replayed) if args.replay else {},
         command=command,
         **({"first_answer": True} if args.first_answer else {}),
     )

@@ -113,7 +113,6 @@ def check_compare(args: argparse.Namespace) -> None:
     """
     check_fields(from_attributes(MeasurementSettings, args))
     needing = [each.label for each in variants(args.policies, args.policy) if each.policy != AUTOREGRESSIVE]
-    needing += ["--replay"] if args.replay else []
     baselines(args.baselines)
     if needing and args.draft is None:
         raise ValueError(f"--draft: missing; required by {', '.join(needing)}; give a draft folder")
@@ -158,7 +157,6 @@ def compare_parser() -> argparse.ArgumentParser:
     add_load_options(parser, CHECKPOINT_DTYPE)
     text = "a new policy for every run, as in a new process; with cost_aware:fresh_costs=true, times include measuring costs"
     parser.add_argument("--first-answer", action="store_true", help=text)
-    parser.add_argument("--replay", action="store_true", help="also replay every policy on the same recorded drafts")
     parser.add_argument("--out", metavar="FILE", help="write the report as JSON, for `sage-report FILE`")
     return parser
 

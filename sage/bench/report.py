@@ -1,17 +1,15 @@
-"""Builds `report.json` from a measurement: settings, summary, machine, versions, and its sections `calibration` and `replay`.
+"""Builds `report.json` from a measurement: settings, summary, machine, versions, and its section `calibration`.
 
 Calibration: expected calibration error of acceptance probabilities, before and after the calibrator. Predictions are recorded
 before the calibrator learns from their outcome. The error after calibration is therefore that of actual use, including the
 first rounds.
-
-Replay: every prompt is decoded and recorded once more, untimed; replaying runs no model (see sage.replay).
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -19,16 +17,11 @@ from typing import Any
 
 import torch
 
-import sage
-from sage.bench.measurement import BenchPrompt, Measurement
-from sage.bench.runners import AUTOREGRESSIVE, Runner, on_device
+from sage.bench.measurement import Measurement
+from sage.bench.runners import Runner
 from sage.bench.summary import summarize
-from sage.costs.measure import measure_costs
-from sage.decoding.settings import Sampling
 from sage.io.dtypes import dtype_name
 from sage.io.machine import processor_name
-from sage.planning.base import Policy
-from sage.replay.replay import WIDE, record, replay
 from sage.runtime.executors import describe_passes
 from sage.trees.cost_aware.policy import CostAware
 
@@ -125,40 +118,3 @@ def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str
         tokens = {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
         sections[runner.name] = {"rounds": learner.rounds, "labels": labels, "before": before, "after": after, **tokens}
     return sections
-
-
-def replays(
-    target: Any, draft: Any, prompts: Sequence[BenchPrompt], sampling: Sampling, policies: Mapping[str, Policy]
-) -> dict[str, Any]:
-    """Returns the section `replay` of the report; {} if no policy drafts.
-
-    Args:
-        policies: new policies by label; those that do not draft are ignored. Without `draft`, ValueError.
-
-    Returns:
-        {"recorder": {...}, "rounds": int, "policies": {label: figures of `ReplayResult.summary`}}; `tokens_per_s` is
-        predicted from timed passes, without the time of the policy itself.
-    """
-    if draft is None:
-        raise ValueError("replay: needs a draft; give one, or disable the replay")
-    drafting = {label: policy for label, policy in policies.items() if policy.num_candidates}
-    if not drafting:
-        return {}
-    count = max(policy.num_candidates for policy in drafting.values())
-    moved = (on_device(prompt.inputs, target.device) for prompt in prompts)
-    recordings = [record(target, draft, inputs, num_candidates=count, sampling=sampling) for inputs in moved]
-    context = round(sum(recording.prompt_tokens for recording in recordings) / len(recordings))
-    costs = measure_costs(target, draft, context, context + sampling.max_new_tokens)
-    for policy in drafting.values():
-        if policy.needs_costs:  # one that learns sees the recordings once before, as in a measurement with warm-up and repeats
-            replay(recordings, policy, costs)
-    return {
-        "recorder": {"policy": "eagle2", **WIDE},
-        "rounds": sum(len(recording.rounds) for recording in recordings),
-        "policies": {label: replay(recordings, policy, costs).summary() for label, policy in drafting.items()},
-    }
-
-
-def all_policies(options: Mapping[str, Mapping[str, Any]], leave_out: Sequence[str] = ()) -> dict[str, Policy]:
-    names = [name for name in sage.POLICIES if name != AUTOREGRESSIVE and name not in leave_out]
-    return {name: sage.policy(name, **options.get(name, {})) for name in names}

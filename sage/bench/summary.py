@@ -23,8 +23,8 @@ from torch import Tensor
 
 from sage.bench.measurement import Measurement
 from sage.bench.runners import AUTOREGRESSIVE, HF_GENERATE, Runner, TimedRun
-from sage.replay.trace_page import num_equal
 from sage.runtime.timing import PHASES
+from sage.tracing.trace_page import num_equal
 
 logger = logging.getLogger(__name__)
 

@@ -96,7 +96,7 @@ def check(args: argparse.Namespace) -> None:
 def _generate(args: argparse.Namespace) -> None:
     import sage
     from sage.decoding.generation import pieces, start
-    from sage.replay.trace import TraceRecorder, decode_race
+    from sage.tracing.trace import TraceRecorder, decode_race
 
     messages = [{"role": "user", "content": _content(args)}]
     name, options = with_options(args.policy)

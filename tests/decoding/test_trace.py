@@ -16,7 +16,7 @@ import sage
 from sage.decoding import generation
 from sage.inputs.thumbnails import media_thumbnails
 from sage.io.page import visible
-from sage.replay.trace_page import Trace
+from sage.tracing.trace_page import Trace
 
 LENGTH = 24
 MIB = 2**20

@@ -22,7 +22,7 @@ from benchmarks.papers.measure import FigureStore, Lab, correlation, on_path, ru
 from benchmarks.papers.runs import digest, load_settings, select_studies
 from benchmarks.papers.tables import TABLES
 from checkpoints.run_folder import METRICS
-from sage.replay.replay import RecordedRound, Recording
+from sage.planning.tree import Drafted
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config
@@ -152,13 +152,12 @@ def test_each_kind_is_measured_once(tiny_world: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_path_of_an_answer_ends_where_its_token_is_no_candidate() -> None:
-    """Round 1 goes 8 (rank 0), 9 (rank 1), then 10 is no candidate; round 2 takes 11 (rank 1)."""
-    tokens = {(): [8, 3], (8,): [4, 9], (8, 9): [1, 2]}
-    first = {path: (torch.tensor([0.6, 0.3]), torch.tensor(own)) for path, own in tokens.items()}
-    second = {(): (torch.tensor([0.6, 0.3]), torch.tensor([2, 11]))}
-    rounds = [RecordedRound(1, first), RecordedRound(4, second)]
-    answer = Recording(prompt_tokens=5, max_new_tokens=20, vocabulary=50, tokens=[7, 8, 9, 10, 11], rounds=rounds)
-    assert [[hit for _, hit in on_path(answer, own)] for own in rounds] == [[True, True, False], [True]]
+    """The answer goes 8 (rank 0), 9 (rank 1), then 10 is no candidate; 3 was drafted and not expanded."""
+    topk = [([0.6, 0.3], [8, 3]), ([0.5, 0.2], [4, 9]), None, None, ([0.4, 0.1], [1, 2])]
+    drafted = Drafted(tokens=[7, 8, 3, 4, 9], parents=[-1, 0, 0, 1, 1], depths=[0, 1, 1, 2, 2], topk=topk)
+    path = [([0.6, 0.3], True), ([0.5, 0.2], True), ([0.4, 0.1], False)]
+    for answer, expected in (([8, 9, 10, 11], path), ([8, 9], path[:2]), ([3, 4], path[:1]), ([5], [([0.6, 0.3], False)])):
+        assert list(on_path(drafted, answer)) == expected
 
 
 def test_correlation_against_numpy() -> None:

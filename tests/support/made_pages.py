@@ -84,13 +84,10 @@ def example_report() -> dict[str, Any]:
 
 
 def with_cost_aware(report: dict[str, Any]) -> dict[str, Any]:
-    """Adds a policy with calibration, and a replay."""
+    """Adds a policy with calibration."""
     report["policies"]["cost_aware"] = _policy(2.5, 4.0, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02))
     figures = {"rounds": 250, "labels": 4500, "before": 0.1, "after": 0.05, "expected": 3.5, "accepted": 4.0}
     report["calibration"] = {"cost_aware": figures}
-    replayed = {"rounds": 200, "mean_accepted_draft": 3.0, "tokens_per_target_pass": 4.02, "nodes_per_round": 5.0, "depth": 5.0}
-    replayed |= {"draft_steps_per_round": 4.9, "coverage": 0.987, "cut": 0.012, "tokens_per_s": 612.3}
-    report["replay"] = {"recorder": {"policy": "eagle2", "total": 64}, "rounds": 200, "policies": {"chain": replayed}}
     return report
 
 

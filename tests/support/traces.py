@@ -12,7 +12,7 @@ import torch
 
 from sage.decoding.answer import Stats
 from sage.decoding.generation import Output
-from sage.replay.trace_page import Choice, Race, Trace, TracedRound
+from sage.tracing.trace_page import Choice, Race, Trace, TracedRound
 
 HOSTILE = (
     '<script>window.hacked = 1; alert("1")</script>',

@@ -293,7 +293,6 @@ class DecodeConfig(MeasurementSettings):
         dtype: dtype of both models; null: as trained.
         passes: how passes run; auto: captured on a GPU, compiled on a CPU if many answers are decoded, else eager.
         assistant: the smaller model of the baseline `hf_assisted`; not needed if the draft is a smaller model.
-        replay: also report the results of every policy on the recorded drafts.
         traces: prompts with the most, and as many with the fewest, tokens per target pass that report.html shows round by
             round; decoded once more after the measurement, with the two fastest policies and without a draft.
     """
@@ -307,7 +306,6 @@ class DecodeConfig(MeasurementSettings):
     dtype: Precision | None = None
     passes: PassMode = PassMode.auto
     assistant: str | None = None
-    replay: bool = False
     traces: NonNegativeInt = 3
 
 

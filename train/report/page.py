@@ -41,11 +41,6 @@ CALIBRATION_NOTE = (
     "The expected calibration error is the mean distance between predicted and observed acceptance, over ten equal bins of the "
     "prediction. Every prediction was made before its outcome was used for learning."
 )
-REPLAY_NOTE = (
-    "*Coverage*: share of the nodes expanded by the policy that the recording contains. *Truncated*: rounds in which the "
-    "policy would expand a node that the recording does not contain; its figure is then a lower bound. Speeds follow from "
-    "timed passes and exclude the time of the policy itself."
-)
 
 
 def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
@@ -61,7 +56,6 @@ def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
         if (shares := share_rows(report))
         else "",
         _calibration(report),
-        _replay(report),
         _families(report),
         _setup(report),
     ]
@@ -120,20 +114,6 @@ def _calibration(report: Report) -> str:
         if part["labels"]
     ]
     return f"## Calibration\n\n{markdown_table(head, rows)}\n\n{CALIBRATION_NOTE}" if rows else ""
-
-
-def _replay(report: Report) -> str:
-    section = report.get("replay")
-    if not section:
-        return ""
-    head = ["policy", "tokens per target pass", "nodes", "depth", "draft steps", "tokens/s, predicted", "coverage", "truncated"]
-    formats = {"tokens_per_target_pass": ".2f", "nodes_per_round": ".1f", "depth": ".1f", "draft_steps_per_round": ".2f"}
-    formats |= {"tokens_per_s": ".0f", "coverage": ".1%", "cut": ".1%"}
-    policies = section["policies"].items()
-    rows = [[f"`{name}`", *(f"{part[key]:{form}}" for key, form in formats.items())] for name, part in policies]
-    recorder = ", ".join(f"{key} {value}" for key, value in section["recorder"].items())
-    note = f"Per round, over the same {section['rounds']} recorded rounds for every policy ({recorder}). {REPLAY_NOTE}"
-    return f"## Replay: the same drafts under every policy\n\n{markdown_table(head, rows)}\n\n{note}"
 
 
 def _families(report: Report) -> str:

@@ -20,8 +20,8 @@ from sage.inputs.messages import text_of
 from sage.inputs.thumbnails import media_thumbnails
 from sage.io.page import render, table
 from sage.io.tables import counted
-from sage.replay.trace_page import MAX_STYLES, answer_spans, num_equal, token_pieces
 from sage.targets import Target
+from sage.tracing.trace_page import MAX_STYLES, answer_spans, num_equal, token_pieces
 
 MIN_FIRST = 0.3  # share of rounds; with less, a drafted token is not worth its cost in any engine
 TOLERANCE = 0.01  # of the shares of rounds, while both sides decode the same texts

@@ -24,7 +24,7 @@ from checkpoints.export.serving import export_choice
 from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, partial_validation_folder, validation_folder
 from checkpoints.store import saving
 from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, measure
-from sage.bench.report import PACKAGES, all_policies, build_report, calibration, replays, versions
+from sage.bench.report import PACKAGES, build_report, calibration, versions
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runners, on_device
 from sage.bench.summary import RunningFigures
 from sage.decoding.generation import start
@@ -32,9 +32,9 @@ from sage.decoding.settings import Sampling
 from sage.io.dtypes import torch_dtype
 from sage.io.files import atomic_path, write_json
 from sage.planning.base import OptionError, Policy
-from sage.replay.trace import decode_race, record_rounds
-from sage.replay.trace_page import Trace
 from sage.runtime.executors import passes_as
+from sage.tracing.trace import decode_race, record_rounds
+from sage.tracing.trace_page import Trace
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.schema import DecodeConfig
@@ -112,8 +112,6 @@ def validate(
         if (measured := _measure(runners, prompts, decode, progress, show, merge, ends)) is None:
             return None
         is_complete, draft_name = measured.planned is None, info.draft_name or str(info.run_dir)
-        has_replay = decode.replay and is_complete
-        replay = replays(target, draft, measured.prompts, measured.sampling, all_policies(decode.options)) if has_replay else {}
         report = build_report(
             measured,
             target,
@@ -122,7 +120,6 @@ def validate(
             **({} if info.step is None else {"step": info.step}),
             options={name: dict(options) for name, options in decode.options.items() if options},
             calibration=calibration(runners, measured),
-            replay=replay,
             command=this_command(),
             versions=versions((*PACKAGES, "deepspeed")),
         )

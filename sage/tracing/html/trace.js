@@ -1,4 +1,4 @@
-// A trace: rounds with their trees. The data are documented in sage/replay/trace_page.py.
+// A trace: rounds with their trees. The data are documented in sage/tracing/trace_page.py.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg", COLUMN = 148, ROW = 34, LABEL = 14;
 const byId = (id) => document.getElementById(id);

@@ -26,9 +26,9 @@ from sage.inputs.thumbnails import media_thumbnails
 from sage.io.dtypes import dtype_name
 from sage.planning.base import Policy
 from sage.planning.tree import Drafted, Tree
-from sage.replay.trace_page import Choice, Race, Trace, TracedRound
 from sage.runtime.executors import describe_passes
 from sage.targets import Target
+from sage.tracing.trace_page import Choice, Race, Trace, TracedRound
 from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY
 
 Calibration = Callable[[list[float], int], list[float]]  # as `Policy.calibration`

@@ -1,1 +1,0 @@
-"""Counterfactual evaluation of policies: recording a decode, replaying it with another policy."""

@@ -1,0 +1,1 @@
+"""The trace of one generation, as a page of one file."""
