@@ -118,7 +118,7 @@ def segments(messages: list[Message], processor: Processor) -> list[Segment]:
     prompted = processor.render(escaped[:-1], True)
     # where the template does more with a message than to put its text between fixed texts
     is_rendered = any(m["role"] == "tool" or any(map(m.get, ("has_thoughts", "tool_calls", "tools"))) for m in messages)
-    if is_rendered or prompted.rstrip().endswith(OPEN_THOUGHTS):
+    if is_rendered or processor.thinking or prompted.rstrip().endswith(OPEN_THOUGHTS):
         rendered = _rendered_segments(escaped, processor, separator)
     else:
         rendered = _probed_segments(escaped, prompted, processor, chr(ord(separator) + 1))
@@ -139,16 +139,24 @@ def _with_thoughts(message: Message, index: int, processor: Processor) -> Messag
         return message
     thoughts, text = message.get("reasoning_content"), text_of(message)
     knows_thoughts = CLOSE_THOUGHTS in (processor.chat_template or "")
+    is_cut = knows_thoughts and _ends_in_thoughts(text)
     if thoughts and not knows_thoughts:
         raise ValueError(f"message {index}: reasoning_content; the target's chat template has no thoughts; remove the key")
     if processor.thinking is False and knows_thoughts:
-        text = text.rpartition(CLOSE_THOUGHTS)[2].lstrip("\n")
+        text = "" if is_cut else text.rpartition(CLOSE_THOUGHTS)[2].lstrip("\n")
+        if not text and not message.get("tool_calls"):
+            raise ValueError(f"message {index}: nothing but thoughts, which data.thinking=off leaves out; remove the row")
     elif thoughts and CLOSE_THOUGHTS not in text:
         text = f"{OPEN_THOUGHTS}\n{thoughts.strip()}{NO_THOUGHTS}{text}"
     ids = message.get("token_ids") or ()
     unused = {"reasoning_content"} | ({"token_ids"} if ids and processor.answer_of(ids)[0] != text else set())
     kept = {key: value for key, value in message.items() if key not in unused}
-    return kept | {"content": [{"type": "text", "text": text}], "has_thoughts": knows_thoughts and CLOSE_THOUGHTS in text}
+    has_thoughts = is_cut or (knows_thoughts and CLOSE_THOUGHTS in text)
+    return kept | {"content": [{"type": "text", "text": text}], "has_thoughts": has_thoughts}
+
+
+def _ends_in_thoughts(text: str) -> bool:
+    return text.lstrip().startswith(OPEN_THOUGHTS) and CLOSE_THOUGHTS not in text
 
 
 def _probed_segments(messages: list[Message], prompted: str, processor: Processor, probe: str) -> list[Segment]:
@@ -208,12 +216,14 @@ def _rendered_answer(messages: list[Message], prompt: str, processor: Processor)
     answer, text = rest[:end], text_of(message)
     closing = next((token for token in processor.end_texts if answer.endswith(token)), processor.end_texts[0])
     calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
-    if end and all(part in answer for part in (*calls, text.rpartition(CLOSE_THOUGHTS)[0].strip())):
+    parts = (*calls, text.rpartition(CLOSE_THOUGHTS)[0].strip())
+    if end and not _ends_in_thoughts(text) and all(part in answer for part in parts):
         return answer.removesuffix(closing), closing
     if calls:
         raise ValueError(f"message {len(messages) - 1}: tool_calls; the target's chat template does not render them; remove it")
     if prompt.rstrip().endswith(OPEN_THOUGHTS):
-        text = text.removeprefix(f"{OPEN_THOUGHTS}\n") if CLOSE_THOUGHTS in text else NO_THOUGHTS + text
+        has_thoughts = message.get("has_thoughts") or message.get("unfinished")  # cut off, before it closes them
+        text = text.removeprefix(f"{OPEN_THOUGHTS}\n") if has_thoughts else NO_THOUGHTS + text
     return text, closing
 
 
@@ -297,5 +307,6 @@ def _check_mask(conversation: Conversation, example: Example, processor: Process
     if bool((mask & visual).any()):
         raise conversation.error("visual tokens inside an answer")
     if len(values := mask[~visual].unique()) < 2:
-        share = "every" if len(values) and bool(values) else "no"
-        raise conversation.error(f"the loss mask covers {share} text token; is this the target's own chat template?")
+        is_full = len(values) and bool(values)
+        found = "every text token; is this the target's own chat template?" if is_full else "no text token; has each weight 0?"
+        raise conversation.error(f"the loss mask covers {found}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from sage.inputs.media import LIMIT_KEYS
+from sage.inputs.media import LIMIT_KEYS, check_part_keys
 from sage.inputs.messages import check_media_roles, parts_of, text_of
 from sage.inputs.video import TIME_KEYS, video_times
 
@@ -26,11 +27,13 @@ EXTRAS: dict[str, Any] = {
     "tool_calls": list,
     "tool_call_id": str,
     "name": str,
-    "weight": (int, float),
+    "weight": Real,
     "token_ids": list,
     "tools": list,
     "unfinished": bool,
 }
+OF_ANSWERS = ("reasoning_content", "tool_calls", "token_ids", "unfinished")
+MAX_DEPTH = 100  # of tools and tool calls
 FOLLOWED_BY = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
 
 Part = dict[str, Any]
@@ -182,14 +185,23 @@ def _checked_extras(message: Message, index: int) -> dict[str, Any]:
     extras = extras_of(message)
     for key, value in extras.items():
         if not isinstance(value, EXTRAS[key]):
-            raise ValueError(f"message {index}: {key} is {type(value).__name__}, not {EXTRAS[key]}")
+            raise ValueError(f"message {index}: {key} is {type(value).__name__}; allowed: {EXTRAS[key].__name__}")
+        if value and ((key in OF_ANSWERS and message["role"] != "assistant") or (key == "tools" and index)):
+            raise ValueError(f"message {index}: {key} in a message of role {message['role']!r}, which has none; remove it")
+        if _is_deeper(value, MAX_DEPTH):
+            raise ValueError(f"message {index}: {key} is nested more than {MAX_DEPTH} levels deep")
         try:
             json.dumps(value, ensure_ascii=False).encode()
-        except (UnicodeEncodeError, TypeError, RecursionError) as error:
+        except (UnicodeEncodeError, TypeError) as error:
             raise ValueError(f"message {index}: {key} is not valid ({error})") from error
     if extras.get("weight", 1) not in (0, 1):
         raise ValueError(f"message {index}: weight {extras['weight']}; allowed: 0 (not trained on) or 1")
     return extras
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(limit == 0 or _is_deeper(item, limit - 1) for item in inner)
 
 
 def _part(part: Any, index: int) -> Part:
@@ -210,10 +222,8 @@ def _part(part: Any, index: int) -> Part:
         raise ValueError(f"message {index}: an image part with {given}; allowed: a path, bytes or a PIL image")
     if kind == "video" and (not isinstance(value, (str, Path, list, tuple)) or not value):
         raise ValueError(f"message {index}: a video part without frames; allowed: a list of frames, a folder, a file")
+    check_part_keys(part, f"message {index}")
     limits = {name: part[name] for name in LIMIT_KEYS if part.get(name) is not None}
-    for name, pixels in limits.items():
-        if not isinstance(pixels, int) or pixels <= 0:
-            raise ValueError(f"message {index}: {name} {pixels!r}, allowed: a number of pixels above 0")
     if kind == "image":
         return {"type": kind, kind: value, **limits}
     if limits:

@@ -246,12 +246,13 @@ def answer_of(reply: Any, processor: Processor) -> TargetAnswer | None:
     except (LookupError, TypeError):
         return None
     if thoughts:
-        text = f"<think>\n{thoughts.strip()}\n</think>\n\n{text}"
+        is_cut = reason == "length" and not text
+        text = f"<think>\n{thoughts}" if is_cut else f"<think>\n{thoughts.strip()}\n</think>\n\n{text}"
     kept_ids: tuple[int, ...] = ()
     if ids:
         text, kept_ids = processor.answer_of(ids)
     if reason == "stop" or (ids and ids[-1] in (*processor.end_token_ids, processor.tokenizer.eos_token_id)):
         return TargetAnswer(text, token_ids=kept_ids)
     if reason == "length":
-        return TargetAnswer(text, Outcome.cut)
+        return TargetAnswer(text, Outcome.cut, token_ids=kept_ids)
     return TargetAnswer(text, Outcome.refused, f"refused by the server: finish_reason {reason}")

@@ -106,7 +106,8 @@ def check_source(key: str, source: SourceConfig) -> None:
 
 # -- files -----------------------------------------------------------------------------------------------------------------
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+LINES_SUFFIXES = (".jsonl", ".ndjson")
+JSON_SUFFIXES = (*LINES_SUFFIXES, ".json")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 SUFFIXES = (*TABLE_SUFFIXES, *JSON_SUFFIXES)
 BOM = b"\xef\xbb\xbf"
@@ -151,7 +152,7 @@ class DataFiles:
         files = self.splits.get(split) or self.splits.get(ALL)
         if not files:
             names = ", ".join(self.splits)
-            raise ValueError(f"{self.path}: no split {split!r}; it has {names}; choose one as data.sources.NAME.split")
+            raise ValueError(f"{self.path}: no split '{split}'; it has {names}; choose one as data.sources.NAME.split")
         return files
 
     def described(self) -> str:
@@ -164,21 +165,25 @@ def find_files(path: str, subset: str = "") -> DataFiles:
     """Returns the files of a path; ValueError if there is none that can be read."""
     folder = Path(path)
     if not os.path.exists(path) and glob.has_magic(path):
-        if not (files := sorted(glob.glob(path, recursive=True))):
+        found = [row_files(Path(item)) if os.path.isdir(item) else [item] for item in sorted(glob.glob(path, recursive=True))]
+        if not (files := list(dict.fromkeys(file for part in found for file in part))):
             raise ValueError(f"{path}: no file of this pattern in {Path.cwd()}; set data.path to the data")
-        return _of_files(path, files, is_divided=False)
+        return _of_files(path, files)
     if os.path.isfile(path):
         return DataFiles(path, _form(path), {ALL: (path,)})
     if (folder / "dataset_dict.json").exists():
         names = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        return DataFiles(path, Form.saved, {_split_name(name) or name: (os.path.join(path, name),) for name in names})
+        known = {name: _split_name(name) or ("train" if name.startswith("train") else name) for name in names}
+        is_clear = len(set(known.values())) == len(names)
+        labels = {names[0]: ALL} if len(names) == 1 else known if is_clear else {name: name for name in names}
+        return DataFiles(path, Form.saved, {labels[name]: (os.path.join(path, name),) for name in names})
     if (folder / "dataset_info.json").exists():
         return DataFiles(path, Form.saved, {ALL: (path,)})
     if not os.path.exists(path) or ((folder / "README.md").exists() and any(folder.rglob("*.parquet"))):
         return DataFiles(path, Form.hub, {ALL: (path,)})
     if subset and not (folder / subset).is_dir():
         raise ValueError(f"{path}: no folder {subset!r} in it")
-    return _of_files(path, row_files(folder / subset), is_divided=True)
+    return _of_files(path, row_files(folder / subset), folder / subset)
 
 
 def row_files(folder: Path) -> list[str]:
@@ -186,19 +191,37 @@ def row_files(folder: Path) -> list[str]:
     for items in (folder.iterdir(), folder.rglob("*")):
         files = sorted(str(item) for item in items if item.is_file() and not item.name.startswith("."))
         files = [file for file in files if not file.endswith(".skipped.jsonl")]
-        for suffix in SUFFIXES:
-            if matching := [file for file in files if file.lower().removesuffix(".gz").endswith(suffix)]:
+        for suffixes in (*TABLE_SUFFIXES, JSON_SUFFIXES):
+            matching = [file for file in files if _has_suffix(file, suffixes)]
+            if any(_has_suffix(file, LINES_SUFFIXES) for file in matching):  # then a single object is no data, but a setting
+                matching = [file for file in matching if _has_suffix(file, LINES_SUFFIXES) or read_head(Path(file))[:1] == b"["]
+            if matching:
                 return matching
     return []
 
 
-def _of_files(path: str, files: list[str], is_divided: bool) -> DataFiles:
+def unread_files(files: DataFiles) -> list[str]:
+    """Returns the files of rows in a folder that are not read, since others are of another format, or not in a subfolder."""
+    if files.form not in (Form.json, Form.parquet, Form.arrow) or not os.path.isdir(files.path):
+        return []
+    read = {file for part in files.splits.values() for file in part}
+    found = map(str, sorted(Path(files.path).rglob("*")))
+    return [file for file in found if _has_suffix(file, (*TABLE_SUFFIXES, *LINES_SUFFIXES)) and file not in read]
+
+
+def _has_suffix(file: str, suffixes: str | tuple[str, ...]) -> bool:
+    return file.lower().removesuffix(".gz").endswith(suffixes)
+
+
+def _of_files(path: str, files: list[str], folder: Path | None = None) -> DataFiles:
+    """Returns files divided into splits by their names in a folder."""
     if not files:
         return DataFiles(path, Form.media, {ALL: (path,)})
     splits: dict[str, list[str]] = {}
     for file in files:
-        splits.setdefault(_split_name(Path(file).name) or "train", []).append(file)
-    if not is_divided or set(splits) == {"train"}:
+        parts = Path(file).relative_to(folder).parts if folder else ()
+        splits.setdefault(next(filter(None, map(_split_name, parts)), "train"), []).append(file)
+    if set(splits) == {"train"}:
         splits = {ALL: files}
     return DataFiles(path, _form(files[0]), {name: tuple(part) for name, part in splits.items()})
 

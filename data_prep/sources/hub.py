@@ -24,7 +24,7 @@ from PIL import Image
 
 from data_prep.conversation import BadItem, Conversation, Message, Row
 from data_prep.sources.base import Source, Split, as_example
-from data_prep.sources.files import DataFiles, Form, SourceConfig, find_files, row_files
+from data_prep.sources.files import DataFiles, Form, SourceConfig, find_files, row_files, unread_files
 from data_prep.sources.layouts import ROLES, Roots, described, table_messages
 from data_prep.sources.rows import JoinedRows, JsonRows, RawRows, RowSource
 from sage.inputs.media import frame_files
@@ -107,7 +107,7 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
     except HubUnreachable:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        given = f"subset {subset!r}, split {split!r}"
+        given = f"subset {subset!r}, split '{split}'"
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"data set {path}: {reason}; check path, subset and split (here {given})") from error
     for name, feature in (table.features or {}).items():
@@ -131,9 +131,7 @@ class FolderSource(RowSource):
         names = {Path(item["id"]).stem for item in items}
         unused = [file.name for file in paths if file.suffix == ".txt" and file.stem not in names]
         if unused:
-            more = f" and {len(unused) - NUM_NAMED} more" if len(unused) > NUM_NAMED else ""
-            named = ", ".join(unused[:NUM_NAMED]) + more
-            logger.warning("%s: %d text file(s) without an image or video of that name: %s", path, len(unused), named)
+            logger.warning("%s: %s without an image or video of that name: %s", path, *_listed(unused, "text file"))
         files = [file for item in items for file in (Path(item["path"]), _text_file(item)) if file.exists()]
         digest = str([(file.name, (s := file.stat()).st_size, s.st_mtime_ns) for file in files])
         super().__init__(RawRows(path, digest, items), partial(_folder_messages, prompt=prompt), prompt)
@@ -145,6 +143,11 @@ class FolderSource(RowSource):
             frames = f"; if its files are separate images, give data.path={item['path']}" if os.path.isdir(item["path"]) else ""
             raise conversation.error(f"no text file; write the answer to {_text_file(item).name}{frames}")
         return as_example(conversation)
+
+
+def _listed(names: list[str], kind: str) -> tuple[str, str]:
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return f"{len(names)} {kind}{'s' * (len(names) > 1)}", ", ".join(names[:NUM_NAMED]) + more
 
 
 def _kind(item: Path, known: dict[str, str]) -> str:
@@ -181,6 +184,10 @@ def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) 
     files = None if is_folder else find_files(path, config.subset)
     if files is None or (files.form is Form.media and config.kind == "auto"):
         return FolderSource(path, config.prompt or PROMPT)
+    if unread := unread_files(files):
+        logger.warning(
+            "%s: %s not read, of another format or in a subfolder: %s; give a pattern", path, *_listed(unread, "file")
+        )
     name = config.split or Split.train
     if not config.split and files.has_splits:  # validation and test stand in for one another
         name = split if split in files.splits else next(name for name in files.splits if name != Split.train)

@@ -18,8 +18,9 @@ import re
 from typing import Any
 
 from data_prep.conversation import MEDIA, MEDIA_KEYS, Message, Part, Row, extras_of
-from sage.inputs.media import LIMIT_KEYS
-from sage.inputs.video import TIME_KEYS
+from sage.inputs.media import FILE_URL, LIMIT_KEYS, check_part_keys
+from sage.inputs.messages import text_of
+from sage.inputs.video import TIME_KEYS, VIDEO_SUFFIXES
 
 ROLES = ("id", "family", "system", "question", "answer", "image", "images", "video", "messages")
 TURN_COLUMNS = ("messages", "conversations", "conversation", "texts")
@@ -34,10 +35,14 @@ SPEAKERS = {
     **dict.fromkeys(("system", "developer"), "system"),
     "tool": "tool",
 }
+MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 URL_TYPES = {"image_url": "image", "video_url": "video"}
-RENAMED = {"reasoning": "reasoning_content", "thinking": "reasoning_content"}
-REFUSED = ("function_call", "functions", "audio", "refusal", "documents")  # which others render, and this project does not
+RENAMED = dict.fromkeys(("reasoning", "thinking", "thought", "thoughts"), "reasoning_content")
+RENAMED |= dict.fromkeys(("loss", "train"), "weight")
+# which others render or mask by, and this project does not
+REFUSED = ("function_call", "functions", "audio", "refusal", "documents", "chat_template_kwargs", "train_detail")
 Roots = str | tuple[str, ...]
+Media = dict[str, dict[int, Any]]  # "image" and "video" -> those of the row that are left, by their number
 
 
 def table_messages(row: Row, columns: dict[str, str], media_root: Roots) -> list[Message]:
@@ -49,8 +54,11 @@ def table_messages(row: Row, columns: dict[str, str], media_root: Roots) -> list
     if isinstance(row.get("body"), dict):
         row = row | row["body"]
     _refuse_keys(row)
-    media = {kind: [_rooted(item, media_root, kind) for item in _media_column(row, columns, kind)] for kind in MEDIA}
+    files = {kind: [_rooted(item, media_root, kind) for item in _media_column(row, columns, kind)] for kind in MEDIA}
+    media = {kind: dict(enumerate(values)) for kind, values in files.items()}
     messages = [message for i, turn in enumerate(_turns(row, columns)) for message in _messages(turn, i)]
+    if not any(files.values()) and not any(isinstance(message["content"], list) for message in messages):
+        _refuse_unread_media(row)
     for i, message in enumerate(messages):
         if isinstance(message["content"], list):
             message["content"] = [_part(part, i, media, media_root) for part in message["content"]]
@@ -61,9 +69,13 @@ def table_messages(row: Row, columns: dict[str, str], media_root: Roots) -> list
     if system := _column(row, columns, "system"):
         if any(message["role"] == "system" for message in messages):
             raise ValueError("system: beside a message of that role; keep one of them")
-        messages.insert(0, {"role": "system", "content": text_part(str(system))})
-    if messages and (tools := _parsed(row.get("tools"))):
-        messages[0]["tools"] = tools
+        messages.insert(0, {"role": "system", "content": text_part(_text(system, "system"))})
+    given = [row.get("tools"), *(message.pop("tools", None) for message in messages)]
+    tools = [value for value in map(_parsed, given) if value]
+    if any(value != tools[0] for value in tools):
+        raise ValueError("tools: different ones in one row; keep those beside the messages")
+    if messages and tools:
+        messages[0]["tools"] = tools[0]
     return messages
 
 
@@ -72,7 +84,7 @@ def described(row: Any, columns: dict[str, str]) -> str:
         return "no objects"
     row = row | row["body"] if isinstance(row.get("body"), dict) else row
     name = _turn_column(row, columns)
-    turns = row.get(name) if name else None
+    turns = _parsed(row.get(name)) if name else None
     if isinstance(turns, list) and turns and isinstance(turns[0], dict):
         layout = f"turns of {{{', '.join(list(turns[0])[:2])}}} in {name!r}"
     else:
@@ -88,21 +100,31 @@ def _turns(row: Row, columns: dict[str, str]) -> list[Any]:
     """Returns the turns of a row; those of columns are made of question and answer."""
     name = _turn_column(row, columns)
     if name is not None:
-        if not isinstance(row[name], list):
-            raise ValueError(f"{name!r} is {type(row[name]).__name__}, not a list of turns")
-        return row[name]
+        if not isinstance(turns := _parsed(row[name]), list):
+            raise ValueError(f"{name!r} is {type(turns).__name__}, not a list of turns")
+        return turns
     question = _name(row, columns, "question")
     if question not in row:
         keys = ", ".join(map(str, row))[:120] or "none"
         wanted, remedy = columns.get("question", "messages"), "set data.sources.NAME.columns.question"
         raise ValueError(f"no column {wanted!r}; keys of the row: {keys}; write the turns as 'messages', or {remedy}")
     answer = _column(row, columns, "answer")
-    if isinstance(row[question], list):  # turns of a prompt and of its completion
-        return row[question] + (answer if isinstance(answer, list) else [])
-    extra = f"\n{row['input']}" if question == "instruction" and row.get("input") else ""
-    turns = [{"role": "user", "content": f"{row[question]}{extra}"}]
+    if isinstance(row[question], list) and isinstance(answer, list):
+        return row[question] + answer
     answer = answer[0] if isinstance(answer, list) and answer else answer
-    return turns if answer is None or answer == [] else [*turns, {"role": "assistant", "content": str(answer)}]
+    told = {"role": "assistant", "content": _text(answer, "the answer"), "reasoning_content": row.get("reasoning_content")}
+    turns = [] if answer is None or answer == [] else [told]
+    if isinstance(row[question], list):
+        return row[question] + turns
+    extra = f"\n{_text(row['input'], 'input')}" if question == "instruction" and row.get("input") else ""
+    return [{"role": "user", "content": _text(row[question], question) + extra}, *turns]
+
+
+def _text(value: Any, name: str) -> str:
+    """Returns a text or number of a column as text."""
+    if isinstance(value, (dict, list)) and value:
+        raise ValueError(f"{name} is {type(value).__name__}, not text; write the turns as 'messages'")
+    return str(value)
 
 
 def _turn_column(row: Row, columns: dict[str, str]) -> str | None:
@@ -120,10 +142,10 @@ def _messages(turn: Any, index: int) -> list[Message]:
     speaker, content = ("from", "value") if "from" in turn else ("role", "content")
     if speaker not in turn or not (content in turn or "tool_calls" in turn):
         raise ValueError(f"message {index}: not a {{role, content}}, {{from, value}} or {{user, assistant}} object")
-    if (role := SPEAKERS.get(turn[speaker])) is None:
+    if (role := SPEAKERS.get(str(turn[speaker]))) is None:
         raise ValueError(f"message {index}: {speaker} {turn[speaker]!r}; allowed: {', '.join(SPEAKERS)}")
     extra = extras_of(turn)
-    calls = extra.get("tool_calls", ())
+    calls = _parsed(extra.get("tool_calls", ()))
     functions: list[Any] = [call.get("function", call) if isinstance(call, dict) else None for call in calls]
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
         raise ValueError(f"message {index}: tool_calls without a function's name")
@@ -171,10 +193,19 @@ def _media_column(row: Row, columns: dict[str, str], kind: str) -> list[Any]:
     return [content for content in contents if content is not None and content != ""]
 
 
+def _refuse_unread_media(row: Row) -> None:
+    """Raises ValueError for an image or video in a column of another name, without which the row would be another one."""
+    for name, value in row.items():
+        first = value[0] if isinstance(value, list) and value else value
+        is_file = isinstance(first, str) and first.lower().endswith(MEDIA_SUFFIXES) and not re.search(r"\s|://", first)
+        if name != "id" and (is_file or (isinstance(first, dict) and first.get("bytes") is not None)):
+            raise ValueError(f"{name}: has images or videos, and is not read; set data.sources.NAME.columns.image={name}")
+
+
 # -- images and videos -------------------------------------------------------------------------------------------------------
 
 
-def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: Roots) -> Part:
+def _part(part: Any, index: int, media: Media, media_root: Roots) -> Part:
     if not isinstance(part, dict):
         raise ValueError(f"message {index}: a part that is {type(part).__name__}, not an object")
     kind = part.get("type")
@@ -183,11 +214,13 @@ def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: Roots)
         return part
     value = next((part[k] for k in (kind, f"{kind}_url", *MEDIA_KEYS) if part.get(k) is not None), None)
     if isinstance(value, dict):
-        value = value.get("url") or value.get("bytes") or value.get("path")
+        part, value = value | part, value.get("url") or value.get("bytes") or value.get("path")
+    check_part_keys(part, f"message {index}: {kind}")
     if value is None:
-        if not media[kind]:
+        number = next(iter(media[kind]), None) if part.get("index") is None else part["index"]
+        if number not in media[kind]:
             raise ValueError(f"message {index}: {kind} part without {kind}")
-        value = media[kind].pop(0)
+        value = media[kind].pop(number)
     elif part.get("base64") is value:
         value = f"data:;base64,{value}"
     else:
@@ -196,7 +229,7 @@ def _part(part: Any, index: int, media: dict[str, list[Any]], media_root: Roots)
     return {"type": kind, kind: value, **{name: part[name] for name in (*TIME_KEYS, *LIMIT_KEYS) if part.get(name) is not None}}
 
 
-def _place_media(messages: list[Message], media: dict[str, list[Any]]) -> None:
+def _place_media(messages: list[Message], media: Media) -> None:
     """Puts the row's images and videos into its questions; ValueError unless there is one place for each."""
     questions = [message for message in messages if message["role"] == "user" and isinstance(message["content"], str)]
     texts = [message["content"] for message in questions]
@@ -208,7 +241,10 @@ def _place_media(messages: list[Message], media: dict[str, list[Any]]) -> None:
             for of_question, of_text in zip(spans, matches, strict=True):
                 of_question += [(*span, kind) for span in of_text]
         elif questions:
-            leading += [{"type": kind, kind: values.pop(0)} for _ in range(len(values))]
+            at_border = re.compile(rf"\A\s*<{kind}>|<{kind}>\s*\Z")
+            for other in (message for message in messages if message not in questions and at_border.search(text_of(message))):
+                raise ValueError(f"a placeholder <{kind}> in a message of role {other['role']!r}; allowed: role 'user'")
+            leading += [{"type": kind, kind: values.pop(number)} for number in list(values)]
     for message, text, placeholders in zip(questions, texts, spans, strict=True):
         if placeholders or leading:
             message["content"] = [*leading, *_split_text(text, sorted(placeholders), media)]
@@ -242,13 +278,13 @@ def _placeholders(texts: list[str], kind: str, number: int) -> list[list[tuple[i
     raise ValueError(f"a {token} placeholder without {kind}: {counts[0]} of them and {number} {kind}(s)")
 
 
-def _split_text(text: str, placeholders: list[tuple[int, int, str]], media: dict[str, list[Any]]) -> list[Part]:
+def _split_text(text: str, placeholders: list[tuple[int, int, str]], media: Media) -> list[Part]:
     """Returns the parts of a text with media in place of placeholders and of the line breaks beside them."""
     parts: list[Part] = []
     position = 0
     for start, end, kind in placeholders:
         parts += text_part(text[position:start].removesuffix("\n"))
-        parts.append({"type": kind, kind: media[kind].pop(0)})
+        parts.append({"type": kind, kind: media[kind].pop(next(iter(media[kind])))})
         position = end + text[end:].startswith("\n")
     return parts + text_part(text[position:])
 
@@ -259,6 +295,7 @@ def text_part(text: str) -> list[Part]:
 
 def _rooted(item: Any, media_root: Roots, kind: str) -> Any:
     """Returns an image or video, a relative path from the first of `media_root` that contains it; ValueError if none does."""
+    item = item.removeprefix(FILE_URL) if isinstance(item, str) else item
     is_path = isinstance(item, str) and item.strip() and not item.startswith(("data:", "http://", "https://"))
     if not is_path or os.path.isabs(item):
         return item

@@ -32,9 +32,12 @@ from sage.inputs.video import (
 
 LIMIT_KEYS = ("min_pixels", "max_pixels")  # of a message part: number of pixels of the image that the target reads
 TURNED = range(5, 9)  # orientations of EXIF that exchange width and height
+# keys of a part in Qwen's utilities that are not supported
+OF_QWEN = ("resized_height", "resized_width", "video_start", "video_end", "nframes", "min_frames", "max_frames", "total_pixels")
 URLS = ("http://", "https://")
+FILE_URL = "file://"
 NO_IMAGE = "not an image in a known format"
-OTHER_FORMATS = {b"<svg": "an SVG drawing", b"ftyphei": "an HEIC photo", b"ftypmif1": "an HEIC photo", b"%PDF": "a PDF"}
+OTHER_FORMATS = {b"<svg": "an SVG drawing", b"ftyphe": "an HEIC photo", b"ftypmif1": "an HEIC photo", b"%PDF": "a PDF"}
 MIN_SIDE = 2  # pixels; with one, image processors cannot infer the channel axis
 MAX_ASPECT = 200  # limit of Qwen2.5-VL
 DEFAULT_FRAMES = 16
@@ -97,6 +100,7 @@ def _upright_size(image: Image.Image) -> Size:
 
 def limited_size(size: Size, part: dict[str, Any]) -> Size:
     """Returns the size of an image within `min_pixels` and `max_pixels` of its message part, with the same aspect ratio."""
+    check_part_keys(part, "image")
     area = size[0] * size[1]
     wanted = min(max(area, part.get("min_pixels") or 0), part.get("max_pixels") or math.inf)
     scale = math.sqrt(wanted / area)
@@ -117,11 +121,25 @@ def check_media(source: Any, kind: str = "image") -> None:
         _check_path(source, f"{kind} {_name(source)}: ")
 
 
+def check_part_keys(part: dict[str, Any], name: str) -> None:
+    """Raises ValueError for limits of pixels that are none, and for keys of a part that others use to resize or sample."""
+    limits = {key: part[key] for key in LIMIT_KEYS if part.get(key) is not None}
+    for key, pixels in limits.items():
+        if not isinstance(pixels, int) or isinstance(pixels, bool) or pixels <= 0:
+            raise ValueError(f"{name}: {key} {pixels!r}, allowed: a number of pixels above 0")
+    if len(limits) == 2 and limits["min_pixels"] > limits["max_pixels"]:
+        raise ValueError(f"{name}: min_pixels {limits['min_pixels']}, allowed: at most max_pixels {limits['max_pixels']}")
+    for key in OF_QWEN:
+        if part.get(key) is not None:
+            raise ValueError(f"{name}: {key} is not supported; allowed: min_pixels, max_pixels, of a video fps, start, end")
+
+
 def source_of(part: dict[str, Any], kind: str) -> Any:
     """Returns the source that a message part of this kind ("image" or "video") names; ValueError if it has no known key."""
+    check_part_keys(part, kind)
     for key in (kind, "url", "path", "base64"):
         if part.get(key) is not None:
-            return part[key]
+            return part[key].removeprefix(FILE_URL) if isinstance(part[key], str) else part[key]
     raise ValueError(f"{kind}: a message part of this type names no {kind}; add the key {kind!r}")
 
 

@@ -148,6 +148,8 @@ def _check_special_tokens(path: str, processor: Processor, vocab_size: int) -> N
     begins a prompt with several BOS tokens. (Without one, `Processor` adds it.)
     """
     beyond = {token_id: text for text, token_id in processor.tokenizer.get_added_vocab().items() if token_id >= vocab_size}
+    if processor.tokenizer.vocab_size > vocab_size:
+        beyond[vocab_size] = processor.tokenizer.convert_ids_to_tokens(vocab_size)
     if beyond:
         token_id = min(beyond)
         raise ValueError(
@@ -159,12 +161,12 @@ def _check_special_tokens(path: str, processor: Processor, vocab_size: int) -> N
             f"target: {path}: no token ends its answers: eos_token_id is null in generation_config.json and the tokenizer has "
             "no eos_token; set one of them"
         )
-    bos = processor.tokenizer.bos_token
-    try:
-        prompt = processor.render([{"role": "user", "content": "Hello"}], True) if bos else ""
-    except ValueError:  # without a template, or with one that refuses this prompt
-        return
-    if bos and prompt.startswith(bos * 2):
+    bos, question = processor.tokenizer.bos_token, {"role": "user", "content": "Hello"}
+    prompts = []
+    for messages in ([question], [{"role": "system", "content": "Hi"}, question]) if bos else ():
+        with suppress(ValueError):  # without a template, or with one that refuses this prompt
+            prompts.append(processor.render(messages, True))
+    if any(prompt.startswith(bos * 2) for prompt in prompts):
         raise ValueError(
             f"target: {path}: its chat template begins a prompt with {bos!r} twice, which the model was not trained on; remove "
             "one of them from chat_template.jinja (or tokenizer_config.json)"

@@ -105,11 +105,27 @@ def test_limits_of_pixels_scale_images() -> None:
     assert processor.prepare([question])["input_ids"].shape[1] == whole - 64 + 4
 
 
-def test_limits_of_a_part_are_numbers() -> None:
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ({"max_pixels": "100"}, "max_pixels '100'"),
+        ({"min_pixels": True}, "min_pixels True"),
+        ({"max_pixels": 1e5}, "max_pixels 100000.0"),
+        ({"min_pixels": 9, "max_pixels": 4}, "min_pixels 9"),
+        ({"resized_height": 28}, "resized_height"),
+        ({"video_start": 1.0}, "video_start"),
+    ],
+)
+def test_keys_of_a_part_are_honoured_or_refused(keys: dict[str, Any], part: str) -> None:
     question = user(make_image(), "What?")
-    question["content"][0]["max_pixels"] = "many"
-    with refused("message 0", "max_pixels 'many'", "above 0"):
+    question["content"][0] |= keys
+    with refused("message 0", part):
         check_conversation(Conversation("c", [question]), needs_answer=False)
+    with refused("image", part):
+        make_processor("qwen2_5_vl").prepare([question])
+
+
+def test_limits_are_those_of_images() -> None:
     clip = user([make_image()], "What?")
     clip["content"][0]["max_pixels"] = 256
     with refused("message 0", "max_pixels of a video"):

@@ -14,13 +14,17 @@ import datasets
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.data_helpers import make_processor, png, save_images, share_turns
+from support.data_helpers import make_processor, make_target, png, save_images, share_turns, train_step
 from support.messages import refused
 
+import sage
 from data_prep.build import build_dataset
 from data_prep.chat import encode_example
-from data_prep.config import DataConfig, OnBad, Thinking
+from data_prep.config import DataConfig, Images, OnBad, Thinking
 from data_prep.conversation import BadItem, Conversation, check_conversation
+from data_prep.dialog import Outcome, TargetAnswer
+from data_prep.server.answers import answer_of
+from data_prep.server.client import MediaPolicy, request_messages
 from data_prep.sources import SourceConfig, open_source
 from data_prep.sources.base import Split, as_prompt
 from data_prep.sources.hub import Rows
@@ -52,11 +56,19 @@ FORMS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
         at / "rows.jsonl", ("\ufeff" + json.dumps(rows, indent=1)).encode()
     ),
     "lines named as an array": lambda at, rows: _put(at / "rows.json", "\n".join(map(json.dumps, rows)).encode()),
+    "gzip of an array": lambda at, rows: _put(at / "rows.json.gz", gzip.compress(json.dumps(rows).encode())),
     "gzip": lambda at, rows: _put(at / "rows.jsonl.gz", gzip.compress("\n".join(map(json.dumps, rows)).encode())),
     "shards": lambda at, rows: (
         [_put(at / "d" / f"{i}.jsonl", json.dumps(row).encode()) for i, row in enumerate(rows)][0].parent
     ),
     "pattern": lambda at, rows: FORMS["shards"](at, rows) / "*.jsonl",
+    "pattern of folders": lambda at, rows: FORMS["shards"](at, rows).parent / "?",
+    "nested": lambda at, rows: FORMS["shards"](at / "n", rows).parent,
+    "lines, and an array": lambda at, rows: (
+        [_put(at / "d" / "0.jsonl", json.dumps(rows[0]).encode()), FORMS["array"](_put(at / "d" / "a", b"").parent, rows[1:])][
+            1
+        ].parent
+    ),
     "parquet": lambda at, rows: _table(rows, lambda table: table.to_parquet(at / "t.parquet"), at / "t.parquet"),
     "saved": lambda at, rows: _table(rows, lambda table: table.save_to_disk(at / "disk"), at / "disk"),
     "arrow": lambda at, rows: next(FORMS["saved"](at, rows).glob("*.arrow")),
@@ -64,7 +76,7 @@ FORMS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
 
 
 def _put(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.write_bytes(content)
     return path
 
@@ -78,13 +90,18 @@ def opened(path: Path, **options: Any) -> Any:
     return open_source("it", SourceConfig(kind="auto", path=str(path), **options), Split.train, str(path.parent / "cache"))
 
 
+@pytest.fixture(scope="module")
+def target() -> sage.Target:
+    return make_target("qwen2_5_vl")
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_public_layouts_are_recognized(name: str, tmp_path: Path) -> None:
+def test_public_layouts_are_recognized_and_trained(name: str, target: sage.Target, tmp_path: Path) -> None:
     save_images(tmp_path, "a.png")
     rows = [LAYOUTS[name]] * 4
     path = FORMS["parquet" if EMBEDDED in (rows[0].get("image"), *rows[0].get("images", ())) else "lines"](tmp_path, rows)
     config = DataConfig(sources={"it": SourceConfig(kind="auto", path=str(path))}, holdout=0.0, cache_dir=str(tmp_path / "c"))
-    dataset = build_dataset(config, make_processor("qwen2_5_vl"))
+    dataset = build_dataset(config, target.processor)
     assert len(dataset) == 4
     messages = check_conversation(dataset.conversation(0)).messages
     has_image = any(key in rows[0] for key in ("image", "images"))
@@ -93,7 +110,7 @@ def test_public_layouts_are_recognized(name: str, tmp_path: Path) -> None:
     assert messages[-1]["content"] == [{"type": "text", "text": "Red."}]
     recognized, *shown = described(dataset)
     assert "4 rows" in recognized and len(shown) == 3 and all("assistant: Red." in line for line in shown)
-    assert dataset[3]["loss_mask"].any()
+    assert 0 < train_step(target, target.processor.collate([dataset[i] for i in range(4)])) < 20
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -103,17 +120,29 @@ def test_every_form_of_a_path_is_read(form: str, tmp_path: Path) -> None:
     assert "{role, content} in 'conversations'" in source.description()
 
 
-@pytest.mark.parametrize("name", ["files", "DatasetDict"])
+def test_files_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = json.dumps(LAYOUTS["SpecForge"]).encode()
+    _put(tmp_path / "d" / "sub" / "b.jsonl", row)
+    assert len(opened(_put(tmp_path / "d" / "a.jsonl", row).parent)) == 1
+    assert "1 file not read" in caplog.text and "b.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["files", "folders", "DatasetDict", "names of UltraChat"])
 def test_held_out_rows_of_the_data_are_the_validation_prompts(name: str, tmp_path: Path) -> None:
     row = LAYOUTS["SpecForge"]
     parts = {"train": [row | {"id": f"t{i}"} for i in range(4)], "validation": [row | {"id": "v"}]}
-    if name == "files":
+    if name in ("files", "folders"):
         for part, rows in parts.items():
-            _put(tmp_path / "d" / f"{part}.jsonl", "\n".join(map(json.dumps, rows)).encode())
+            place = tmp_path / "d" / (f"{part}.jsonl" if name == "files" else f"{part}/0.jsonl")
+            _put(place, "\n".join(map(json.dumps, rows)).encode())
     else:
-        datasets.DatasetDict({part: datasets.Dataset.from_list(rows) for part, rows in parts.items()}).save_to_disk(
-            tmp_path / "d"
+        tables = {part: datasets.Dataset.from_list(rows) for part, rows in parts.items()}
+        names = (
+            {"train": "train_sft", "validation": "test_sft"}
+            if name == "names of UltraChat"
+            else dict(zip(tables, tables, strict=True))
         )
+        datasets.DatasetDict({names[part]: table for part, table in tables.items()}).save_to_disk(tmp_path / "d")
     config = SourceConfig(kind="auto", path=str(tmp_path / "d"))
     for split, expected in ((Split.train, 4), (Split.validation, 1)):
         source = open_source("it", config, split, str(tmp_path / "c"))
@@ -137,13 +166,18 @@ TEXTS = [  # question, images of the row, expected parts; None: refused
     ("What?\n<image>", 0, None),
     ("<video>", 0, None),
     ("<image>Both?", 2, None),
+    ("Draw it.<answer><image>", 1, None),
+    ("Which tag is it?<answer>It is the <image> tag.", 1, ["image", "text"]),
 ]
 
 
 @pytest.mark.parametrize(("text", "images", "expected"), TEXTS)
 @pytest.mark.parametrize("layout", ["from", "role"])
 def test_placeholders_count_where_the_layout_puts_them(layout: str, text: str, images: int, expected: list[str] | None) -> None:
-    turns = [ASKED | {"content": text}, TOLD] if layout == "role" else share_turns(text, "Red.")
+    question, _, answer = text.partition("<answer>")
+    turns = share_turns(question, answer or "Red.")
+    if layout == "role":
+        turns = [ASKED | {"content": question}, TOLD | {"content": answer or "Red."}]
     row = {"conversations": turns, "images": [b"x"] * images}
     if expected is None:
         with refused("image" if "image" in text else "video"):
@@ -187,6 +221,7 @@ def rendered(processor: Processor, row: dict[str, Any]) -> tuple[str, str, Any]:
 
 
 HEADER, EMPTY, END = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "<|im_end|>"
+CALLED = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
 KEYS: dict[str, tuple[dict[str, Any], str, str]] = {  # row -> end of the prompt, supervised text
     "plain": ({"messages": [ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
     "thoughts in the text": ({"messages": [ASKED, TOLD | {"content": "<think>\nHm.\n</think>\n\nRed."}]},
@@ -194,9 +229,18 @@ KEYS: dict[str, tuple[dict[str, Any], str, str]] = {  # row -> end of the prompt
     "reasoning_content": ({"messages": [ASKED, TOLD | {"reasoning_content": "Hm."}]},
                           HEADER, f"<think>\nHm.\n</think>\n\nRed.{END}"),
     "tool_calls": ({"tools": TOOLS, "messages": [ASKED, TOLD | {"tool_calls": [CALL]}]}, HEADER + EMPTY,
-                   'Red.<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>' + END),
+                   f"Red.{CALLED}{END}"),
     "system": ({"system": "In French.", "messages": [ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
     "weight": ({"messages": [ASKED, TOLD | {"content": "Bad.", "weight": 0}, ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
+    "loss": ({"messages": [ASKED, TOLD | {"content": "Bad.", "loss": False}, ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
+    "tools in a message, beside a system": ({"system": "In French.", "messages": [ASKED | {"tools": json.dumps(TOOLS)}, TOLD]},
+                                            HEADER + EMPTY, f"Red.{END}"),
+    "tool_calls as text": ({"tools": TOOLS, "messages": json.dumps([ASKED, TOLD | {"tool_calls": json.dumps([CALL])}])},
+                           HEADER + EMPTY, f"Red.{CALLED}{END}"),
+    "columns": ({"prompt": [ASKED], "completion": "Red.", "reasoning_content": "Hm."},
+                HEADER, f"<think>\nHm.\n</think>\n\nRed.{END}"),
+    "thoughts that are cut": ({"messages": [ASKED, TOLD | {"content": "<think>\nHm", "unfinished": True}]},
+                              HEADER, "<think>\nHm"),
 }  # fmt: skip
 
 
@@ -205,7 +249,7 @@ def test_keys_are_rendered_by_the_template(name: str, thinker: Processor) -> Non
     row, ending, expected = KEYS[name]
     prompt, answer, example = rendered(thinker, row)
     assert prompt.endswith(ending) and answer == expected
-    assert ("In French." in prompt) == (name == "system") and ("tools: " in prompt) == (name == "tool_calls")
+    assert ("In French." in prompt) == ("system" in name) and ("tools: " in prompt) == ("tool" in name)
     markers = [token for token in ("<think>", "</think>", "<tool_call>", "</tool_call>") if token in answer]
     ids = example["input_ids"][example["loss_mask"]].tolist()
     assert all(ids.count(thinker.tokenizer.convert_tokens_to_ids(token)) == 1 for token in markers)
@@ -217,6 +261,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tools": ({"tools": TOOLS, "messages": [ASKED, TOLD]}, "tools"),
     "function_call": ({"messages": [ASKED, TOLD | {"function_call": {"name": "x"}}]}, "function_call"),
     "weight": ({"messages": [ASKED, TOLD | {"weight": 0.5}]}, "weight 0.5"),
+    "no answer has a weight": ({"messages": [ASKED, TOLD | {"weight": 0}]}, "weight 0"),
+    "train_detail": ({"messages": [ASKED, TOLD | {"train_detail": [{"begin_offset": 0}]}]}, "train_detail"),
+    "tool_calls of a user": ({"messages": [ASKED | {"tool_calls": [CALL]}, TOLD]}, "message 0: tool_calls"),
+    "thoughts of a user": ({"messages": [ASKED | {"thought": "Hm."}, TOLD]}, "message 0: reasoning_content"),
+    "two lists of tools": ({"tools": TOOLS, "messages": [ASKED | {"tools": [{}]}, TOLD]}, "tools: different"),
+    "nested tools": ({"tools": json.loads("[" * 200 + "]" * 200), "messages": [ASKED, TOLD]}, "tools is nested"),
+    "chat_template_kwargs": (
+        {"chat_template_kwargs": {"enable_thinking": True}, "messages": [ASKED, TOLD]},
+        "chat_template_kwargs",
+    ),
+    "answer that is an object": ({"question": "What?", "answer": {"value": "Red."}}, "answer is dict"),
+    "system that is a list": ({"system": ["a"], "messages": [ASKED, TOLD]}, "system is list"),
+    "image in another column": ({"img": "a.png", "question": "What?", "answer": "Red."}, "columns.image=img"),
+    "images in another column": ({"photos": [EMBEDDED], "messages": [ASKED, TOLD]}, "columns.image=photos"),
+    "part without its image": (
+        {"images": [b"x"], "messages": [ASKED | {"content": [{"type": "image", "index": 1}]}, TOLD]},
+        "image part",
+    ),
     "two systems": ({"system": "a", "messages": [{"role": "system", "content": "b"}, ASKED, TOLD]}, "system"),
 }
 
@@ -232,9 +294,13 @@ def test_thinking_is_a_setting(thinker: Processor) -> None:
     thought = {"messages": [ASKED, TOLD | {"reasoning_content": "Hm."}]}
     thinker.thinking = Thinking.off.flag
     assert rendered(thinker, thought)[:2] == (f"<|im_start|>user\nWhat?{END}\n{HEADER}{EMPTY}", f"Red.{END}")
+    for cut in ("<think>\nHm.", "<think>\nHm.\n</think>\n\n"):
+        with refused("nothing but thoughts"):
+            rendered(thinker, {"messages": [ASKED, TOLD | {"content": cut}]})
     thinker.thinking = Thinking.on.flag
     assert thinker.template_arguments == {"enable_thinking": True}
     assert rendered(thinker, thought)[0].endswith(HEADER)
+    assert rendered(thinker, KEYS["plain"][0])[1] == f"{EMPTY}Red.{END}"  # what a model that thinks writes without thoughts
 
 
 def test_own_answers_keep_their_token_ids(thinker: Processor) -> None:
@@ -250,6 +316,17 @@ def test_own_answers_keep_their_token_ids(thinker: Processor) -> None:
         assert example["input_ids"][example["loss_mask"]].tolist() == [*ids, end]
     foreign = TOLD | {"content": "Red.", "token_ids": [70]}
     assert rendered(thinker, {"messages": [ASKED, foreign]})[1] == f"Red.{END}"
+
+
+def test_what_a_server_renders_in_its_own_way_is_not_asked(thinker: Processor) -> None:
+    policy = MediaPolicy((), Images.inline)
+    for messages in ([ASKED | {"tools": TOOLS}], [ASKED, TOLD, {"role": "tool", "content": "Sun."}]):
+        with refused("tools", "without regenerate.server"):
+            request_messages(messages, policy)
+    reply: Any = {"choices": [{"message": {"content": None, "reasoning_content": "Hm"}, "finish_reason": "length"}]}
+    assert answer_of(reply, thinker) == TargetAnswer("<think>\nHm", Outcome.cut)  # thoughts that are cut stay open
+    reply["choices"][0]["token_ids"] = ids = thinker.tokens_of("<|im_start|>a")
+    assert answer_of(reply, thinker) == TargetAnswer("<|im_start|>a", Outcome.cut, token_ids=tuple(ids))
 
 
 # -- bad rows ------------------------------------------------------------------------------------------------------------

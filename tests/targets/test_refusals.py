@@ -75,6 +75,11 @@ def test_a_configuration_is_refused_before_weights_are_loaded(tmp_path: Path) ->
 
 FAULTS: dict[str, tuple[Any, tuple[str, ...]]] = {  # change of a saved target's folder -> its message
     "token beyond the embedding": (lambda at: add_token(at), ("token '<|medicine|>'", "id 320", "320 embeddings (vocab_size)")),
+    "text beyond the embedding": (
+        lambda at: change(at, "config.json", vocab_size=300),
+        ("id 300", "300 embeddings (vocab_size)"),
+    ),
+    "two BOS after a system": (lambda at: two_after_system(at), ("'<s>' twice",)),
     "two BOS": (lambda at: change(at, "tokenizer_config.json", bos_token="<s>"), ("begins a prompt with '<s>' twice",)),
     "no end token": (lambda at: change(at, "tokenizer_config.json", eos_token=None), ("no token ends", "eos_token_id is null")),
     "AWQ": (lambda at: change(at, "config.json", quantization_config=AWQ), ("AWQ quantized model", "that is not quantized")),
@@ -84,6 +89,12 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 
 def change(folder: Path, name: str, **values: Any) -> None:
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+
+
+def two_after_system(folder: Path) -> None:
+    change(folder, "tokenizer_config.json", bos_token="<s>")
+    template = "<s>{% for m in messages %}{{ '<s>' * (m.role == 'system') }}{{ m.content }}<e>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
 
 
 def add_token(folder: Path) -> None:
