@@ -104,7 +104,7 @@ class EngineConfig:
     def rope(self) -> RopeConfig:
         """The rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`; theta is NaN if it is no number."""
         parameters, scaling = as_mapping(self.get("rope_parameters")), as_mapping(self.get("rope_scaling"))
-        theta = parameters.get("rope_theta", self.get("rope_theta", DEFAULT_THETA))
+        theta = parameters.get("rope_theta", self.get("rope_theta", scaling.get("rope_theta", DEFAULT_THETA)))
         section = as_list(parameters.get("mrope_section") or scaling.get("mrope_section"))
         rope_type = str(parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default")
         scaled = {key: value for key, value in (parameters or scaling).items() if key not in NOT_SCALING}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.export.configs import DEFAULT_EPS, DEFAULT_THETA, SIZES, is_size
+from checkpoints.export.configs import DEFAULT_EPS, DEFAULT_THETA, SIZES, as_mapping, is_size
 from checkpoints.export.folder import PICKLED
 from checkpoints.export.formats.base import MAPS, CheckInput, Finding
 from sage.io.dtypes import dtype_name
@@ -148,10 +148,11 @@ def rope(given: CheckInput) -> Iterator[Finding]:
     (theta, section, scaled, _), key = config.rope, "rope_scaling" if has_axes else "rope_parameters"
     is_written = bool(config.get("rope_theta") or config.get("rope_parameters"))
     option = "positions would differ from training; --use-target-rope uses the target's"
-    other = config.get("rope_theta")
-    if isinstance(other, (int, float)) and theta > 0 and other != theta:
-        found, refusal = f"{other:g}, and {theta:g} in rope_parameters", "a contradiction; keep the one that was trained"
-        yield given.at("rope_theta", found, "engines read one or the other", refusal=refusal)
+    place = "rope_parameters" if as_mapping(config.get("rope_parameters")).get("rope_theta") else "the config itself"
+    for other in (config.get("rope_theta"), as_mapping(config.get("rope_scaling")).get("rope_theta")):
+        if isinstance(other, (int, float)) and theta > 0 and other != theta:
+            found, refusal = f"{other:g}, and {theta:g} in {place}", "a contradiction; keep the one that was trained"
+            yield given.at("rope_theta", found, "engines read one or the other", refusal=refusal)
     if section and not has_axes:
         effect = "vLLM stops: parallel drafting does not support M-RoPE; such drafts count positions along the stream"
         yield given.at(key, f"mrope_section {section}", effect)
@@ -159,7 +160,8 @@ def rope(given: CheckInput) -> Iterator[Finding]:
         yield given.at(key, "missing", "each reader takes a theta of its own: 1e6 in vLLM")
     elif facts and theta != facts.rope_theta:
         found = f"{'' if is_written else 'missing, default '}{theta or DEFAULT_THETA:g}, the target's is {facts.rope_theta:g}"
-        yield given.at("rope_theta", found, "rotation angles differ from training", refusal="" if theta > 0 else INVALID)
+        is_base = 0 < theta < float("inf")
+        yield given.at("rope_theta", found, "rotation angles differ from training", refusal="" if is_base else INVALID)
     if facts and scaled != facts.scaled_rope:
         found = f"{scaled or 'unscaled'}, the target's is {facts.scaled_rope or 'unscaled'}"
         yield given.at(key, found, "positions are scaled differently in draft and target", refusal=option)

@@ -143,6 +143,7 @@ DAMAGES: list[tuple[Any, ...]] = [
     ("eagle3", change_config(max_position_embeddings=...), "max_position_embeddings", ("2048",), IMPORTED),
     ("eagle3", change_config(rope_theta=1e6), "rope_theta", ("1e+06", "10000"), IMPORTED),
     ("eagle3", change_config(rope_parameters={"rope_theta": 5e6}), "rope_theta", ("10000, and 5e+06 in rope_parameters",)),
+    ("eagle3", change_config(rope_scaling=AXES | {"rope_theta": 5e6}), "rope_theta", ("5e+06, and 10000 in the config",)),
     ("eagle3", change_config(rope_scaling=YARN), "rope_scaling", ("'yarn'", "unscaled")),
     ("eagle3", change_config(tie_word_embeddings=True), "tie_word_embeddings", ("True", "false", "SGLang"), IMPORTED),
     ("eagle3", change_config(attention_bias=True), "attention_bias", ("True", "false")),

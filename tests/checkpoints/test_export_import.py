@@ -235,6 +235,7 @@ REFUSED: list[tuple[str, Damage, tuple[str, ...]]] = [
     ("eagle3", change_config(intermediate_size=64), ("midlayer.mlp.", "_proj.weight: shape", "config.json")),
     ("eagle3", change_config(rms_norm_eps=2.0), ("rms_norm_eps: 2.0",)),
     ("eagle3", change_config(rope_theta="x"), ("rope_theta: nan",)),
+    ("eagle3", change_config(rope_theta=float("inf")), ("rope_theta: inf",)),
     ("eagle3", change_config(rope_scaling=None), ("rope_scaling: mrope_section None", "--use-target-rope")),
     ("eagle3", change_config(**{AUX: [1, 2, 3]}), ("vLLM reads hidden_states[1, 2, 3]", "--levels")),
     ("eagle3", add("midlayer.self_attn.q_norm.weight", 8), ("q_norm.weight", "not part of our EAGLE-3 head")),

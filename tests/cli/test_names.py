@@ -211,13 +211,38 @@ def test_the_path_replaces_the_target_of_an_experiment(tmp_path: Path) -> None:
     assert (config.target.name, config.target.dtype, config.run.name) == ("Own-7B", "fp32", "eagle3-Own-7B")
 
 
-@pytest.mark.parametrize("name", ["my file.jsonl", "a[1].jsonl", "it's.jsonl", "k=v.jsonl", "über.jsonl", "c,d.jsonl"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "my file",
+        "a[1]",
+        "it's",
+        "k=v",
+        "über",
+        "c,d",
+        '"d"',
+        "back\\slash",
+        "end\\",
+        "end\\'s",
+        "${x}",
+        "~t",
+        " {a: 1} ",
+        "(日本)",
+    ],
+)
 def test_any_path_is_read_as_the_shell_delivers_it(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.touch()
     for word in (f"data={path}", f"data.path={path}"):
         found: Config = compose("config", [word], Config)
         assert (found.data.path, found.data.name) == (str(path), "auto")
+
+
+@pytest.mark.parametrize(("word", "form"), [("run.name=it's", "key='it\\'s'"), ("data.media_root=a, b", "key='a,b'")])
+def test_what_needs_quotes_is_told_so_in_a_line(word: str, form: str) -> None:
+    with refused(word, form) as caught:
+        compose("config", [word], Config)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_run_alone_is_the_checkpoint(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from train.config.store import BY_PATH, LABEL, group_choices, group_of, key_of, 
 RESUME = "--resume"
 WITHOUT_DASHES = ("target", "data", "draft", "checkpoint", "out", "action")
 PATH_KEY = re.compile(r"(?:\A|\.)(?:path|dir|cache_dir|media_root|bad_list|draft|checkpoint|out|state)\Z")
-PLAIN = re.compile(r"[A-Za-z0-9_/.+*?@%:~-]*")
+PLAIN = re.compile(r"[A-Za-z0-9_/.+*?@%:-]*")
 SYNTAX = re.compile(r"\A[\['\"]|[,$]")  # of a list, a quoted text, a sweep, or an interpolation
 MAX_LISTED = 30
 SOURCE = re.compile(r"^data\.(?:sources|validation)\.[^.]+")  # of data, with the label that the user chose
@@ -115,7 +115,8 @@ def _quoted(word: str) -> str:
     is_path = bool(PATH_KEY.search(key)) and value and not PLAIN.fullmatch(value)
     if not is_path or not (os.path.exists(os.path.expanduser(value)) or not SYNTAX.search(value)):
         return word
-    return f"{key}='" + value.replace("'", "\\'").replace("${", "\\${") + "'"
+    escaped = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), value)  # as Hydra reads them
+    return f"{key}='" + escaped.replace("${", "\\${") + "'"
 
 
 def changed_command(arguments: Sequence[str], run_dir: str, change: str, suffix: str) -> str:
@@ -159,7 +160,8 @@ def as_mistake(error: Exception, schema: type) -> Exception:
     if isinstance(error, MissingConfigException):
         return ConfigError(_missing_choice(error.missing_cfg_file or ""))
     if isinstance(error, OverrideParseException):
-        return ConfigError(f"{error.override}: is not an override; write key=value, lists as key=[a,b], no spaces around =")
+        forms = "write key=value, lists as key=[a,b], other signs as \"key='it\\'s'\", no spaces around ="
+        return ConfigError(f"{error.override}: is not an override; {forms}")
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, oc.OmegaConfBaseException):
         cause = cause.__cause__
@@ -168,6 +170,8 @@ def as_mistake(error: Exception, schema: type) -> Exception:
     text = str(error)
     if group := re.search(r"Could not override '(.*?)'\.\s*No match in the defaults list", text):
         return ConfigError(f"{group.group(1)}: no such group of choices; `--help` lists groups and keys")
+    if word := re.search(r"Ambiguous value for argument '(.*)'\n", text):
+        return ConfigError(f"{word[1]}: a list is key=[a,b], a text with commas \"key='a,b'\", a sweep -m key=a,b")
     key = re.search(r"Could not override '(.*?)'", text) or re.search(r"Key '(.*?)' is not in struct", text)
     return ConfigError(f"{key.group(1)}: unknown key" if key else text)
 
