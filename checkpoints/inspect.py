@@ -226,7 +226,8 @@ def _describe_target_facts(stored: dict[str, Any]) -> str:
         return "unknown"
     name = f"{target['name']}: " if target.get("name") else ""
     sizes = {"num_layers": "{} layers", "hidden_size": "hidden size {}", "vocab_size": "vocabulary {}"}
-    shown = [text.format(target[key]) for key, text in sizes.items() if key in target]
+    sizes |= {"adapter": "adapter {}", "quantize": "quantized to {} at load"}
+    shown = [text.format(target[key]) for key, text in sizes.items() if target.get(key)]
     return ", ".join([f"{name}{target.get('model_type')}", *shown])
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import sage
 from checkpoints.export.configs import EngineConfig, as_list
@@ -156,7 +157,8 @@ def load_export(folder: Path, target: sage.Target) -> DraftHead:
     tables = {name: partial(module.weight.detach().to, "cpu") for name, module in modules.items()}
     facts = TargetFacts.of_config(target.model.config, target.name)
     stored = export_info(folder).get("target") or {}
-    facts = replace(facts, adapter=stored.get("adapter"), adapter_path=stored.get("adapter_path"))
+    changes: dict[str, Any] = {key: stored.get(key) for key in ("adapter", "adapter_path", "quantize")}
+    facts = replace(facts, **changes)
     check_target(facts.fingerprint, target, folder)
     draft = read_draft(folder, facts, tables=tables)
     draft.to(device=target.device, dtype=target.dtype)

@@ -35,6 +35,7 @@ class TargetFacts:
     mrope_interleaved: bool = False
     name: str | None = None  # folder or hub id the facts were read from, used in serve commands
     quantization: str | None = None  # method of the target's weights; None without
+    quantize: str | None = None  # what its weights are quantized to at load; None keeps those of the folder
     # adapter, adapter_path: digest and folder or hub id of the adapter that the target contains; None without
     adapter: str | None = None
     adapter_path: str | None = None
@@ -68,11 +69,12 @@ class TargetFacts:
     def fingerprint(self) -> dict[str, Any]:
         """The same fields as `sage.Target.fingerprint`."""
         fields = {key: getattr(self, key) for key in ("model_type", "hidden_size", "vocab_size", "num_layers")}
-        return fields | ({"adapter": self.adapter} if self.adapter else {})
+        return fields | {key: value for key in ("adapter", "quantize") if (value := getattr(self, key))}
 
     def adapted(self, config: Any) -> TargetFacts:
-        """Returns the facts with the adapter for which the draft of `config` was trained."""
-        return replace(self, adapter=config.target.get("adapter"), adapter_path=config.target_adapter)
+        """Returns the facts with the adapter and the quantization at load for which the draft of `config` was trained."""
+        changes = {key: config.target.get(key) for key in ("adapter", "quantize")}
+        return replace(self, **changes, adapter_path=config.target_adapter)
 
     @staticmethod
     def from_dict(stored: Any) -> TargetFacts:

@@ -41,7 +41,7 @@ def build_report(
     """
     report = {
         "schema": SCHEMA,
-        "target": display_name(target.name),
+        "target": display_name(target.name) + (f" ({target.quantization})" if target.quantization else ""),
         "draft": draft_name,
         "device": str(target.device),
         "dtype": dtype_name(target.dtype),

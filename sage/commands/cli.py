@@ -22,7 +22,7 @@ from sage.io.dtypes import LONG_NAMES, SHORT_NAMES, torch_dtype
 from sage.io.manifest import refuse_corrupt_draft
 from sage.io.ranges import did_you_mean, field_types, key_meanings, plain_type
 from sage.io.target_paths import find_target
-from sage.runtime.modes import PassMode
+from sage.runtime.modes import PassMode, Quantize
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +90,8 @@ def add_load_options(parser: argparse.ArgumentParser, default_dtype: str) -> Non
     text = "split a target that is too large for one GPU across all of them: auto, balanced or sequential, or a JSON object, "
     parser.add_argument("--device-map", metavar="MAP", help=f"{text}module name -> device; replaces --device")
     parser.add_argument("--adapter", metavar="DIR", help="folder or hub id of a PEFT adapter, merged into the target")
+    choices = [str(kind) for kind in Quantize]
+    parser.add_argument("--quantize", choices=choices, help="quantize the weights of the target when it is loaded")
     add_passes_option(parser)
     add_dtype_option(parser, None, f"dtype of target and draft (default: {default_dtype})")
 
@@ -166,7 +168,8 @@ def load_options(args: argparse.Namespace, cpu_dtype: str | None = None) -> dict
     device = resolve_device(args.device)
     name = args.dtype or (cpu_dtype if device.type == "cpu" and device_map is None else None)
     dtype = torch_dtype(name) if name else None
-    return {"dtype": dtype, "device": device, "device_map": device_map, "adapter": args.adapter}
+    options = {"adapter": args.adapter, "quantize": args.quantize}
+    return {"dtype": dtype, "device": device, "device_map": device_map, **options}
 
 
 def resolve_device(name: str) -> torch.device:

@@ -307,7 +307,8 @@ class DraftHead(PreTrainedModel):
 def check_target(made_for: dict[str, Any], target: Target, where: Any) -> None:
     """Raises ValueError, naming both, if `made_for` is not the target's fingerprint."""
     if made_for != target.fingerprint:
-        hint = ", or the adapter it was trained with (--adapter, target.adapter)" if made_for.get("adapter") else ""
+        changes = [key for key in ("adapter", "quantize") if made_for.get(key) != target.fingerprint.get(key)]
+        hint = "".join(f", or load the target as it was then (--{key}, target.{key})" for key in changes)
         raise ValueError(
             f"draft: {where} was made for {_describe(made_for)}, but the target is {_describe(target.fingerprint)}; "
             f"give the draft trained for this target{hint}"

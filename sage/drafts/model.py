@@ -92,6 +92,8 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
         raise ValueError(
             f"draft.num_layers: {num_layers}; allowed: 1 to {target.num_layers - 1}, fewer than {target.name} has itself"
         )
+    if target.quantization:
+        raise ValueError(f"draft.num_layers: quantized layers ({target.quantization}) are not copied; give draft.path=DIR")
     first = min(target.family.leading_layers, num_layers) - 1
     spaced = torch.linspace(first, target.num_layers - 1, num_layers - first, device="cpu").round().long().tolist()
     picked = [*range(first), *spaced]

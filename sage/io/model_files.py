@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from sage.io.files import read_json
@@ -19,6 +19,8 @@ from sage.io.files import read_json
 logger = logging.getLogger(__name__)
 MAX_LISTED = 4  # tensors listed in an error
 NEEDS_GPU = re.compile(r"\b(GPU|CUDA|XPU)\b.*(quanti|required|found|needed)", re.IGNORECASE)
+SCALE = re.compile(r"(\.weight_scale(_inv)?|\.SCB|\.weight\.absmax)$")
+ONE_BYTE = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 QUANTIZED = re.compile(r"(weight_(scale(_inv)?|packed|shape)|qweight|qzeros|\.SCB|absmax|quant_map)$")
 
 
@@ -44,6 +46,7 @@ def load_weights(model_class: Any, folder: str | Path, role: str, allow_unused: 
     Raises:
         ValueError: the weights are missing, corrupt, or do not fit the config; names the folder and the first tensors.
     """
+    _refuse_half_quantized(folder, role)
     try:
         with _quiet():  # transformers prints a table of mismatches, which the error below replaces
             model, info = model_class.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
@@ -66,6 +69,19 @@ def load_weights(model_class: Any, folder: str | Path, role: str, allow_unused: 
             f"{role}: {folder}: its weights do not fit its config: {_listed(sorted(wrong))}; save or copy it again"
         )
     return model
+
+
+def _refuse_half_quantized(folder: str | Path, role: str) -> None:
+    """Raises ValueError for quantized weights of a local folder without scales; transformers reads some as plain weights."""
+    quantized, scaled = set[str](), set[str]()
+    for file in Path(folder).glob("*.safetensors"):
+        with suppress(OSError, SafetensorError), safe_open(file, "pt") as content:  # corrupt files are named when they are read
+            names = list(content.keys())
+            scaled |= {SCALE.sub("", name) for name in names if SCALE.search(name)}
+            weights = [name for name in names if name.endswith(".weight")]
+            quantized |= {name for name in weights if content.get_slice(name).get_dtype() in ONE_BYTE}
+    if lacking := sorted(name for name in quantized if name.removesuffix(".weight") not in scaled):
+        raise ValueError(f"{role}: {folder}: its weights are half quantized: no scale of {_listed(lacking)}; copy it again")
 
 
 def in_one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""How passes and the vision tower's attention run, as users name it. Imports no torch.
+"""How passes and the vision tower's attention run, and what weights are quantized to, as users name it. Imports no torch.
 
 Some vision towers take all images as one packed sequence, and Qwen2.5-VL attends within windows of 64 patches in most layers.
 With `sdpa`, transformers runs one call per part, 840 for an image of 640 x 480; with flash-attn, or torch's own flash kernel
@@ -58,6 +58,24 @@ def resolve_pass_mode(name: str, device_type: str, num_answers: int = 1, is_whol
     if device_type == "cuda":
         return PassMode.auto
     return PassMode.compiled if device_type == "cpu" and num_answers >= MANY_ANSWERS else PassMode.eager
+
+
+class Quantize(StrEnum):
+    """What the weights of a target's linear layers, except lm_head, are quantized to when it is loaded; activations are not.
+
+    Attributes:
+        int8: with a scale per row, by torchao.
+        nf4: 4 bits with a scale per 64 weights, by bitsandbytes.
+        fp8: float8 e4m3 with a scale per row, by torchao.
+    """
+
+    int8 = "int8"
+    nf4 = "nf4"
+    fp8 = "fp8"
+
+    @property
+    def library(self) -> str:
+        return "bitsandbytes" if self is Quantize.nf4 else "torchao"
 
 
 class VisionAttention(StrEnum):

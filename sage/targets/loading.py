@@ -23,7 +23,7 @@ from sage.runtime.prefix_attention import HALF, has_flash_kernel
 from sage.targets.families import FAMILIES, family_of
 from sage.targets.placement import check_device_map
 from sage.targets.target import Target, as_list
-from sage.targets.weights import quantization_of, renamed_ignore, say_what_is_lost, with_adapter
+from sage.targets.weights import quantization_of, quantized_at_load, renamed_ignore, say_what_is_lost, with_adapter
 
 
 def load_target(
@@ -35,6 +35,7 @@ def load_target(
     device_map: str | dict[str, Any] | None = None,
     passes: str = PassMode.auto,
     adapter: str | None = None,
+    quantize: str | None = None,
     **kwargs: Any,
 ) -> Target:
     """Loads a target with its processor from a folder or a hub id.
@@ -47,6 +48,7 @@ def load_target(
             sequential, or module name -> device, as for `from_pretrained`.
         passes: how passes run, one of `PassMode`; auto: captured on a GPU, eager on a CPU.
         adapter: folder or hub id of a PEFT adapter, merged into the weights; kept beside those that are quantized.
+        quantize: one of `Quantize`, to which the weights are quantized; None keeps those of the checkpoint.
         kwargs: further arguments of `from_pretrained`.
 
     Raises:
@@ -67,15 +69,17 @@ def load_target(
     else:
         placement = {} if device_map is None else {"device_map": device_map}
     if is_deepspeed_zero3_enabled():
-        _refuse_sharding(path, quantization_of(config), adapter)
+        _refuse_sharding(path, quantize or quantization_of(config), adapter)
     kwargs |= renamed_ignore(config)
     published = dtype_name(config.dtype)
     given = dtype or (torch_dtype(loaded_dtype(published)) if published in SHORT_NAMES else "auto")
+    if quantize is not None:
+        kwargs["quantization_config"] = quantized_at_load(quantize, path, config, None if given == "auto" else given)
     model = load_weights(family.auto_class, path, "target", allow_unused=True, dtype=given, **placement, **kwargs)
     model, adapted = (model, None) if adapter is None else with_adapter(model, os.path.expanduser(adapter), path)
     if device_map is not None:
         check_device_map(getattr(model, "hf_device_map", {}))  # a strategy offloads what does not fit
-    target = Target(model if placement else model.to(device), processor, adapter=adapted)
+    target = Target(model if placement else model.to(device), processor, adapter=adapted, quantize=quantize)
     if target.quantization:
         say_what_is_lost(target.name, target.quantization, model)
     target.passes = resolve_pass_mode(pass_mode, target.device.type, is_whole=target.is_plain)

@@ -29,7 +29,7 @@ from sage.targets.delta_net import use_our_states
 from sage.targets.families import family_of
 from sage.targets.family import LINEAR, Mask, Prompt
 from sage.targets.placement import connect, is_multi_device, layer_devices
-from sage.targets.weights import Adapter, decompress, dense_weight, is_quantized, quantization_of
+from sage.targets.weights import Adapter, dense_weight, is_quantized, prepare_layers, quantization_of
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Target:
         model: a model of transformers, such as `Qwen2_5_VLForConditionalGeneration`, on the device it will run on.
         processor: a `Processor` or a Hugging Face processor; not needed if inputs are tensors.
         adapter: what the model contains besides its checkpoint.
+        quantize: what its checkpoint was quantized to at load, one of `Quantize`; None for the checkpoint's own weights.
 
     Attributes:
         passes: how tree passes and draft passes run: eager, compiled or captured.
@@ -84,10 +85,12 @@ class Target:
         ValueError: the model is of no known family, or has text layers that a tree pass cannot run (names the reason).
     """
 
-    def __init__(self, model: Any, processor: Any = None, *, adapter: Adapter | None = None) -> None:
-        decompress(model)
+    def __init__(
+        self, model: Any, processor: Any = None, *, adapter: Adapter | None = None, quantize: str | None = None
+    ) -> None:
+        prepare_layers(model)
         self.model = model.eval().requires_grad_(False)
-        self.adapter = adapter
+        self.adapter, self.quantize = adapter, quantize
         self.family = family_of(model.config)
         self.eos_token_ids = as_list(model.generation_config.eos_token_id)
         self.processor = None if processor is None else Processor.wrap(processor, self.family, self.eos_token_ids)
@@ -154,8 +157,9 @@ class Target:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Family, sizes and adapter, stored with each draft and compared when it is loaded."""
-        return fingerprint_of(self.model.config) | ({"adapter": self.adapter.digest} if self.adapter else {})
+        """Family, sizes and changes at load, stored with each draft and compared when it is loaded."""
+        adapted = {"adapter": self.adapter.digest} if self.adapter else {}
+        return fingerprint_of(self.model.config) | adapted | ({"quantize": str(self.quantize)} if self.quantize else {})
 
     def prepare(self, messages: Messages) -> BatchFeature:
         """Returns the inputs of one prompt, up to the beginning of the assistant's turn.

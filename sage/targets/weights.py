@@ -10,13 +10,16 @@ import logging
 import re
 import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from sage.io.model_files import in_one_line
+from sage.runtime.modes import Quantize
 
 logger = logging.getLogger(__name__)
 MISSING = "missing adapter keys"  # of PEFT's warning
@@ -31,13 +34,14 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def quantization_of(config: Any) -> str | None:
-    """Returns the quantization that a model's configuration names, such as `torchao` or `bitsandbytes 4-bit`; None without."""
+    """Returns the quantization that a model's configuration names, such as `bitsandbytes 4-bit`; None without."""
     settings = _settings(config)
     if not settings:
         return None
     bits = 4 if settings.get("load_in_4bit") else 8 if settings.get("load_in_8bit") else settings.get("bits")
     method = getattr(settings.get("quant_method"), "value", settings.get("quant_method")) or "bitsandbytes"
-    detail = f"{bits}-bit" if bits else settings.get("format") or ""
+    kind = re.search(r"'_type': '(\w+?)Config'", str(settings.get("quant_type")))  # of torchao
+    detail = f"{bits}-bit" if bits else kind[1] if kind else settings.get("format") or ""
     return f"{method} {detail}".strip()
 
 
@@ -50,6 +54,31 @@ def is_quantized(module: nn.Module) -> bool:
         if not all(type(p) in plain and p.is_floating_point() and p.itemsize > 1 for p in part.parameters(recurse=False)):
             return True
     return False
+
+
+def quantized_at_load(name: str, path: str, config: Any, dtype: Any = None) -> Any:
+    """Returns the configuration of transformers with which a target is quantized when it is loaded.
+
+    Args:
+        name: one of `Quantize`.
+        path, config: folder or hub id of the target, and its configuration.
+        dtype: in which layers compute.
+
+    Raises:
+        ValueError: an unknown name, a target that is quantized already, or a library that is missing.
+    """
+    if name not in tuple(Quantize):
+        raise ValueError(f"target.quantize: {name!r} is unknown; choose one of {', '.join(Quantize)}")
+    if method := quantization_of(config):
+        raise ValueError(f"target.quantize={name}: {path} is quantized already ({method}); drop it, or give the original model")
+    if find_spec(library := Quantize(name).library) is None:
+        raise ValueError(f"target.quantize={name}: needs {library}; pip install 'sage-draft[quantized]'")
+    if name == Quantize.nf4:
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    kind = Int8WeightOnlyConfig if name == Quantize.int8 else Float8WeightOnlyConfig
+    return TorchAoConfig(kind(set_inductor_config=False))  # which would be that of all compiled passes
 
 
 @torch.no_grad()
@@ -81,11 +110,16 @@ def renamed_ignore(config: Any) -> dict[str, Any]:
     return {"config": config}
 
 
-def decompress(model: Any) -> None:
-    """Decompresses a model of compressed-tensors, which its library does in the first forward pass of the whole model.
+def prepare_layers(model: Any) -> None:
+    """Makes quantized layers compute the same in every pass, and on every CPU.
 
-    Passes of a target call its parts. The library's hooks for offloading, which make dicts of outputs, are removed.
+    compressed-tensors decompresses in the first forward pass of the whole model, of which a target calls parts; its hooks for
+    offloading, which make dicts of outputs, are removed. bitsandbytes packs 4-bit weights in the first pass on CPUs with
+    AVX512-BF16, which rounds their scales to bfloat16 and fails for rows that are not a multiple of 32.
     """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
     if hasattr(model, "ct_decompress_hook"):
         from compressed_tensors.offload import remove_dispatch
 
@@ -108,22 +142,22 @@ def say_what_is_lost(target: str, label: str, model: nn.Module) -> None:
 def weight_bytes(model: Any, size: int) -> float:
     """Returns the bytes of a model's weights, also without weights: `size` each, but for linear layers quantized in memory.
 
-    Other methods than int8 of torchao and those of bitsandbytes count as dense: they are, or their layouts were not measured.
+    Other methods than weight-only ones of torchao and those of bitsandbytes count as dense: they are, or were not measured.
     """
     label, total = quantization_of(model.config), sum(p.numel() for p in model.parameters()) * size
     settings = _settings(model.config)
     blocks = 1 / 64 if settings.get("bnb_4bit_use_double_quant") else 4 / 64  # a scale per 64 weights
     kinds: dict[str, tuple[float, int]] = {"bitsandbytes 8-bit": (1, 4), "bitsandbytes 4-bit": (0.5 + blocks, 0)}
-    if "Int8WeightOnly" in str(settings.get("quant_type")):
-        kinds["torchao"] = (1, size)
+    kinds |= {"torchao Int8WeightOnly": (1, size), "torchao Float8WeightOnly": (1, 4)}
     if label not in kinds:
         return float(total)
     per_weight, per_row = kinds[label]
     skipped = settings.get("llm_int8_skip_modules") or settings.get("modules_to_not_convert") or ()
+    head = None if settings.get("include_input_output_embeddings") else model.get_output_embeddings()
     for name, module in model.named_modules():
-        is_dense = module is model.get_output_embeddings() or any(part in name for part in skipped)
+        is_dense = module is head or any(part in name for part in skipped)
         if isinstance(module, nn.Linear) and not is_dense:
-            total += module.in_features * module.out_features * (per_weight - size) + module.out_features * per_row
+            total += module.weight.numel() * (per_weight - size) + len(module.weight) * per_row
     return float(total)
 
 

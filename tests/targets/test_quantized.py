@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,17 +13,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.family_passes import hidden_states
-from support.family_suite import END, chatml, text
+from support.family_suite import text
 from support.messages import refused
-from support.models import MAKERS, greedy_text, make_inputs, random_draft
-from support.processors import byte_tokenizer_of, make_processor
-from support.train_helpers import configured, draft_weights, make_target, train_quickly
+from support.models import MAKERS, make_inputs, random_draft
+from support.quantized_targets import (
+    AT_LOAD,
+    SIZES,
+    WRITERS,
+    at_load,
+    check_decoding,
+    quantized_by_transformers,
+    resume,
+    save_target,
+    set_config,
+)
+from support.train_helpers import configure, make_target
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -31,117 +37,24 @@ from transformers import (
 
 import sage
 from checkpoints.export.exporter import ExportOptions, export
-from sage.io import target_paths
+from checkpoints.inspect import inspect_folder
 from sage.runtime.modes import PassMode
-from sage.targets import loading
-from sage.targets.loading import meta_target
+from sage.targets import loading, weights
 from sage.targets.weights import dense_weight, weight_bytes
-from train.config.command_line import expand
-from train.config.hydra_app import compose
-from train.config.schema import Config
+from train.plan.memory import build_on_meta
 
 with suppress(ImportError):  # registers torch's linear layer, before a test replaces it by DeepSpeed's
     import torchao.quantization  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4}  # for kernels of 32 rows
-LEVELS = range(4)
-VISION = ("visual", "vision_tower", "multi_modal_projector")
-
-
-def save_target(family: str, folder: Path) -> Any:
-    """Saves a tiny target with its processor; returns its class."""
-    if family in MAKERS:
-        target = MAKERS[family]()
-        make_processor(target).save_pretrained(folder)
-    else:
-        torch.manual_seed(0)
-        target = sage.Target(LlamaForCausalLM(LlamaConfig(**text() | SIZES)))
-        target.lm_head.weight.data[:64] = 0
-        tokenizer = byte_tokenizer_of({"<|im_end|>": END, "<|im_start|>": 2}, eos="<|im_end|>")
-        tokenizer.chat_template = chatml()
-        tokenizer.save_pretrained(folder)
-    target.model.save_pretrained(folder)
-    return AutoModelForImageTextToText if family in MAKERS else AutoModelForCausalLM
-
-
-def quantized_by_transformers(config: Callable[[], Any]) -> Callable[[Any, Path], None]:
-    def write(auto: Any, folder: Path) -> None:
-        pytest.importorskip("bitsandbytes")
-        auto.from_pretrained(folder, quantization_config=config(), dtype=torch.float32).save_pretrained(folder)
-
-    return write
-
-
-def torchao(**options: Any) -> Any:
-    pytest.importorskip("torchao")
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    return TorchAoConfig(Int8WeightOnlyConfig(), **options)
-
-
-def compressed(num_bits: int, kind: str) -> Callable[[Any, Path], None]:
-    """Returns the writer of a compressed-tensors folder, without lm_head and vision, named as checkpoints name them."""
-
-    def write(auto: Any, folder: Path) -> None:
-        pytest.importorskip("compressed_tensors")
-        from compressed_tensors.compressors import ModelCompressor
-        from compressed_tensors.quantization import (
-            QuantizationArgs,
-            QuantizationConfig,
-            QuantizationScheme,
-            apply_quantization_config,
-        )
-
-        model = auto.from_pretrained(folder, dtype=torch.float32)
-        weights = QuantizationArgs(num_bits=num_bits, type=kind, strategy="channel")
-        dynamic = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True) if kind == "float" else None
-        scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=dynamic)
-        ignored = [rf"re:.*{name}.*" for name in ("lm_head", *VISION)]
-        apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=ignored))
-        for module in model.modules():
-            if hasattr(module, "quantization_scheme"):
-                largest = module.weight.data.abs().amax(-1, keepdim=True)
-                module.weight_scale.data.copy_(largest / (448 if kind == "float" else 2 ** (num_bits - 1) - 1))
-        compressor = ModelCompressor.from_pretrained_model(model)
-        compressor.compress_model(model)
-        model.save_pretrained(folder)
-        compressor.update_config(folder)
-
-    return write
-
-
-def finegrained_fp8(auto: Any, folder: Path) -> None:
-    """Writes blocks of 16 x 16 with a scale each, as DeepSeek and Qwen publish them with 128."""
-    weights = load_file(folder / "model.safetensors")
-    for name in [key for key in weights if key.endswith("proj.weight")]:
-        rows, columns = weights[name].shape
-        blocks = weights[name].reshape(rows // 16, 16, columns // 16, 16)
-        scale = blocks.abs().amax((1, 3)) / 448
-        weights[name] = (blocks / scale[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
-        weights[f"{name}_scale_inv"] = scale
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    set_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
-
-
-def set_config(folder: Path, **values: Any) -> None:
-    config = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-
-WRITERS: dict[str, Callable[[Any, Path], None]] = {
-    "torchao": quantized_by_transformers(torchao),
-    "torchao with tables": quantized_by_transformers(lambda: torchao(include_input_output_embeddings=True)),
-    "bitsandbytes 8-bit": quantized_by_transformers(lambda: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)),
-    "bitsandbytes 4-bit": quantized_by_transformers(lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
-    "compressed-tensors pack-quantized": compressed(8, "int"),
-    "compressed-tensors float-quantized": compressed(8, "float"),
-    "fp8": finegrained_fp8,
-}
-DEQUANTIZED = ("fp8",)  # by transformers on a CPU
-CASES = [("llama", method) for method in WRITERS]
-CASES += [(family, "compressed-tensors pack-quantized") for family in MAKERS]
+DEQUANTIZED = ("fine-grained",)  # by transformers on a CPU
+SAME = (
+    "torchao Int8WeightOnly",
+    "torchao Int8WeightOnly with tables",
+    "bitsandbytes 4-bit",
+)  # layers as at load
+CASES = [("llama", method) for method in (*AT_LOAD, *WRITERS)]
+CASES += [(family, method) for family in MAKERS for method in (*AT_LOAD, *WRITERS) if method not in SAME]
 
 
 @pytest.fixture(autouse=True)
@@ -158,33 +71,40 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
     def folder(family: str, method: str) -> Path:
         if (family, method) not in folders:
             path = tmp_path_factory.mktemp("target")
-            WRITERS[method](save_target(family, path), path)
+            WRITERS.get(method, lambda *_: None)(save_target(family, path), path)
             folders[family, method] = path
         return folders[family, method]
 
     return folder
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    save_target("llama", folder)
+    return folder
+
+
 @pytest.mark.parametrize(("family", "method"), CASES)
-def test_decodes_as_generate(family: str, method: str, quantized: Callable[[str, str], Path]) -> None:
+def test_decodes_and_exports(family: str, method: str, quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
     """Before `generate` has called the whole model; features are its hidden states; passes are eager."""
-    target = sage.load_target(quantized(family, method), dtype=torch.float32, passes="compiled")
-    assert target.quantization == (None if method in DEQUANTIZED else method.replace(" with tables", ""))
-    assert target.passes == ("compiled" if method in DEQUANTIZED else "eager")
+    target = sage.load_target(quantized(family, method), dtype=torch.float32, passes="compiled", **at_load(method))
+    name = None if method in DEQUANTIZED else AT_LOAD.get(method, method.replace(" with tables", ""))
+    assert target.quantization == name and target.passes == ("eager" if name else "compiled")
     target.passes = PassMode.eager
     inputs = make_inputs(target) if family in MAKERS else {"input_ids": torch.arange(70, 82)[None]}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    draft = random_draft(target, "eagle3")
-    found = [sage.generate(target, draft, inputs, policy, max_new_tokens=8).tokens.tolist() for policy in ("eagle2", "sage")]
-    assert found == 2 * [greedy_text(target, inputs, 8)]
-    states, levels = hidden_states(target, inputs), target.features(target.embed(inputs), list(LEVELS)).levels
-    for level, state in zip(levels, states, strict=True):
-        torch.testing.assert_close(level, state, atol=1e-6, rtol=0)
+    draft = random_draft(target, "eagle3", feature_levels=[0, 1, 2])
+    check_decoding(target, inputs, draft)
+    draft.save_pretrained(tmp_path / "draft")
+    export(tmp_path / "draft", tmp_path / "out", "eagle3", ExportOptions(allow_unserved=True))
+    sage.load_draft(tmp_path / "out", target)
+    named = f"quantized ({method} at load)" if method in AT_LOAD else f"quantized ({name})"
+    assert (named in (tmp_path / "out" / "README.md").read_text()) == (name is not None)
 
 
 def test_tables_are_dequantized(quantized: Callable[[str, str], Path]) -> None:
     """A new EAGLE-3 draft starts from the rows of the quantized lm_head."""
-    target = sage.load_target(quantized("llama", "torchao with tables"), dtype=torch.float32)
+    target = sage.load_target(quantized("llama", "torchao Int8WeightOnly with tables"), dtype=torch.float32)
     rows = target.lm_head.weight.dequantize()
     draft = sage.new_draft(target, "eagle3", feature_levels=[1, 2, 3])
     torch.testing.assert_close(draft.lm_head.weight.data, rows, atol=1e-6, rtol=0)
@@ -192,24 +112,23 @@ def test_tables_are_dequantized(quantized: Callable[[str, str], Path]) -> None:
     assert dense_weight(plain, torch.float32) is plain.weight
 
 
-@pytest.mark.parametrize("method", ["torchao", "bitsandbytes 8-bit", "bitsandbytes 4-bit", "fp8"])
+@pytest.mark.parametrize("method", [*AT_LOAD, *WRITERS])
 def test_planned_bytes_are_those_of_the_loaded_target(method: str, quantized: Callable[[str, str], Path]) -> None:
     folder = quantized("llama", method)
-    planned = weight_bytes(meta_target(AutoConfig.from_pretrained(folder)).model, 4)
-    model = sage.load_target(folder, dtype=torch.float32).model
+    words = [f"target.path={folder}", "target.dtype=fp32", "data=llava_instruct", *at_load(method, "target.quantize={}")]
+    planned = weight_bytes(build_on_meta(configure(*words)).target.model, 4)
+    model = sage.load_target(folder, dtype=torch.float32, **at_load(method)).model
     assert planned == pytest.approx(sum(map(loaded_bytes, model.parameters())), rel=0.05)
 
 
 def loaded_bytes(weight: Any) -> int:
     """Returns the bytes of a weight with its scales."""
-    if hasattr(weight, "__tensor_flatten__") and type(weight).__name__ == "Int8Tensor":
+    if type(weight).__name__ in ("Int8Tensor", "Float8Tensor"):
         parts = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
     else:
         state = getattr(weight, "quant_state", None)
-        parts = [
-            weight.data,
-            *filter(lambda part: part is not None, (getattr(weight, "SCB", None), getattr(state, "absmax", None))),
-        ]
+        scales = (getattr(weight, "SCB", None), getattr(state, "absmax", None))
+        parts = [weight.data, *filter(lambda part: part is not None, scales)]
     return sum(part.nbytes for part in parts)
 
 
@@ -219,36 +138,92 @@ def test_outliers_of_a_pass_are_said(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "llm_int8_threshold=0" in caplog.text
 
 
-FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # change of config.json -> the message
-    "not named": ({"quantization_config": None}, ("weight_scale_inv is of a quantization that config.json does not name",)),
-    "GPU": ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, ("requires a GPU", "that is not quantized")),
+FAULTS: dict[str, tuple[str | None, tuple[str, ...]]] = {  # quant_method in config.json -> the message
+    "not named": (None, ("weight_scale_inv is of a quantization that config.json does not name",)),
+    "no kernel": ("fbgemm_fp8", ("requires a GPU", "that is not quantized")),
 }
+LACKING = {"torchao Int8WeightOnly": "torchao", "bitsandbytes 4-bit": "bnb_4bit", "bitsandbytes 8-bit": "bnb_8bit"}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_is_refused(name: str, quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
     folder = tmp_path / "target"
-    shutil.copytree(quantized("llama", "fp8"), folder)
-    change, parts = FAULTS[name]
-    set_config(folder, **change)
+    method, parts = FAULTS[name]
+    shutil.copytree(quantized("llama", "fine-grained"), folder)
+    set_config(folder, quantization_config=method and {"quant_method": method})
     with refused("target: ", *parts):
         sage.load_target(folder)
 
 
-def test_zero_does_not_shard_it(quantized: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", [method for method in WRITERS if "with tables" not in method])
+def test_a_half_quantized_folder_is_refused(method: str, quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """The scale of one layer is missing."""
+    folder, layer = tmp_path / "target", "layers.1.mlp.down_proj"
+    shutil.copytree(quantized("llama", method), folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[next(name for name in tensors if re.search(rf"{layer}.*(scale|SCB|absmax)", name))]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with refused(f"target: {folder}: its weights ", "torchao" if "torchao" in method else layer, "copy it again"):
+        sage.load_target(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("method", LACKING)
+def test_a_missing_library_is_named(
+    method: str, quantized: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, library = quantized("llama", method), method.split()[0]
+    monkeypatch.setattr(f"transformers.quantizers.quantizer_{LACKING[method]}.is_{library}_available", lambda: False)
+    with refused("target: ", "pip install", library, "or give the model that is not quantized"):
+        sage.load_target(folder)
+
+
+AT_LOAD_FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {  # folder, method -> the message
+    "unknown": ("int8", "int4", ("'int4' is unknown", "one of int8, nf4, fp8")),
+    "twice": ("torchao Int8WeightOnly", "nf4", ("is quantized already (torchao Int8WeightOnly)", "drop it")),
+    "library": ("int8", "fp8", ("needs torchao", "pip install 'sage-draft[quantized]'")),
+}
+
+
+@pytest.mark.parametrize("name", AT_LOAD_FAULTS)
+def test_mistakes_at_load_are_refused(
+    name: str, quantized: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, method, parts = AT_LOAD_FAULTS[name]
+    folder = quantized("llama", written)
+    monkeypatch.setattr(weights, "find_spec", lambda _: None)
+    with refused("target.quantize", *parts):
+        sage.load_target(folder, quantize=method)
+
+
+@pytest.mark.parametrize("method", AT_LOAD)
+def test_a_draft_is_for_one_quantization(method: str, base: Path, tmp_path: Path) -> None:
+    """Also exported; the card and the description of the folder name it."""
+    plain, target = sage.load_target(base), sage.load_target(base, quantize=method)
+    assert target.lm_head_weight.dtype == target.dtype == plain.dtype
+    for made, other in ((plain, target), (target, plain)):
+        random_draft(made, "eagle3", feature_levels=[0, 1, 2]).save_pretrained(tmp_path / "draft")
+        export(tmp_path / "draft", tmp_path / "out", "eagle3", ExportOptions(overwrite=True))
+        for folder in (tmp_path / "draft", tmp_path / "out"):
+            sage.load_draft(folder, made)
+            with refused("draft: ", "was made for llama", f"quantize {method}", "--quantize, target.quantize"):
+                sage.load_draft(folder, other)
+            assert (f"quantized to {method} at load" in inspect_folder(folder).facts["target"]) == (made is target)
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert (f"--quantize {method}" in card) == (f"target.quantize={method}" in card) == (made is target)
+    with refused("draft.num_layers: ", "draft.path=DIR"):
+        sage.new_draft(target, "model", num_layers=1)
+
+
+@pytest.mark.parametrize("given", [{}, {"quantize": "int8"}])
+def test_zero_does_not_shard_it(
+    given: dict[str, str], base: Path, quantized: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
-    with refused("deepspeed.shard_target: ", "does not shard quantized weights (fp8 in", "drop it"):
-        sage.load_target(quantized("llama", "fp8"))
+    with refused("deepspeed.shard_target: ", f"does not shard quantized weights ({given.get('quantize', 'fp8')} in", "drop it"):
+        sage.load_target(base if given else quantized("llama", "fine-grained"), **given)
 
 
 # -- adapters --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    save_target("llama", folder)
-    return folder
 
 
 def save_adapter(folder: Path, layers: int = 3, **options: Any) -> Path:
@@ -284,13 +259,12 @@ def test_an_adapter_is_merged_to_the_bit(base: Path, tmp_path: Path) -> None:
 
 def test_an_adapter_stays_beside_quantized_weights(quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path)
-    load = partial(sage.load_target, quantized("llama", "torchao"), dtype=torch.float32)
+    load = partial(sage.load_target, quantized("llama", "torchao Int8WeightOnly"), dtype=torch.float32)
     targets = [load(), load(adapter=str(adapter))]
     inputs = {"input_ids": torch.arange(70, 82)[None], "attention_mask": torch.ones(1, 12, dtype=torch.long)}
     features = [target.features(target.embed(inputs)).last for target in targets]
-    assert targets[1].quantization == "torchao" and float((features[0] - features[1]).abs().max()) > 1e-2
-    found = sage.generate(targets[1], random_draft(targets[1], "eagle3"), inputs, "sage", max_new_tokens=8).tokens.tolist()
-    assert found == greedy_text(targets[1], inputs, 8)
+    assert targets[1].quantization == "torchao Int8WeightOnly" and float((features[0] - features[1]).abs().max()) > 1e-2
+    check_decoding(targets[1], inputs, random_draft(targets[1], "eagle3"))
 
 
 OTHERS: dict[str, dict[str, Any]] = {"wider": {"intermediate_size": 96}, "deeper": {"layers": 4}, "shallower": {"layers": 2}}
@@ -308,6 +282,18 @@ def test_adapters_that_are_refused(name: str, base: Path, tmp_path: Path) -> Non
         sage.load_target(base, adapter=str(tmp_path))
 
 
+RESUMED = [("llava_onevision", "int8"), ("qwen2_5_vl", "nf4"), ("llava_onevision", "fp8")]
+RESUMED += [(("qwen2_5_vl", "llava_onevision")[i % 2], method) for i, method in enumerate(WRITERS) if method not in SAME]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "method"), RESUMED)
+def test_training_resumes(family: str, method: str, tmp_path: Path) -> None:
+    folder = make_target(tmp_path, family)
+    WRITERS.get(method, lambda *_: None)(AutoModelForImageTextToText, folder)
+    resume(folder, tmp_path, *at_load(method, "target.quantize={}"))
+
+
 @pytest.mark.slow
 def test_training_resumes_exactly(tmp_path: Path) -> None:
     """A draft of an int8 target with an adapter; the run's validation and a resumed run load both again."""
@@ -315,89 +301,7 @@ def test_training_resumes_exactly(tmp_path: Path) -> None:
     folder, adapter = make_target(tmp_path), tmp_path / "adapter"
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(AutoModelForImageTextToText.from_pretrained(folder), config).save_pretrained(adapter)
-    WRITERS["torchao"](AutoModelForImageTextToText, folder)
-    for run, steps, more in (("whole", 2, ()), ("half", 1, ()), ("half", 2, ("run.resume=true",))):
-        words = (f"target.adapter={adapter}", f"train.max_steps={steps}", *more)
-        assert train_quickly(configured(folder, tmp_path / run, *words)) == 0
-    whole, half = (draft_weights(tmp_path / run) for run in ("whole", "half"))
-    assert all(torch.equal(whole[name], half[name]) for name in whole)
+    WRITERS["torchao Int8WeightOnly"](AutoModelForImageTextToText, folder)
+    resume(folder, tmp_path, f"target.adapter={adapter}")
     with refused("draft: ", "adapter "):
         sage.load_draft(tmp_path / "half", sage.load_target(folder))
-
-
-# -- GGUF ------------------------------------------------------------------------------------------------------------------
-
-NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate"}
-NAMES |= {"up_proj": "ffn_up", "down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-NAMES |= {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-
-
-def write_gguf(file: Path, architecture: str = "llama", template: str | None = chatml()) -> None:
-    """Writes the tiny Llama with matrices in blocks of 8 bits, as llama.cpp's converter does but for the order of rope."""
-    gguf = pytest.importorskip("gguf")
-    save_target("llama", file.parent / "source")
-    config, tokens = LlamaConfig(**text() | SIZES), AutoTokenizer.from_pretrained(file.parent / "source").get_vocab()
-    writer = gguf.GGUFWriter(str(file), architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(1e4)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(
-        [*sorted(tokens, key=tokens.__getitem__), "ab", "<|endoftext|>", "cd", *(f"<more{i}>" for i in range(len(tokens), 327))]
-    )
-    writer.add_token_merges(["a b", "c d"])  # transformers 5.17 reads a list of one as its text
-    writer.add_eos_token_id(END)
-    writer.add_bos_token_id(2)
-    if template:
-        writer.add_chat_template(template)
-    for name, weight in load_file(file.parent / "source" / "model.safetensors").items():
-        *layer, part = name.removeprefix("model.").removesuffix(".weight").split(".")
-        short = f"blk.{layer[1]}.{NAMES[part]}.weight" if layer else f"{NAMES[part]}.weight"
-        kind = gguf.GGMLQuantizationType.Q8_0 if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(short, gguf.quants.quantize(weight.numpy(), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_gguf_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Also its folder; a run is given the folder to which it is dequantized, with tokenizer and template of the file."""
-    monkeypatch.setattr(target_paths, "user_cache_dir", lambda: tmp_path / "cache")
-    write_gguf(tmp_path / "tiny.gguf")
-    target = sage.load_target(tmp_path / "tiny.gguf")
-    assert "dequantized in" in caplog.text and "lacks generation_config.json" in caplog.text and "template" not in caplog.text
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.bfloat16).state_dict()
-    found = target.model.state_dict()
-    assert target.dtype == torch.bfloat16 and all(torch.equal(found[name], expected[name]) for name in expected)
-    assert sage.load_target(tmp_path).name == target.name
-    words = [f"target.path={tmp_path}/tiny.gguf"]
-    assert expand(words) == ["target=by_path", *words]
-    assert compose("config", words, Config).target.path == target.name
-    target = sage.load_target(tmp_path, dtype=torch.float32)
-    inputs = target.prepare([{"role": "user", "content": "hi"}])
-    out = sage.generate(target, random_draft(target, "eagle3"), inputs, "sage", max_new_tokens=8)
-    assert out.tokens.tolist() == greedy_text(target, inputs, 8)
-
-
-def test_gguf_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(target_paths, "user_cache_dir", lambda: tmp_path / "cache")
-    write_gguf(tmp_path / "tiny.gguf", template=None)
-    sage.load_target(tmp_path / "tiny.gguf")
-    assert "a chat template, so put" in caplog.text
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\x03" + bytes(99))
-    write_gguf(tmp_path / "other.gguf", "starlight")
-    with refused("train.max_step:"):  # before the file is read
-        compose("config", [f"target.path={tmp_path}/broken.gguf", "train.max_step=1"], Config)
-    for name in ("other", "broken"):
-        with refused(f"target: {tmp_path}/{name}.gguf cannot be read (", "or the model's Hugging Face folder"):
-            sage.load_target(tmp_path / f"{name}.gguf")
-    monkeypatch.setattr(target_paths, "find_spec", lambda name: None)
-    with refused(f"target: {tmp_path}/other.gguf needs the package gguf", "pip install"):
-        sage.load_target(tmp_path / "other.gguf")

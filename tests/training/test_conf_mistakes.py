@@ -67,6 +67,8 @@ WRONG = {  # of values out of range one per kind of key: a key's range is stated
     "draft=model draft.num_layers=2 deepspeed.shard_target=true": ["deepspeed.shard_target=true:"],
     "draft=model draft.num_layers=2 deepspeed=zero3 launch.ranks=2": ["deepspeed.stage=3:"],
     "draft=model draft.num_layers=2 draft.train_part=all deepspeed=zero1 launch.ranks=2": ["deepspeed.stage=1:"],
+    "target.quantize=nf4 deepspeed.shard_target=true": ["target.quantize=nf4:", "null with deepspeed.shard_target=true"],
+    "target.quantize=int4": ["target.quantize=int4:", "int8, nf4, fp8"],
     "optim=muon deepspeed=zero3": ["optim.kind=muon:", "deepspeed.stage=3", "zero2"],
     "optim=muon deepspeed=zero2 deepspeed.offload_optimizer=cpu": ["optim.kind=muon:", "offload_optimizer"],
     "deepspeed=zero0 deepspeed.offload_optimizer=cpu": ["deepspeed.offload_optimizer=cpu:"],

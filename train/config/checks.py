@@ -221,6 +221,8 @@ def check_deepspeed(config: Config, world_size: int) -> None:
             _refuse(config, "optim.kind", allowed, remedy)
     if deepspeed.shard_target and config.decode.dtype not in (None, config.target.dtype):
         _refuse(config, "decode.dtype", "null with deepspeed.shard_target=true", "sharded weights cannot be cast")
+    if deepspeed.shard_target and config.target.quantize:
+        _refuse(config, "target.quantize", "null with deepspeed.shard_target=true", "ZeRO does not shard quantized weights")
     if deepspeed.shard_target and config.train.validate_on is schema.ValidateOn.all:
         _refuse(config, "train.validate_on", "auto or main with deepspeed.shard_target=true", "every pass takes all ranks")
     for key in DERIVED:

@@ -21,7 +21,8 @@ from train.config.store import BY_PATH, POLICY_GROUP, key_of, subschemas
 
 # Prefixes of the keys that may not change when a run is resumed.
 FIXED = (
-    *("seed", "target.path", "target.revision", "target.adapter", "target.dtype", "draft.", "data.", "score."),
+    *("seed", "target.path", "target.revision", "target.adapter", "target.quantize", "target.dtype"),
+    *("draft.", "data.", "score."),
     *("train.global_batch_size", "train.precision", "train.length_window", "optim.kind"),
     *("regenerate.on_cut", *(f"regenerate.{setting.name}" for setting in fields(AnswerSettings))),
 )

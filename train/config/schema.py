@@ -12,7 +12,7 @@ from data_prep.config import DataConfig, RegenerateConfig
 from sage.bench.options import MeasuredTokens, MeasurementSettings
 from sage.decoding.settings import AnswerSettings
 from sage.io.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
-from sage.runtime.modes import PassMode, VisionAttention
+from sage.runtime.modes import PassMode, Quantize, VisionAttention
 from sage.trees import POLICIES
 from train.config.draft import DraftConfig
 
@@ -114,6 +114,7 @@ class TargetConfig:
         path: a local folder or a hub id; alone, it selects any other model of a supported family.
         revision: branch, tag or commit of a hub id; null: the newest.
         adapter: folder or hub id of a PEFT adapter, merged into the target's weights at load; null for none.
+        quantize: what the weights of linear layers are quantized to at load; null: as they are.
         dtype: dtype of the target.
         attention: attention of the vision tower.
         parameters_b: published number of parameters, in 10^9.
@@ -124,6 +125,7 @@ class TargetConfig:
     path: str = MISSING
     revision: str | None = None
     adapter: str | None = None
+    quantize: Quantize | None = None
     dtype: Precision = MISSING
     attention: VisionAttention = VisionAttention.auto
     recipe: TargetRecipe = field(default_factory=TargetRecipe)
@@ -135,9 +137,9 @@ class TargetConfig:
         import sage
         from sage.io.dtypes import torch_dtype
 
-        options: dict[str, Any] = {"attention": str(self.attention), "adapter": self.adapter, "device_map": device_map}
-        options |= {} if self.revision is None else {"revision": self.revision}
-        return sage.load_target(self.path, dtype=torch_dtype(dtype or self.dtype), device=device, **options)
+        options: dict[str, Any] = {"dtype": torch_dtype(dtype or self.dtype), "device": device, "device_map": device_map}
+        options |= {"attention": str(self.attention), "adapter": self.adapter, "quantize": self.quantize}
+        return sage.load_target(self.path, **options, **({} if self.revision is None else {"revision": self.revision}))
 
 
 @dataclass(kw_only=True)
@@ -233,8 +235,7 @@ class TrainConfig:
     """Length and schedule of a run, in optimizer steps.
 
     Attributes:
-        epochs: passes over the data. The run ends at this, at `max_steps` or at `max_minutes`, whichever is first; without any,
-            after one epoch, which is repeated for small data.
+        epochs: passes over the data. The first of three limits ends a run; without any, one epoch, repeated for small data.
         max_steps: optimizer steps.
         max_minutes: minutes of training, without validation and saving, over all starts of the run; the learning rate follows
             the share of them that has passed, and the draft is validated afterwards.
@@ -246,8 +247,7 @@ class TrainConfig:
         save_every: optimizer steps between two saved states; 0: only at the end.
         keep_last: number of newest states kept, beside the state of the best draft.
         keep_every: states of steps that are a multiple of this are kept as well; 0: none.
-        length_window: optimizer steps within which examples are sorted by length, to reduce padding and waiting between
-            ranks; the steps are shuffled afterwards. 1: no sorting.
+        length_window: optimizer steps whose examples are sorted by length, against padding, and then shuffled; 1: no sorting.
         validate_every: optimizer steps between two validations by the decoder; 0: only at the end.
         validate_on: ranks that decode: rank 0 (main), all ranks with a part of the prompts, or auto: all if each has a GPU.
         patience: number of validations in a row without a better score that ends the run; 0: never.

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-import sage
 from data_prep.build import build_dataset, long_examples, open_sources
 from data_prep.chat import Fit, Lengths
 from data_prep.config import MAX_DROPPED, Answers, Cache, DataConfig, check_paths
@@ -29,7 +28,6 @@ from data_prep.sources.files import is_hub_name
 from data_prep.tools.actions import measure_own_answers
 from sage.commands.cli import resolve_device
 from sage.inputs.video import Size
-from sage.io.dtypes import torch_dtype
 from sage.targets.loading import load_processor
 from train.config.schema import Config, Device
 from train.plan.memory import Extent
@@ -121,7 +119,7 @@ def _answers(config: Config, dataset: Any, folder: str) -> str:
     if config.data.answers is Answers.target or not is_quickly_measured(folder):
         return ANSWERS[config.data.answers]
     device = resolve_device("cpu" if config.launch.device is Device.cpu else "auto")
-    target = sage.load_target(folder, torch_dtype(config.target.dtype), device)
+    target = config.target.load(device)
     own = measure_own_answers(dataset, target, Split.train, NUM_OWN)
     if own.is_foreign:
         logger.warning("%s", own.warning())

@@ -220,7 +220,7 @@ def _changes(config: Config, ranks: int) -> list[list[Change]]:
         [("objective.chunk_tokens", size) for size in _halves(config.objective.chunk_tokens, 128)],
         [(f"train.{batch}", size) for size in _halves(getattr(train, batch), least)],
         [("deepspeed.stage", stage) for stage in range(deepspeed.stage + 1, MAX_STAGE + 1)],
-        [] if deepspeed.shard_target else [("deepspeed.shard_target", True)],
+        [] if deepspeed.shard_target or config.target.quantize else [("deepspeed.shard_target", True)],
         [("deepspeed.shard_over", ShardOver.world)] if is_over_nodes else [],
         [] if is_offloaded else [("deepspeed.offload_optimizer", Offload.cpu)],
     ]

@@ -28,7 +28,7 @@ from sage.io.files import config_dir
 from sage.io.hub import require_hub
 from sage.runtime.captured import MAX_FREE
 from sage.targets.loading import meta_target
-from sage.targets.weights import weight_bytes
+from sage.targets.weights import quantized_at_load, weight_bytes
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.checks import MAX_STAGE
@@ -90,7 +90,10 @@ def build_on_meta(config: Config) -> MetaModels:
 
     ValueError if `draft.path` holds no draft, or one of another kind (ConfigError), or the draft does not fit the target.
     """
-    target, chosen = meta_target(target_architecture(config.target)), config.draft
+    architecture, chosen = target_architecture(config.target), config.draft
+    if config.target.quantize:
+        architecture.quantization_config = quantized_at_load(config.target.quantize, config.target.path, architecture)
+    target = meta_target(architecture)
     if chosen.path is None:
         size = vocabulary_size(chosen, target)
         draft = fresh_draft(config, target, None if size == target.vocab_size else torch.arange(size))
