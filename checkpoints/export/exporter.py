@@ -23,7 +23,7 @@ from checkpoints.export.formats.base import SPECULATIVE_TOKENS, ExportFormat, Im
 from checkpoints.export.importer import CheckResult, InvalidExport, check_folder
 from checkpoints.export.registry import imported_drafts
 from checkpoints.export.serving import COMPRESSOR, check_compatible, engines_for
-from checkpoints.export.target import TargetFacts
+from checkpoints.export.target import MERGED, TargetFacts
 from checkpoints.vllm_plugin import INSTALL_PLUGIN
 from sage.bench.report_table import measured_with
 from sage.drafts.head import DraftHead
@@ -301,8 +301,11 @@ def render_card(card: ExportResult) -> str:
 
 
 def serve_commands(format_: ExportFormat, facts: TargetFacts, draft: str, tokens: int = SPECULATIVE_TOKENS) -> dict[str, str]:
-    """Returns the command line for each engine with the export's folder or hub id; empty if no engine serves the family."""
-    target = facts.name or "TARGET"
+    """Returns the command line for each engine with the export's folder or hub id; empty if no engine serves the family.
+
+    A target with an adapter is merged by `facts.merge_command` before.
+    """
+    target = MERGED if facts.adapter else facts.name or "TARGET"
     return {engine: format_.serve_command(engine, target, draft, tokens) for engine in engines_for(format_, facts)}
 
 

@@ -18,6 +18,9 @@ from sage.targets.weights import quantization_of
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
+MERGED = "merged"  # folder of a target with its adapter, in commands
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetFacts:
     """The fields of a target's config that a draft's config depends on."""
@@ -70,6 +73,17 @@ class TargetFacts:
         """The same fields as `sage.Target.fingerprint`."""
         fields = {key: getattr(self, key) for key in ("model_type", "hidden_size", "vocab_size", "num_layers")}
         return fields | {key: value for key in ("adapter", "quantize") if (value := getattr(self, key))}
+
+    @property
+    def merge_command(self) -> str:
+        """The command line that writes the target with its adapter, as engines take it, to the folder `MERGED`."""
+        target, auto_class = self.name or "TARGET", FAMILIES[self.model_type].auto_class.__name__
+        loader = "AutoProcessor" if self.has_images else "AutoTokenizer"
+        return (
+            f"python -c \"import peft, transformers as t; model = t.{auto_class}.from_pretrained('{target}', dtype='auto'); "
+            f"peft.PeftModel.from_pretrained(model, '{self.adapter_path}').merge_and_unload().save_pretrained('{MERGED}'); "
+            f"t.{loader}.from_pretrained('{target}').save_pretrained('{MERGED}')\""
+        )
 
     def adapted(self, config: Any) -> TargetFacts:
         """Returns the facts with the adapter and the quantization at load for which the draft of `config` was trained."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -236,7 +237,7 @@ def save_adapter(folder: Path, layers: int = 3, **options: Any) -> Path:
     return folder
 
 
-def test_an_adapter_is_merged_to_the_bit(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_to_the_bit(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft for the base is refused for the adapted target and the other way round, also exported."""
     peft = pytest.importorskip("peft")
     adapter = save_adapter(tmp_path / "adapter")
@@ -254,7 +255,12 @@ def test_an_adapter_is_merged_to_the_bit(base: Path, tmp_path: Path) -> None:
             with refused("draft: ", "was made for llama", "adapter "):
                 sage.load_draft(folder, other)
         card = (tmp_path / "out" / "README.md").read_text()
-        assert (f"--adapter {adapter}" in card) == (f"merge {adapter} with PEFT" in card) == (made is adapted)
+        assert (f"--adapter {adapter}" in card) == ("vllm serve merged" in card) == (made is adapted)
+        if made is adapted:  # the command of the card
+            monkeypatch.chdir(tmp_path)
+            exec(shlex.split(next(line for line in card.splitlines() if line.startswith("python -c ")))[2], {})
+            merged = sage.load_target(tmp_path / "merged").model.state_dict()
+            assert all(torch.equal(found[name], merged[name]) for name in found)
 
 
 def test_an_adapter_stays_beside_quantized_weights(quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
