@@ -99,6 +99,13 @@ def test_the_time_per_token_is_that_of_the_table():
     assert f" {per_token[-1]:.3f} " in format_table(report)
 
 
+@pytest.mark.parametrize(("load", "is_named"), [(2.4, False), (2.6, True)])
+def test_a_busy_machine_is_named_beside_the_speeds(load: float, is_named: bool):
+    report = example_report()
+    report["machine"] |= {"load_average": load, "cores": 2}
+    assert ("The machine was busy (load average 2.6 on 2 cores)" in format_table(report)) == is_named
+
+
 def test_acceptance_leaves_out_positions_of_few_rounds_and_draws_equal_points_side_by_side():
     report = example_report()
     levels = [{"depth": 1, "tried": 100, "kept": 80}, {"depth": 2, "tried": MIN_ROUNDS - 1, "kept": 3}]

@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -246,7 +247,8 @@ def _import(args: argparse.Namespace) -> int:
         raise ValueError(f"--levels {args.levels}: give three integers like 2,14,25") from error
     options = ImportOptions(levels=levels, image_inputs=args.image_inputs, use_target_rope=args.use_target_rope)
     out = convert(getattr(args, "import"), args.target, args.out, options, args.overwrite)
-    print(f"{out}: imported; measure it with sage-validate draft={out} target.path={args.target}")
+    words = shlex.join(["sage-validate", f"draft={out}", f"target.path={args.target}"])
+    print(f"{out}: imported; measure it with {words}")
     return cli.EXIT_DONE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -105,7 +106,8 @@ def fit(run: TrainingRun) -> bool:
         folder = run.config.run.dir
         raise TrainingError(
             f"{folder}: step {run.state.step} is saved, but its validation failed ({run.failure}); repeat it with sage-train "
-            f"--resume {folder}, or with smaller settings: sage-validate checkpoint={folder}/draft decode.num_prompts=N"
+            f"--resume {shlex.quote(folder)}, or with smaller settings: sage-validate "
+            f"{shlex.quote(f'checkpoint={folder}/draft')} decode.num_prompts=N"
         )
     return not run.is_stopping
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -112,7 +113,7 @@ def _summarize(run: TrainingRun, is_done: bool) -> str:
     folder = run.config.run.dir
     if not is_done:
         step = f"step {run.state.step} of a run of {run.length}"
-        return f"{folder}: stopped at {step} and saved; continue with sage-train --resume {folder}"
+        return f"{folder}: stopped at {step} and saved; continue with sage-train --resume {shlex.quote(folder)}"
     if run.is_finished:
         last, report = read_reports(Path(folder))[-1]
         run.report = report | {"path": str(validation_folder(folder, last))}
