@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from sage.inputs.media import LIMIT_KEYS, check_part_keys
-from sage.inputs.messages import check_media_roles, parts_of, text_of
+from sage.inputs.messages import check_messages, parts_of, text_of
 from sage.inputs.video import TIME_KEYS, video_times
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -125,9 +125,9 @@ def check_conversation(conversation: Conversation, needs_answer: bool = True) ->
     try:
         if not isinstance(conversation.messages, list) or not conversation.messages:
             raise ValueError("no messages; give a list of {role, content}")
+        check_messages(conversation.messages)
         messages = [_message(message, i) for i, message in enumerate(conversation.messages)]
         _check_order([message["role"] for message in messages], needs_answer)
-        check_media_roles(messages)
         for i, message in enumerate(messages):
             if message["role"] == "user" and not (parts_of(message, *MEDIA) or text_of(message).strip()):
                 raise ValueError(f"message {i}: an empty user message")
@@ -166,15 +166,11 @@ def expand_follow_ups(prompts: Iterable[Any], answer: Callable[[list[Message]], 
 
 
 def _message(message: Any, index: int) -> Message:
-    if not isinstance(message, dict) or "role" not in message or "content" not in message:
-        raise ValueError(f"message {index}: not a {{role, content}} object")
-    role, content = message["role"], message["content"]
+    role, content = message.get("role"), message.get("content", "")
     if role not in ROLES:
         raise ValueError(f"message {index}: role {role!r}; allowed: {', '.join(ROLES)}")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise ValueError(f"message {index}: content is {type(content).__name__}; allowed: text or a list of parts")
     parts = [_part(part, index) for part in content]
     if role == "assistant" and all(part["type"] == "text" for part in parts):
         parts = [{"type": "text", "text": "".join(part["text"] for part in parts)}]
@@ -205,17 +201,13 @@ def _is_deeper(value: Any, limit: int) -> bool:
 
 
 def _part(part: Any, index: int) -> Part:
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = part["type"]
     if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise ValueError(f"message {index}: a text part without text")
         try:
             part["text"].encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"message {index}: text is not valid Unicode at character {error.start}") from error
         return {"type": "text", "text": part["text"]}
-    if kind not in MEDIA:
-        raise ValueError(f"message {index}: part of type {kind!r}; allowed: text, image, video")
     value = next((part[key] for key in (kind, *MEDIA_KEYS) if part.get(key) is not None), None)
     if kind == "image" and not isinstance(value, (str, Path, bytes, Image.Image)):
         given = "nothing" if value is None else type(value).__name__
@@ -226,8 +218,6 @@ def _part(part: Any, index: int) -> Part:
     limits = {name: part[name] for name in LIMIT_KEYS if part.get(name) is not None}
     if kind == "image":
         return {"type": kind, kind: value, **limits}
-    if limits:
-        raise ValueError(f"message {index}: {next(iter(limits))} of a video; it limits images; remove it")
     video_times(part, f"message {index}: video")
     return {"type": kind, kind: value, **{name: float(part[name]) for name in TIME_KEYS if part.get(name) is not None}}
 

@@ -98,9 +98,7 @@ def request_messages(messages: list[Message], policy: MediaPolicy) -> list[dict[
     Raises as `MediaPolicy.url`, and ValueError for a video, tools and their results.
     """
     if any(message["role"] == "tool" or message.get("tools") for message in messages):
-        raise ValueError(
-            "tools; servers render and parse them in their own way, so they are answered only without regenerate.server"
-        )
+        raise ValueError("tools; servers render them in their own way, so they are answered only without regenerate.server")
 
     def content(message: Message) -> Any:
         has_media = any(True for _ in media_parts([message]))

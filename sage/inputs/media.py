@@ -129,6 +129,8 @@ def check_part_keys(part: dict[str, Any], name: str) -> None:
             raise ValueError(f"{name}: {key} {pixels!r}, allowed: a number of pixels above 0")
     if len(limits) == 2 and limits["min_pixels"] > limits["max_pixels"]:
         raise ValueError(f"{name}: min_pixels {limits['min_pixels']}, allowed: at most max_pixels {limits['max_pixels']}")
+    if limits and part.get("type") == "video":
+        raise ValueError(f"{name}: {next(iter(limits))} of a video; it limits images; remove it")
     for key in OF_QWEN:
         if part.get(key) is not None:
             raise ValueError(f"{name}: {key} is not supported; allowed: min_pixels, max_pixels, of a video fps, start, end")

@@ -22,12 +22,22 @@ def parts_of(message: Mapping[str, Any], *kinds: str) -> list[dict[str, Any]]:
     return [] if isinstance(content, str) else [part for part in content if part.get("type") in kinds]
 
 
-def check_media_roles(messages: Messages) -> None:
-    """Raises ValueError for an image or video in a message that is not the user's, for which few templates have a place."""
+def check_messages(messages: Messages) -> None:
+    """Raises ValueError for what is no message of texts and media, or has media in a role that few templates render."""
     for i, message in enumerate(messages):
-        role = message.get("role", "user")
-        if role != "user" and parts_of(message, "image", "video"):
-            raise ValueError(f"message {i}: an image or video in a message of role {role!r}; allowed: role 'user'")
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f"message {i}: not a {{role, content}} object")
+        role, content = message["role"], message.get("content", "")
+        if not isinstance(content, (str, list, tuple)):
+            raise ValueError(f"message {i}: content is {type(content).__name__}; allowed: text or a list of parts")
+        for part in () if isinstance(content, str) else content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in ("text", "image", "video"):
+                raise ValueError(f"message {i}: part of type {kind!r}; allowed: text, image, video")
+            if kind == "text" and not isinstance(part.get("text"), str):
+                raise ValueError(f"message {i}: a text part without text")
+            if kind != "text" and role != "user":
+                raise ValueError(f"message {i}: an image or video in a message of role {role!r}; allowed: role 'user'")
 
 
 def as_parts(message: dict[str, Any]) -> list[dict[str, Any]]:

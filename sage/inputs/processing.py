@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 
 from sage.inputs.format import InputFormat, Inputs
 from sage.inputs.media import DEFAULT_FPS, open_media
-from sage.inputs.messages import Messages, as_parts, check_media_roles, escape, parts_of, text_of
+from sage.inputs.messages import Messages, as_parts, check_messages, escape, parts_of, text_of
 from sage.inputs.video import Size, VideoSize
 
 TEMPLATE_FILE = "chat_template.json"
@@ -144,9 +144,9 @@ class Processor:
 
         Raises ValueError: an empty prompt, invalid Unicode, or media that cannot be read.
         """
+        check_messages(messages)
         if not any(text_of(message).strip() or parts_of(message, "image", "video") for message in messages):
             raise ValueError("prompt: empty; give a question or an image")
-        check_media_roles(messages)
         images, videos, fps = open_media(messages)
         example = self.encode(self._prompt(messages, **arguments), images, videos, fps)
         del example["loss_mask"]

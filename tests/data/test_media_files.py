@@ -125,6 +125,12 @@ def test_keys_of_a_part_are_honoured_or_refused(keys: dict[str, Any], part: str)
         make_processor("qwen2_5_vl").prepare([question])
 
 
+@pytest.mark.parametrize("content", [None, 3, {"a": 1}, ["hi"], [{"text": "hi"}], [{"type": "text"}], [{"type": "image_url"}]])
+def test_prompts_that_templates_would_misread_are_refused(content: Any) -> None:
+    with refused("message 0: "):
+        make_processor("qwen2_5_vl").prepare([{"role": "user", "content": content}])
+
+
 def test_limits_are_those_of_images() -> None:
     clip = user([make_image()], "What?")
     clip["content"][0]["max_pixels"] = 256
