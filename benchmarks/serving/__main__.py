@@ -1,18 +1,23 @@
 """`python -m benchmarks.serving`: many requests to sage-serve, each compared with its text alone; a small random target.
 
-Server and clients share one process, whose memory is printed.
+First come 1, 2, .. requests at once, whose times are compared with those of the same requests again. Of the many that follow,
+some clients leave, and some bodies are malformed. Memory and descriptors are those of the receiving and the decoding process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import httpx
@@ -21,17 +26,22 @@ from transformers.utils import logging
 
 import sage
 from benchmarks.engines.measure import question
+from benchmarks.serving.beside_vllm import OURS, Lab, ServerSetting, serving
 from data_prep.config import Images
 from data_prep.pocket import architecture
 from data_prep.server.client import MediaPolicy, request_messages
 from sage.commands.cli import new_parser, run
-from sage.serving.server import running
-from sage.serving.service import new_service
-from sage.serving.settings import ServerLimits
+from sage.io.machine import available_cores
 
-MODEL, FAMILY = "random", "qwen2_5_vl"
+FAMILY, CHAT = "qwen2_5_vl", "/v1/chat/completions"
 FAMILIES = ("text", "question", "compare")  # of prompts: without an image, with one, and with two
-NUM_PROMPTS, NUM_REPORTS = 48, 10
+NUM_PROMPTS, NUM_REPORTS, NUM_AGAIN = 48, 10, 9
+LEAVING, MALFORMED, STREAMED = 0.05, 0.05, 0.55  # shares of requests; the last one includes the others
+HELLO: dict[str, Any] = {"role": "user", "content": "Hello"}
+WRONG: tuple[Any, ...] = (
+    *({"messages": []}, {"messages": [HELLO], "max_tokens": -1}, {"messages": [HELLO], "unknown": 1}, [1], None),
+    *({"messages": [HELLO | {"content": content}]} for content in ("a " * 9000, [{"type": "image_url", "image_url": "x"}])),
+)
 
 
 @dataclass
@@ -42,6 +52,14 @@ class Case:
     text: str
 
 
+@dataclass
+class Tally:
+    """Requests so far, and the seconds between the chunks of streams, which have one per round."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    gaps_s: list[float] = field(default_factory=list)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the load; returns 1 if an answer differs or is lost."""
     parser = new_parser("python -m benchmarks.serving", description=__doc__)
@@ -50,14 +68,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", default="chain", help="policy (default: %(default)s)")
     args = parser.parse_args(argv)
     logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as folder:
-        architecture.save_random(FAMILY, Path(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, draft = Path(scratch) / "target", Path(scratch) / "draft"
+        architecture.save_random(FAMILY, folder)
         target = sage.load_target(folder, dtype=torch.float32)  # as sage-serve on a CPU; in bf16, near-ties flip
-        draft = sage.new_draft(target, "eagle")
-        limits = ServerLimits(max_requests=args.concurrency, queue=args.concurrency, max_context=400)
+        sage.new_draft(target, "eagle").save_pretrained(draft)  # type: ignore[attr-defined]
         cases = [_case(target, number) for number in range(NUM_PROMPTS)]
-        with running(new_service(target, draft, args.policy, limits, MODEL)) as (_, url):
-            return asyncio.run(_load(url, cases, args.requests, args.concurrency))
+        cores = available_cores()[: torch.get_num_threads()]
+        lab = Lab(
+            target=str(folder),
+            draft=draft,
+            export=draft,
+            python=Path(sys.executable),
+            cores=cores,
+            scratch=Path(scratch),
+            max_requests=args.concurrency,
+        )
+        with serving(ServerSetting(side=OURS, policy=args.policy), lab) as server:
+            server.wait()
+            return asyncio.run(_load(server.address, cases, args.requests, args.concurrency))
 
 
 def _case(target: sage.Target, number: int) -> Case:
@@ -73,30 +102,74 @@ def _case(target: sage.Target, number: int) -> Case:
 
 
 async def _load(url: str, cases: list[Case], count: int, concurrency: int) -> int:
-    numbers, wrong, done = iter(range(count)), 0, 0
-    start = time.perf_counter()
+    numbers, tally, started = iter(range(count)), Tally(), time.perf_counter()
 
-    async def work(client: httpx.AsyncClient) -> None:
-        nonlocal wrong, done
+    async def work() -> None:
         for number in numbers:
-            case = cases[random.Random(number).randrange(len(cases))]
-            reply = await client.post("/v1/chat/completions", json=case.body)
-            wrong += not (reply.is_success and reply.json()["choices"][0]["message"]["content"] == case.text)
-            done += 1
-            if done % max(1, count // NUM_REPORTS) == 0:
-                seconds = time.perf_counter() - start
-                print(f"{done:>6} answers, {wrong} wrong or lost, {done / seconds:.0f}/s, {rss_mb():.0f} MB", flush=True)
+            random_ = random.Random(number)
+            await _send(client, random_.choice(cases), random_, tally)
+            if (done := tally.counts.total()) % max(1, count // NUM_REPORTS) == 0:
+                print(_line(tally, done / (time.perf_counter() - started), await _metrics(client)), flush=True)
 
-    print(f"     0 answers, {rss_mb():.0f} MB", flush=True)
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        await asyncio.gather(*(work(client) for _ in range(concurrency)))
-    return int(wrong > 0 or done != count)
+        for at_once in range(1, concurrency + 1):
+            first, *again = [await _together(client, cases[:at_once]) for _ in range(1 + NUM_AGAIN)]
+            print(f"{at_once} at once: {first:.3f} s, again {median(again):.3f} s ({first / median(again):.2f}x)", flush=True)
+        started = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+        metrics = await _metrics(client)
+    is_idle = metrics["sage_running_requests"] == metrics["sage_waiting_requests"] == 0
+    return int(tally.counts["wrong"] > 0 or tally.counts.total() != count or not is_idle)
 
 
-def rss_mb() -> float:
-    """Returns the resident memory of this process in MB."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1000
+async def _together(client: httpx.AsyncClient, cases: Sequence[Case]) -> float:
+    """Returns the seconds until requests that are sent at once are answered."""
+    started = time.perf_counter()
+    await asyncio.gather(*(client.post(CHAT, json=case.body) for case in cases))
+    return time.perf_counter() - started
+
+
+async def _send(client: httpx.AsyncClient, case: Case, random_: random.Random, tally: Tally) -> None:
+    """Sends a request, or a malformed one, or leaves before its end."""
+    kind, text = random_.random(), None
+    if kind < MALFORMED:
+        reply = await client.post(CHAT, json=random_.choice(WRONG))
+        tally.counts["refused" if reply.is_client_error else "wrong"] += 1
+        return
+    if kind < MALFORMED + LEAVING:
+        async with client.stream("POST", CHAT, json=case.body | {"stream": True}) as reply:
+            await anext(reply.aiter_lines())
+        tally.counts["left"] += 1
+        return
+    if kind < STREAMED:
+        text, times = "", []
+        async with client.stream("POST", CHAT, json=case.body | {"stream": True, "return_token_ids": True}) as reply:
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                    text += choice["delta"].get("content") or ""
+                    times += [time.perf_counter()] if choice["token_ids"] else []
+        tally.gaps_s += [after - before for before, after in pairwise(times)]
+    else:
+        reply = await client.post(CHAT, json=case.body)
+        text = reply.json()["choices"][0]["message"]["content"] if reply.is_success else None
+    tally.counts["right" if text == case.text else "wrong"] += 1
+
+
+async def _metrics(client: httpx.AsyncClient) -> dict[str, float]:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+def _line(tally: Tally, per_s: float, metrics: dict[str, float]) -> str:
+    words = f"{dict(tally.counts)}, {per_s:.0f}/s"
+    if len(tally.gaps_s) > 1:
+        cuts = quantiles(tally.gaps_s, n=100, method="inclusive")
+        words += f", between chunks p50 {1e3 * cuts[49]:.1f}, p99 {1e3 * cuts[98]:.1f} ms"
+    for process in ("process", "sage_decoder_process"):
+        megabytes, files = metrics[f"{process}_resident_memory_bytes"] / 1e6, metrics[f"{process}_open_fds"]
+        words += f", {megabytes:.0f} MB and {files:.0f} descriptors"
+    return words
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sage.decoding.answer import Stats, StopCriterion
-from sage.decoding.verify import Verifier
+from sage.decoding.verify import Logprobs, Verifier, log_probabilities
 from sage.drafts.draft import DraftSession, check_probabilities
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.planning.base import Policy
@@ -28,6 +28,7 @@ from sage.targets.family import Family
 from sage.targets.tree_passes import TreeOutput, TreePasses, read_prompt
 
 TURN_TOKENS = 16  # at the end of a chat's prompt, which a next turn may change: the delimiters of an answer, empty thoughts
+NUM_LOGITS = 64  # rows of the prompt's that are computed together
 MAX_UNREAD = 256  # rounds whose features are kept while a policy does not draft
 
 
@@ -38,12 +39,14 @@ class Round:
     Attributes:
         tree: the verified tree, the root first; None for the prefill.
         path: indices of the nodes that the target chose, the root first.
+        logprobs: of each token, of the prompt as well if that is wanted, as of `log_probabilities`.
     """
 
     tokens: list[int]
     num_drafted: int
     tree: Columns | None = None
     path: Sequence[int] = ()
+    logprobs: Sequence[Logprobs] = ()
 
 
 @dataclass
@@ -64,6 +67,8 @@ class Request:
         draft_logits: [1, U], the draft's logits below the root; None until it has read the root.
         unread: features and tokens of the rounds that the draft has not read yet.
         unread_prompt: the prompt as the draft reads it, its features and the first token, if the draft has not read it yet.
+        num_logprobs: most likely tokens whose log-probabilities are returned besides that of each token; None: neither.
+        prompt_logprobs: those of the tokens that have been read, without the first one; None if they are not wanted.
         error: what ended the request early.
     """
 
@@ -84,6 +89,8 @@ class Request:
     draft_logits: Tensor | None = None
     unread: list[tuple[Features, Tokens]] = field(default_factory=list)
     unread_prompt: tuple[Prompt, Features, Tensor] | None = None
+    num_logprobs: int | None = None
+    prompt_logprobs: list[Logprobs] | None = None
     error: Exception | None = None
 
     @property
@@ -172,6 +179,7 @@ def read_chunk(request: Request, num_tokens: int) -> bool:
         return False
     chunk = torch.arange(request.cache.length, request.cache.length + num_tokens, device=request.prompt.input_ids.device)
     request.features.append(read_prompt(request.target, request.prompt.at(chunk), request.cache, request.levels))
+    _note_prompt(request)
     request.clock.lap("target_prefill")
     return True
 
@@ -186,7 +194,9 @@ def prefill(request: Request) -> Round:
     needs_attention = session is not None and request.pruning.needs_attention and bool(suffix.visual_mask.any())
     features = read_prompt(target, suffix, request.cache, request.levels, needs_attention)
     request.features.append(features)
-    first = request.verifier.sampler.first(target.lm_head(features.last[:, -1]))
+    _note_prompt(request)
+    logits = target.lm_head(features.last[:, -1])
+    first = request.verifier.sampler.first(logits)
     request.root = int(first)
     request.verifier.sampler.refuse_nan([request.root])
     clock.lap("target_prefill")
@@ -201,7 +211,18 @@ def prefill(request: Request) -> Round:
         request.features.clear()
         request.prompt = request.prompt.without_embeddings()
     clock.lap("draft_prefill")
-    return Round(_emit(request, [request.root]), 0)
+    logprobs = [*(request.prompt_logprobs or ()), *log_probabilities(logits, [0], [request.root], request.num_logprobs)]
+    return Round(_emit(request, [request.root]), 0, logprobs=logprobs)
+
+
+def _note_prompt(request: Request) -> None:
+    """Keeps the log-probabilities of the tokens that follow those read last, if they are wanted; few logits at a time."""
+    if request.prompt_logprobs is not None:
+        read, end = request.features[-1].last[0], request.cache.length + 1
+        after = request.prompt.input_ids[0, end - len(read) : end].tolist()
+        for start in range(0, len(after), NUM_LOGITS):
+            logits, tokens = request.target.lm_head(read[start : start + NUM_LOGITS]), after[start : start + NUM_LOGITS]
+            request.prompt_logprobs += log_probabilities(logits, range(len(tokens)), tokens, request.num_logprobs)
 
 
 def _prefill_draft(request: Request, session: DraftSession, prompt: Prompt, features: Features, first: Tensor) -> None:
@@ -352,7 +373,8 @@ def _accept(request: Request, tree: Tree, output: TreeOutput) -> Round:
     figures = request.policy.observe(outcome)
     request.stats.add_round(tree.depth, len(tree) - 1, num_accepted, figures)
     request.clock.lap("policy")
-    return Round(emitted, num_accepted, tree.columns, path)
+    logprobs = log_probabilities(output.logits, path, emitted, request.num_logprobs)
+    return Round(emitted, num_accepted, tree.columns, path, logprobs)
 
 
 def _emit(request: Request, tokens: list[int]) -> list[int]:

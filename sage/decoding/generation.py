@@ -156,6 +156,8 @@ def start(
     pruning: Pruning = KEEP_ALL,
     prefix: CachedPrefix | None = None,
     keep_prefix: bool = False,
+    num_logprobs: int | None = None,
+    with_prompt: bool = False,
     **options: Any,
 ) -> Generation:
     """Checks one request and embeds its inputs; arguments as for `generate`.
@@ -164,6 +166,7 @@ def start(
         prefix: cached tokens of the conversation's last turn; tokens shared with the new prompt are not prefilled again. The
             request takes over its cache.
         keep_prefix: whether `Generation.prefix` will be called; takes memory for the features of every token.
+        num_logprobs, with_prompt: which log-probabilities rounds have; with those of the prompt.
     """
     clock = Clock(target.device)
     known = [field.name for field in fields(Sampling)]
@@ -203,6 +206,8 @@ def start(
         pruning=pruning,
         features=features,
         keep_features=keep_prefix,
+        num_logprobs=num_logprobs,
+        prompt_logprobs=[] if with_prompt else None,
     )
     return Generation(target, request)
 

@@ -200,6 +200,7 @@ def _warpers(sampling: Sampling) -> LogitsProcessorList:
     return warpers
 
 
+Logprobs = list[tuple[int, float]]  # of a token, and of the most likely ones: id, log-probability
 Labels = Callable[[int], list[list[float]]]
 
 
@@ -271,6 +272,18 @@ def accept(tree: Tree, next_tokens: Sequence[int]) -> tuple[list[int], list[int]
             path.append(last)
             emitted.append(next_token)
     return path, emitted
+
+
+def log_probabilities(logits: Tensor, rows: Sequence[int], tokens: Sequence[int], num_top: int | None) -> list[Logprobs]:
+    """Returns the log-probabilities of tokens, each chosen from one of the rows of the target's logits [N, V], and of the
+    `num_top` most likely ones, before any processor; an empty list for None.
+    """
+    if num_top is None:
+        return []
+    scores = logits[list(rows)[: len(tokens)]].float().log_softmax(-1)
+    ids = torch.cat((long_tensor(tokens, logits.device)[:, None], scores.topk(num_top).indices), 1)
+    pairs = zip(ids.tolist(), scores.gather(1, ids).tolist(), strict=True)
+    return [list(zip(*pair, strict=True)) for pair in pairs]
 
 
 def _matches(tree: Tree, next_tokens: Sequence[int], k: int) -> list[list[float]]:

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers
@@ -50,7 +50,8 @@ LEFT = 499  # status of a request whose client has left, as of nginx
 def new_app(service: Service) -> ASGIApp:
     """Returns the ASGI application of a service whose scheduler runs."""
 
-    app = FastAPI(title="sage-serve", docs_url=None, redoc_url=None, dependencies=[Depends(check_access)])
+    errors: dict[int | str, Any] = {"default": {"description": "An error"}}
+    app = FastAPI(title="sage-serve", docs_url=None, redoc_url=None, dependencies=[Depends(check_access)], responses=errors)
     app.state.service, app.state.inbox = service, Inbox(service.limits.max_body_bytes)
     if service.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=service.allowed_origins, allow_methods=["*"], allow_headers=["*"])
@@ -85,7 +86,7 @@ def new_app(service: Service) -> ASGIApp:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the decoding process has made no round for {age:.0f} s")
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -124,7 +125,9 @@ def _schema(app: FastAPI) -> dict[str, Any]:
     schema = app.openapi() | {"components": {"schemas": bodies["$defs"]}}
     for path, kind in KINDS.items():
         content = {JSON: {"schema": {"$ref": f"{SCHEMAS}{kind.__name__}"}}}
-        schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        operation = schema["paths"][path]["post"]
+        operation["requestBody"] = {"required": True, "content": content}
+        operation["responses"]["200"]["content"] = {JSON: {}, EVENTS: {}}
     return schema
 
 
@@ -225,7 +228,9 @@ class Exchange(Response):
             async with inbox.body(Request(scope, receive)) as body:
                 completion: Completion = await until_left(service.prepared(self._kind, body), receive)
                 scope["state"]["completion"] = completion
-            async with aclosing(service.scheduler.decode(job, completion.inputs, completion.sampling)) as results:
+            async with aclosing(
+                service.scheduler.decode(job, completion.inputs, completion.sampling, **completion.options)
+            ) as results:
                 parts = completion.parts(results)
                 first = await until_left(anext(parts), receive)
                 service.metrics.responses.labels(HTTPStatus.OK.value).inc()

@@ -6,11 +6,13 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from sage.decoding.answer import Detokenizer, Stats
+from sage.serving.decoding import Emitted
 from sage.serving.errors import ApiError
-from sage.serving.request import CompletionRequest
+from sage.serving.request import CompletionRequest, TextRequest
 
 DONE = b"data: [DONE]\n\n"
 CHAT_ROLE = {"role": "assistant", "content": ""}
@@ -49,19 +51,25 @@ class Completion:
         kind, name = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
         name += ".chunk" if self._is_chat and request.stream else ""
         self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": name, "created": int(time.time()), "model": model}
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(request.stop)
+        self._detokenizer, self._stops, self._tokenizer = Detokenizer(tokenizer), StopStrings(request.stop), tokenizer
         self._tokens: list[int] = []
+        self._scores: list[Any] = []  # log-probabilities that are not sent yet
+        self._num_characters = 0  # of the tokens whose log-probabilities are sent
+        self._prompt: list[int] = inputs["input_ids"][0].tolist() if isinstance(request, TextRequest) and request.echo else []
+        self.options = {"num_logprobs": request.num_logprobs, "with_prompt": bool(self._prompt)}
 
-    async def parts(self, results: AsyncIterator[list[int] | Stats]) -> AsyncGenerator[bytes]:
+    async def parts(self, results: AsyncIterator[Emitted | Stats]) -> AsyncGenerator[bytes]:
         """Yields the body of the response, given new tokens and the `Stats` at the end."""
         text, is_stream = "", self.request.stream
         async for result in results:
             if is_stream and self._is_chat and not self._tokens:
                 yield self._chunk(CHAT_ROLE)
-            is_last, tokens = isinstance(result, Stats), [] if isinstance(result, Stats) else result
+            is_last, (tokens, scores) = isinstance(result, Stats), ((), ()) if isinstance(result, Stats) else result
+            piece = "" if self._tokens else self._decode(self._prompt)
+            self._scores += [[(token, None)] for token in self._prompt[:1] if scores and not self._tokens] + [*scores]
             self._tokens += tokens
-            piece = self._stops.feed(self._detokenizer.next_piece(self._tokens, len(self._tokens), is_last), is_last)
-            if is_stream and (piece or (tokens and self.request.return_token_ids)):
+            piece += self._stops.feed(self._detokenizer.next_piece(self._tokens, len(self._tokens), is_last), is_last)
+            if is_stream and (piece or (tokens and (self.request.return_token_ids or scores))):
                 yield self._chunk({"content": piece}, tokens)
             text += piece
             if isinstance(result, Stats):
@@ -90,8 +98,27 @@ class Completion:
 
     def _choice(self, key: str, content: dict[str, Any], tokens: Sequence[int], reason: str | None) -> dict[str, Any]:
         part = {key: content} if self._is_chat else {"text": content.get("content", "")}
-        choice = {"index": 0, **part, "logprobs": None, "finish_reason": reason}
+        choice = {"index": 0, **part, "logprobs": self._logprobs(), "finish_reason": reason}
         return choice | ({"token_ids": list(tokens)} if self.request.return_token_ids else {})
+
+    def _logprobs(self) -> dict[str, Any] | None:
+        """Returns the log-probabilities that are not sent yet, in the format of the API."""
+        if not self._scores:
+            return None
+        scores, self._scores = [[(self._decode([token]), score) for token, score in one] for one in self._scores], []
+        if self._is_chat:
+            return {"content": [_score(one[0]) | {"top_logprobs": [*map(_score, one[1:])]} for one in scores]}
+        texts = [one[0][0] for one in scores]
+        *offsets, self._num_characters = accumulate(map(len, texts), initial=self._num_characters)
+        own, top = [one[0][1] for one in scores], [None if one[0][1] is None else dict(one[::-1]) for one in scores]
+        return {"tokens": texts, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+
+def _score(entry: tuple[str, float | None]) -> dict[str, Any]:
+    return {"token": entry[0], "logprob": entry[1], "bytes": [*entry[0].encode()]}
 
 
 def error_event(error: ApiError) -> bytes:

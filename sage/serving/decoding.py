@@ -9,10 +9,10 @@ actively for each other where there are more of them than processors.
 
 Commands and events are tuples on a connection, and name a request by its number:
 
-    from the server   ("add", number, arrays, sampling); ("remove", number), which may have ended already;
+    from the server   ("add", number, arrays, sampling, options); ("remove", number), which may have ended already;
                       closing the connection ends the process
-    to the server     [(number, event), ..] once per round: new tokens; or the end of the request, which is `Stats`,
-                      `ValueError` for one that cannot be decoded, or `RuntimeError` for a fault, which is logged
+    to the server     [(number, event), ..] once per round: tokens and log-probabilities; or the end of the request, which is
+                      `Stats`, `ValueError` for one that cannot be decoded, or `RuntimeError` for a fault, which is logged
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from sage.decoding.answer import Stats
 from sage.decoding.batch import BatchDecoder
 from sage.decoding.generation import Generation
 from sage.decoding.settings import Sampling
+from sage.decoding.verify import Logprobs
 from sage.drafts.draft import Draft, new_session
 from sage.io.machine import free_bytes
 from sage.planning.base import Policy
@@ -56,7 +57,8 @@ from sage.trees import policy as new_policy
 
 logger = logging.getLogger(__name__)
 STOP_S = 3.0  # seconds that the process has to end
-Event = list[int] | Stats | Exception
+Emitted = tuple[list[int], Sequence[Logprobs]]
+Event = Emitted | Stats | Exception
 SHORTEST = 64  # tokens; costs of passes are measured from here on
 WARM_UP_TOKENS = 20
 WARM_UP_POLICIES = (AUTOREGRESSIVE, "chain", "eagle2")  # trees of one node, paths, and wide trees
@@ -187,11 +189,11 @@ class _Loop:
             self._connection.send(self._events)  # if there are none, a sign of life
             self._events = []
 
-    def _add(self, number: int, arrays: Mapping[str, Any], sampling: Sampling) -> None:
+    def _add(self, number: int, arrays: Mapping[str, Any], sampling: Sampling, options: Mapping[str, Any]) -> None:
         """Starts a request; the decoder reads its prompt in parts, so that others do not wait for all of it."""
         inputs = {key: torch.from_numpy(value) if hasattr(value, "__array__") else value for key, value in arrays.items()}
         try:
-            self._running[number] = self._decoder.add(inputs, self._plan.policy, sampling=sampling)
+            self._running[number] = self._decoder.add(inputs, self._plan.policy, sampling=sampling, **options)
         except ValueError as error:
             self._events.append((number, ValueError(str(error))))
         except Exception:
@@ -203,7 +205,7 @@ class _Loop:
         numbers = {request: number for number, request in self._running.items()}
         for request, round_ in self._decoder.step() if numbers else ():
             if round_.tokens:
-                self._events.append((numbers[request], list(round_.tokens)))
+                self._events.append((numbers[request], (list(round_.tokens), round_.logprobs)))
             if request.is_over:
                 self._decoder.remove(self._running.pop(numbers[request]))
                 if request.error is not None:

@@ -33,6 +33,7 @@ from sage.serving.media import MediaReader
 FRAMES = "data:video/jpeg;base64"
 MAX_MESSAGES, MAX_PARTS = 4096, 1024
 MIN_TEMPERATURE = 1e-6  # below it, logits overflow float32
+MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 NUM_SEED_BITS = 63
 MAX_QUOTED = 100  # characters of a value in a message
@@ -44,7 +45,7 @@ IGNORED = (
 ONLY: dict[str, tuple[Any, ...]] = {  # fields that have an effect in other servers -> the values without one
     **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)),
     **dict.fromkeys(("top_logprobs", "presence_penalty", "frequency_penalty"), (0,)),
-    **dict.fromkeys(("logprobs", "use_beam_search", "echo", "continue_final_message", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("use_beam_search", "echo", "continue_final_message", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
@@ -78,9 +79,11 @@ class CompletionRequest(Strict):
         max_tokens: maximum length of the answer; None: what is left of the context.
         ignore_eos: whether the answer has exactly `max_tokens` tokens.
         return_token_ids: whether token ids are returned besides the text, as vLLM does.
+        num_logprobs: most likely tokens whose log-probabilities are returned besides that of each token; None: neither.
     """
 
     subject: ClassVar[str]
+    num_logprobs: ClassVar[Any]
     default_tokens: ClassVar[int | None] = None
     model_config = ConfigDict(extra="allow")
     model: str | None = None
@@ -159,11 +162,17 @@ class TextRequest(CompletionRequest):
 
     subject, default_tokens = "prompt", 16
     prompt: Annotated[str | list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _from_list(cls, value: Any) -> Any:
         return value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int) else value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     def num_characters(self) -> int:
         return len(self.prompt)
@@ -284,6 +293,14 @@ class ChatRequest(CompletionRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     chat_template_kwargs: dict[str, Any] = {}
     mm_processor_kwargs: PixelBounds = PixelBounds()
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs: no effect without logprobs; set that to true", "top_logprobs")
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def _parts(self) -> Iterator[Part]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
-from sage.serving.decoding import Decoding, Event
+from sage.serving.decoding import Decoding, Emitted, Event
 from sage.serving.errors import ApiError, internal, invalid, stopping
 
 logger = logging.getLogger(__name__)
@@ -99,11 +99,12 @@ class Scheduler:
         finally:
             self.places.discard(job)
 
-    async def decode(self, job: Job, inputs: Any, sampling: Sampling) -> AsyncGenerator[list[int] | Stats]:
+    async def decode(self, job: Job, inputs: Any, sampling: Sampling, **options: Any) -> AsyncGenerator[Emitted | Stats]:
         """Yields new tokens, `Stats` last; ApiError ends the answer early. Closing the generator cancels the request.
 
         Args:
             inputs: of `Target.prepare`.
+            options: of `BatchDecoder.add`.
         """
         job.queued = time.monotonic()
         await self._wait()
@@ -114,7 +115,7 @@ class Scheduler:
         try:
             # a connection copies arrays, and shares the memory of tensors
             arrays = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in inputs.items()}
-            self.decoding.send("add", number, arrays, sampling)
+            self.decoding.send("add", number, arrays, sampling, options)
             while not isinstance(event := await job.events.get(), Exception):
                 yield event
                 if isinstance(event, Stats):
@@ -168,8 +169,8 @@ class Scheduler:
     def _pass_on(self, number: int, event: Event) -> None:
         job, now = self.running[number], time.monotonic()
         job.events.put_nowait(event)
-        if isinstance(event, list):
-            self._metrics.emitted(len(event), now - (job.last or job.queued), is_first=job.last is None)
+        if isinstance(event, tuple):
+            self._metrics.emitted(len(event[0]), now - (job.last or job.queued), is_first=job.last is None)
             job.last = now
             return
         self._release(number)

@@ -103,6 +103,46 @@ def test_completions_of_a_text_and_of_its_tokens(server: Running) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == expected.text
 
 
+def merged(reply: Any, is_streamed: bool) -> Any:
+    """The choice of an answer, whose lists a stream has in parts."""
+    if not is_streamed:
+        return reply.json()["choices"][0]
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    found: dict[str, list[Any]] = {}
+    for choice in (event["choices"][0] for event in events):
+        for key, values in (*(choice["logprobs"] or {}).items(), ("token_ids", choice["token_ids"])):
+            found.setdefault(key, []).extend(values or ())
+    return {"token_ids": found.pop("token_ids"), "logprobs": found}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_logprobs_are_those_of_the_target(server: Running, is_streamed: bool) -> None:
+    tokenizer = server.target.processor.tokenizer
+    fields = {"stream": is_streamed, "return_token_ids": True, "seed": 1, "temperature": 1.0}
+    ids = server.target.processor.tokens_of("This is a red circle in the upper left, below a small blue square. What else?")
+    text = {"prompt": ids, "max_tokens": 5, "logprobs": 2, "echo": True}
+    found = merged(server.client.post("/v1/completions", json={**text, **fields}), is_streamed)
+    whole, scores = [*ids, *found["token_ids"]], found["logprobs"]
+    with torch.inference_mode():
+        expected = server.target.model(input_ids=torch.tensor([whole])).logits[0].log_softmax(-1)
+    own = expected[:-1].gather(1, torch.tensor(whole)[1:, None])[:, 0]
+    assert scores["token_logprobs"][0] is None and scores["top_logprobs"][0] is None and len(ids) > 16
+    assert torch.tensor(scores["token_logprobs"][1:]) == pytest.approx(own, abs=1e-4)
+    assert scores["tokens"] == [tokenizer.decode([number]) for number in whole]
+    assert scores["text_offset"][-1] == sum(map(len, scores["tokens"][:-1]))
+    for top, row in zip(scores["top_logprobs"][1:], expected, strict=False):
+        assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
+    chat = merged(server.chat(logprobs=True, top_logprobs=2, **fields), is_streamed)
+    content = chat["logprobs"]["content"]
+    assert [one["token"] for one in content] == [tokenizer.decode([number]) for number in chat["token_ids"]]
+    assert all(len(one["top_logprobs"]) == 2 and one["logprob"] < 0 for one in content)
+
+
+def test_an_echo_begins_with_the_prompt(server: Running) -> None:
+    found = server.client.post("/v1/completions", json={"prompt": "This is", "max_tokens": 3, "echo": True}).json()
+    assert found["choices"][0]["text"].startswith("This is") and found["choices"][0]["logprobs"] is None
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_stop_string_ends_the_text_before_it(server: Running, is_streamed: bool) -> None:
     text = alone(server, HELLO, max_new_tokens=24).text

@@ -51,7 +51,7 @@ class Repeater:
         return self.requests[-1]
 
     def step(self) -> Sequence[Any]:
-        return [(one, SimpleNamespace(tokens=[one.left.pop(0)] if one.left else [])) for one in self.requests]
+        return [(one, SimpleNamespace(tokens=[one.left.pop(0)] if one.left else [], logprobs=())) for one in self.requests]
 
     def remove(self, request: Repeated) -> None:
         self.requests.remove(request)
@@ -100,7 +100,7 @@ def test_requests_end_on_their_own() -> None:
     async def test(decoding: Decoding) -> None:
         scheduler = started(decoding)
         *tokens, stats = await answer(scheduler, 5, 6)
-        assert tokens == [[5], [6]] and isinstance(stats, Stats)
+        assert tokens == [([5], ()), ([6], ())] and isinstance(stats, Stats)
         endless = answer(scheduler, ENDLESS)
         with pytest.raises(ApiError, match="unwanted") as refused:
             await answer(scheduler, UNWANTED)
@@ -108,7 +108,7 @@ def test_requests_end_on_their_own() -> None:
         other, waiting = answer(scheduler, ENDLESS, 3), answer(scheduler, 4)
         await until(lambda: (len(scheduler.running), scheduler.num_waiting) == (2, 1))
         endless.cancel()
-        assert (await waiting)[0] == [4]  # in the place of the one that has left
+        assert (await waiting)[0] == ([4], ())  # in the place of the one that has left
         third, late = answer(scheduler, ENDLESS), answer(scheduler, 4)
         await until(lambda: scheduler.num_waiting == 1)
         drained = asyncio.create_task(scheduler.drain(60))

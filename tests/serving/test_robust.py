@@ -147,7 +147,8 @@ def test_malformed_requests_are_refused_in_one_line_and_harm_no_other(server: Ru
         (HELLO, {"max_tokens": 500}, 400, "give at most"),
         (HELLO, {"model": "gone"}, 404, "'gone' is not served; give 'toy'"),
         (HELLO, {"temprature": 1}, 400, "did you mean temperature?"),
-        (HELLO, {"logprobs": True}, 400, "logprobs: not supported; remove it or give false"),
+        (HELLO, {"n": 2}, 400, "n: not supported; remove it or give 1"),
+        (HELLO, {"top_logprobs": 2}, 400, "no effect without logprobs"),
         (
             [with_images("?", image_url((8, 8)))[0] | {"role": "system"}, *HELLO],
             {},

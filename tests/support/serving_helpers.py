@@ -18,7 +18,14 @@ from sage.serving.service import Service
 
 MODEL = "toy"
 HELLO = [{"role": "user", "content": "Hello"}]
-LIMITS: dict[str, Any] = {"max_requests": 3, "queue": 2, "max_context": 400, "max_body_mb": 2.0, "max_pixels": 40_000}
+LIMITS: dict[str, Any] = {
+    "max_requests": 3,
+    "queue": 2,
+    "max_context": 400,
+    "max_body_mb": 2.0,
+    "max_pixels": 40_000,
+    "prefill_tokens": 16,
+}
 
 
 @dataclass
