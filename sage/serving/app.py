@@ -183,7 +183,7 @@ class Inbox:
         self._max_bytes, self._num_left = max_bytes, NUM_LARGEST * max_bytes
 
     @asynccontextmanager
-    async def body(self, request: Request) -> AsyncIterator[bytes]:
+    async def body(self, request: Request) -> AsyncIterator[bytearray]:
         """Yields a request's body; ApiError for one that cannot be parsed, ClientDisconnect if it does not end.
 
         Its bytes count until the block ends.
@@ -195,7 +195,7 @@ class Inbox:
             await self._read(request, data)
             if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
                 raise invalid(f"body: more than {MAX_VALUES} commas and brackets; shorten the texts", code="request_too_large")
-            yield bytes(data)
+            yield data
         finally:
             self._num_left += len(data)
 

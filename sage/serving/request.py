@@ -324,7 +324,7 @@ class ChatRequest(CompletionRequest):
 
 
 def read_request(
-    kind: type[CompletionRequest], body: bytes, model: str, reader: MediaReader, ignores_unknown: bool
+    kind: type[CompletionRequest], body: bytearray, model: str, reader: MediaReader, ignores_unknown: bool
 ) -> CompletionRequest:
     """Reads a request to the served `model`; ApiError for the first field that is not allowed."""
     try:

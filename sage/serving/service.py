@@ -72,13 +72,13 @@ class Service:
         self._downloads = ThreadPoolExecutor(NUM_DOWNLOADING, "download")
         self._max_characters = self.max_context * max(map(len, processor.tokenizer.get_vocab()))  # more are too many tokens
 
-    async def prepared(self, kind: type[CompletionRequest], body: bytes) -> Completion:
+    async def prepared(self, kind: type[CompletionRequest], body: bytearray) -> Completion:
         """Returns a request that can be decoded, prepared in a thread; ApiError for one that cannot."""
         is_remote = self._remote.hosts and REMOTE.search(body)
         pool, remote = (self._downloads, self._remote) if is_remote else (self._pool, RemoteMedia())
         return await asyncio.get_running_loop().run_in_executor(pool, self._prepare, kind, body, remote)
 
-    def _prepare(self, kind: type[CompletionRequest], body: bytes, remote: RemoteMedia) -> Completion:
+    def _prepare(self, kind: type[CompletionRequest], body: bytearray, remote: RemoteMedia) -> Completion:
         request = read_request(kind, body, self.model, MediaReader(self.limits, remote), self.ignores_unknown)
         if (num_characters := request.num_characters()) > self._max_characters:
             raise self._too_long(request, f"{num_characters} characters, which are more tokens")
