@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -50,14 +50,6 @@ class Case:
 
     body: dict[str, Any]
     text: str
-
-
-@dataclass
-class Tally:
-    """Requests so far, and the seconds between the chunks of streams, which have one per round."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    gaps_s: list[float] = field(default_factory=list)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,14 +94,15 @@ def _case(target: sage.Target, number: int) -> Case:
 
 
 async def _load(url: str, cases: list[Case], count: int, concurrency: int) -> int:
-    numbers, tally, started = iter(range(count)), Tally(), time.perf_counter()
+    numbers, tally, started = iter(range(count)), Counter[str](), time.perf_counter()
+    gaps_s: list[float] = []  # between the chunks of streams, which have one per round
 
     async def work() -> None:
         for number in numbers:
             random_ = random.Random(number)
-            await _send(client, random_.choice(cases), random_, tally)
-            if (done := tally.counts.total()) % max(1, count // NUM_REPORTS) == 0:
-                print(_line(tally, done / (time.perf_counter() - started), await _metrics(client)), flush=True)
+            await _send(client, random_.choice(cases), random_, tally, gaps_s)
+            if (done := tally.total()) % max(1, count // NUM_REPORTS) == 0:
+                print(_line(tally, gaps_s, done / (time.perf_counter() - started), await _metrics(client)), flush=True)
 
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         for at_once in range(1, concurrency + 1):
@@ -117,9 +110,10 @@ async def _load(url: str, cases: list[Case], count: int, concurrency: int) -> in
             print(f"{at_once} at once: {first:.3f} s, again {median(again):.3f} s ({first / median(again):.2f}x)", flush=True)
         started = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(concurrency)))
+        await asyncio.sleep(1)  # until the server has seen who has left
         metrics = await _metrics(client)
     is_idle = metrics["sage_running_requests"] == metrics["sage_waiting_requests"] == 0
-    return int(tally.counts["wrong"] > 0 or tally.counts.total() != count or not is_idle)
+    return int(tally["wrong"] > 0 or tally.total() != count or not is_idle)
 
 
 async def _together(client: httpx.AsyncClient, cases: Sequence[Case]) -> float:
@@ -129,17 +123,19 @@ async def _together(client: httpx.AsyncClient, cases: Sequence[Case]) -> float:
     return time.perf_counter() - started
 
 
-async def _send(client: httpx.AsyncClient, case: Case, random_: random.Random, tally: Tally) -> None:
+async def _send(
+    client: httpx.AsyncClient, case: Case, random_: random.Random, tally: Counter[str], gaps_s: list[float]
+) -> None:
     """Sends a request, or a malformed one, or leaves before its end."""
     kind, text = random_.random(), None
     if kind < MALFORMED:
         reply = await client.post(CHAT, json=random_.choice(WRONG))
-        tally.counts["refused" if reply.is_client_error else "wrong"] += 1
+        tally["refused" if reply.is_client_error else "wrong"] += 1
         return
     if kind < MALFORMED + LEAVING:
         async with client.stream("POST", CHAT, json=case.body | {"stream": True}) as reply:
             await anext(reply.aiter_lines())
-        tally.counts["left"] += 1
+        tally["left"] += 1
         return
     if kind < STREAMED:
         text, times = "", []
@@ -149,11 +145,11 @@ async def _send(client: httpx.AsyncClient, case: Case, random_: random.Random, t
                     choice = json.loads(line.removeprefix("data: "))["choices"][0]
                     text += choice["delta"].get("content") or ""
                     times += [time.perf_counter()] if choice["token_ids"] else []
-        tally.gaps_s += [after - before for before, after in pairwise(times)]
+        gaps_s += [after - before for before, after in pairwise(times)]
     else:
         reply = await client.post(CHAT, json=case.body)
         text = reply.json()["choices"][0]["message"]["content"] if reply.is_success else None
-    tally.counts["right" if text == case.text else "wrong"] += 1
+    tally["right" if text == case.text else "wrong"] += 1
 
 
 async def _metrics(client: httpx.AsyncClient) -> dict[str, float]:
@@ -161,10 +157,10 @@ async def _metrics(client: httpx.AsyncClient) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
-def _line(tally: Tally, per_s: float, metrics: dict[str, float]) -> str:
-    words = f"{dict(tally.counts)}, {per_s:.0f}/s"
-    if len(tally.gaps_s) > 1:
-        cuts = quantiles(tally.gaps_s, n=100, method="inclusive")
+def _line(tally: Counter[str], gaps_s: list[float], per_s: float, metrics: dict[str, float]) -> str:
+    words = f"{dict(tally)}, {per_s:.0f}/s"
+    if len(gaps_s) > 1:
+        cuts = quantiles(gaps_s, n=100, method="inclusive")
         words += f", between chunks p50 {1e3 * cuts[49]:.1f}, p99 {1e3 * cuts[98]:.1f} ms"
     for process in ("process", "sage_decoder_process"):
         megabytes, files = metrics[f"{process}_resident_memory_bytes"] / 1e6, metrics[f"{process}_open_fds"]

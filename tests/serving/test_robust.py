@@ -359,6 +359,8 @@ def test_options_of_a_file_are_those_of_the_command_line_which_counts(
     args = command.parse_args(["--config", str(file), "--port", "2"])
     assert (args.target, args.port, args.allowed_origins) == ("T", 2, ["http://a", "http://b"])
     assert args.ignore_unknown_fields
+    example = Path(__file__).parents[2] / "examples/serving/options"
+    assert command.parse_args(["--config", str(example)]).host == "0.0.0.0"
     for text, message in (("--prot 1", "--prot: unknown option (did you mean --port?)"), ("'", "No closing quotation")):
         file.write_text(text)
         assert exit_code(command.main, "--config", str(file)) == 2
