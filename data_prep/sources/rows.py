@@ -24,6 +24,7 @@ from data_prep.cache import cache_dir, computed_once
 from data_prep.conversation import BadItem, Conversation, Message, Row, item_label, printable
 from data_prep.sources.base import Source
 from data_prep.sources.files import GZIP, read_head
+from sage.inputs.messages import check_messages
 
 CHUNK_BYTES = 1 << 24
 BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
@@ -81,7 +82,7 @@ class RowSource(Source):
         try:
             family = str(row.get(self.family_key) or "") if self.family_key else self.family
             label = printable(str(index) if name is None else str(name))
-            messages = [self._limited(message) for message in self.to_messages(row)]
+            check_messages(messages := [self._limited(message) for message in self.to_messages(row)])
             return Conversation(label, messages, self.name, printable(family), {"index": index})
         except ROW_FAULTS as error:
             is_missing_key = isinstance(error, KeyError)

@@ -387,7 +387,8 @@ def test_mutated_rows_are_examples_or_bad_items(row: dict[str, Any], changes: li
             container[key] = value
             if is_removed:
                 del container[key]
-    try:
-        encode_example(ROWS.convert(row, 0), PROCESSOR)
-    except BadItem as error:
-        str(error).encode()
+    for use in (as_prompt, lambda conversation: encode_example(conversation, PROCESSOR)):
+        try:
+            use(ROWS.convert(row, 0))
+        except BadItem as error:
+            str(error).encode()
