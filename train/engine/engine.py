@@ -35,21 +35,27 @@ class Engine:
     Args:
         student: on the device, in float32; with `train.precision=bf16` the engine casts it and keeps a float32 copy.
         accumulation: the most micro-batches per rank and optimizer step.
+        is_quantized: whether the target is.
     """
 
     draft_saved_at: int | None = None  # step of the weights that `draft/` holds; None: not saved by this process
 
-    def __init__(self, student: Student, config: Config, ranks: Ranks, accumulation: int) -> None:
+    def __init__(self, student: Student, config: Config, ranks: Ranks, accumulation: int, is_quantized: bool = False) -> None:
         deepspeed = import_deepspeed(ranks.device.type)
         draft: Any = student.draft
         self.ranks, self.student, self.draft = ranks, student, draft
         self._bad_gradient = torch.zeros((), dtype=torch.bool, device=ranks.device)
-        optimizer = make_optimizer(draft, config, ranks.device)
+        optimizer, settings = (
+            make_optimizer(draft, config, ranks.device),
+            deepspeed_config(config, ranks.world_size, accumulation),
+        )
+        if is_quantized:  # stage 3 replaces `nn.functional.linear`, also for the target, by one that reads plain tensors only
+            settings["zero_optimization"]["memory_efficient_linear"] = False
         with redirect_stdout(StringIO()):  # the wrapper for bf16 prints the memory in use
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
                 model=student,
                 optimizer=optimizer,
-                config=deepspeed_config(config, ranks.world_size, accumulation),
+                config=settings,
                 dist_init_required=False if deepspeed.comm.is_initialized() else None,
             )
         self.optimizer_state = OptimizerState(draft, self._optimizer, optimizer, deepspeed)

@@ -80,7 +80,7 @@ def building(config: Config, ranks: Ranks, stop: StopFlag | None = None) -> Iter
         if ranks.is_main:
             stack.enter_context(locked_run(Path(config.run.dir)))
             check_folder(config, length, inputs.student.draft)
-        engine = Engine(inputs.student, config, ranks, loader.accumulation)
+        engine = Engine(inputs.student, config, ranks, loader.accumulation, bool(inputs.target.quantization))
         # After an error the engine is closed only with one rank, since closing could wait for ranks that have exited.
         stack.push(lambda error, *_: engine.close() if error is None or ranks.world_size == 1 else None)
         disk = RunDisk.of(ranks, Path(config.run.dir))
