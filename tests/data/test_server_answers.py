@@ -103,12 +103,15 @@ def test_rows_are_those_of_a_decoder(concurrency: int, server: ChatServer, expec
     assert len(server.prompts) == 2 * (NUM - 1)
 
 
-def test_request_states_every_option_that_determines_the_answer(server: ChatServer, tmp_path: Path) -> None:
+def test_request_states_every_option_that_determines_the_answer(
+    server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PROCESSOR.family, "template_arguments", {"enable_thinking": False})  # of a hybrid thinking model
     run(tmp_path / "out.jsonl", server.url, temperature=0.5, top_k=7, top_p=0.9, concurrency=1)
     first, second = server.prompts[:2]
     options = {"model": MODEL, "max_tokens": 100, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.0}
-    assert options.items() <= first.items()
-    assert first["repetition_penalty"] == 1.0  # otherwise that of generation_config.json
+    options["repetition_penalty"] = 1.0  # otherwise that of generation_config.json
+    assert (options | {"chat_template_kwargs": {"enable_thinking": False}}).items() <= first.items()
     assert first["seed"] != second["seed"]
     question, answer, more = second["messages"]
     assert [part["type"] for part in question["content"]] == ["image_url", "text"]

@@ -73,7 +73,7 @@ class ChatServer:
     def _completion(self, body: Any) -> Reply:
         if not self.extensions and {"top_k", "return_token_ids", "repetition_penalty"} & body.keys():
             return refusal("unknown parameter")
-        messages = table_messages(body, {}, "")
+        messages = table_messages({"messages": body["messages"]}, {}, "")
         if not self.takes_images and any(part["type"] == "image" for message in messages for part in message["content"]):
             return refusal("At most 0 image(s) may be provided in one prompt")
         found = self.answer(messages, body.get("seed", 0))
