@@ -143,7 +143,8 @@ def _check_newest(store: StateStore, ranks: Ranks) -> None:
     if step > main_step:
         raise ConfigError(
             f"run.resume: step {step} is saved on {host} in {folder}, but rank 0 is on {main_host}, where the newest is "
-            f"{main_step or 'none'}; number {host} first (torchrun: --rdzv-backend=static --node-rank=0 there), or copy its run folder"
+            f"{main_step or 'none'}; number {host} first (torchrun: --rdzv-backend=static --node-rank=0 there), or copy its "
+            "run folder"
         )
 
 
