@@ -207,3 +207,9 @@ def test_streaming_a_table(tmp_path: Path) -> None:
     expected = take(StepLoader(dataset, processor.collate, 4, 4), 4)
     assert ids_by_step(expected[:2])[0] | ids_by_step(expected[:2])[1] == {str(i) for i in range(8)}
     assert take(StepLoader(dataset, processor.collate, 4, 4, start_step=1), 3) == expected[1:]
+
+
+def test_a_data_set_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with refused("data set org/name", "package datasets is not installed", "pip install 'sage-draft[data]'"):
+        load_table("org/name", "", "train", "", streaming=True)

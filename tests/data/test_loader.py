@@ -23,6 +23,7 @@ from support.messages import check_message, refused
 from data_prep.conversation import BadItem
 from data_prep.dataset.order import MixedOrder, divide_step, group_by_length, next_source
 from data_prep.loader import StepLoader
+from data_prep.workers import loader_workers
 
 
 @settings(max_examples=25, deadline=None)
@@ -139,6 +140,11 @@ def test_indivisible_batch_sizes_are_refused() -> None:
     for sizes in ((4, 3, 1), (4, 2, 3), (0, 1, 1)):
         with refused(f"train.global_batch_size: {sizes[0]}", "train.micro_batch_size"):
             StepLoader(Numbers(4), collate, sizes[0], sizes[1], 0, sizes[2])
+
+
+def test_workers_are_by_default_the_cores_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_prep.workers.num_cores", lambda: 32)
+    assert [loader_workers(None, ranks) for ranks in (1, 8, 32)] == [8, 3, 1] and loader_workers(0, 8) == 0
 
 
 def test_errors_reach_the_trainer_and_the_thread_ends() -> None:

@@ -225,6 +225,14 @@ class TestCaches:
         assert {call.args[0] for call in torch.cuda.stream.call_args_list} == {one} == {torch.cuda.graph.call_args.args[2]}
         captured._stream.cache_clear(), captured._pool.cache_clear()
 
+    def test_released_workspaces_precede_the_memory_that_is_returned(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        freed = mock.MagicMock()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", freed.workspaces, raising=False)
+        monkeypatch.setattr(torch.cuda, "empty_cache", freed.memory)
+        Captured(call_again).release()
+        assert freed.mock_calls == [mock.call.workspaces(), mock.call.memory()]
+
 
 class TestFailures:
     def test_a_capture_is_tried_again(self, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from data_prep.dataset.dataset import Preparation
 from data_prep.workers import loader_workers
 from train.config.schema import RECIPE_LENGTH
 from train.plan.estimate import LaunchPlan
-from train.plan.memory import BYTES, WORKING
+from train.plan.memory import BYTES, WORKING, count, draft_rows
 from train.state.resume import STATE_BYTES
 
 TIGHT = 0.05  # of the memory
@@ -103,7 +103,7 @@ def _run(plan: LaunchPlan) -> list[tuple[str, str]]:
         training = f"{plan.num_steps:,} steps, {'at most ' if plan.balance is None else ''}{_clock(plan.training_s)}"
     state, draft = STATE_BYTES * plan.models.trained_parameters, BYTES[train.precision] * plan.models.draft_parameters
     saved = f"{gigabytes(state).strip()} per state, {gigabytes(draft).strip()} per draft"
-    rows += [("training", training), ("on disk", saved), *_validations(plan)]
+    rows += [("training", training), ("on disk", saved), *_validations(plan), *_compressor(plan)]
     longest_s, part = max((plan.step_s, "one optimizer step"), (plan.validation_s, "one validation"))
     limit_s = plan.config.launch.timeout_s
     if plan.ranks > 1 and longest_s > limit_s:  # the limit of a collective operation
@@ -131,6 +131,21 @@ def _validations(plan: LaunchPlan) -> list[tuple[str, str]]:
         words, each_s = smaller
         rows.append(("", f"warning: more than a tenth; {' '.join(words)} takes {_clock(each_s)} each"))
     return rows
+
+
+def _compressor(plan: LaunchPlan) -> list[tuple[str, str]]:
+    """Returns what a compressor can save at most when the draft decodes."""
+    network, visual = plan.models.draft.network, plan.num_visual
+    rows = draft_rows(network, plan.length, visual)
+    if rows == plan.length:
+        return []
+    head = plan.models.trained_parameters - count(network.compressor)
+    share = head * (plan.length - rows) / (plan.models.text_parameters * plan.length)
+    few = f"{visual:,} visual tokens of the draft become {rows - plan.length + visual:,}: at most {share:.1%} of a prefill"
+    return [
+        ("compressor", few),
+        ("", "warning: a round gains less; it pays in training alone, unless acceptance stays the same"),
+    ]
 
 
 def _image_size(plan: LaunchPlan) -> list[tuple[str, str]]:
