@@ -9,6 +9,7 @@ target is deleted when its steps are done.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -28,7 +29,8 @@ from sage.io.tables import markdown_table
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 STAGES = Path(__file__).with_name("stages.py")
-LIMIT_S = 1500
+LIMIT_S = 3600
+MAX_EXCESS = 0.15  # of the plan's memory on a CPU, either way
 GIB_OF_KIB = 2**20
 
 
@@ -52,6 +54,7 @@ STEPS_OF_TRAINING = (
     "draft=eagle3 draft.draft_vocab_size=32000 train.max_steps=3 train.log_every=1 train.global_batch_size=1 "
     "train.micro_batch_size=1 launch.device=cpu"
 )
+EVERY_ROW = "data.max_length=4096 data.holdout=0 own=0"  # some are too long
 DECODE = "decode.num_prompts=1 decode.max_new_tokens=6 decode.warmup=0 decode.traces=0 decode.baselines=[]"
 
 
@@ -59,16 +62,17 @@ def commands(name: str, work: Path, is_small: bool) -> dict[str, str]:
     """Returns the command of every step of a target, without `python`."""
     size = SIZES[name]
     target, run, export, image = (work / part for part in ("target", "run", "export", "media/photo.jpg"))
-    data = f"target.path={target} target.dtype={size.dtype} data=messages data.max_length={size.max_length}"
+    data = f"target.path={target} target.dtype={size.dtype} data=messages"
     held = f"data/validation=mmspec data.validation.mmspec.kind=messages data.validation.mmspec.path={work}/held.jsonl"
     learn = f"{STEPS_OF_TRAINING} {DECODE} train.precision={size.dtype} run.dir={run}"
-    train = f"-m sage.training train {data} data.path={work}/train.jsonl {held} {learn}"
+    train = f"-m sage.training train {data} data.max_length={size.max_length} data.path={work}/train.jsonl {held} {learn}"
     return {
         "build": f"-m benchmarks.published {name} {work} {'--small' if is_small else ''}",
         "logits": f"{STAGES} logits {target} {work}/held.jsonl {size.dtype}",
-        "data": f"-m sage.training data {data} data.path={work}/all.jsonl own=0 out={work}/data.html",
+        "data": f"-m sage.training data {data} data.path={work}/all.jsonl {EVERY_ROW} out={work}/data.html",
         "plan": f"{train} launch.plan=true",
         "train": f"{train} decode.policies=[chain]",
+        "compared": f"{STAGES} compared {run} {target} {work}/plan.log",
         "validate": f"-m sage.training validate checkpoint={run} {DECODE} decode.policies=[sage] launch.device=cpu",
         "export": f"-m sage.training export {run} --format eagle3 --allow-unserved --out {export}",
         "check": f"-m sage.training export --check {export} --target {target}",
@@ -90,7 +94,8 @@ def check(name: str, work: Path, rows: str, is_small: bool) -> Iterator[dict[str
             print(line, flush=True)
             if found["code"]:
                 print((work / f"{step}.log").read_text()[-4000:], file=sys.stderr)
-            yield {"steps": steps, "planned_gib": _planned_gib(work / "plan.log"), "rows": rows}
+            dropped = _found(r"(?<=dropped, )\d+%", work / "data.log")
+            yield {"steps": steps, "planned_gib": _planned_gib(work / "plan.log"), "rows": rows, "dropped": dropped}
     finally:
         for folder in (work / "target", work / "run", work / "export"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -98,8 +103,13 @@ def check(name: str, work: Path, rows: str, is_small: bool) -> Iterator[dict[str
 
 def _planned_gib(log: Path) -> float | None:
     """Returns the total of a plan."""
-    total = re.search(r"total +([\d.]+) GB", log.read_text() if log.is_file() else "")
-    return None if total is None else float(total[1]) * 1e9 / 2**30
+    total = _found(r"(?<=total) +[\d.]+(?= GB)", log)
+    return None if total is None else float(total) * 1e9 / 2**30
+
+
+def _found(pattern: str, log: Path) -> str | None:
+    found = re.search(pattern, log.read_text() if log.is_file() else "")
+    return None if found is None else found[0]
 
 
 def _environment() -> dict[str, str]:
@@ -126,24 +136,35 @@ def _measured(command: Sequence[str], log: Path) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Returns seconds and peak memory of every step, and of training the plan's figure."""
-    names = [name for name in SIZES if name in found["targets"]]
-    rows = []
-    for step in max((found["targets"][name]["steps"] for name in names), key=len):
-        cells = [found["targets"][name]["steps"].get(step) for name in names]
-        rows.append([step, *(_cell(cell) for cell in cells)])
-    rows.append(["trained on", *(found["targets"][name]["rows"].replace(",", ", ") for name in names)])
-    plans = [found["targets"][name]["planned_gib"] for name in names]
-    rows.append(["plan of training", *("-" if plan is None else f"{plan:.1f} GiB" for plan in plans)])
+    """Returns seconds and peak memory of every step, and what the plan said beside what was measured."""
+    targets = {name: found["targets"][name] for name in SIZES if name in found["targets"]}
+    every = max((target["steps"] for target in targets.values()), key=len)
+    rows = [[step, *(_cell(target["steps"].get(step)) for target in targets.values())] for step in every]
+    rows.append(["trained on", *(target["rows"].replace(",", "/") for target in targets.values())])
+    plans = [f"{target['planned_gib'] or math.nan:.1f}/{_excess(target):+.0%}" for target in targets.values()]
+    rows.append(["plan of training", *plans])
+    rows.append(["ms per image/planned", *("/".join(_image_ms(target)) for target in targets.values())])
+    rows.append(["dropped at 4,096", *(str(target["dropped"]) for target in targets.values())])
     facts = found["machine"]
     where = f"{facts['cpu']}, {facts['cores']} cores, load {facts['load_average']:.0f}."
-    return f"{markdown_table(['', *names], rows, '<' + '>' * len(names))}\n\n{where}"
+    return f"{markdown_table(['seconds/GiB', *targets], rows, '<' + '>' * len(targets))}\n\n{where}"
 
 
 def _cell(step: dict[str, Any] | None) -> str:
     if step is None:
         return "-"
-    return f"{step['seconds']:.0f} s, {step['peak_gib']:.1f} GiB" if step["code"] == 0 else f"exit code {step['code']}"
+    return f"{step['seconds']:.0f}/{step['peak_gib']:.1f}" if step["code"] == 0 else f"exit code {step['code']}"
+
+
+def _excess(target: dict[str, Any]) -> float:
+    """Returns the plan of the memory of training relative to the peak, minus 1; NaN if one of them is missing."""
+    peak = target["steps"].get("train", {}).get("peak_gib", math.nan)
+    return (target["planned_gib"] or math.nan) / peak - 1
+
+
+def _image_ms(target: dict[str, Any]) -> list[str]:
+    """Returns milliseconds of a core per image, measured and planned."""
+    return re.findall(r"(\d+) ms", target["steps"].get("compared", {}).get("last", ""))
 
 
 def main() -> int:
@@ -151,6 +172,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {', '.join(SIZES)}")
     parser.add_argument("--rows", metavar="A,B", help="train on these of large, video, several and photo; default: by target")
     parser.add_argument("--small", action="store_true", help="few narrow layers, in a minute each; the documentation stays")
+    parser.add_argument("--page-only", action="store_true", help="write the table of what was measured")
     parser.add_argument("--work", type=Path, default=Path("runs/full_size"), metavar="DIR")
     args = parser.parse_args()
     names = args.names or list(SIZES)
@@ -158,8 +180,9 @@ def main() -> int:
         parser.error(f"{unknown[0]}: choose from {', '.join(SIZES)}")
     place = STAGES.with_name("figures.json")
     found: dict[str, Any] = read_json(place) if place.is_file() else {"targets": {}}
-    found["machine"] = machine("cpu")
-    for name in names:
+    if not args.page_only:
+        found["machine"] = machine("cpu")
+    for name in () if args.page_only else names:
         for latest in check(name, args.work.resolve() / name, args.rows or SIZES[name].rows, args.small):
             found["targets"][name] = latest
             if not args.small:
@@ -169,7 +192,8 @@ def main() -> int:
         write_text(page, fill_blocks(page.read_text(encoding="utf-8"), "table", lambda _: table(found)))
     codes = [step["code"] for name in names for step in found["targets"][name]["steps"].values()]
     print(table(found))
-    return int(any(codes))
+    far = [name for name in names if not args.small and not abs(_excess(found["targets"][name])) <= MAX_EXCESS]
+    return int(any(codes) or bool(far))
 
 
 if __name__ == "__main__":

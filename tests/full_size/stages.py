@@ -1,4 +1,4 @@
-"""Steps of tests/full_size/check.py that no command has: its data, logits beside transformers', and a request to the server."""
+"""Steps of tests/full_size/check.py without a command: data, logits beside transformers', a run beside its plan, a request."""
 
 from __future__ import annotations
 
@@ -8,18 +8,30 @@ import random
 import re
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
 import sage
 from benchmarks.published.folder import conversation, write_image
+from checkpoints.run_folder import read_run_config, state_folder
+from data_prep.build import build_dataset
+from data_prep.conversation import media_parts
 from sage.io.dtypes import torch_dtype
+from sage.targets.loading import load_processor
+from train.config.resuming import with_types
+from train.plan.memory import build_on_meta
+from train.state.resume import STATE_BYTES
 
-FULL_HD, FRAMES = (1920, 1080), 32
+FULL_HD, PHONE, FRAMES = (1920, 1080), (4000, 3000), 32
+PUBLISHED_BYTES = 2  # per parameter, in half precision
 
 
 def data(work: str, trained: str) -> None:
@@ -31,6 +43,7 @@ def data(work: str, trained: str) -> None:
         "video": [{"type": "video", "video": frames}],
         "several": [_image(_photo(folder, f"several_{number}", (336, 224))) for number in range(3)],
         "photo": [_image(_photo(folder, "photo", (320, 240)))],
+        "phone": [_image(_photo(folder, "phone", PHONE))],
     }
     rows = {name: conversation(rng, part, turns=2) for name, part in parts.items()}
     held = conversation(rng, [_image(_photo(folder, "held", (240, 320)))])
@@ -62,9 +75,40 @@ def logits(folder: str, held: str, dtype: str) -> None:
     assert difference <= (1e-3 if dtype == "fp32" else 0.05) * float(theirs.abs().max())
 
 
+def compared(run: str, target: str, plan_log: str) -> None:
+    """Compares parameters of target and draft, bytes of a state, and seconds per image of a run with those of its plan."""
+    config: Any = OmegaConf.to_object(with_types(read_run_config(Path(run))))
+    planned = build_on_meta(config)
+    state = max(state_folder(run).glob("step_*"))
+    weights = [sum(_sizes(file).values()) for file in Path(target).glob("*.safetensors")]
+    first, second, kept = (_sizes(state / f"{name}.safetensors") for name in ("exp_avg", "exp_avg_sq", "weight"))
+    assert sum(weights) == PUBLISHED_BYTES * planned.target_parameters, (sum(weights), planned.target_parameters)
+    assert first == second == {name: kept[name] for name in first}, "weights and moments"
+    assert 3 * sum(first.values()) == STATE_BYTES * planned.trained_parameters, (
+        sum(first.values()),
+        planned.trained_parameters,
+    )
+    dataset = build_dataset(config.data, load_processor(target), "train")
+    images = sum(1 for row in range(len(dataset)) for _ in media_parts(dataset.conversation(row).messages))
+    seconds = list[float]()
+    for _ in range(4):  # the first time imports modules
+        start_s = time.process_time()
+        assert all(dataset[row] for row in range(len(dataset)))
+        seconds.append((time.process_time() - start_s) / images)
+    estimate = re.search(r"\d+ ms of a core", Path(plan_log).read_text())
+    assert estimate is not None
+    print(f"exact; an image takes {1e3 * median(seconds[1:]):.0f} ms, planned {estimate[0]}")
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Returns the bytes of each tensor of a file."""
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+
+
 def serve(draft: str, image: str, dtype: str) -> None:
-    """Starts the server, asks about an image, and stops it."""
-    words = f"-m sage.serving --draft {draft} --policy chain --port 0 --dtype {dtype} --device cpu"
+    """Starts the server with passes that need no compilation, asks about an image, and stops it."""
+    words = f"-m sage.serving --draft {draft} --policy chain --port 0 --dtype {dtype} --device cpu --passes eager"
     with subprocess.Popen([sys.executable, *words.split()], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
@@ -87,4 +131,4 @@ def _answer(address: str, image: bytes) -> str:
 
 
 if __name__ == "__main__":
-    {"data": data, "logits": logits, "serve": serve}[sys.argv[1]](*sys.argv[2:])
+    {"data": data, "logits": logits, "compared": compared, "serve": serve}[sys.argv[1]](*sys.argv[2:])
