@@ -14,8 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import training as bench
+from benchmarks import visual_tokens
 from benchmarks.chain_attention import errors, inputs
 from benchmarks.figures import Figures
+from benchmarks.shapes import shape_named
 from sage.io.files import read_json
 from sage.targets.families import family_of
 from train.distill.teacher import Staging
@@ -85,6 +87,23 @@ def test_counted_operations_are_those_of_the_plan() -> None:
     assert shares["vision"] == pytest.approx(1, abs=0.21)
     assert shares["text"] == pytest.approx(1, abs=0.06) and shares["draft"] == pytest.approx(1, abs=0.04)
     assert shares["objective"] == pytest.approx(1, abs=0.02)
+
+
+def test_shares_of_visual_tokens_under_a_compressor() -> None:
+    """By hand: fc and a layer read all tokens, one in twenty under `pool`; of a resampler keys and values read all."""
+    shape, tokens = shape_named("qwen2_5_vl_7b"), 4096
+    layer = 2 * 3584 * 128 * (28 + 4) + 3 * 3584 * 18944
+
+    def operations(layers: int, rows: int, other: float = 2 * 3584**2) -> float:
+        return 2 * rows * (layers * layer + other) + 2 * layers * rows**2 * 3584
+
+    text = operations(28, tokens, 0)
+    for kind, draft in (
+        ("none", operations(1, tokens)),
+        ("pool", operations(1, 205)),
+        ("resampler", operations(1, 2) + 2 * tokens * 2 * 7168 * 3584),
+    ):
+        assert visual_tokens.counted(shape, kind, tokens)[0] == pytest.approx(draft / (draft + text), rel=1e-3)
 
 
 def test_the_chain_attention_of_a_step_is_exact_to_the_precision_of_its_inputs() -> None:

@@ -144,7 +144,7 @@ def _compressor(plan: LaunchPlan) -> list[tuple[str, str]]:
     few = f"{visual:,} visual tokens of the draft become {rows - plan.length + visual:,}: at most {share:.1%} of a prefill"
     return [
         ("compressor", few),
-        ("", "warning: a round gains less; it pays in training alone, unless acceptance stays the same"),
+        ("", "warning: a round gains no more; it pays in training, in decoding only if acceptance stays the same"),
     ]
 
 
