@@ -68,11 +68,18 @@ class HubStream(Rows):
         table = load_table(self.name, self.subset, self.split, "", streaming=True).skip(start)
         if self.limit:
             table = table.take(max(0, self.limit - start))
-        for index, row in enumerate(table, start):
+        rows = iter(enumerate(table, start))
+        while found := self._next(rows):
             try:
-                yield self.convert(row, index)
+                yield self.convert(found[1], found[0])
             except BadItem as error:
                 yield error
+
+    def _next(self, rows: Iterator[tuple[int, Row]]) -> tuple[int, Row] | None:
+        try:
+            return next(rows, None)
+        except (ValueError, RuntimeError) as error:  # of the readers of `datasets`, for an invalid row
+            raise ValueError(f"{self.name}: a file cannot be streamed ({error}); read it without streaming") from error
 
     def fingerprint(self) -> str:
         return f"{self.name}:{self.subset}:{self.split}:{self.limit}:{self.settings}"
@@ -106,7 +113,7 @@ def load_table(path: str, subset: str, split: str, cache_dir: str, streaming: bo
             table = datasets.load_dataset(path, subset or None, split=split, streaming=streaming, cache_dir=cache)
     except HubUnreachable:
         raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:  # StopIteration: an empty file
         given = f"subset {subset!r}, split '{split}'"
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"data set {path}: {reason}; check path, subset and split (here {given})") from error
