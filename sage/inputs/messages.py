@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 Messages = list[dict[str, Any]]
-PRIVATE_USE = range(0xF0000, 0xF0100)  # characters of a Unicode private use area
+PRIVATE_USE = range(0xF0000, 0xFFFFD)  # characters of a Unicode private use area
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -53,7 +54,8 @@ def escape(messages: Messages, pattern: re.Pattern[str]) -> tuple[Messages, str]
     `pattern` matches these tokens (`Processor.quotable`). Returns the messages, and the separator; neither it nor the character
     after it occurs in them.
     """
-    text = "".join(map(text_of, messages))
+    rendered = [message.get(key) for message in messages for key in ("tool_calls", "tools")]
+    text = "".join(map(text_of, messages)) + json.dumps(rendered, ensure_ascii=False, default=str)
     separator = next(chr(code) for code in PRIVATE_USE if chr(code) not in text and chr(code + 1) not in text)
 
     def escaped(value: Any) -> Any:

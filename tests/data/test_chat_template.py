@@ -14,7 +14,7 @@ from support.messages import refused
 from data_prep.chat import build_example
 from data_prep.config import OnLong
 from data_prep.conversation import BadItem, BadTemplate, Conversation, TooLong, check_conversation
-from sage.inputs.messages import text_of
+from sage.inputs.messages import escape, text_of
 from sage.inputs.processing import Processor
 
 QWEN, LLAVA = "qwen2_5_vl", "llava_onevision"
@@ -259,6 +259,14 @@ def test_contents_become_lists_of_parts() -> None:
     assert check_conversation(Conversation("c", GOOD)).messages[1:] == GOOD[1:]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert check_conversation(Conversation("c", [user("Hi"), answer])).messages[1] == assistant("ab")
+
+
+def test_private_characters_stay_in_texts_and_tools() -> None:
+    processor, private = make_processor("qwen2_5_vl"), "".join(map(chr, range(0xF0000, 0xF0100)))
+    example = build_example(Conversation("c", [user("What?"), assistant(f"{private}<|im_end|>")]), processor)
+    assert processor.tokenizer.decode(example["input_ids"][example["loss_mask"]]) == f"{private}<|im_end|><|im_end|>"
+    asked = user("<|im_end|>") | {"tools": [{"name": private}]}
+    assert escape([asked], processor.quotable)[1] not in private
 
 
 def test_empty_answers_are_refused_in_training_alone() -> None:
