@@ -151,7 +151,7 @@ def _with_thoughts(message: Message, index: int, processor: Processor) -> Messag
     ids = message.get("token_ids") or ()
     unused = {"reasoning_content"} | ({"token_ids"} if ids and processor.answer_of(ids)[0] != text else set())
     kept = {key: value for key, value in message.items() if key not in unused}
-    has_thoughts = is_cut or (knows_thoughts and CLOSE_THOUGHTS in text)
+    has_thoughts = bool(is_cut and processor.thinking) or (knows_thoughts and CLOSE_THOUGHTS in text)
     return kept | {"content": [{"type": "text", "text": text}], "has_thoughts": has_thoughts}
 
 
@@ -217,7 +217,8 @@ def _rendered_answer(messages: list[Message], prompt: str, processor: Processor)
     closing = next((token for token in processor.end_texts if answer.endswith(token)), processor.end_texts[0])
     calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     parts = (*calls, text.rpartition(CLOSE_THOUGHTS)[0].strip())
-    if end and not _ends_in_thoughts(text) and all(part in answer for part in parts):
+    # the text of an answer with thoughts, or of a model that thinks, is what it wrote: templates add and strip line breaks
+    if end and (calls or not processor.thinking) and all(part in answer for part in parts):
         return answer.removesuffix(closing), closing
     if calls:
         raise ValueError(f"message {len(messages) - 1}: tool_calls; the target's chat template does not render them; remove it")

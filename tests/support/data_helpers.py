@@ -23,7 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 import sage
 from data_prep.build import build_dataset
 from data_prep.chat import encode_example
-from data_prep.config import DataConfig, RegenerateConfig
+from data_prep.config import DataConfig, RegenerateConfig, Thinking
 from data_prep.conversation import Conversation, Message
 from data_prep.dataset.order import MixedOrder
 from data_prep.dialog import Dialog, Drive, TargetAnswer
@@ -273,12 +273,16 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def own_answers(target: sage.Target, chats: list[list[Any]], folder: Path) -> tuple[OwnShare, list[int]]:
+def own_answers(
+    target: sage.Target, chats: list[list[Any]], folder: Path, thinking: Thinking = Thinking.auto
+) -> tuple[OwnShare, list[int]]:
     """Writes the target's answers to some chats and reads them back; returns how many of their tokens are the target's own
     choice, and these tokens.
     """
     (folder / "rows.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
-    config = DataConfig(sources={"it": SourceConfig(kind="auto", path=str(folder / "rows.jsonl"))}, holdout=0.0)
+    config = DataConfig(
+        sources={"it": SourceConfig(kind="auto", path=str(folder / "rows.jsonl"))}, holdout=0.0, thinking=thinking
+    )
     config.cache_dir, out = str(folder / "cache"), folder / "own.jsonl"
     regenerate_data(config, target, None, RegenerateConfig(max_new_tokens=12), "train", out)
     config.sources["it"].path = str(out)

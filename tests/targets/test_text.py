@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaTokenizer, MistralConfig, Qwen2Config
 
 import sage
 from data_prep.chat import segments
+from data_prep.config import Thinking
 from sage.inputs.processing import Processor
 
 # As published: Llama 3 prints any other content as Python would, Qwen2.5 concatenates strings.
@@ -129,6 +130,7 @@ OWN = {  # id that the target writes where it wrote an ordinary one
     "special tokens": (TestQwen2, 2),
     "ids without a token": (TestMistral, 325),
     "a hybrid thinker": (TestQwen3, None),
+    "a hybrid thinker that thinks": (TestQwen3, 4),
 }
 
 
@@ -137,10 +139,11 @@ def test_own_answers_of_regenerated_answers_are_all_own(name: str, tmp_path: Pat
     """Answers are generated, written, read back and encoded: every supervised token is the target's own choice."""
     suite, written = OWN[name]
     target = suite().target_of(suite().config())
+    thinking = Thinking.on if name.endswith("thinks") else Thinking.auto
     if written is not None:
         first = sage.generate(target, None, target.prepare(user("What 0?")), "autoregressive", max_new_tokens=1).tokens[0]
         target.lm_head.weight.data[written] = 1.5 * target.lm_head.weight.data[first]
-    share, ids = own_answers(target, [[*user(f"What {i}?"), assistant("x")] for i in range(4)], tmp_path)
+    share, ids = own_answers(target, [[*user(f"What {i}?"), assistant("x")] for i in range(4)], tmp_path, thinking)
     assert share.share == 1.0 and share.num_tokens > 12
     assert written is None or written in ids
 
