@@ -139,7 +139,7 @@ def _with_thoughts(message: Message, index: int, processor: Processor) -> Messag
         return message
     thoughts, text = message.get("reasoning_content"), text_of(message)
     knows_thoughts = CLOSE_THOUGHTS in (processor.chat_template or "")
-    is_cut = knows_thoughts and _ends_in_thoughts(text)
+    is_cut = knows_thoughts and text.lstrip().startswith(OPEN_THOUGHTS) and CLOSE_THOUGHTS not in text
     if thoughts and not knows_thoughts:
         raise ValueError(f"message {index}: reasoning_content; the target's chat template has no thoughts; remove the key")
     if processor.thinking is False and knows_thoughts:
@@ -153,10 +153,6 @@ def _with_thoughts(message: Message, index: int, processor: Processor) -> Messag
     kept = {key: value for key, value in message.items() if key not in unused}
     has_thoughts = bool(is_cut and processor.thinking) or (knows_thoughts and CLOSE_THOUGHTS in text)
     return kept | {"content": [{"type": "text", "text": text}], "has_thoughts": has_thoughts}
-
-
-def _ends_in_thoughts(text: str) -> bool:
-    return text.lstrip().startswith(OPEN_THOUGHTS) and CLOSE_THOUGHTS not in text
 
 
 def _probed_segments(messages: list[Message], prompted: str, processor: Processor, probe: str) -> list[Segment]:
@@ -216,9 +212,12 @@ def _rendered_answer(messages: list[Message], prompt: str, processor: Processor)
     answer, text = rest[:end], text_of(message)
     closing = next((token for token in processor.end_texts if answer.endswith(token)), processor.end_texts[0])
     calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
-    parts = (*calls, text.rpartition(CLOSE_THOUGHTS)[0].strip())
     # the text of an answer with thoughts, or of a model that thinks, is what it wrote: templates add and strip line breaks
-    if end and (calls or not processor.thinking) and all(part in answer for part in parts):
+    if (
+        end
+        and (calls or not processor.thinking)
+        and all(part in answer for part in (*calls, text.rpartition(CLOSE_THOUGHTS)[0].strip()))
+    ):
         return answer.removesuffix(closing), closing
     if calls:
         raise ValueError(f"message {len(messages) - 1}: tool_calls; the target's chat template does not render them; remove it")

@@ -228,26 +228,29 @@ def rendered(processor: Processor, row: dict[str, Any]) -> tuple[str, str, Any]:
 
 HEADER, EMPTY, END = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "<|im_end|>"
 CALLED = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+THOUGHT = "<think>\nHm.\n</think>\n\nRed."
+
+
+def chat(told: dict[str, Any], asked: Any = (), **row: Any) -> dict[str, Any]:
+    """Returns a row with further keys of its answer, its question and its own."""
+    return row | {"messages": [ASKED | dict(asked), TOLD | told]}
+
+
+BAD_TURN = TOLD | {"content": "Bad."}
 KEYS: dict[str, tuple[dict[str, Any], str, str]] = {  # row -> end of the prompt, supervised text
-    "plain": ({"messages": [ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
-    "thoughts in the text": ({"messages": [ASKED, TOLD | {"content": "<think>\nHm.\n</think>\n\nRed."}]},
-                             HEADER, f"<think>\nHm.\n</think>\n\nRed.{END}"),
-    "reasoning_content": ({"messages": [ASKED, TOLD | {"reasoning_content": "Hm."}]},
-                          HEADER, f"<think>\nHm.\n</think>\n\nRed.{END}"),
-    "tool_calls": ({"tools": TOOLS, "messages": [ASKED, TOLD | {"tool_calls": [CALL]}]}, HEADER + EMPTY,
-                   f"Red.{CALLED}{END}"),
-    "system": ({"system": "In French.", "messages": [ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
-    "weight": ({"messages": [ASKED, TOLD | {"content": "Bad.", "weight": 0}, ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
-    "loss": ({"messages": [ASKED, TOLD | {"content": "Bad.", "loss": False}, ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
-    "tools in a message, beside a system": ({"system": "In French.", "messages": [ASKED | {"tools": json.dumps(TOOLS)}, TOLD]},
-                                            HEADER + EMPTY, f"Red.{END}"),
-    "tool_calls as text": ({"tools": TOOLS, "messages": json.dumps([ASKED, TOLD | {"tool_calls": json.dumps([CALL])}])},
-                           HEADER + EMPTY, f"Red.{CALLED}{END}"),
-    "columns": ({"prompt": [ASKED], "completion": "Red.", "reasoning_content": "Hm."},
-                HEADER, f"<think>\nHm.\n</think>\n\nRed.{END}"),
-    "thoughts that are cut": ({"messages": [ASKED, TOLD | {"content": "<think>\nHm", "unfinished": True}]},
-                              HEADER + EMPTY, "<think>\nHm"),  # a model that does not think by default
-}  # fmt: skip
+    "plain": (chat({}), HEADER + EMPTY, f"Red.{END}"),
+    "thoughts in the text": (chat({"content": THOUGHT}), HEADER, THOUGHT + END),
+    "reasoning_content": (chat({"reasoning_content": "Hm."}), HEADER, THOUGHT + END),
+    "columns": ({"prompt": [ASKED], "completion": "Red.", "reasoning_content": "Hm."}, HEADER, THOUGHT + END),
+    "tool_calls": (chat({"tool_calls": [CALL]}, tools=TOOLS), HEADER + EMPTY, f"Red.{CALLED}{END}"),
+    "tool_calls as text": (chat({"tool_calls": json.dumps([CALL])}, tools=TOOLS), HEADER + EMPTY, f"Red.{CALLED}{END}"),
+    "tools, system": (chat({}, {"tools": json.dumps(TOOLS)}, system="In French."), HEADER + EMPTY, f"Red.{END}"),
+    "system": (chat({}, system="In French."), HEADER + EMPTY, f"Red.{END}"),
+    "weight": ({"messages": [ASKED, BAD_TURN | {"weight": 0}, ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
+    "loss": ({"messages": json.dumps([ASKED, BAD_TURN | {"loss": False}, ASKED, TOLD])}, HEADER + EMPTY, f"Red.{END}"),
+    # cut off in a model that does not think by default
+    "thoughts that are cut": (chat({"content": "<think>\nHm", "unfinished": True}), HEADER + EMPTY, "<think>\nHm"),
+}
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -262,29 +265,23 @@ def test_keys_are_rendered_by_the_template(name: str, thinker: Processor) -> Non
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tool_calls": ({"messages": [ASKED, TOLD | {"tool_calls": [CALL]}]}, "tool_calls"),
-    "reasoning_content": ({"messages": [ASKED, TOLD | {"reasoning_content": "Hm."}]}, "reasoning_content"),
-    "tools": ({"tools": TOOLS, "messages": [ASKED, TOLD]}, "tools"),
-    "function_call": ({"messages": [ASKED, TOLD | {"function_call": {"name": "x"}}]}, "function_call"),
-    "weight": ({"messages": [ASKED, TOLD | {"weight": 0.5}]}, "weight 0.5"),
-    "no answer has a weight": ({"messages": [ASKED, TOLD | {"weight": 0}]}, "weight 0"),
-    "train_detail": ({"messages": [ASKED, TOLD | {"train_detail": [{"begin_offset": 0}]}]}, "train_detail"),
-    "tool_calls of a user": ({"messages": [ASKED | {"tool_calls": [CALL]}, TOLD]}, "message 0: tool_calls"),
-    "thoughts of a user": ({"messages": [ASKED | {"thought": "Hm."}, TOLD]}, "message 0: reasoning_content"),
-    "two lists of tools": ({"tools": TOOLS, "messages": [ASKED | {"tools": [{}]}, TOLD]}, "tools: different"),
-    "nested tools": ({"tools": json.loads("[" * 200 + "]" * 200), "messages": [ASKED, TOLD]}, "tools is nested"),
-    "chat_template_kwargs": (
-        {"chat_template_kwargs": {"enable_thinking": True}, "messages": [ASKED, TOLD]},
-        "chat_template_kwargs",
-    ),
+    "tool_calls": (chat({"tool_calls": [CALL]}), "tool_calls"),
+    "reasoning_content": (chat({"reasoning_content": "Hm."}), "reasoning_content"),
+    "tools": (chat({}, tools=TOOLS), "tools"),
+    "function_call": (chat({"function_call": {"name": "x"}}), "function_call"),
+    "weight": (chat({"weight": 0.5}), "weight 0.5"),
+    "no answer has a weight": (chat({"weight": 0}), "weight 0"),
+    "train_detail": (chat({"train_detail": [{"begin_offset": 0}]}), "train_detail"),
+    "tool_calls of a user": (chat({}, {"tool_calls": [CALL]}), "message 0: tool_calls"),
+    "thoughts of a user": (chat({}, {"thought": "Hm."}), "message 0: reasoning_content"),
+    "two lists of tools": (chat({}, {"tools": [{}]}, tools=TOOLS), "tools: different"),
+    "nested tools": (chat({}, tools=json.loads("[" * 200 + "]" * 200)), "tools is nested"),
+    "template arguments": (chat({}, chat_template_kwargs={"enable_thinking": True}), "chat_template_kwargs"),
     "answer that is an object": ({"question": "What?", "answer": {"value": "Red."}}, "answer is dict"),
-    "system that is a list": ({"system": ["a"], "messages": [ASKED, TOLD]}, "system is list"),
+    "system that is a list": (chat({}, system=["a"]), "system is list"),
     "image in another column": ({"img": "a.png", "question": "What?", "answer": "Red."}, "columns.image=img"),
-    "images in another column": ({"photos": [EMBEDDED], "messages": [ASKED, TOLD]}, "columns.image=photos"),
-    "part without its image": (
-        {"images": [b"x"], "messages": [ASKED | {"content": [{"type": "image", "index": 1}]}, TOLD]},
-        "image part",
-    ),
+    "images in another column": (chat({}, photos=[EMBEDDED]), "columns.image=photos"),
+    "part without its image": (chat({}, {"content": [{"type": "image", "index": 1}]}, images=[b"x"]), "image part"),
     "two systems": ({"system": "a", "messages": [{"role": "system", "content": "b"}, ASKED, TOLD]}, "system"),
 }
 
@@ -297,12 +294,12 @@ def test_keys_that_the_template_does_not_render_are_refused(name: str) -> None:
 
 
 def test_thinking_is_a_setting(thinker: Processor) -> None:
-    thought = {"messages": [ASKED, TOLD | {"reasoning_content": "Hm."}]}
+    thought = KEYS["reasoning_content"][0]
     thinker.thinking = Thinking.off.flag
     assert rendered(thinker, thought)[:2] == (f"<|im_start|>user\nWhat?{END}\n{HEADER}{EMPTY}", f"Red.{END}")
     for cut in ("<think>\nHm.", "<think>\nHm.\n</think>\n\n"):
         with refused("nothing but thoughts"):
-            rendered(thinker, {"messages": [ASKED, TOLD | {"content": cut}]})
+            rendered(thinker, chat({"content": cut}))
     thinker.thinking = Thinking.on.flag
     assert thinker.template_arguments == {"enable_thinking": True}
     assert rendered(thinker, thought)[0].endswith(HEADER)
