@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -243,6 +244,10 @@ def test_what_needs_quotes_is_told_so_in_a_line(word: str, form: str) -> None:
     with refused(word, form) as caught:
         compose("config", [word], Config)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tilde_is_the_home_folder() -> None:
+    assert compose("config", ["run.dir=~/my runs/a"], Config).run.dir == os.path.expanduser("~/my runs/a")
 
 
 def test_a_run_alone_is_the_checkpoint(tmp_path: Path) -> None:

@@ -110,11 +110,16 @@ def _with_choices(arguments: Sequence[str]) -> list[str]:
 
 
 def _quoted(word: str) -> str:
-    """Quotes a path that Hydra's grammar would not read: with blanks, brackets, quotes, `=`, or letters beyond ASCII."""
+    """Quotes a path that Hydra's grammar would not read: with blanks, brackets, quotes, `=`, or letters beyond ASCII.
+
+    A ~ stands for the home folder, which a shell does not expand after `=`.
+    """
     key, equals, value = word.partition("=")
-    is_path = bool(PATH_KEY.search(key)) and value and not PLAIN.fullmatch(value)
-    if not is_path or not (os.path.exists(os.path.expanduser(value)) or not SYNTAX.search(value)):
+    if not equals or not PATH_KEY.search(key):
         return word
+    value = os.path.expanduser(value)
+    if PLAIN.fullmatch(value) or (SYNTAX.search(value) and not os.path.exists(value)):
+        return f"{key}={value}"
     escaped = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), value)  # as Hydra reads them
     return f"{key}='" + escaped.replace("${", "\\${") + "'"
 
