@@ -73,8 +73,9 @@ class Tree:
     @classmethod
     def of(cls, columns: Columns, device: torch.device = CPU, draft_topk: Sequence[TopK | None] = ()) -> Tree:
         """Returns the tree with these fields; one copy to the device."""
-        numbers = (long_tensor(values, CPU) for values in columns)
-        tokens, parents, depths, ancestors = upload_together(device, *numbers, ancestors_of(columns.parents))
+        parents_, depths_ = tuple(columns.parents), tuple(columns.depths)  # shapes recur
+        shape = cached_index(parents_, CPU), cached_index(depths_, CPU), ancestors_of(parents_)
+        tokens, parents, depths, ancestors = upload_together(device, long_tensor(columns.tokens, CPU), *shape)
         tree = cls(tokens, parents, depths, draft_topk)
         tree.columns, tree.ancestors = columns, ancestors
         return tree
@@ -85,7 +86,7 @@ class Tree:
         return cls.of(Columns([token], [-1], [0]), device, [None])
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.columns.tokens)  # `len` of a tensor takes microseconds
 
     @property
     def depth(self) -> int:
@@ -100,11 +101,12 @@ class Tree:
     @cached_property
     def ancestors(self) -> Tensor:
         """BoolTensor [N, N], row n True at n and its ancestors."""
-        return to_device(ancestors_of(self.columns.parents), self.tokens.device)
+        return to_device(ancestors_of(tuple(self.columns.parents)), self.tokens.device)
 
 
-def ancestors_of(parents: Sequence[int]) -> Tensor:
-    """Returns `Tree.ancestors` from numbers: a node's row is its parent's row plus the node itself."""
+@lru_cache(maxsize=1024)
+def ancestors_of(parents: tuple[int, ...]) -> Tensor:
+    """Returns `Tree.ancestors` from numbers: a node's row is its parent's row plus the node itself. Do not modify it."""
     rows = [bytearray(len(parents))]
     for node, parent in enumerate(parents):
         row = rows[parent + 1][:]

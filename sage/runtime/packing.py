@@ -6,7 +6,7 @@ Shapes: T queries of all requests, R requests, B cache rows, N queries of a requ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any
@@ -125,6 +125,8 @@ class BoundPass:
         self.function, self.of_one, self._executor, self._device = function, of_one or function, executor, device
         self._run_one: Run = executor.bind(self.of_one)
         self._run_several: Run | None = self._run_one if of_one is None else None
+        both, names = (self.function, self.of_one), [each.name for each in fields(Layout)]
+        self._filled_in = {each: [own.name for own in each.arguments if own.name in names] for each in both}
 
     def run_one(self, needed: Pass) -> Sequence[Tensor]:
         """Runs the pass of one request."""
@@ -138,11 +140,7 @@ class BoundPass:
     ) -> dict[str, Tensor]:
         """Returns the part of the layout that the function takes."""
         whole = layout(rows, counts, num_rows, self._device, function.num_slots, function.has_token_queries)
-        return {
-            described.name: value
-            for described in function.arguments
-            if (value := getattr(whole, described.name, None)) is not None
-        }
+        return {name: getattr(whole, name) for name in self._filled_in[function]}
 
     def run_several(self, needed: Sequence[Pass]) -> list[Sequence[Tensor]]:
         """Runs one pass of several requests; returns the results of each."""

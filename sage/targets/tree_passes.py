@@ -243,7 +243,7 @@ class TreePasses:
         nodes, seen = visible.shape
         first = cache.reserve(nodes, seen - nodes)
         end = first + nodes
-        if len(self._steps) < cache.capacity:
+        if self._steps.shape[0] < cache.capacity:
             self._steps = torch.arange(cache.capacity, device=self.target.device)
         steps = self._steps
         tensors = {

@@ -42,6 +42,9 @@ class SlowTree(Tree):
     draft_topk: list[TopK | None] = field(default_factory=list)
     path_probs: Tensor = field(default_factory=lambda: torch.ones(1))
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
     @classmethod
     def of_token(cls, token: int) -> SlowTree:
         return cls(torch.tensor([token]), torch.tensor([-1]), torch.tensor([0]), draft_topk=[None])
