@@ -124,11 +124,12 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
         InvalidExport: the written export would not compute what the draft computes; `out` is unchanged.
     """
     out, options = Path(out), options or ExportOptions()
-    format_ = find_format(name, options.flavour)
+    chosen = find_format(name, options.flavour)
     source = find_source(Path(path))
     if options.report is not None:
         source = with_report(source, Path(options.report))
     trained = load_trained(source.draft)
+    format_ = chosen.for_draft(trained.config)
     facts = find_facts(trained.config, options.target)
     allowed = {"target": options.allow_unserved, f"draft.{COMPRESSOR}": options.allow_uncompressed}
     warnings = [*check_compatible(trained.config, facts, format_, allowed), *speed_warnings(source.report or {})]

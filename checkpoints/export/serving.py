@@ -192,7 +192,8 @@ def serving_line(draft: Any, target: Any) -> str:
             caveat = f"; lower acceptance at image positions than with draft.image_inputs={fed}" if fed else ""
             served.append(f"{usable.engine_label(engine, facts)} (sage-export --format {usable.choice}{caveat})")
         else:
-            values = [f"{one.key}{'' if one.value is None else f'={one.value}'} ({one.remedy})" for one in obstacles]
+            settings = [(each.key if each.value is None else f"{each.key}={each.value}", each.remedy) for each in obstacles]
+            values = [f"{setting} ({remedy})" for setting, remedy in settings]
             blocked.setdefault("; ".join(values) or f"draft={kind.name} (it loads no format of it)", []).append(engine)
     line = f"can be served by {', '.join([*served, OURS])}{'' if served else ' only'}"
     return "; not by ".join([line, *(f"{' and '.join(engines)}: {reasons}" for reasons, engines in blocked.items())])
@@ -216,7 +217,7 @@ def _usable(
     config: Any, facts: TargetFacts, names: Sequence[str], engine: str
 ) -> tuple[ExportFormat | None, Sequence[Obstacle]]:
     """Returns the first format that an engine loads and that can express a draft; else the obstacles of the first it loads."""
-    formats = [format_ for format_ in variants(names) if engine in format_.engines]
+    formats = [format_.for_draft(config) for format_ in variants(names) if engine in format_.engines]
     obstacles = [find_obstacles(config, facts, format_, engine) for format_ in formats]
     usable = next((format_ for format_, found in zip(formats, obstacles, strict=True) if not found), None)
     return usable, obstacles[0] if obstacles else ()

@@ -284,7 +284,7 @@ KINDS: dict[str, DraftKind] = {
             student="train.distill.student:SlotStudent",
             is_parallel=True,
             takes_compressor=False,
-            export_formats=("dflash", "dspark"),
+            export_formats=("dflash", "dspark", "gguf"),
         ),
         DraftKind(
             name="model",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.export_helpers import REDUCED, export_draft, save_draft
+from support.export_helpers import EXPORTS, REDUCED, export_draft, make_draft, save_draft
 from support.messages import refused
 from support.models import EAGLE_3_1
 
 import sage
+from checkpoints.export.formats import find_format
 from checkpoints.export.formats.gguf import FILE
 from checkpoints.export.importer import check_folder
+from checkpoints.export.target import TargetFacts
 from train.cli import export as command
 
 CONVERTER = """
@@ -21,26 +24,31 @@ from pathlib import Path
 folder, out = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--outfile") + 1])
 assert (Path(sys.argv[sys.argv.index("--target-model-dir") + 1]) / "config.json").is_file()
 kind = sys.argv[sys.argv.index("--outtype") + 1].upper()
-names = {"midlayer": "blk.0", "self_attn.": "attn_", "mlp.": "ffn_", "attn_o_proj": "attn_output", "_proj": ""}
-names |= {"lm_head": "output", "input_layernorm": "attn_norm"}
+whole = {"norm.weight": "output_norm.weight", "hidden_norm.weight": "enc.output_norm.weight"}
+names = {"midlayer": "blk.0", "layers.": "blk.", "self_attn.": "attn_", "mlp.": "ffn_", "attn_o_proj": "attn_output"}
+names |= {"_proj": "", "lm_head": "output", "input_layernorm": "attn_norm"}
 names |= {"hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"}
+names |= {"markov_head.": "", "confidence_head.proj": "conf_proj"}
 written = {}
 content = (folder / "model.safetensors").read_bytes()
 start = 8 + int.from_bytes(content[:8], "little")
 header = json.loads(content[8:start])
 header.pop("__metadata__")
 for name, tensor in header.items():
+    plain = name
     for old, new in names.items():
-        name = "output_norm.weight" if name == "norm.weight" else name.replace(old, new)
+        name = whole.get(plain) or name.replace(old, new)
     if name != "t2d":
         shape = tensor["shape"]
         written[name] = [shape[::-1], "I64" if name == "d2t" else kind if len(shape) > 1 else "F32"]
         if name == "d2t":
             first, last = (start + offset for offset in tensor["data_offsets"])
             ids = [index + offset for index, offset in enumerate(array.array("q", content[first:last]))]
-levels = json.loads((folder / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
+config = json.loads((folder / "config.json").read_text())
+levels = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
+levels = levels or [layer + 1 for layer in config["dflash_config"]["target_layer_ids"]]
 DAMAGE
-out.write_text(json.dumps([written, ids, levels]))
+out.write_text(json.dumps([written, ids if "d2t" in written else None, levels]))
 """
 READER = """
 import json
@@ -48,7 +56,8 @@ from types import SimpleNamespace as Found
 def GGUFReader(file):
     tensors, ids, levels = json.load(open(file))
     shapes = {name: Found(name=name, shape=shape, tensor_type=Found(name=kind)) for name, (shape, kind) in tensors.items()}
-    shapes["d2t"].data = Found(tolist=lambda: ids)
+    if ids:
+        shapes["d2t"].data = Found(tolist=lambda: ids)
     return Found(tensors=list(shapes.values()), fields={"eagle3.target_layers": Found(contents=lambda: levels)})
 """
 
@@ -81,6 +90,23 @@ def test_the_converted_file_lies_beside_an_export_that_others_read(
     assert "--spec-type draft-eagle3" in card and "text prompts only" in card
 
 
+@pytest.mark.parametrize(("form", "kind"), [("native", "dflash"), ("dspark", "dspark")])
+def test_one_pass_drafts_are_converted_from_the_layouts_that_llama_cpp_reads(
+    targets: dict[str, sage.Target], tmp_path: Path, form: str, kind: str
+) -> None:
+    _, config, vocabulary, *_ = EXPORTS[form]
+    draft = save_draft(tmp_path / "draft", targets["qwen2_5_vl"], "block", vocabulary=vocabulary, **config)
+    export_draft(draft, tmp_path / "out", "gguf", converter=llama_cpp(tmp_path / "llama.cpp"))
+    written, *_ = json.loads((tmp_path / "out" / FILE).read_text())
+    assert "blk.0.attn_q_norm.weight" in written and ("markov_w1.weight" in written) == (kind == "dspark")
+    check = check_folder(tmp_path / "out")
+    assert not check.errors and check.format is not None and check.format.name == kind
+    assert (
+        f"--spec-type draft-{kind} --spec-draft-n-max {3 if kind == 'dflash' else 4} "
+        in (tmp_path / "out/README.md").read_text()
+    )
+
+
 @pytest.mark.parametrize(
     ("damage", "part"),
     [
@@ -103,3 +129,7 @@ def test_what_llama_cpp_cannot_serve_is_refused(targets: dict[str, sage.Target],
     newer = save_draft(tmp_path / "newer", targets["qwen2_5_vl"], **EAGLE_3_1)
     with refused("draft.fc_norm: true", "draft.norm_output: true", "llama.cpp"):
         export_draft(newer, tmp_path / "out", "gguf", converter=llama_cpp(tmp_path / "llama.cpp"))
+    block = make_draft(targets["qwen2_5_vl"], "block", **EXPORTS["plain"][1]).config
+    facts = replace(TargetFacts.of_draft(block), scaled_rope={"rope_type": "llama3", "factor": 8.0})
+    [obstacle] = find_format("gguf").for_draft(block).obstacles(block, facts)
+    assert str(obstacle).startswith("draft.scaled_rope: llama3") and "--format dflash" in obstacle.remedy

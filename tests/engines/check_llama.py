@@ -1,9 +1,9 @@
-"""Serves a `gguf` export with llama.cpp and compares it with our decoder: `make engines-llama` builds the server and runs this.
+"""Serves `gguf` exports with llama.cpp and compares them with our decoder: `make engines-llama` builds it and runs this.
 
-A small random text target with the tokenizer of the published model of `make real`, which llama.cpp's converter knows, has an
-`eagle3` draft trained on its own answers. Served by llama.cpp in float32, greedy, with `DEPTH` drafted tokens per round, every
-prompt must have the same token ids as under our policy `chain`, up to a tie of the target's two best tokens, and the accepted
-tokens differ by at most `TOLERANCE`. The control, a draft with wrong layer ids, must be accepted less.
+Small random text targets have the tokenizer of the published model of `make real`, which the converter knows. Their drafts are
+trained on their answers. Served in float32, greedy, with `DEPTH` drafted tokens per round, every prompt must have the same
+token ids as under our policy `chain`, up to a tie of the target's two best tokens, and the accepted tokens differ by at most
+`TOLERANCE`. Controls are drafts that are damaged after training; llama.cpp must accept less of them.
 
     python tests/engines/check_llama.py --llama SOURCE --server llama-server
 """
@@ -11,6 +11,7 @@ tokens differ by at most `TOLERANCE`. The control, a draft with wrong layer ids,
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,18 @@ TRAIN_PROMPTS, NUM_PROMPTS = 32, 8
 TOLERANCE = 0.02  # of the accepted tokens
 TIE = 1e-3  # difference of the two best logits: which one is chosen depends on the order of sums
 TOKENS = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # of the published tokenizer
+ROPES = {
+    "scaled": SCALED,
+    "plain": {"rope_type": "default", "rope_theta": 10000.0},
+}  # by target; one-pass drafts need the second
+BLOCK = {"feed": False, "feature_levels": [1, 4, 6]}
+DRAFTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {  # target -> draft -> kind, options
+    "scaled": {"eagle3": ("eagle3", {"vocabulary": True})},
+    "plain": {
+        "dflash": ("block", BLOCK | {"conditional": "none", "block_size": DEPTH + 1}),
+        "dspark": ("block", BLOCK | {"conditional": "markov", "block_size": DEPTH, "vocabulary": True}),
+    },
+}
 HEAD = ("draft", "texts equal, gap of others", "drafted", "accepted by llama.cpp", "by our decoder")
 
 
@@ -56,56 +69,80 @@ def main() -> int:
 
 def check(folder: Path, home: Path, server: Path) -> int:
     """Runs the check in `folder`; returns the exit code."""
-    target = save_target(folder / "target")
-    draft = train_draft(target, folder)
-    draft.save_pretrained(folder / "draft")
-    options = {"target": str(folder / "target"), "dtype": torch.float32, "converter": str(home)}
-    export(folder / "draft", folder / "export", "gguf", ExportOptions(**options))
-    draft.config.feature_levels = [level - 1 for level in draft.config.feature_levels]
-    draft.save_pretrained(folder / "wrong_draft")
-    export(folder / "wrong_draft", folder / "wrong", "gguf", ExportOptions(**options))
-    convert = [sys.executable, str(home / SCRIPT), str(folder / "target"), "--outtype", "f32", "--outfile"]
-    subprocess.run([*convert, str(folder / "target.gguf")], check=True, capture_output=True)
-    prompts, _ = write_prompts(target, questions("text", "test", NUM_PROMPTS), folder)
-    ours = decode_chain(target, sage.load_draft(folder / "draft", target), prompts, DEPTH, MAX_NEW_TOKENS)
-    ids = [prompt.inputs["input_ids"][0].tolist() for prompt in prompts]
-    expected, rows, failed = sum(map(sum, ours.counts or [])), [], False
-    for name in ("export", "wrong"):
-        with running(server, folder / "target.gguf", folder / name / FILE):
-            answers = [answer(prompt) for prompt in ids]
-        gaps = [gap_at_difference(target, *one) for one in zip(ids, ours.tokens, (x["tokens"] for x in answers), strict=True)]
-        same = gaps.count(None)
-        drafted, accepted = (sum(one["timings"].get(key, 0) for one in answers) for key in ("draft_n", "draft_n_accepted"))
-        rows.append(
-            [
-                name,
-                f"{same}/{len(ids)} {' '.join(f'{gap:.1e}' for gap in gaps if gap is not None)}".strip(),
-                str(drafted),
-                str(accepted),
-                str(expected),
-            ]
-        )
-        is_near = abs(accepted - expected) <= TOLERANCE * expected
-        failed |= any(gap is not None and gap > TIE for gap in gaps) or is_near != (name == "export")
+    rows, failed = [], False
+    for name, rope in ROPES.items():
+        target = save_target(folder / name, rope)
+        convert = [sys.executable, str(home / SCRIPT), str(folder / name), "--outtype", "f32", "--outfile"]
+        subprocess.run([*convert, str(folder / f"{name}.gguf")], check=True, capture_output=True)
+        prompts, _ = write_prompts(target, questions("text", "test", NUM_PROMPTS), folder)
+        ids = [prompt.inputs["input_ids"][0].tolist() for prompt in prompts]
+        examples = answers_to(target, questions("text", "train", TRAIN_PROMPTS), folder / f"{name}_examples")
+        for label, (kind, options) in DRAFTS[name].items():
+            draft = train_draft(target, kind, options, examples)
+            draft.save_pretrained(folder / label)
+            ours = decode_chain(target, sage.load_draft(folder / label, target), prompts, DEPTH, MAX_NEW_TOKENS)
+            expected = sum(map(sum, ours.counts or []))
+            for damage in (None, *DAMAGES[kind]):
+                out = folder / f"{label}_export"
+                save_damaged(draft, damage, folder / label)
+                given = {"target": str(folder / name), "dtype": torch.float32, "converter": str(home), "overwrite": True}
+                exported = export(folder / label, out, "gguf", ExportOptions(**given))
+                with running(server, folder / f"{name}.gguf", out / FILE, exported.format.spec_type):
+                    answers = [answer(prompt) for prompt in ids]
+                pairs = zip(ids, ours.tokens, (given["tokens"] for given in answers), strict=True)
+                gaps = [gap_at_difference(target, *pair) for pair in pairs]
+                texts = f"{gaps.count(None)}/{len(ids)} {' '.join(f'{gap:.1e}' for gap in gaps if gap is not None)}".strip()
+                keys = ("draft_n", "draft_n_accepted")
+                drafted, accepted = (sum(given["timings"].get(key, 0) for given in answers) for key in keys)
+                title = label if damage is None else f"{label}, {damage.__name__}"
+                rows.append([title, texts, str(drafted), str(accepted), str(expected)])
+                is_near = abs(accepted - expected) <= TOLERANCE * expected
+                failed |= any(gap is not None and gap > TIE for gap in gaps) or is_near != (damage is None)
     print(markdown_table(list(HEAD), rows, "<"))
     print("engines-llama: FAILED" if failed else "engines-llama: all checks pass")
     return int(failed)
 
 
-def save_target(folder: Path) -> sage.Target:
-    """Saves a random Llama 3 with the published model's tokenizer, and loads it."""
-    save_layout(Layout(config={"type": "LlamaConfig", **TEXT, **TOKENS, "head_dim": 64, "rope_parameters": SCALED}), folder)
+def lower_levels(draft: Any) -> None:
+    """Names the hidden states one layer below those of training."""
+    draft.config.feature_levels = [level - 1 for level in draft.config.feature_levels]
+
+
+def shifted_d2t(draft: Any) -> None:
+    """Gives every draft token the target token of its neighbor."""
+    ids = torch.arange(len(draft.d2t))
+    draft.d2t.copy_((draft.d2t + ids).roll(1) - ids)
+
+
+def foreign_lm_head(draft: Any) -> None:
+    """Reverses the rows of the draft's lm_head."""
+    draft.lm_head.weight.data.copy_(draft.lm_head.weight.flip(0))
+
+
+DAMAGES = {"eagle3": (lower_levels, shifted_d2t, foreign_lm_head), "block": (lower_levels,)}
+
+
+def save_damaged(draft: Any, damage: Callable[[Any], None] | None, folder: Path) -> None:
+    """Saves a damaged copy of a draft."""
+    other = copy.deepcopy(draft)
+    if damage is not None:
+        damage(other)
+    other.save_pretrained(folder)
+
+
+def save_target(folder: Path, rope: dict[str, Any]) -> sage.Target:
+    """Saves a random Llama with the published model's tokenizer, and loads it."""
+    save_layout(Layout(config={"type": "LlamaConfig", **TEXT, **TOKENS, "head_dim": 64, "rope_parameters": rope}), folder)
     for file in ("chat_template.jinja", *FILES):
         shutil.copy(build_published() / file, folder)
     return sage.load_target(folder, dtype=torch.float32)
 
 
-def train_draft(target: sage.Target, folder: Path) -> Any:
-    """Trains a draft on the target's answers, with their tokens as its vocabulary."""
-    rows = answers_to(target, questions("text", "train", TRAIN_PROMPTS), folder / "training")
-    vocabulary = torch.cat([row["input_ids"] for row in rows]).unique()
-    draft: Any = sage.new_draft(target, "eagle3", seed=0, vocabulary=vocabulary)
-    train(target, draft, "eagle3", rows)
+def train_draft(target: sage.Target, kind: str, options: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
+    """Trains a draft on the target's answers; `vocabulary` stands for their tokens."""
+    chosen = {"vocabulary": torch.cat([row["input_ids"] for row in rows]).unique()} if options.get("vocabulary") else {}
+    draft: Any = sage.new_draft(target, kind, seed=0, **options | chosen)
+    train(target, draft, kind, rows)
     return draft
 
 
@@ -121,9 +158,9 @@ def gap_at_difference(target: sage.Target, prompt: list[int], ours: list[int], t
 
 
 @contextmanager
-def running(server: Path, target: Path, draft: Path) -> Iterator[None]:
+def running(server: Path, target: Path, draft: Path, spec_type: str) -> Iterator[None]:
     """Runs llama-server until the block ends."""
-    options = [*("--spec-type", "draft-eagle3", "--spec-draft-n-max", str(DEPTH), "--spec-draft-p-min", "0")]
+    options = [*("--spec-type", spec_type, "--spec-draft-n-max", str(DEPTH), "--spec-draft-p-min", "0")]
     options += [*("--port", str(PORT), "-t", "1", "-np", "1", "-c", "1024", "--no-warmup")]
     log = draft.with_suffix(".log")
     with log.open("w") as out:

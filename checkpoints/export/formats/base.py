@@ -165,6 +165,10 @@ class ExportFormat(ABC):
 
     # -- export --------------------------------------------------------------------------------------------------------
 
+    def for_draft(self, draft: Any) -> ExportFormat:
+        """Returns the format for the configuration of a draft: itself, where all kinds of draft have the same one."""
+        return self
+
     def config(self, draft: Any, facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
         """Returns config.json for the configuration of a trained draft, exported in `dtype`."""
         values = {"draft": draft, "facts": facts, "format": self, "dtype": dtype_name(dtype)}
