@@ -143,7 +143,7 @@ def _training(figures: Results) -> Iterator[Row]:
     read = plan.models.read_parameters * BF16_BYTES / 1e9
     floor, likely = (f"{rate / read:.0f}" for rate in (GB_PER_S, config.launch.gpu_gb_per_s))
     yield "autoregressive decoding, tokens/s", floor, likely, ", ".join(alone) or NOT_MEASURED
-    same = [f"{one['match']}/{one['total']}" for report in reports for one in report["policies"].values()]
+    same = [f"{policy['match']}/{policy['total']}" for report in reports for policy in report["policies"].values()]
     yield "texts equal to autoregressive ones", "all but near-ties", "", ", ".join(same) or NOT_MEASURED
 
 

@@ -130,16 +130,16 @@ def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int,
     modes = (PassMode.eager, PassMode.captured if target.device.type == "cuda" else PassMode.compiled)
     passes = [timed(target, mode, make) for mode in modes]
     before = read_bandwidth(target.device)
-    times = interleaved_s([one.call for one in passes], repeats, target.device)
+    times = interleaved_s([timed_pass.call for timed_pass in passes], repeats, target.device)
     read, bandwidth = bytes_read(passes[0].call, weights), (before + read_bandwidth(target.device)) / 2
     bound_s, rows = read / bandwidth, []
-    for one, own in zip(passes, times, strict=True):
+    for timed_pass, own in zip(passes, times, strict=True):
         spread = "{:.2f} ({:.2f}-{:.2f})".format(*ratio_spread(own, times[0]))
-        memory = [f"{max(count, 0) / 1e6:.1f}" for count in (one.peak, one.kept)]
+        memory = [f"{max(count, 0) / 1e6:.1f}" for count in (timed_pass.peak, timed_pass.kept)]
         median_s = statistics.median(own)
         bound = [f"{read / 1e6:.1f}", f"{bandwidth / 1e9:.1f}", f"{1e3 * bound_s:.3f}", f"{median_s / bound_s:.2f}"]
-        counted = [str(num_operators(one.call)), f"{one.first_s:.2f}"]
-        rows.append([name, str(one.mode), f"{1e3 * median_s:.3f}", spread, *bound, *counted, *memory])
+        counted = [str(num_operators(timed_pass.call)), f"{timed_pass.first_s:.2f}"]
+        rows.append([name, str(timed_pass.mode), f"{1e3 * median_s:.3f}", spread, *bound, *counted, *memory])
     return rows
 
 

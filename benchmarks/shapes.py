@@ -71,8 +71,8 @@ def shape_of(name: str, architecture: dict[str, Any]) -> Shape:
 def shapes() -> dict[str, Shape]:
     """Returns name -> shape of the targets in conf/target, read at the first call."""
     files = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((config_dir() / "target").glob("*.yaml")))
-    known = [one for one in files if one.get("architecture", {}).get("model_type") in {*TEXT_TYPES, *VISION_OF}]
-    return {one["name"]: shape_of(one["name"], one["architecture"]) for one in known}
+    known = [file for file in files if file.get("architecture", {}).get("model_type") in {*TEXT_TYPES, *VISION_OF}]
+    return {file["name"]: shape_of(file["name"], file["architecture"]) for file in known}
 
 
 def shape_named(name: str) -> Shape:

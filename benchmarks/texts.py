@@ -55,7 +55,7 @@ def texts(target: Any, draft: Any, policy: str, prompts: Sequence[BenchPrompt], 
     chosen = sage.policy(policy)
     draft = draft if chosen.num_candidates else None
     inputs = (on_device(prompt.inputs, target.device) for prompt in prompts)
-    return [sage.generate(target, draft, one, chosen, sampling=sampling).tokens.tolist() for one in inputs]
+    return [sage.generate(target, draft, fields, chosen, sampling=sampling).tokens.tolist() for fields in inputs]
 
 
 @torch.inference_mode()
@@ -94,7 +94,7 @@ def report(target: Any, draft: Any, policies: Sequence[str], prompts: Sequence[B
     for temperature in TEMPERATURES:
         sampling = Sampling(max_new_tokens=tokens, temperature=temperature, seed=seed)
         found += compare(target, draft, policies, prompts, sampling, mode)
-    count, flips = len(prompts), Counter((one.policy, one.temperature) for one in found)
+    count, flips = len(prompts), Counter((flip.policy, flip.temperature) for flip in found)
     rows = [[policy, *(f"{count - flips[policy, t]}/{count}" for t in TEMPERATURES)] for policy in policies]
     total = count * len(policies) * len(TEMPERATURES)
     lines = [

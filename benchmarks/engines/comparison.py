@@ -144,8 +144,8 @@ def report(found: Mapping[str, Any]) -> str:
     ]
     head = ("", "decoder", "draft", "tokens/s", "range", "end to end", "first token", "tokens/pass", "identical")
     ratios = [
-        f"{name}: {one['ours']} / {one['theirs']} = {one['ratio']:.2f} ({one['range'][0]:.2f}-{one['range'][1]:.2f})"
-        for name, one in found["ratios"].items()
+        f"{name}: {ratio['ours']} / {ratio['theirs']} = {ratio['ratio']:.2f} ({ratio['range'][0]:.2f}-{ratio['range'][1]:.2f})"
+        for name, ratio in found["ratios"].items()
     ]
     if (server := found.get("server")) is not None:  # counted by the server, in warm-up and turns together
         shares = " ".join(f"{share:.3f}" for share in server["accepted"])

@@ -190,10 +190,10 @@ def our_decoders(comparison: Comparison, target: Target, prompts: Sequence[Bench
         yield Decoder(name, OURS, "", partial(_our_turn, baseline_runner(target, name), prompts, sampling))
     for draft_label, folder in comparison.drafts.items():
         draft = sage.load_draft(folder, target)
-        for one in comparison.variants:
-            runner = PolicyRunner(target, draft, one.label, sage.policy(one.policy, **one.options))
+        for variant in comparison.variants:
+            runner = PolicyRunner(target, draft, variant.label, sage.policy(variant.policy, **variant.options))
             turn = partial(_our_turn, runner, prompts, sampling)
-            yield Decoder(f"{one.label}, {draft_label}", OURS, draft_label, turn)
+            yield Decoder(f"{variant.label}, {draft_label}", OURS, draft_label, turn)
 
 
 def _our_turn(runner: Runner, prompts: Sequence[BenchPrompt], sampling: Sampling) -> list[Answer]:

@@ -84,12 +84,14 @@ def of_decoders(names: Iterable[str], figures: Figures, columns: Sequence[str], 
     """Returns the same columns of every measurement side by side; `title` is that of a measurement."""
     head = ["decoder", *(f"{title(name)}: {column}" for name in figures for column in columns)]
     parts = [part["decoders"] for part in figures.values()]
-    return table(head, [[f"`{name}`", *(COLUMNS[one](part[name]) for part in parts for one in columns)] for name in names])
+    return table(
+        head, [[f"`{name}`", *(COLUMNS[column](part[name]) for part in parts for column in columns)] for name in names]
+    )
 
 
 def of_variants(head: str, decoders: Figures, columns: Sequence[str], form: str = "`{}`") -> str:
     drafting = {name: part for name, part in decoders.items() if name != AUTOREGRESSIVE}
-    rows = [[form.format(name), *(COLUMNS[one](part) for one in columns)] for name, part in drafting.items()]
+    rows = [[form.format(name), *(COLUMNS[column](part) for column in columns)] for name, part in drafting.items()]
     return table((head, *columns), rows)
 
 

@@ -199,7 +199,7 @@ class Load:
             for intervals, count in zip(result["itls"], result["output_lens"], strict=True)
             if count > 1
         ]
-        intervals = [one for of_request in result["itls"] for one in of_request]
+        intervals = [interval for of_request in result["itls"] for interval in of_request]
         return Load(result["output_throughput"], result["ttfts"], token_s, intervals, result["generated_texts"])
 
 
@@ -300,7 +300,7 @@ def measure(
     policy = MediaPolicy((), Images.inline)
     messages = [request_messages(prompt.messages, policy) for prompt in pocket_prompts(args.prompts)]
     write_text(file, "".join(json.dumps({"content": turns[-1]["content"]}) + "\n" for turns in messages))
-    loads: dict[tuple[int, ServerSetting], list[Load]] = {(number, one): [] for number in numbers for one in settings}
+    loads: dict[tuple[int, ServerSetting], list[Load]] = {(number, setting): [] for number in numbers for setting in settings}
     with ExitStack() as servers:
         addresses: dict[ServerSetting, str] = {}
 

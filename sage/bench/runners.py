@@ -111,14 +111,14 @@ class PolicyRunner:
         if self.pruning is not KEEP_ALL:
             raise ValueError("batch_size: a draft with pruned visual tokens is measured with 1")
         policies = [self.policy if self._unused is None else copy.deepcopy(self._unused) for _ in inputs]
-        given = [on_device(one, self.target.device) for one in inputs]
+        given = [on_device(fields, self.target.device) for fields in inputs]
         start = self._now_s()
         decoder = BatchDecoder(self.target, self.draft, batch_size)
         requests = []
-        for one, sampling, policy in zip(given, map(self._sampling, samplings), policies, strict=True):
+        for fields, sampling, policy in zip(given, map(self._sampling, samplings), policies, strict=True):
             while not decoder.has_room:
                 decoder.step()
-            requests.append(decoder.add(one, policy, sampling=sampling))
+            requests.append(decoder.add(fields, policy, sampling=sampling))
         while len(decoder):
             decoder.step()
         total_s = self._now_s() - start

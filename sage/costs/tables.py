@@ -36,7 +36,11 @@ class Curve:
     is_stepped: bool = False
 
     def __post_init__(self) -> None:
-        if not self.counts or len(self.counts) != len(self.seconds) or not all(0 < one < math.inf for one in self.seconds):
+        if (
+            not self.counts
+            or len(self.counts) != len(self.seconds)
+            or not all(0 < seconds < math.inf for seconds in self.seconds)
+        ):
             raise ValueError(f"costs: {self.seconds} is not one positive number of seconds for each of {self.counts}")
         self.seconds = _non_decreasing(self.seconds)
 
@@ -51,7 +55,7 @@ class Curve:
 
     def up_to(self, count: int) -> list[float]:
         """Returns the seconds at 1, 2, .. `count`."""
-        return [self(one) for one in range(1, count + 1)]
+        return [self(number) for number in range(1, count + 1)]
 
     def correct(self, expected: float, seconds: float, rate: float) -> None:
         """Moves the correction towards a timing of `seconds`, predicted as `expected`, by a learning rate in [0, 1]."""

@@ -75,7 +75,7 @@ def take_runs(values: Tensor, index: Sequence[int]) -> Tensor:
     """Returns `values[index]` of a vector for an increasing index, without copying the index to the device: concatenates the
     runs of consecutive indices, which are views.
     """
-    starts = [place for place, one in enumerate(index) if place == 0 or one != index[place - 1] + 1]
+    starts = [place for place, node in enumerate(index) if place == 0 or node != index[place - 1] + 1]
     ends = [*starts[1:], len(index)]
     runs = [values.narrow(0, index[start], end - start) for start, end in zip(starts, ends, strict=True)]
     return runs[0] if len(runs) == 1 else torch.cat(runs)

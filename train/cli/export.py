@@ -201,7 +201,7 @@ def _export(args: argparse.Namespace) -> int:
     from checkpoints.export.folder import push_to_hub
     from checkpoints.export.serving import IncompatibleDraft
 
-    given = {one.name: getattr(args, one.name) for one in fields(ExportOptions) if hasattr(args, one.name)}
+    given = {field_.name: getattr(args, field_.name) for field_ in fields(ExportOptions) if hasattr(args, field_.name)}
     options = ExportOptions(**given | {"dtype": torch_dtype(args.dtype), "name": args.push_to_hub})
     try:
         result = export(args.source, args.out, args.format, options)

