@@ -105,6 +105,7 @@ async def _load(url: str, cases: list[Case], count: int, concurrency: int) -> in
                 print(_line(tally, gaps_s, done / (time.perf_counter() - started), await _metrics(client)), flush=True)
 
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        await _metrics(client)  # httpx imports what it needs
         for at_once in range(1, concurrency + 1):
             first, *again = [await _together(client, cases[:at_once]) for _ in range(1 + NUM_AGAIN)]
             print(f"{at_once} at once: {first:.3f} s, again {median(again):.3f} s ({first / median(again):.2f}x)", flush=True)
