@@ -19,7 +19,7 @@ from sage.io.files import write_text
 from train.report import style
 
 logger = logging.getLogger(__name__)
-PAGE, RESULTS = "results.md", "results"
+PAGE, RESULTS, TARGETS = "results.md", "results", "targets.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,12 +53,12 @@ def read_figures(store: FigureStore, study: str) -> Json:
 
 
 def write_pages(studies: Mapping[str, Json], docs: Path) -> None:
-    """Fills the tables of docs/results.md and of the README beside `docs`, and draws the pictures."""
+    """Fills the tables of docs/results.md, docs/targets.md and the README beside `docs`, and draws the pictures."""
     with style.rc_context():
         for file, (study, draw) in PLOTS.items():
             if studies[study]:
                 style.save(draw(studies[study]), docs / RESULTS / file)
-    for page in (docs / PAGE, docs.parent / "README.md"):
+    for page in (docs / PAGE, docs / TARGETS, docs.parent / "README.md"):
         if page.is_file():
             write_text(page, fill_page(page.read_text(encoding="utf-8"), studies))
 

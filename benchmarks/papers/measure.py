@@ -31,8 +31,9 @@ from sage.bench.summary import summarize
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.io.files import read_json, write_json
 from sage.io.progress import progress_callback
-from sage.io.target_paths import find_target
+from sage.io.target_paths import CONFIG, find_target
 from sage.planning.tree import Drafted, RoundOutcome
+from sage.runtime.modes import PassMode
 from sage.trees.eagle2 import Eagle2
 from sage.trees.sage import confidence_of
 
@@ -87,8 +88,8 @@ class FigureStore:
 
 
 @cache
-def load_target(path: str, passes: str) -> sage.Target:
-    return sage.load_target(path, dtype=torch.float32, passes=passes)
+def load_target(path: str, passes: str, quantize: str | None = None) -> sage.Target:
+    return sage.load_target(path, dtype=torch.float32, passes=passes, quantize=quantize)
 
 
 @cache
@@ -124,11 +125,16 @@ class Lab:
         return str(wide_target(path, spec["megabytes"], "megabytes")) if "megabytes" in spec else path
 
     def target(self, spec: Json) -> sage.Target:
-        return load_target(self.path(spec), spec["passes"])
+        return load_target(self.path(spec), spec["passes"], spec.get("quantize"))
 
     def draft(self, run: str, target: sage.Target) -> Any:
-        """Returns the draft of a run; trains the run if it is missing."""
-        return load_draft(ensure_trained(self.settings, run) / DRAFT, target)
+        """Returns the draft of a run; trains the run if it is missing. A draft of the original fits its quantized form."""
+        folder = ensure_trained(self.settings, run) / DRAFT
+        if not target.quantize or "quantize" in read_json(folder / CONFIG)["target"]:
+            return load_draft(folder, target)
+        draft: Any = sage.load_draft(folder, load_target(target.name, PassMode.eager))
+        draft.config.target = target.fingerprint  # embedding and lm_head are the same
+        return draft
 
     def prompts(self, spec: Json, split: str = "test", count: int = 0) -> list[BenchPrompt]:
         """Returns `count` questions of each task family or source, by default as many as the measurement says."""

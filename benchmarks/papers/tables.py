@@ -1,4 +1,4 @@
-"""The tables of docs/results.md and README.md and its two pictures, from figures alone: equal figures give equal tables."""
+"""The tables of docs/results.md, docs/targets.md and README.md and two pictures, from figures alone."""
 
 from __future__ import annotations
 
@@ -191,6 +191,13 @@ def pruning(figures: Figures) -> str:
     return of_variants("share pruned", figures["qwen"]["decoders"], columns, "{}")
 
 
+def quantized(figures: Figures) -> str:
+    """Tokens per pass on a quantized target, of the draft of the original and of its own."""
+    names = ("chain, original", "chain", "sage, original", "sage")
+    rows = [[f"`{method}`", *(per_pass(part["decoders"][name]) for name in names)] for method, part in figures.items()]
+    return table(("target", "`chain`: original's", "own", "`sage`: original's", "own"), rows)
+
+
 def epochs(figures: Figures) -> str:
     rows = [[f"`{name}`", *(f"{value:.2f}" for value in part["tokens_per_target_pass"])] for name, part in figures.items()]
     return table(("run", *(f"epoch {epoch}" for epoch in range(1, max(map(len, rows))))), rows)
@@ -231,7 +238,7 @@ TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {  # by name on the pa
         make.__name__: (make.__name__, make)
         for make in (
             *(headline, sizes, vllm, drafts, ablations, confidence, length, temperature, compressor, pruning, epochs),
-            *(real, real_tokens),
+            *(quantized, real, real_tokens),
         )
     },
 }

@@ -37,10 +37,10 @@ def committed() -> dict[str, Any]:
 
 def test_committed_pages_are_current() -> None:
     studies = committed()
-    for page in (ROOT / "docs" / command.PAGE, ROOT / "README.md"):
+    for page in (ROOT / "docs" / command.PAGE, ROOT / "docs" / command.TARGETS, ROOT / "README.md"):
         text = page.read_text()
         assert command.fill_page(text, studies) == text, f"{page}: outdated: make results RESULTS_ARGS=--page-only"
-    text = (ROOT / "docs" / command.PAGE).read_text()
+    text = "".join((ROOT / "docs" / page).read_text() for page in (command.PAGE, command.TARGETS))
     assert all(f"<!-- table: {name} -->" in text for name in (*TABLES, "claims", "real_claims"))
     assert all(f"`make results-{study}`" in text for study in studies)
 
@@ -101,6 +101,7 @@ def tiny_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "studies": {
             "headline": {
                 "qwen": {"decoders": {"chain": {"policy": "chain"}, "pruned": {"policy": "sage", "pruning": 0.5}}},
+                "int8": {"quantize": "int8", "decoders": {"x": {"policy": "chain"}}},
                 "wide": {"megabytes": 4, "sampling": {"temperature": 1.0}, "decoders": {"x": {"policy": "cost_aware"}}}
                 | {"prompts_file": "prompts.jsonl"},
             },
@@ -136,8 +137,8 @@ def test_each_kind_is_measured_once(tiny_world: Path, monkeypatch: pytest.Monkey
     store = FigureStore(tiny_world / "figures")
     for study in settings.studies:
         Lab(settings, store).measure(study)
-    narrow, wide = (store.read("headline")[name]["figures"]["decoders"] for name in ("qwen", "wide"))
-    assert all(part["match"] == part["total"] == 2 for part in (*narrow.values(), wide["x"]))
+    narrow, wide, int8 = (store.read("headline")[name]["figures"]["decoders"] for name in ("qwen", "wide", "int8"))
+    assert all(part["match"] == part["total"] == 2 for part in (*narrow.values(), wide["x"], int8["x"]))
     assert narrow["pruned"]["draft_context"] < narrow["chain"]["draft_context"]
     assert set(store.read("confidence")["qwen"]["figures"]) >= {"prompts", "between_rounds"}
     assert store.read("epochs")["eagle"]["figures"]["tokens_per_target_pass"] == [1.5, 2.0]
