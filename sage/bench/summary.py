@@ -271,7 +271,7 @@ def next_logits(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]
     prompt = inputs["input_ids"]
     ids = torch.cat([prompt, prompt.new_tensor([list(prefix)])], dim=1)
     tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
-    logits: Tensor = target.lm_head(target.features(target.embed({**inputs, **tokens})).last[0, -1]).float()
+    logits: Tensor = target.logits(target.features(target.embed({**inputs, **tokens})).last[0, -1]).float()
     return logits
 
 

@@ -190,8 +190,8 @@ class DraftHead(PreTrainedModel):
 
     def new_cache(self, capacity: int) -> TreeCache:
         """Returns an empty cache of its layers, with a capacity in tokens."""
-        devices = [self.device] * self.num_layers
-        return SharedCache(devices, self.config.num_key_value_heads, self.config.head_dim, capacity, self.dtype).take()
+        devices, size = [self.device] * self.num_layers, (self.config.num_key_value_heads, self.config.head_dim)
+        return SharedCache(devices, [size] * self.num_layers, capacity, self.dtype).take()
 
     @property
     def num_layers(self) -> int:

@@ -86,7 +86,8 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
     """Builds a smaller target from `num_layers` evenly spaced text layers of a target and copies of all its other modules.
 
     The family's leading layers are included first, and with more layers the last one. Such a model starts closer to its target
-    than one with fresh layers, and shares its vocabulary, template and image processing. ValueError if it is not smaller.
+    than one with fresh layers, and shares its vocabulary, template and image processing. ValueError if it is not smaller, or
+    the layers of the target differ.
     """
     if not 1 <= num_layers < target.num_layers:
         raise ValueError(
@@ -94,6 +95,11 @@ def shallow_model(target: Target, num_layers: int) -> ModelDraft:
         )
     if target.quantization:
         raise ValueError(f"draft.num_layers: quantized layers ({target.quantization}) are not copied; give draft.path=DIR")
+    if len(set(target.layer_sizes)) > 1:
+        raise ValueError(
+            f"draft.num_layers: {num_layers}; layers of a {target.family.model_type} differ, and some alone are no model; "
+            f"give a smaller model of the family as draft.path"
+        )
     first = min(target.family.leading_layers, num_layers) - 1
     spaced = torch.linspace(first, target.num_layers - 1, num_layers - first, device="cpu").round().long().tolist()
     picked = [*range(first), *spaced]

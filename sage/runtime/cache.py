@@ -18,9 +18,9 @@ Shapes: L layers, B rows, H KV heads, C capacity, S filled length, d head size, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from sage.runtime.host_tensors import cached_index
 
+LayerSize: TypeAlias = tuple[int, int]  # KV heads H and head size d
 MASK_ALIGNMENT = 8  # elements; of the memory-efficient kernel of torch
 
 
@@ -70,27 +71,28 @@ class SharedCache:
 
     Args:
         devices: of each of the L layers.
+        sizes: (H, d) of each layer.
 
     Attributes:
-        buffers: one for each device, [layers of the device, 2, B, H, C, d].
+        places: device and sizes of each layer.
+        buffers: one for each place, [its layers, 2, B, H, C, d].
         steps: LongTensor [C], 0, 1, 2, ..
     """
 
     def __init__(
         self,
         devices: Sequence[torch.device],
-        num_kv_heads: int,
-        head_dim: int,
+        sizes: Sequence[LayerSize],
         capacity: int,
         dtype: torch.dtype,
         num_rows: int = 1,
     ) -> None:
-        self.devices, self.num_rows = list(devices), num_rows
-        self._sizes = (devices, num_kv_heads, head_dim, capacity, dtype)
+        self.places, self.num_rows = list(zip(devices, sizes, strict=True)), num_rows
+        self._sizes = (devices, sizes, capacity, dtype)
         new = torch.empty if num_rows == 1 else torch.zeros
         self.buffers = [
-            new(self.devices.count(device), 2, num_rows, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
-            for device in dict.fromkeys(self.devices)
+            new(self.places.count((device, size)), 2, num_rows, size[0], capacity, size[1], dtype=dtype, device=device)
+            for device, size in dict.fromkeys(self.places)
         ]
         self._rows: WeakValueDictionary[int, TreeCache] = WeakValueDictionary()  # that are taken
         self._set_layers()
@@ -143,23 +145,23 @@ class SharedCache:
     def tensors(self, num_rows: int) -> dict[str, Any]:
         """Returns keys and values [num_rows, H, C, d] of every layer, of the first rows, as arguments of a pass."""
         if num_rows not in self._layers:
-            layers = list(layers_in_order(self.devices, [buffer.narrow(2, 0, num_rows) for buffer in self.buffers]))
+            layers = list(layers_in_order(self.places, [buffer.narrow(2, 0, num_rows) for buffer in self.buffers]))
             self._layers[num_rows] = ([layer[0] for layer in layers], [layer[1] for layer in layers])
         return dict(zip(("keys", "values"), self._layers[num_rows], strict=True))
 
 
-def layers_in_order(devices: Sequence[torch.device], buffers: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the part of every layer, in order, of buffers [layers of the device, ..] that are one for each device."""
-    parts = {device: iter(buffer) for device, buffer in zip(dict.fromkeys(devices), buffers, strict=True)}
-    for device in devices:
-        yield next(parts[device])
+def layers_in_order(places: Sequence[Hashable], buffers: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields the part of every layer, in order, of buffers [layers of the place, ..] that are one for each place."""
+    parts = {place: iter(buffer) for place, buffer in zip(dict.fromkeys(places), buffers, strict=True)}
+    for place in places:
+        yield next(parts[place])
 
 
 class TreeCache(Cache):
     """The cache of one request, with room for prompt, new tokens and the largest tree: a row of a `SharedCache`.
 
     Attributes:
-        buffers: one for each device, [layers of the device, 2, 1, H, C, d], views of the shared ones.
+        buffers: one for each place, [its layers, 2, 1, H, C, d], views of the shared ones.
         keys, values: of every layer, [1, H, C, d].
         layers: those of the text model in order.
     """
@@ -172,7 +174,7 @@ class TreeCache(Cache):
 
     def _look_up(self) -> None:
         self.buffers = [buffer.narrow(2, self.row, 1) for buffer in self.shared.buffers]
-        rows = list(layers_in_order(self.shared.devices, self.buffers))
+        rows = list(layers_in_order(self.shared.places, self.buffers))
         self.keys, self.values = [row[0] for row in rows], [row[1] for row in rows]
 
     def all_layers(self) -> list[Any]:
@@ -331,11 +333,12 @@ class PackedCache(Cache):
         length: int,
         queries: Queries | None = None,
     ) -> None:
-        place: tuple[Tensor, ...] = (columns,)
-        if keys[0].shape[0] > 1:
-            heads = torch.arange(keys[0].shape[1], device=owners.device)
-            place = (owners[:, None], heads[None], columns[:, None])
-        placed = {device: [index.to(device) for index in place] for device in dict.fromkeys(layer.device for layer in keys)}
+        placed: dict[Any, list[Tensor]] = {}  # by device and number of heads
+        for device, count in dict.fromkeys((layer.device, layer.shape[1]) for layer in keys):
+            place = [columns]
+            if keys[0].shape[0] > 1:
+                place = [owners[:, None], torch.arange(count, device=owners.device)[None], columns[:, None]]
+            placed[device, count] = [index.to(device) for index in place]
         layers = zip(keys, values, strict=True)
-        super().__init__(layers=[_PackedLayer(key, value, placed[key.device], length) for key, value in layers])
+        super().__init__(layers=[_PackedLayer(k, v, placed[k.device, k.shape[1]], length) for k, v in layers])
         self.queries = queries

@@ -28,7 +28,7 @@ def executor_of(mode: PassMode) -> Executor:
 def describe_passes(target: Any) -> str:
     """Returns how passes of a target run, for reports: the executor, and what keeps it from its fastest way."""
     executor = executor_of(target.passes)
-    found = executor.describe(target.device, target.dtype, target.head_dim)
+    found = executor.describe(target.device, target.dtype, target.max_head_dim)
     is_partly = target.linear is not None and executor.has_buckets
     return f"eager, for it has linear layers; those of the draft {found}" if is_partly else found
 

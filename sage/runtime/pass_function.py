@@ -98,7 +98,8 @@ class Argument:
     """Description of one argument.
 
     Attributes:
-        dims: the size of each dimension: a number, the name of a size of the model (until `resolved`), or a `Dim`.
+        dims: the size of each dimension: a number, that of each of several tensors, the name of a size of the model (until
+            `resolved`), or a `Dim`.
         dtype: None for that of the model (until `resolved`).
         padding: contents of what is added to reach a bucket.
         count: number of tensors, or the name of it, if the argument is a sequence of them; None for one tensor.
@@ -106,22 +107,23 @@ class Argument:
         name: of the field.
     """
 
-    dims: tuple[int | str | Dim, ...]
+    dims: tuple[int | tuple[int, ...] | str | Dim, ...]
     dtype: torch.dtype | None = torch.long
     padding: Padding = Padding.ignored
     count: int | str | None = None
     indexes: str | None = None
     name: str = ""
 
-    def resolved(self, name: str, sizes: Mapping[str, int], dtype: torch.dtype) -> Argument:
+    def resolved(self, name: str, sizes: Mapping[str, Any], dtype: torch.dtype) -> Argument:
         """Returns the description with the sizes and the dtype of a model."""
         dims = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
-        count = sizes[self.count] if isinstance(self.count, str) else self.count
+        count: int | None = sizes[self.count] if isinstance(self.count, str) else self.count
         return replace(self, name=name, dims=dims, dtype=self.dtype or dtype, count=count)
 
-    def empty(self, sizes: Mapping[Dim, int], device: torch.device) -> Tensor:
-        """Returns a tensor of zeros of the sizes, or the numbers 0, 1, 2, .. for `Padding.counting`."""
-        shape = [sizes[dim] if isinstance(dim, Dim) else int(dim) for dim in self.dims]
+    def empty(self, sizes: Mapping[Dim, int], device: torch.device, number: int = 0) -> Tensor:
+        """Returns a tensor of zeros of the sizes, or the numbers 0, 1, 2, .. for `Padding.counting`; of several, one."""
+        own = (dim[number] if isinstance(dim, tuple) else dim for dim in self.dims)
+        shape = [sizes[dim] if isinstance(dim, Dim) else int(dim) for dim in own]
         if self.padding is Padding.counting:
             return torch.arange(shape[0], dtype=self.dtype, device=device)
         return torch.zeros(shape, dtype=self.dtype, device=device)
@@ -173,7 +175,7 @@ class PassFunction(nn.Module, ABC):
         owner: str,
         names: tuple[str, str],
         inputs: type[PassInputs],
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, Any],
         dtype: torch.dtype,
         results: Sequence[Dims],
         depends_on: Any,
@@ -229,7 +231,8 @@ class PassFunction(nn.Module, ABC):
         values: list[Tensor] = []
         dynamic: list[Any] = []
         for described in self.arguments:
-            made = [described.empty(sizes, device) for _ in range(1 if described.count is None else int(described.count))]
+            count = 1 if described.count is None else int(described.count)
+            made = [described.empty(sizes, device, number) for number in range(count)]
             values += made
             dynamic += [{axis: symbols[dim] for axis, dim in enumerate(described.dims) if dim in symbols} or None] * len(made)
         return tuple(values), (tuple(dynamic),)

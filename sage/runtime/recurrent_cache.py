@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from sage.runtime.cache import BufferLayer, PackedCache, SharedCache, TreeCache
+from sage.runtime.cache import BufferLayer, LayerSize, PackedCache, SharedCache, TreeCache
 from sage.runtime.linear_states import SLOTS, LinearSizes, LinearStates, Window, heads_of, tree_delta_rule
 
 
@@ -41,23 +41,23 @@ class SharedRecurrentCache(SharedCache):
     """Buffers and states of several requests; arguments as of `SharedCache`.
 
     Args:
+        linear: sizes of the linear layers.
         devices: of each text layer. The states are on the first one, and copied to that of a layer in every pass.
     """
 
     def __init__(
         self,
-        sizes: LinearSizes,
+        linear: LinearSizes,
         devices: Sequence[torch.device],
-        kv_heads: int,
-        size: int,
+        sizes: Sequence[LayerSize],
         capacity: int,
         dtype: torch.dtype,
         num_rows: int = 1,
     ) -> None:
-        self.sizes, self._arguments = sizes, (sizes, devices, kv_heads, size, capacity, dtype)
-        self.states = LinearStates.zeros(sizes, num_rows, SLOTS, dtype, devices[0])
-        attention = [device for layer, device in enumerate(devices) if layer not in sizes.layers]
-        super().__init__(attention or devices[:1], kv_heads, size, capacity, dtype, num_rows)  # of no use if all are linear
+        self.sizes, self._arguments = linear, (linear, devices, sizes, capacity, dtype)
+        self.states = LinearStates.zeros(linear, num_rows, SLOTS, dtype, devices[0])
+        attention = [device for layer, device in enumerate(devices) if layer not in linear.layers]
+        super().__init__(attention or devices[:1], sizes, capacity, dtype, num_rows)  # of no use if all are linear
 
     def with_rows(self, num_rows: int) -> SharedRecurrentCache:
         return SharedRecurrentCache(*self._arguments, num_rows)

@@ -21,7 +21,8 @@ from sage.targets.rope import RopeConfig
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # `attention_mask` of a text model; a dict has one for each of its `layer_types`.
 Mask: TypeAlias = Tensor | dict[str, Tensor] | None
-Tile = Callable[[Tensor], Tensor]  # Bool [N, S] or [B, N, S], True = attend -> the additive mask of `sage.runtime.attention`
+# Bool [N, S] or [B, N, S], True = attend, and a type of layer -> the additive mask of `sage.runtime.attention`
+Tile = Callable[..., Tensor]
 POSITIONS, NEXT_POSITION = "position_ids", "next_position"  # keys of inputs, see `Family.with_positions`
 VISION = "vision."  # prefix of such keys
 
@@ -176,6 +177,14 @@ class Family(InputFormat):
         """Returns inputs of the text layers for a pass over a prompt, such as deepstack features; tree passes have none."""
         return {}
 
+    def text_ids(self, input_ids: Tensor) -> Tensor:
+        """Returns the tokens whose embeddings the text layers read in place of `input_ids`."""
+        return input_ids
+
+    def inputs_of_tokens(self, text_model: Any, input_ids: Tensor) -> Inputs:
+        """Returns inputs of the text layers that are looked up by token, LongTensor [B, T], in every pass."""
+        return {}
+
     def visible(self, prompt: Prompt, past: int) -> Tensor:
         """Returns the keys that the last T tokens of a prompt may attend to, after `past` cached ones, in layers with full
         attention: Bool [T, past + T] or [B, T, past + T]. Only called for a text model with windows; others attend causally.
@@ -183,13 +192,18 @@ class Family(InputFormat):
         length = prompt.input_ids.shape[1]
         return torch.ones(length, past + length, dtype=torch.bool, device=prompt.input_ids.device).tril(past)
 
+    def visible_in_windows(self, prompt: Prompt, past: int) -> Tensor:
+        """Returns the same for layers with sliding windows, whatever the window."""
+        return self.visible(prompt, past)
+
     def prefill_mask(self, prompt: Prompt, past: int, tile: Tile) -> Mask:
         """Returns the mask of a prompt, or of its last T tokens, after `past` cached ones; None attends causally."""
         if self.window is None:
             return None
         visible = self.visible(prompt, past)
         place = torch.arange(visible.shape[-1], device=visible.device)
-        return layer_masks(self.config.get_text_config(), visible, place > place[past:, None] - self.window, tile)
+        near = self.visible_in_windows(prompt, past) & (place > place[past:, None] - self.window)
+        return layer_masks(self.config.get_text_config(), visible, near, tile)
 
     def tree_mask(self, visible_NS: Tensor, tile: Tile) -> Mask:
         """Returns the mask of a tree pass.
@@ -203,7 +217,8 @@ class Family(InputFormat):
         if self.window is None:
             return tile(visible_NS)
         place = visible_NS.long().cumsum(-1)
-        return layer_masks(self.config.get_text_config(), visible_NS, place > place[..., -1:] - self.window, tile)
+        near = visible_NS & (place > place[..., -1:] - self.window)
+        return layer_masks(self.config.get_text_config(), visible_NS, near, tile)
 
     # -- plans -----------------------------------------------------------------------------------------------------------------
 
@@ -212,7 +227,12 @@ class Family(InputFormat):
         text = self.config.get_text_config()
         total = sum(p.numel() for p in model.parameters())
         experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-        return total - experts + (experts * text.num_experts_per_tok // text.num_experts if experts else 0)
+        return total - experts + (experts * self.experts_per_token // text.num_experts if experts else 0)
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that a token is routed to; 0 without any."""
+        return int(getattr(self.config.get_text_config(), "num_experts_per_tok", None) or 0)
 
     @property
     def mlp_width(self) -> int:
@@ -254,7 +274,7 @@ class Family(InputFormat):
         """
         placed, inputs = self.with_positions(model, inputs), without_positions(inputs)
         input_ids, attention_mask = inputs["input_ids"], _attention_mask(inputs)
-        embeds = model.get_input_embeddings()(input_ids)
+        embeds = model.get_input_embeddings()(self.text_ids(input_ids))
         visual_mask = torch.zeros_like(input_ids, dtype=torch.bool)
         visual = past.visual if past and self._has_same_pixels(inputs, past.inputs) else self.visual_features(model, placed)
         for token_id, output in visual.items():
@@ -296,12 +316,12 @@ def _attention_mask(inputs: Inputs) -> Tensor:
     return torch.ones_like(inputs["input_ids"]) if mask is None else mask
 
 
-def layer_masks(text_config: Any, visible: Tensor, is_near: Tensor, tile: Tile) -> Mask:
+def layer_masks(text_config: Any, visible: Tensor, near: Tensor, tile: Tile) -> Mask:
     """Returns a mask for each of `layer_types`, or one for all layers if the configuration names no types.
 
     Args:
         visible: Bool [N, S] or [B, N, S], the keys that each token may attend to in layers with full attention.
-        is_near: Bool [N, S] or [B, N, S], the keys within its window.
+        near: Bool [N, S] or [B, N, S], those in layers with sliding windows.
     """
-    near = tile(visible & is_near)
-    return {FULL: tile(visible), SLIDING: near} if getattr(text_config, "layer_types", None) else near
+    within = tile(near, SLIDING)
+    return {FULL: tile(visible, FULL), SLIDING: within} if getattr(text_config, "layer_types", None) else within

@@ -19,7 +19,7 @@ from transformers import BatchFeature
 from sage.inputs.format import Inputs
 from sage.inputs.processing import Messages, Processor
 from sage.runtime.attention import AttentionRecorder, select_backends, use_tree_attention
-from sage.runtime.cache import Queries, SharedCache, TreeCache, tile_mask
+from sage.runtime.cache import LayerSize, Queries, SharedCache, TreeCache, tile_mask
 from sage.runtime.cpu import fast_prompts
 from sage.runtime.linear_states import LinearSizes
 from sage.runtime.modes import PassMode
@@ -27,7 +27,7 @@ from sage.runtime.prefix_attention import PassKeys
 from sage.runtime.recurrent_cache import SharedRecurrentCache
 from sage.targets.delta_net import use_our_states
 from sage.targets.families import family_of
-from sage.targets.family import LINEAR, Mask, Prompt
+from sage.targets.family import FULL, LINEAR, Mask, Prompt
 from sage.targets.placement import connect, is_multi_device, layer_devices
 from sage.targets.weights import Adapter, dense_weight, is_quantized, prepare_layers, quantization_of
 
@@ -78,7 +78,10 @@ class Target:
         passes: how tree passes and draft passes run: eager, compiled or captured.
         is_whole: whether all weights are on one device and not sharded; else passes are eager.
         quantization: method and precision of quantized weights; None without. With some, passes are eager.
-        group: query heads per KV head.
+        layer_sizes: (KV heads, head size) of each text layer.
+        kv_layers: indices of those that keep keys and values of their own.
+        groups: query heads per KV head, by type of the layer.
+        logit_cap: soft cap of the logits; None without.
         linear: sizes of the linear layers; None without any.
 
     Raises:
@@ -97,13 +100,19 @@ class Target:
         self.name = str(model.config._name_or_path or self.family.model_type)
         self.text_config = text = model.config.get_text_config()
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
-        self.num_layers, self.num_kv_heads = int(text.num_hidden_layers), int(text.num_key_value_heads)
-        self.group = int(text.num_attention_heads) // self.num_kv_heads
-        self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        self.num_layers, self.layer_sizes = int(text.num_hidden_layers), layer_sizes(text)
+        self.num_kv_heads, self.head_dim = self.layer_sizes[0]
+        types = getattr(text, "layer_types", None) or [FULL]
+        pairs = zip(types, self.layer_sizes, strict=False)
+        self.groups = {kind: int(text.num_attention_heads) // kv_heads for kind, (kv_heads, _) in pairs}
+        self.logit_cap: float | None = getattr(text, "final_logit_softcapping", None)
         self.text_model = self.family.text_model(model)
         parameters = inspect.signature(self.text_model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"  # since transformers 5.24, and before
         self.linear = LinearSizes.of(self.text_config, LINEAR)
+        first_shared = self.num_layers - int(getattr(text, "num_kv_shared_layers", None) or 0)
+        linear = self.linear.layers if self.linear else ()
+        self.kv_layers = [layer for layer in range(first_shared) if layer not in linear] or [0]
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.passes = PassMode.eager
@@ -118,9 +127,14 @@ class Target:
         select_backends(self.device)
 
     @property
-    def num_attention_layers(self) -> int:
-        """Text layers that keep keys and values."""
-        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
+    def kv_sizes(self) -> list[LayerSize]:
+        """Sizes of the layers that keep keys and values of their own."""
+        return [self.layer_sizes[layer] for layer in self.kv_layers]
+
+    @property
+    def max_head_dim(self) -> int:
+        """Largest head size of a text layer."""
+        return max(size for _, size in self.layer_sizes)
 
     @property
     def device(self) -> torch.device:
@@ -218,13 +232,22 @@ class Target:
         """Runs a prompt through the text layers, also with gradients; arguments as for `run`."""
         past = 0 if cache is None else cache.length
         mask = self.family.prefill_mask(prompt, past, self.tile)
-        given = self.family.text_inputs(prompt)
+        given = self.family.text_inputs(prompt) | self.family.inputs_of_tokens(self.text_model, prompt.input_ids)
         with use_tree_attention(self.text_model):
             return self.run(prompt.embeds, prompt.position_ids, mask, cache, levels, recorder, given)
 
-    def tile(self, visible: Tensor) -> Tensor:
-        """Returns the additive mask of a Bool one (`tile_mask`) for the text layers."""
-        return tile_mask(visible, self.group, self.dtype)
+    def tile(self, visible: Tensor, kind: str = FULL) -> Tensor:
+        """Returns the additive mask of a Bool one (`tile_mask`) for text layers of a type."""
+        return tile_mask(visible, self.group(kind), self.dtype)
+
+    def group(self, kind: str) -> int:
+        """Returns the query heads per KV head of text layers of a type."""
+        return self.groups.get(kind) or next(iter(self.groups.values()))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [.., V] of the last hidden states [.., D]."""
+        logits: Tensor = self.lm_head(hidden)
+        return soft_cap(logits, self.logit_cap)
 
     def run(
         self,
@@ -286,20 +309,34 @@ class Target:
     def cache_bytes(self, tokens: int, nodes: int, itemsize: int | None = None) -> int:
         """Returns the bytes of a request's cache of so many tokens and, of linear layers, of the nodes of a pass."""
         itemsize = itemsize or self.dtype.itemsize
-        row = 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * itemsize
+        row = 2 * sum(heads * size for heads, size in self.kv_sizes) * itemsize
         state, node = self.linear.num_bytes(itemsize) if self.linear else (0, 0)
         return tokens * row + state + nodes * node
 
     def new_cache(self, capacity: int) -> TreeCache:
         """Returns an empty cache for this target with a capacity in tokens."""
-        given = (self.layer_devices, self.num_kv_heads, self.head_dim, capacity, self.dtype)
-        shared = SharedCache(*given) if self.linear is None else SharedRecurrentCache(self.linear, *given)
-        return shared.take()
+        devices, given = self.layer_devices, (self.kv_sizes, capacity, self.dtype)
+        if self.linear is not None:
+            return SharedRecurrentCache(self.linear, devices, *given).take()
+        return SharedCache([devices[layer] for layer in self.kv_layers], *given).take()
 
 
 def as_list(value: int | Sequence[int] | None) -> list[int]:
     """Returns the token ids of a setting that is one, several or none."""
     return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def layer_sizes(text_config: Any) -> list[LayerSize]:
+    """Returns KV heads and head size of each text layer."""
+    text, count = text_config, int(text_config.num_hidden_layers)
+    layers = [text.per_layer_config[i] for i in range(count)] if getattr(text, "is_heterogeneous", False) else [text] * count
+    usual = text.hidden_size // text.num_attention_heads
+    return [(int(each.num_key_value_heads), int(getattr(each, "head_dim", None) or usual)) for each in layers]
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """Returns logits within (-cap, cap); as they are without a cap. Ref: Gemma 2, arXiv 2408.00118, section 2."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def fingerprint_of(config: Any) -> dict[str, Any]:

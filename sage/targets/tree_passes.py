@@ -150,10 +150,12 @@ class TreePass(PassFunction):
         Features equal those of a sequential pass along each node's path.
         """
         target, (mask, keys) = self._target, self._attention(inputs)
-        embeds, places = self.embed_tokens(inputs.tokens)[None], target.family.decode_positions(inputs.positions)
+        tokens, places = target.family.text_ids(inputs.tokens), target.family.decode_positions(inputs.positions)
+        embeds, given = self.embed_tokens(tokens)[None], target.family.inputs_of_tokens(self.text_model, tokens[None])
+        options: dict[str, Any] = {"text_inputs": given, "keys": keys, "queries": inputs.queries}
         with use_tree_attention(self.text_model):
-            features = target.run(embeds, places, mask, self._cache(inputs), self._levels, keys=keys, queries=inputs.queries)
-        logits = self.lm_head(features.last[0])
+            features = target.run(embeds, places, mask, self._cache(inputs), self._levels, **options)
+        logits = target.logits(features.last[0])
         return greedy_tokens(logits), logits, features.last, *features.levels
 
     def _cache(self, inputs: Any) -> PackedCache:
@@ -173,11 +175,11 @@ class SplitTreePass(TreePass):
     arguments_type = SplitTreeInputs
 
     def _attention(self, inputs: TreeInputs) -> tuple[Mask, PassKeys | None]:
-        window, capacity = self._target.family.window, inputs.steps.shape[0]
-        given = (inputs.visible, inputs.near.flatten(), capacity, self._target.group, self._target.dtype)
-        types = getattr(self._target.text_config, "layer_types", None) or [SLIDING if window else FULL]
-        keys = {False: key_parts(*given)} if FULL in types else {}
-        return None, keys if window is None else keys | {True: key_parts(*given, window)}
+        target, given = self._target, (inputs.visible, inputs.near.flatten(), inputs.steps.shape[0])
+        window = target.family.window
+        types = getattr(target.text_config, "layer_types", None) or [SLIDING if window else FULL]
+        keys = {False: key_parts(*given, target.group(FULL), target.dtype)} if FULL in types else {}
+        return None, keys if window is None else keys | {True: key_parts(*given, target.group(SLIDING), target.dtype, window)}
 
 
 class RecurrentTreePass(TreePass):
@@ -207,7 +209,7 @@ class TreePasses:
         self.target, self.executor = target, executor or executor_of(target.passes)
         if target.linear is not None and self.executor.has_buckets:
             self.executor = EAGER
-        self.is_split = self.executor.splits_keys(target.device, target.dtype, target.head_dim)
+        self.is_split = self.executor.splits_keys(target.device, target.dtype, target.max_head_dim)
         kinds = [TreePass if target.linear is None else RecurrentTreePass, *([SplitTreePass] if self.is_split else [])]
         functions = [self._function(kind, tuple(levels)) for kind in kinds]
         self._pass = BoundPass(self.executor, functions[0], target.device, *functions[1:])
@@ -335,9 +337,10 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return logits.argmax(-1).masked_fill(is_nan, NAN_TOKEN)
 
 
-def cache_sizes(target: Target) -> dict[str, int]:
+def cache_sizes(target: Target) -> dict[str, Any]:
     """Returns the sizes that `CachedInputs` names, of a target's cache."""
-    sizes = {"kv_heads": target.num_kv_heads, "head_dim": target.head_dim, "num_layers": max(target.num_attention_layers, 1)}
+    kv_heads, head_dims = zip(*target.kv_sizes, strict=True)
+    sizes = {"kv_heads": kv_heads, "head_dim": head_dims, "num_layers": len(kv_heads)}
     linear = target.linear
     return sizes if linear is None else sizes | vars(linear) | {"linear": len(linear.layers), "channels": linear.channels}
 

@@ -189,7 +189,7 @@ def test_a_request_without_room_in_the_caches_fails_alone_and_frees_its_rows(
 
 
 def test_a_cache_that_cannot_grow_stays_as_it_is() -> None:
-    shared = SharedCache([torch.device("meta"), torch.device("cpu")], 1, 4, 8, torch.float32, num_rows=2)
+    shared = SharedCache([torch.device("meta"), torch.device("cpu")], [(1, 4)] * 2, 8, torch.float32, num_rows=2)
     with pytest.raises(RuntimeError):
         shared.take(1 << 50)
     assert [buffer.shape[-2] for buffer in shared.buffers] == [8, 8]

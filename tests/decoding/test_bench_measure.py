@@ -104,7 +104,13 @@ def test_an_interrupted_measurement_contains_the_complete_prompts(after, prompts
     assert found.planned == (None if after == 6 else Planned(prompts=3, repeats=2)) and len(seen) == after
     assert str(figures) == f"sage {2.0:.2f} tokens/pass 2.00x"
     target = SimpleNamespace(
-        name="t", device=torch.device("cpu"), dtype=torch.float32, passes="eager", head_dim=8, linear=None, quantization=None
+        name="t",
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        passes="eager",
+        max_head_dim=8,
+        linear=None,
+        quantization=None,
     )
     report = build_report(found, target, "draft", ["sage"])
     assert report["passes"] == "eager"

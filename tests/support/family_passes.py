@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sage
 from sage.inputs.format import Inputs
 from sage.planning.tree import Tree
-from sage.runtime.pass_function import EAGER, Executor
+from sage.runtime.pass_function import EAGER, Executor, PassFunction, Run
 from sage.targets.family import Prompt
 
 TREE = Tree(*map(torch.tensor, ([70, 71, 72, 73, 74], [-1, 0, 0, 1, 3], [0, 1, 1, 2, 3])))
@@ -56,6 +56,24 @@ def paths(target: sage.Target, inputs: Inputs) -> Tensor:
         states = hidden_states(target, followed_by(target, inputs, TREE.tokens[nodes]))[-1][0, -len(nodes) :]
         found |= dict(zip(nodes.tolist(), states, strict=True))
     return torch.stack([found[node] for node in range(len(TREE))])
+
+
+class Exported(Executor):
+    """Runs passes as `torch.export` traces them for the compiler, without the compiler."""
+
+    def bind(self, function: PassFunction) -> Run:
+        programs: dict[Any, Any] = {}
+
+        def run(inputs: Any) -> Any:
+            variant = function.variant(inputs)
+            if variant not in programs:
+                with torch.inference_mode(False), torch.no_grad():
+                    args, dims = function.example(variant, torch.device("cpu"))
+                    options = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
+                    programs[variant] = torch.export.export(function, args, dynamic_shapes=dims, **options).module()
+            return programs[variant](*inputs.flat())
+
+        return run
 
 
 def use_cuda_layouts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:

@@ -165,7 +165,7 @@ class FamilySuite:
             with torch.no_grad():
                 expected = target.model(**inputs).logits
             for features in (target.features(prompt), target.prefill(prompt, target.new_cache(256))):
-                torch.testing.assert_close(target.lm_head(features.last), expected, **EXACT, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(target.logits(features.last), expected, **EXACT, msg=lambda m, n=name: f"{n}: {m}")
 
     def test_levels_are_hugging_faces_hidden_states(self, target: sage.Target) -> None:
         """Also below the deepstack layers: the input of a layer contains the features added after the layer before."""

@@ -254,9 +254,9 @@ class TableTarget:
         assert positions.tolist() == [len(context) for context in contexts]
         cache.rows += tokens.tolist()
         features = self._features(contexts)
-        return TreeOutput(features, self.lm_head(features.last[0]))
+        return TreeOutput(features, self.logits(features.last[0]))
 
-    def lm_head(self, features: torch.Tensor) -> torch.Tensor:
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
         self.evaluated = [self.contexts[int(index)] for index in features[:, 0]]
         return torch.stack([target_probs(context) for context in self.evaluated]).log()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_passes import TREE, paths, tree
+from support.family_passes import TREE, Exported, paths, tree
 from support.family_suite import EXACT, QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, qwen_images, text
 from support.models import QWEN_IDS, greedy_text, in_double, token_fields
 from support.pass_helpers import tree_pass
@@ -24,7 +24,6 @@ from sage.decoding.decoder import TURN_TOKENS
 from sage.decoding.generation import Chat
 from sage.planning.tree import Tree
 from sage.runtime.linear_states import Window
-from sage.runtime.pass_function import Executor, PassFunction, Run
 from sage.targets.tree_passes import RecurrentTreeInputs, TreePasses
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -171,24 +170,6 @@ class TestQwen3_5(FamilySuite):
         orders.append([])
         tree_pass(target, TREE.tokens, prompt.next_position + TREE.depths, TREE.ancestors, cache)
         assert orders[0] == orders[1] == orders[2] and len(orders[0]) > 50
-
-
-class Exported(Executor):
-    """Runs passes as `torch.export` traces them for the compiler, without the compiler."""
-
-    def bind(self, function: PassFunction) -> Run:
-        programs: dict[Any, Any] = {}
-
-        def run(inputs: Any) -> Any:
-            variant = function.variant(inputs)
-            if variant not in programs:
-                with torch.inference_mode(False), torch.no_grad():
-                    args, dims = function.example(variant, torch.device("cpu"))
-                    options = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
-                    programs[variant] = torch.export.export(function, args, dynamic_shapes=dims, **options).module()
-            return programs[variant](*inputs.flat())
-
-        return run
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Gemma3TextConfig,
-    Gemma4Config,
+    Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -44,9 +44,12 @@ def test_windows() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {  # configuration -> its message
     "linear attention": (OlmoHybridConfig, ("has layers of type linear_attention", "the text models qwen3_5_text, ")),
-    "soft caps": (lambda: Gemma2Config(num_hidden_layers=2), ("attn_logit_softcapping=50.0: soft caps",)),
+    "soft caps": (lambda: Gemma2Config(num_hidden_layers=2), ("attn_logit_softcapping=50.0: tree attention",)),
     "sinks": (lambda: GptOssConfig(num_hidden_layers=2), ("gpt_oss has attention sinks",)),
-    "sizes": (Gemma4Config, ("gemma4 has layers that differ in head_dim", "one size for all layers")),
+    "sizes": (
+        lambda: Gemma4TextConfig(per_layer_config={1: {"intermediate_size": 8}}),
+        ("gemma4_text has layers that differ in intermediate_size",),
+    ),
     "directions": (lambda: Gemma3TextConfig(use_bidirectional_attention=True), ("use_bidirectional_attention=true",)),
     "text model": (
         lambda: LlavaOnevisionConfig(text_config={"model_type": "gemma", "num_hidden_layers": 2}),

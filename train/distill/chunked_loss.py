@@ -19,12 +19,13 @@ E target hidden size, U draft vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from sage.targets.target import soft_cap
 from train.config.schema import ObjectiveConfig
 from train.distill.rows import Part, Rows
 
@@ -32,6 +33,7 @@ STATISTICS = ("ce", "kl", "agreement", "acceptance")  # entries of the second re
 SPLIT_SIZE = 4096  # entries of the vocabulary that are summed in one go
 # Logits whose distributions exist in float32 at a time: on a CPU so few that its caches hold them, on GPUs enough for a kernel
 # to take longer than its launch.
+Caps: TypeAlias = tuple[float | None, float | None]  # soft caps of the logits of draft and target
 BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**24}
 
 
@@ -58,6 +60,7 @@ class ChunkedDistillation(Function):
         weight_R: Tensor,
         rows: Rows,
         config: ObjectiveConfig,
+        caps: Caps,
         state_RX: Tensor | None = None,
         correction_UX: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,11 +85,11 @@ class ChunkedDistillation(Function):
             if term is not None:
                 term.add_to(slope_CU, chunk)
             target_PE = target_hidden_SE[chunk.positions].to(target_lm_head_UE.dtype)
-            target_PU = nn.functional.linear(target_PE, target_lm_head_UE)
+            target_PU = soft_cap(nn.functional.linear(target_PE, target_lm_head_UE), caps[1])
             for block in rows.parts(max(1, block_logits // len(lm_head_UD)), chunk):
                 own_rows, own_positions = (_within(*pair) for pair in zip(block, chunk, strict=True))
                 target = _Target.of(target_PU[own_positions], rows, block, config.temperature, wide)
-                figures = _evaluate_block(slope_CU[own_rows], target, config)
+                figures = _evaluate_block(slope_CU[own_rows], target, config, caps[0])
                 loss_R[block.rows], stats_RX[block.rows], agree_R[block.rows] = figures
                 del target
             if grad_RD is not None:
@@ -104,7 +107,7 @@ class ChunkedDistillation(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         scaled = [None if grad is None else grad * grads[0].to(grad.dtype) for grad in ctx.saved_tensors]
-        return *scaled[:2], None, None, None, None, None, *scaled[2:]
+        return *scaled[:2], None, None, None, None, None, None, *scaled[2:]
 
 
 class _Correction:
@@ -144,15 +147,20 @@ class _Target(NamedTuple):
         return cls(*(value[:, None] for value in values))
 
 
-def _evaluate_block(logits_BU: Tensor, target: _Target, config: ObjectiveConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _evaluate_block(
+    logits_BU: Tensor, target: _Target, config: ObjectiveConfig, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the weighted loss [B], STATISTICS [B, 4] and agreement [B]; replaces the draft's logits by temperature * the
     gradient w.r.t. them.
     """
     positions = len(target.p_M1U)
     logits_MNU = logits_BU.view(positions, len(logits_BU) // max(positions, 1), logits_BU.shape[1])
-    log_q_MNU = log_softmax(logits_MNU, config.temperature, target.p_M1U.dtype)
+    capped_MNU = soft_cap(logits_MNU, cap)
+    log_q_MNU = log_softmax(capped_MNU, config.temperature, target.p_M1U.dtype)
     ce_MN, agrees_MN = -row_dot(target.p_M1U, log_q_MNU), log_q_MNU.argmax(-1) == target.best_M1
     loss_MN, overlap_MN = evaluate(config, target.p_M1U, log_q_MNU.exp_(), ce_MN, slope_CU=logits_MNU)
+    if cap is not None:
+        logits_MNU.mul_(1 - (capped_MNU / cap) ** 2)
     stats_MNX = torch.stack((ce_MN, ce_MN - target.entropy_M1, agrees_MN.to(ce_MN.dtype), overlap_MN), -1)
     return loss_MN.flatten(), stats_MNX.flatten(0, 1), agrees_MN.flatten()
 

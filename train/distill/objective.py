@@ -35,6 +35,7 @@ class DraftOutput:
         rows: the position and the step of each prediction.
         features: [R, E], predicted target features.
         correction: factors [R, X] and [U, X] of a term that is added to the logits.
+        cap: soft cap of the logits; None without.
         confidence: [R], predicted logits of the acceptance probability.
     """
 
@@ -44,6 +45,7 @@ class DraftOutput:
     features: Tensor | None = None
     correction: tuple[Tensor, Tensor] | None = None
     confidence: Tensor | None = None
+    cap: float | None = None
 
 
 class LossSums(NamedTuple):
@@ -76,17 +78,22 @@ class Objective:
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
 
-    def __call__(self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor) -> LossSums:
-        """Returns the sums over all rows; target features at the supervised positions, lm_head rows of the draft vocabulary."""
+    def __call__(
+        self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor, target_cap: float | None = None
+    ) -> LossSums:
+        """Returns the sums over all rows; target features at the supervised positions, lm_head rows of the draft vocabulary,
+        and the soft cap of the target's logits.
+        """
+        target = (target_features_SE, target_lm_head_UE, target_cap)
         rows, wide = output.rows, torch.promote_types(output.hidden.dtype, torch.float32)
         weight_R = self.step_weights(output.hidden.device, wide)[rows.step] * rows.scale
         count, first_R = rows.num_supervised.to(wide), (rows.step == 0).to(wide) * rows.scale
         first_R = first_R * (count / first_R.sum().clamp(min=1))  # the ratio estimator: no share exceeds 1
         if self.config.dpace_alpha is not None:
             with torch.no_grad():
-                _, stats_RX, _ = self._distill(output, target_features_SE, target_lm_head_UE, weight_R)
+                _, stats_RX, _ = self._distill(output, *target, weight_R)
             weight_R = pace_weights(stats_RX[:, ACCEPTANCE], rows, self.config.steps, self.config.dpace_alpha)
-        loss, stats_RX, agree_R = self._distill(output, target_features_SE, target_lm_head_UE, weight_R)
+        loss, stats_RX, agree_R = self._distill(output, *target, weight_R)
         if output.confidence is not None:
             loss = loss + confidence_loss(output.confidence, stats_RX[:, ACCEPTANCE], weight_R)
         feature = loss.new_zeros(())
@@ -109,12 +116,12 @@ class Objective:
         return LossSums(loss, sums, agreements)
 
     def _distill(
-        self, output: DraftOutput, target_features_SE: Tensor, target_lm_head_UE: Tensor, weight_R: Tensor
+        self, output: DraftOutput, features_SE: Tensor, lm_head_UE: Tensor, target_cap: float | None, weight_R: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         factors = (output.hidden, output.lm_head)
         if not torch.is_grad_enabled():
             factors = (output.hidden.detach(), output.lm_head.detach())
-        inputs = (*factors, target_features_SE, target_lm_head_UE, weight_R, output.rows, self.config)
+        inputs = (*factors, features_SE, lm_head_UE, weight_R, output.rows, self.config, (output.cap, target_cap))
         results: tuple[Tensor, Tensor, Tensor] = ChunkedDistillation.apply(*inputs, *(output.correction or ()))
         return results
 

@@ -77,7 +77,7 @@ class Student(nn.Module):
         """Compares the draft with the target, given the frozen rows [U, D] of its lm_head for the draft vocabulary."""
         with self.layers.installed():
             output = self.predict(pairs, target_lm_head)
-        return self.objective(output, supervised_features(pairs, output), target_lm_head)
+        return self.objective(output, supervised_features(pairs, output), target_lm_head, pairs.logit_cap)
 
     def predict(self, pairs: Pairs, target_lm_head: Tensor) -> DraftOutput:
         """Runs the draft; returns its output at the supervised positions."""
@@ -150,7 +150,8 @@ class ModelStudent(Student):
         prompt = model.family.embed(self.draft, pairs.inputs)
         hidden = model.read(prompt).last  # padding is on the right, no token attends to it
         hidden_RD, rows = gather_chains(hidden[:, 1:-1], pairs.mask, every_pair(pairs.mask, 1))
-        return DraftOutput(hidden_RD, self.draft.get_output_embeddings().weight[: len(target_lm_head)], rows)
+        weight = self.draft.get_output_embeddings().weight[: len(target_lm_head)]
+        return DraftOutput(hidden_RD, weight, rows, cap=model.logit_cap)
 
     def compilable(self) -> list[Method]:
         layers: Any = self.decoding_draft.model.text_model.layers

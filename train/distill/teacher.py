@@ -17,7 +17,7 @@ Shapes: B batch, T tokens, P = T - 2 pairs, D hidden size, U draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Pairs:
         mask: BoolTensor [B, P], whether token t + 2 is supervised.
         pair_masks: visual pairs and turns, for a visual compressor.
         inputs: the micro-batch itself on the device, for a draft that embeds its own inputs.
+        logit_cap: soft cap of the target's logits; drafts with its lm_head learn the capped distribution without one.
     """
 
     embeds_next: Tensor
@@ -51,6 +52,7 @@ class Pairs:
     mask: Tensor
     pair_masks: PairMasks
     inputs: dict[str, Any] = field(default_factory=dict)
+    logit_cap: float | None = None
 
 
 def make_pairs(
@@ -172,4 +174,5 @@ class Teacher:
             features = self.target.features(prompt, self.levels)
         embeds = prompt.embeds if self.image_inputs == "embed" else self.target.embed_tokens(prompt.input_ids)
         ends, loss_mask = ends_of_turn(prompt.input_ids, self.target.eos_token_ids), prompt.inputs["loss_mask"]
-        return make_pairs(embeds, features, prompt.position_ids, loss_mask, prompt.visual_mask, ends, prompt.inputs)
+        pairs = make_pairs(embeds, features, prompt.position_ids, loss_mask, prompt.visual_mask, ends, prompt.inputs)
+        return replace(pairs, logit_cap=self.target.logit_cap)

@@ -60,9 +60,11 @@ class ShardedTarget:
         """Takes part in the passes of rank 0 until it leaves `leading`."""
         target = self.target
         embeds = torch.zeros(1, 1, target.hidden_size, dtype=target.dtype, device=target.device)
-        positions = target.family.decode_positions(torch.zeros(1, dtype=torch.long, device=target.device))
+        tokens = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+        positions = target.family.decode_positions(tokens[0])
+        given = target.family.inputs_of_tokens(target.text_model, tokens)
         while self._broadcast_next(False):
-            target.text_model(inputs_embeds=embeds, position_ids=positions, use_cache=False)
+            target.text_model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **given)
 
     def _announce(self, *_: Any) -> None:
         self._broadcast_next(True)
@@ -103,11 +105,13 @@ def load_sharded(load: Callable[[], Target], config: Config, ranks: Ranks) -> Sh
     target.is_whole = False
     text: Any = target.text_model
     _gather_permanently(target.model, text.layers, deepspeed)
-    embedding, norm = text.embed_tokens, text.norm
-    text.embed_tokens = text.norm = None  # DeepSpeed would shard them again
+    complete = {name: module for name, module in text.named_children() if module is not text.layers}
+    for name in complete:
+        setattr(text, name, None)  # DeepSpeed would shard them again
     settings["zero_optimization"] |= gathered_ahead(text.layers)
     engine, *_ = deepspeed.initialize(model=text, config=settings, dist_init_required=False)
-    text.embed_tokens, text.norm = embedding, norm
+    for name, module in complete.items():
+        setattr(text, name, module)
     text.eval()
     if group < ranks.world_size:
         _keep_node_partition(text.layers, deepspeed)

@@ -28,6 +28,7 @@ from sage.io.files import config_dir
 from sage.io.hub import require_hub
 from sage.runtime.captured import MAX_FREE
 from sage.targets.loading import meta_target
+from sage.targets.target import layer_sizes
 from sage.targets.weights import quantized_at_load, weight_bytes
 from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
@@ -324,8 +325,9 @@ def draft_layers(draft: Any) -> tuple[Any, int, int]:
     """Returns the configuration of a draft's layers, their number, and the width of all heads of queries and keys."""
     sizes = getattr(draft.config, "text_config", draft.config)
     layers = getattr(sizes, "num_hidden_layers", 1) if sizes is not draft.config else getattr(draft, "num_layers", 1)
-    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-    return sizes, layers, (sizes.num_attention_heads + sizes.num_key_value_heads) * head_dim
+    is_model = hasattr(sizes, "num_hidden_layers")
+    kv_heads, head_dim = layer_sizes(sizes)[0] if is_model else (sizes.num_key_value_heads, sizes.head_dim)
+    return sizes, layers, (sizes.num_attention_heads + kv_heads) * head_dim
 
 
 def draft_rows(draft: Any, length: int, num_visual: int) -> int:

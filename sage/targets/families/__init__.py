@@ -16,7 +16,7 @@ REASONS = {  # layer type -> why a tree pass cannot run it
     "mamba": "recurrent layers keep one state for all tokens, which a tree mask cannot split",
     "conv": "convolutions over the tokens mix the branches of a tree",
 }
-SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+LAYER_SIZES = {"head_dim", "num_key_value_heads"}  # in which layers may differ
 SINKS = ("gpt_oss",)  # model types whose attention has sinks; no field of the configuration says so
 
 
@@ -66,17 +66,15 @@ def check_text_model(config: Any, where: str) -> None:
     """Raises ValueError, prefixed by `where`, for a target whose text model a tree pass cannot run under any mask."""
     text, model = config.get_text_config(), config.model_type
     known = {FULL, SLIDING, LINEAR} if text.model_type in GATED_DELTA else {FULL, SLIDING}
-    caps = [key for key in SOFT_CAPS if getattr(text, key, None) is not None]
+    cap = getattr(text, "attn_logit_softcapping", None)
     if unknown := set(getattr(text, "layer_types", None) or ()) - known:
         reason = REASONS.get(min(unknown), f"tree passes support layers of type {FULL} and {SLIDING} only")
         problem = f"{model} has layers of type {min(unknown)}: {reason}"
-    elif getattr(text, "is_heterogeneous", False):
-        keys = ", ".join(sorted(text.per_layer_attributes))
-        problem = f"{model} has layers that differ in {keys}; the cache has one size for all layers"
-    elif caps:
-        value = getattr(text, caps[0])
-        problem = f"{caps[0]}={value}: soft caps are not implemented, in tree attention and in drafts"
-    elif getattr(text, "use_bidirectional_attention", None) is True:
+    elif differing := set(getattr(text, "per_layer_attributes", None) or ()) - LAYER_SIZES:
+        problem = f"{model} has layers that differ in {', '.join(sorted(differing))}; only their heads may differ"
+    elif cap is not None:
+        problem = f"attn_logit_softcapping={cap}: tree attention has no soft cap"
+    elif getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         problem = "use_bidirectional_attention=true: it embeds texts and generates none"
     elif text.model_type in SINKS:
         problem = f"{model} has attention sinks, which tree attention does not implement"

@@ -59,11 +59,15 @@ class Gemma3(Gemma3Text):
 
     def visible(self, prompt: Prompt, past: int) -> Tensor:
         """The tokens of an image attend to one another: a run of slots, delimited by other tokens."""
-        is_slot = prompt.visual_mask
-        begins = is_slot & ~nn.functional.pad(is_slot, (1, -1))
-        image = begins.cumsum(-1)
-        same = (image[:, :, None] == image[:, None]) & is_slot[:, :, None] & is_slot[:, None]
-        return super().visible(prompt, past) | nn.functional.pad(same, (past, 0))
+        return super().visible(prompt, past) | within_images(prompt.visual_mask, past)
+
+
+def within_images(is_slot: Tensor, past: int) -> Tensor:
+    """Returns whether tokens are of the same image, Bool [B, T, past + T], given the slots [B, T]; none of `past` ones are."""
+    begins = is_slot & ~nn.functional.pad(is_slot, (1, -1))
+    image = begins.cumsum(-1)
+    same = (image[:, :, None] == image[:, None]) & is_slot[:, :, None] & is_slot[:, None]
+    return nn.functional.pad(same, (past, 0))
 
 
 def _num_crops(image_processor: Any, size: Size) -> int:

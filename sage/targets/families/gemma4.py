@@ -1,0 +1,133 @@
+"""Gemma 4: heads of two sizes, keys shared between layers, inputs of every layer that are looked up by token, a soft cap of the
+logits; images and the frames of videos keep their proportions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from sage.inputs.format import Inputs
+from sage.inputs.video import Size, VideoSize
+from sage.targets.families.gemma3 import within_images
+from sage.targets.family import FULL, Family, Prompt, Visual
+from sage.targets.rope import RopeConfig
+
+FRAME_TOKENS = 70  # at most, of a frame: the default of transformers' video processor, which needs torchvision
+
+
+class Gemma4Text(Family):
+    """Checkpoints of the text model alone. Ref: transformers, models/gemma4."""
+
+    model_types = {"gemma4_text": "Gemma4ForCausalLM"}
+    auto_class = AutoModelForCausalLM
+    wants_text = True
+    template_arguments = {"enable_thinking": False}
+
+    def rope(self) -> RopeConfig:
+        """That of layers with full attention, which rotate the first frequencies of a head; draft heads rotate all."""
+        return RopeConfig(float(self.config.get_text_config().rope_parameters[FULL]["rope_theta"]))
+
+    def text_ids(self, input_ids: Tensor) -> Tensor:
+        """Slots have the embeddings of padding, those of single layers as well."""
+        padding = self.config.get_text_config().pad_token_id
+        return input_ids.masked_fill(self.visual_mask(input_ids), padding) if self.slots else input_ids
+
+    def inputs_of_tokens(self, text_model: Any, input_ids: Tensor) -> Inputs:
+        if not self.config.get_text_config().hidden_size_per_layer_input:
+            return {}
+        return {"per_layer_inputs": text_model.get_per_layer_inputs(self.text_ids(input_ids), None)}
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.config.get_text_config().top_k_experts or 0
+
+    def active_parameters(self, model: Any) -> int:
+        """Without the table of single layers' inputs, of which a token reads one row."""
+        table = getattr(self.text_model(model), "embed_tokens_per_layer", None)
+        return super().active_parameters(model) - (0 if table is None else int(table.weight.numel()))
+
+    @property
+    def mlp_width(self) -> int:
+        """Experts are beside an MLP."""
+        text = self.config.get_text_config()
+        return int(text.intermediate_size + self.experts_per_token * (text.moe_intermediate_size or 0))
+
+
+class Gemma4(Gemma4Text):
+    """With a vision tower; audio is not read."""
+
+    model_types = {"gemma4": "Gemma4ForConditionalGeneration"}
+    auto_class = AutoModelForImageTextToText
+    wants_text = False
+    placeholders = {"image": "<|image|>", "video": "<|video|>"}
+    pixel_keys = ("pixel_values", "image_position_ids", "pixel_values_videos", "video_position_ids", "num_frames_per_video")
+
+    def encode_images(self, image_processor: Any, images: list[Any]) -> tuple[Inputs, list[str]]:
+        out = image_processor(images=images, return_tensors="pt")
+        texts = [self._text("image", count) for count in out["num_soft_tokens_per_image"].tolist()]
+        return {key: out[key] for key in self.pixel_keys[:2]}, texts
+
+    def encode_videos(self, image_processor: Any, videos: list[list[Any]], fps: list[float]) -> tuple[Inputs, list[str]]:
+        frames = [frame for video in videos for frame in video]
+        out = image_processor(images=frames, max_soft_tokens=_frame_tokens(image_processor), return_tensors="pt")
+        counts = torch.tensor([len(video) for video in videos])
+        values = (out["pixel_values"], out["image_position_ids"], counts)
+        sizes = [VideoSize(len(video), *video[0].size) for video in videos]
+        return dict(zip(self.pixel_keys[2:], values, strict=True)), self.video_texts(image_processor, sizes, fps)
+
+    def image_texts(self, image_processor: Any, sizes: Sequence[Size]) -> list[str]:
+        most = image_processor.max_soft_tokens
+        return [self._text("image", _num_tokens(image_processor, size, most)) for size in sizes]
+
+    def video_texts(self, image_processor: Any, videos: Sequence[VideoSize], fps: list[float]) -> list[str]:
+        """Each frame has its own delimiters, after minutes and seconds."""
+        texts, most = [], _frame_tokens(image_processor)
+        for (frames, *size), rate in zip(videos, fps, strict=True):
+            frame = self._text("video", _num_tokens(image_processor, (size[0], size[1]), most))
+            seconds = [int(number / rate) for number in range(frames)]
+            texts.append(" ".join(f"{second // 60:02d}:{second % 60:02d} {frame}" for second in seconds))
+        return texts
+
+    def _text(self, kind: str, count: int) -> str:
+        return f"<|image>{self.placeholders[kind] * count}<image|>"
+
+    def token_inputs(self, input_ids: Tensor) -> Inputs:
+        kinds = torch.zeros_like(input_ids)
+        for number, slot in enumerate(self.slots.values(), 1):
+            kinds = kinds.masked_fill(input_ids == slot, number)
+        return {"mm_token_type_ids": kinds}
+
+    def visual_features(self, model: Any, inputs: Inputs) -> dict[int, Visual]:
+        """The same tower takes images and frames; its output has no padding."""
+        features = {}
+        for kind, first in (("image", 0), ("video", 2)):
+            pixels, places = (inputs.get(key) for key in self.pixel_keys[first : first + 2])
+            if pixels is not None:
+                tower = model.model.vision_tower(pixel_values=pixels, pixel_position_ids=places, return_dict=True)
+                features[self.slots[kind]] = Visual(model.model.embed_vision(inputs_embeds=tower.last_hidden_state))
+        return features
+
+    def visible_in_windows(self, prompt: Prompt, past: int) -> Tensor:
+        """Of some sizes, the tokens of an image attend to one another, in these layers alone."""
+        visible = self.visible(prompt, past)
+        if self.config.get_text_config().use_bidirectional_attention != "vision":
+            return visible
+        return visible | within_images(prompt.visual_mask, past)
+
+
+def _frame_tokens(image_processor: Any) -> int:
+    return min(FRAME_TOKENS, int(image_processor.max_soft_tokens))
+
+
+def _num_tokens(image_processor: Any, size: Size, most: int) -> int:
+    """Returns the tokens of an image of this size, at most `most`."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size as scaled
+
+    patch, kernel = image_processor.patch_size, image_processor.pooling_kernel_size
+    height, width = scaled(size[1], size[0], patch, most * kernel**2, kernel)
+    return int(height * width // (patch * kernel) ** 2)
