@@ -133,6 +133,7 @@ def main() -> int:
     parser.add_argument("--shape", default="qwen2_5_vl_7b", help=f"counted; default %(default)s; of {', '.join(shapes())}")
     parser.add_argument("--target", metavar="NAME", help="measure on this pocket target; default: count only")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="trained heads, DIR/COMPRESSOR; default: fresh ones")
+    parser.add_argument("--most", type=int, default=sys.maxsize, metavar="N", help="count alone beyond N visual tokens")
     parser.add_argument("--repeats", type=int, default=5, help="timed prompts; default %(default)s")
     parser.add_argument("--out", metavar="FILE", help="also write the table as JSON, after each number of tokens")
     parser.add_argument("--page", action="store_true", help=f"write the table into docs/{PAGE.name}")
@@ -140,7 +141,7 @@ def main() -> int:
     tokens, shape = counts(args.tokens), shape_named(args.shape)
     cells: dict[str, list[list[str]]] = {kind: [] for kind in KINDS}
     for count in tokens:
-        times = measured(args.target, count, args.repeats, args.runs) if args.target else {}
+        times = measured(args.target, count, args.repeats, args.runs) if args.target and count <= args.most else {}
         for kind, found in cells.items():
             first, cached = counted(shape, kind, count)
             found.append([f"{100 * first:.1f}", f"{100 * cached:.2f}", *times.get(kind, UNKNOWN)])
