@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import sys
@@ -198,7 +199,9 @@ def has_colors(stream: Any) -> bool:
 
 
 def plain_warnings() -> None:
-    """Shows warnings as one line, without the place in the code."""
+    """Shows warnings as one line, without the place in the code, and none of torchao, of kernels that the machine lacks."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.formatwarning = lambda message, *_place, **_line: f"warning: {' '.join(str(message).split())}\n"
 
 

@@ -45,10 +45,8 @@ class Engine:
         draft: Any = student.draft
         self.ranks, self.student, self.draft = ranks, student, draft
         self._bad_gradient = torch.zeros((), dtype=torch.bool, device=ranks.device)
-        optimizer, settings = (
-            make_optimizer(draft, config, ranks.device),
-            deepspeed_config(config, ranks.world_size, accumulation),
-        )
+        optimizer = make_optimizer(draft, config, ranks.device)
+        settings = deepspeed_config(config, ranks.world_size, accumulation)
         if is_quantized:  # stage 3 replaces `nn.functional.linear`, also for the target, by one that reads plain tensors only
             settings["zero_optimization"]["memory_efficient_linear"] = False
         with redirect_stdout(StringIO()):  # the wrapper for bf16 prints the memory in use

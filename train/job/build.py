@@ -71,12 +71,14 @@ def building(config: Config, ranks: Ranks, stop: StopFlag | None = None) -> Iter
     disable_progress_bar()  # of transformers, one per model file
     set_threads(config, ranks)
     seed_everything(config.seed, ranks.rank)
+    linear = nn.functional.linear
     inputs = build_inputs(config, ranks)
     target, loader, stop = inputs.target, inputs.loader, stop or StopFlag()
     length = run_length(config, loader.steps_per_epoch)
     store = StateStore(state_folder(config.run.dir), config.train.keep_last, config.train.keep_every)
     _log_run(config, ranks, inputs, length)
     with ExitStack() as stack:
+        stack.callback(setattr, nn.functional, "linear", linear)  # ZeRO stage 3 replaces it for the whole process
         if ranks.is_main:
             stack.enter_context(locked_run(Path(config.run.dir)))
             check_folder(config, length, inputs.student.draft)
