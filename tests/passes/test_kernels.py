@@ -174,12 +174,13 @@ def test_linear_layers_of_prompts(dtype: torch.dtype, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "MIN_BYTES", 0)
     rows: list[int] = []
     monkeypatch.setattr(kernels, "joint_linear", lambda x, *args: rows.append(len(x)) or joint_linear(x, *args))
-    block = Block().to(dtype)
+    torch.manual_seed(0)
+    block, precision = Block().to(dtype), torch.finfo(dtype).eps
     for count, is_few in ((1, True), (FEW_ROWS, True), (FEW_ROWS + 1, False)):
         x = torch.randn(count, 8, dtype=dtype)
         with torch.no_grad(), fast_prompts(block, True):
             found = block(x)
-        torch.testing.assert_close(found, block(x))
+        torch.testing.assert_close(found, block(x), rtol=max(2 * precision, 1.3e-6), atol=max(precision, 1e-5))
         assert rows == [count] * 5 * is_few and not any("forward" in vars(layer) for layer in block.modules())
         rows.clear()
     with fast_prompts(block, True):

@@ -107,7 +107,8 @@ class Gemma4(Gemma4Text):
         features = {}
         for kind, first in (("image", 0), ("video", 2)):
             pixels, places = (inputs.get(key) for key in self.pixel_keys[first : first + 2])
-            if pixels is not None:
+            if pixels is not None and places is not None:  # before transformers 5.20, videos have a dimension of their own
+                pixels, places = pixels.flatten(0, -3), places.flatten(0, -3)
                 tower = model.model.vision_tower(pixel_values=pixels, pixel_position_ids=places, return_dict=True)
                 features[self.slots[kind]] = Visual(model.model.embed_vision(inputs_embeds=tower.last_hidden_state))
         return features
