@@ -169,10 +169,7 @@ def start(
         num_logprobs, with_prompt: which log-probabilities rounds have; with those of the prompt.
     """
     clock = Clock(target.device)
-    known = [field.name for field in fields(Sampling)]
-    if unknown := [name for name in options if name not in known]:
-        raise ValueError(f"{unknown[0]}: unknown option; choose from policy, sampling, pruning, {', '.join(known)}")
-    sampling = replace(sampling or Sampling(), **options)
+    sampling = _with_options(sampling or Sampling(), options)
     policy = new_policy(policy) if isinstance(policy, str) else policy
     if draft is not None:
         check_draft(draft, target, pruning)
@@ -182,7 +179,6 @@ def start(
     prompt_ids = inputs["input_ids"]
     tokenizer = target.processor.tokenizer if target.processor else None
     sampler = TargetSampler(sampling, prompt_ids[0].to(target.device), target.eos_token_ids, tokenizer)
-    stop = StopCriterion(sampling, target.eos_token_ids, tokenizer)
     capacity = _capacity(target, prompt_ids, sampling.max_new_tokens, policy)
     if draft is not None and policy.needs_costs and policy.costs is None:
         length = prompt_ids.shape[1]
@@ -198,7 +194,7 @@ def start(
         session=session,
         policy=policy,
         verifier=Verifier(sampler),
-        stop=stop,
+        stop=StopCriterion(sampling, target.eos_token_ids, tokenizer),
         prompt=prompt,
         cache=cache,
         clock=clock,
@@ -210,6 +206,13 @@ def start(
         prompt_logprobs=[] if with_prompt else None,
     )
     return Generation(target, request)
+
+
+def _with_options(sampling: Sampling, options: Mapping[str, Any]) -> Sampling:
+    known = [field.name for field in fields(Sampling)]
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(f"{unknown[0]}: unknown option; choose from policy, sampling, pruning, {', '.join(known)}")
+    return replace(sampling, **options)
 
 
 def _unpadded(inputs: Mapping[str, Any], pixel_keys: Collection[str]) -> Mapping[str, Any]:
