@@ -73,7 +73,7 @@ FAULTS = [
     Fault("sage/runtime/cache.py", "new[..., : old.shape[-2], :] = old", "pass", PASSES + " tests/decoding/test_chat.py"),
     Fault("sage/runtime/cache.py", "cache.zero_to(cache.capacity)", "pass", PASSES),
     Fault("sage/runtime/cache.py", "self.owners * self.places.shape[1] + self.offsets", "self.owners * self.places.shape[1]", PASSES),
-    Fault("sage/runtime/cache.py", "place = (owners[:, None], heads[None], columns[:, None])", "place = (owners[:, None] * 0, heads[None], columns[:, None])", PASSES),
+    Fault("sage/runtime/cache.py", "place = [owners[:, None], torch", "place = [owners[:, None] * 0, torch", PASSES),
     Fault("sage/runtime/packing.py", "places[row][: count + slots] = [*range(end - count, end), *behind]", "places[row][: count + slots] = [*range(count), *behind]", PASSES),
     Fault("sage/runtime/packing.py", 'values["steps"] = shared.steps.narrow(0, 0, max(cache.length for cache in caches))', 'values["steps"] = shared.steps.narrow(0, 0, min(cache.length for cache in caches))', PASSES),
     Fault("sage/targets/tree_passes.py", "(place < 0) | (self.visible.gather(1, place.clamp(0, last)) & (place <= last))", "(place <= 0) | (self.visible.gather(1, place.clamp(0, last)) & (place <= last))", PASSES),
