@@ -245,11 +245,11 @@ class DFlashFormat(BlockFormat):
             return
         if 0 in draft.feature_levels:
             problem = "contains 0, the embeddings, which are no output of a layer"
-            remedy = "export without --flavour, or train without it"
+            remedy = "choose --format dflash without --flavour, or train without it"
             yield Obstacle(key="draft.feature_levels", problem=problem, remedy=remedy)
         if draft.draft_vocab_size != facts.vocab_size:
             problem = f"{draft.draft_vocab_size}: the native layout has no lm_head, SGLang takes the target's"
-            yield Obstacle(key="draft.draft_vocab_size", problem=problem, remedy="export without --flavour")
+            yield Obstacle(key="draft.draft_vocab_size", problem=problem, remedy="choose --format dflash without --flavour")
 
     def served_by(self, facts: TargetFacts) -> tuple[str, ...]:
         vllm = tuple(engine for engine in facts.served_by if engine != "SGLang")
