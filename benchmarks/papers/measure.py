@@ -257,14 +257,15 @@ def on_path(drafted: Drafted, answer: Sequence[int]) -> Iterator[tuple[list[floa
         answer: the tokens below the root.
     """
     children = {pair: node for node, pair in enumerate(zip(drafted.parents, drafted.tokens, strict=True))}
-    node: int | None = 0
+    node = 0
     for token in answer:
-        topk = None if node is None else drafted.topk[node]
-        if node is None or topk is None:
+        if (topk := drafted.topk[node]) is None:
             return
         probs, candidates = topk
         yield probs, token in candidates
-        node = children.get((node, token))
+        if (node, token) not in children:
+            return
+        node = children[node, token]
 
 
 def correlation(first: Series, second: Series, lag: int) -> float | None:

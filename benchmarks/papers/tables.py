@@ -84,9 +84,8 @@ def of_decoders(names: Iterable[str], figures: Figures, columns: Sequence[str], 
     """Returns the same columns of every measurement side by side; `title` is that of a measurement."""
     head = ["decoder", *(f"{title(name)}: {column}" for name in figures for column in columns)]
     parts = [part["decoders"] for part in figures.values()]
-    return table(
-        head, [[f"`{name}`", *(COLUMNS[column](part[name]) for part in parts for column in columns)] for name in names]
-    )
+    rows = [[f"`{name}`", *(COLUMNS[column](part[name]) for part in parts for column in columns)] for name in names]
+    return table(head, rows)
 
 
 def of_variants(head: str, decoders: Figures, columns: Sequence[str], form: str = "`{}`") -> str:

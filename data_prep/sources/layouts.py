@@ -112,8 +112,8 @@ def _turns(row: Row, columns: dict[str, str]) -> list[Any]:
     if isinstance(row[question], list) and isinstance(answer, list):
         return row[question] + answer
     answer = answer[0] if isinstance(answer, list) and answer else answer
-    told = {"role": "assistant", "content": _text(answer, "the answer"), "reasoning_content": row.get("reasoning_content")}
-    turns = [] if answer is None or answer == [] else [told]
+    reply = {"role": "assistant", "content": _text(answer, "the answer"), "reasoning_content": row.get("reasoning_content")}
+    turns = [] if answer is None or answer == [] else [reply]
     if isinstance(row[question], list):
         return row[question] + turns
     extra = f"\n{_text(row['input'], 'input')}" if question == "instruction" and row.get("input") else ""

@@ -226,7 +226,7 @@ def _chats(file: str | None, images: Sequence[str], text: str | None) -> list[tu
     contents = [(Path(image).name, [{"type": "image", "image": image}, question]) for image in images]
     if not images:
         texts = TEXTS if text is None else (text,)
-        contents = [(f"text-{index}", [{"type": "text", "text": text}]) for index, text in enumerate(texts)]
+        contents = [(f"text-{index}", [{"type": "text", "text": each}]) for index, each in enumerate(texts)]
     return [(name, "", [{"role": "user", "content": content}]) for name, content in contents]
 
 

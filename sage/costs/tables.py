@@ -36,11 +36,7 @@ class Curve:
     is_stepped: bool = False
 
     def __post_init__(self) -> None:
-        if (
-            not self.counts
-            or len(self.counts) != len(self.seconds)
-            or not all(0 < seconds < math.inf for seconds in self.seconds)
-        ):
+        if not self.counts or len(self.counts) != len(self.seconds) or not all(0 < value < math.inf for value in self.seconds):
             raise ValueError(f"costs: {self.seconds} is not one positive number of seconds for each of {self.counts}")
         self.seconds = _non_decreasing(self.seconds)
 

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -101,9 +102,9 @@ class ConvertedFormat(ExportFormat):
         options = f"--spec-type {self.spec_type} --spec-draft-n-max {tokens} --spec-draft-p-min 0"
         return f"{SCRIPT} {target} --outfile target.gguf\nllama-server -m target.gguf -md {draft}/{FILE} \\\n  {options}"
 
+    @abstractmethod
     def read_levels(self, config: EngineConfig, facts: TargetFacts) -> list[int] | None:
         """Returns the indices k of the hidden_states[k] that the converter is to write."""
-        raise NotImplementedError
 
     def _differences(self, folder: Path, facts: TargetFacts, dtype: torch.dtype, found: dict[str, Any]) -> list[str]:
         """Returns how the summary of a converted file differs from the export in its folder; vectors are float32."""
