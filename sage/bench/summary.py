@@ -7,7 +7,7 @@ Intervals are bootstrap confidence intervals over prompts. Prompts are resampled
 other than the repeats of one prompt, which are reduced to a median beforehand. Method and baseline are resampled together, so
 the difficulty of a prompt, which affects both, cancels.
 
-Legend: P prompts, R resamples.
+Legend: P prompts, R resamples, V vocabulary.
 """
 
 from __future__ import annotations
@@ -256,23 +256,18 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
     return None if index == len(reference) == len(other) else index
 
 
+@torch.no_grad()
 def top2_gap(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -> float:
-    """Returns the target's logit gap between its two best next tokens after the prompt and `prefix`.
+    """Returns the target's logit gap between its two best next tokens after the prompt and `prefix`, by a pass without a cache.
 
     At a gap near the rounding error of the dtype, two correct computations may disagree; a large gap indicates a bug.
     """
-    best = torch.topk(next_logits(target, inputs, prefix), 2).values
-    return float(best[0] - best[1])
-
-
-@torch.no_grad()
-def next_logits(target: Any, inputs: Mapping[str, Tensor], prefix: Sequence[int]) -> Tensor:
-    """Returns the target's logits [V] after the prompt and `prefix`, in float32, from one pass without a cache."""
     prompt = inputs["input_ids"]
     ids = torch.cat([prompt, prompt.new_tensor([list(prefix)])], dim=1)
     tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target.family.token_inputs(ids)}
-    logits: Tensor = target.logits(target.features(target.embed({**inputs, **tokens})).last[0, -1]).float()
-    return logits
+    logits_V = target.logits(target.features(target.embed({**inputs, **tokens})).last[0, -1]).float()
+    best, second = torch.topk(logits_V, 2).values.tolist()
+    return float(best - second)
 
 
 class RunningFigures:

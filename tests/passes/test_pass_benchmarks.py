@@ -1,4 +1,4 @@
-"""The benchmarks of passes: times, calls and memory of each mode; texts that differ are listed with the gap of their scores."""
+"""The benchmark of passes: times, calls and memory of each mode."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import in_float64, make_inputs, random_draft
+from support.models import random_draft
 from support.pass_helpers import without_compiler
 
 import sage
-from benchmarks import passes, texts
-from sage.bench.measurement import BenchPrompt
+from benchmarks import passes
 from sage.costs.measure import empty_cache, verify_pass
-from sage.decoding.noise import gumbel
-from sage.decoding.settings import Sampling
 from sage.runtime.modes import PassMode
 from sage.targets.tree_passes import TreePasses
 
@@ -49,42 +46,3 @@ def test_bytes_that_a_pass_reads(tiny_qwen: sage.Target) -> None:
     head = {weight.data_ptr(): weight.nbytes for weight in (tiny_qwen.lm_head.weight, tiny_qwen.text_model.norm.weight)}
     row = 2 * tiny_qwen.num_layers * tiny_qwen.num_kv_heads * tiny_qwen.head_dim * 4
     assert found == sum((layers | head).values()) + 11 * row
-
-
-@pytest.mark.slow
-def test_equal_texts(tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_float64(tiny_qwen, {})
-    draft = random_draft(tiny_qwen).eval().double()
-    inputs = {key: value.double() if value.is_floating_point() else value for key, value in make_inputs(tiny_qwen).items()}
-    modes = []
-    monkeypatch.setattr(texts, "texts", lambda *args, texts=texts.texts: modes.append(tiny_qwen.passes) or texts(*args))
-    text = texts.report(tiny_qwen, draft, ["chain", "static"], [BenchPrompt(name="a", inputs=inputs)], tokens=8, seed=1)
-    assert modes == [PassMode.eager, PassMode.compiled] * 4
-    assert "compiled against eager passes" in text and "\npasses: uncompiled\n" in text
-    assert "4 of 4 texts identical" in text and "differs" not in text
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_different_text_is_listed_with_its_gap(
-    temperature: float, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gap is that of the scores whose argmax the decoder takes: without noise at T = 0, else with that of the position."""
-    inputs = make_inputs(tiny_qwen)
-    answer = sage.generate(tiny_qwen, None, inputs, "autoregressive", max_new_tokens=4).tokens.tolist()
-    other = [*answer[:2], answer[2] + 1, answer[3]]
-    monkeypatch.setattr(texts, "texts", lambda target, *_: [answer if target.passes is PassMode.eager else other])
-    sampling = Sampling(temperature=temperature, seed=5)
-    prompts = [BenchPrompt(name="a", inputs=inputs)]
-    (found,) = texts.compare(tiny_qwen, None, ["chain"], prompts, sampling, PassMode.compiled)
-    assert (found.policy, found.prompt, found.index) == ("chain", "a", 2)
-    added = {"input_ids": torch.tensor([answer[:2]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
-    by_token = {key: value for key, value in inputs.items() if value.shape == inputs["input_ids"].shape}
-    zeros = torch.zeros(1, 2, dtype=torch.long)
-    sequence = inputs | {key: torch.cat((value, added.get(key, zeros)), 1) for key, value in by_token.items()}
-    with torch.no_grad():
-        scores = tiny_qwen.lm_head(tiny_qwen.features(tiny_qwen.embed(sequence)).last[0, -1]).float()
-    if temperature:
-        scores = scores / temperature + gumbel(5, torch.tensor([2]), len(scores))[0]
-    first, second = scores.topk(2).values.tolist()
-    assert found.gap == pytest.approx(first - second, abs=1e-5)
-    assert "chain, T = " in str(found) and "token 2" in str(found)
