@@ -27,7 +27,6 @@ from benchmarks.gpu_quarter_hour import (
     TIMED_STEP,
     TRAIN_LARGE,
 )
-from benchmarks.shapes import shape_named
 from sage.commands.cli import new_parser, run
 from sage.io.files import read_json, write_text
 from sage.io.tables import markdown_table
@@ -35,7 +34,7 @@ from sage.targets.families import family_of
 from train.config.hydra_app import compose
 from train.config.schema import Config
 from train.plan.estimate import CALL_S, CALLS_PER_LAYER, bytes_of_step, estimate, flops_of_step
-from train.plan.memory import Workload, build_on_meta
+from train.plan.memory import MetaModels, Workload, build_on_meta
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 HIDDEN = re.compile(r"(error|warning): |USDT:|\s*$")  # lines of logs that no page quotes
@@ -84,18 +83,21 @@ def expected(figures: Results) -> list[Row]:
     found = re.search(r"copy bandwidth +([\d.]+) GB/s", str(figures.get("check_device", {}).get("output", "")))
     bandwidth = NOT_MEASURED if found is None else found[1]
     rows = [("copy bandwidth, GB/s", f"{GB_PER_S:,.0f}", f"{launch.gpu_gb_per_s:,.0f}", bandwidth)]
-    return [*rows, *_passes(figures, launch.gpu_gb_per_s), *_step(figures), *_training(figures)]
+    overrides = [*TIMED_STEP.split(), f"target={LARGE}", "data.path=/no/data", f"data.max_length={STEP_LENGTH}"]
+    config = compose("config", [*overrides, "launch.plan=true"], Config)
+    models = build_on_meta(config)
+    return [*rows, *_passes(figures, models, launch.gpu_gb_per_s), *_step(figures, config, models), *_training(figures)]
 
 
-def _passes(figures: Results, gb_per_s: float) -> Iterator[Row]:
+def _passes(figures: Results, models: MetaModels, gb_per_s: float) -> Iterator[Row]:
     """A pass reads all weights of layers and lm_head, keys and values; an eager one also waits for its operator calls."""
-    shape = shape_named(LARGE)
-    calls_ms = 1e3 * shape.num_layers * CALLS_PER_LAYER * CALL_S
-    token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    target = models.target
+    calls_ms = 1e3 * target.num_layers * CALLS_PER_LAYER * CALL_S
+    token = 2 * target.num_layers * target.num_kv_heads * target.head_dim
     for context in CONTEXTS:
         table = _table(figures, f"passes_{context}")
         for nodes in NODES:
-            read = BF16_BYTES * (shape.pass_parameters + (context + nodes) * token)
+            read = BF16_BYTES * (models.read_parameters + (context + nodes) * token)
             floor_ms, read_ms = (read / rate / 1e6 for rate in (GB_PER_S, gb_per_s))
             name = f"pass, {nodes} node(s), {context:,} tokens cached, ms: eager, captured"
             likely = f"{max(calls_ms, read_ms):.1f}, {read_ms:.1f}"
@@ -103,11 +105,8 @@ def _passes(figures: Results, gb_per_s: float) -> Iterator[Row]:
             yield name, f"{floor_ms:.1f}", likely, ", ".join(values) or NOT_MEASURED
 
 
-def _step(figures: Results) -> Iterator[Row]:
+def _step(figures: Results, config: Config, models: MetaModels) -> Iterator[Row]:
     """The parts of a training step, whose operations are those of the plan."""
-    overrides = [*TIMED_STEP.split(), f"target={LARGE}", "data.path=/no/data", f"data.max_length={STEP_LENGTH}"]
-    config = compose("config", [*overrides, "launch.plan=true"], Config)
-    models = build_on_meta(config)
     architecture = models.target.model.config
     processor = training.image_processor(config.target.path, architecture)
     batch = training.make_batch(family_of(architecture), processor, training.Sizes(sequences=STEP_BATCH, length=STEP_LENGTH))

@@ -21,8 +21,7 @@ from transformers import AutoConfig
 
 import sage
 from benchmarks.figures import Figures, allocated, counts, describe_machine, peak, ratio_spread, reset_peak
-from benchmarks.shapes import VISION_OF, Shape, shape_named, shapes
-from benchmarks.wide import add_widen_option, widened
+from benchmarks.shapes import limit_layers, limit_vision, published_architecture, random_target
 from sage.commands import cli
 from sage.costs.measure import draft_level, empty_cache, verify_pass
 from sage.drafts.draft import new_session
@@ -33,8 +32,7 @@ from sage.runtime.executors import describe_passes
 from sage.runtime.modes import PassMode
 from sage.runtime.package_folder import PACKAGE_SUFFIX, passes_folder
 from sage.runtime.timing import TimedCall, interleaved_s
-from sage.targets import Target
-from sage.targets.families import FAMILIES
+from sage.targets.loading import meta_target
 from sage.targets.tree_passes import TreePasses
 
 READ_BYTES = 2**28  # larger than the caches
@@ -185,12 +183,11 @@ def _figures(target: Any, context: int, rows: Sequence[Sequence[str]]) -> Figure
 def main() -> int:
     parser = cli.new_parser("python -m benchmarks.passes", description=__doc__)
     cli.add_model_options(parser)
-    add_widen_option(parser)
     parser.add_argument("--nodes", metavar="N,N", default="1,4,8,16,32", help="nodes of target passes; default %(default)s")
     parser.add_argument("--widths", metavar="N,N", default="1,4,8", help="nodes of draft levels; default %(default)s")
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache; default %(default)s")
     parser.add_argument("--repeats", type=int, default=60, help="timed turns; default %(default)s")
-    parser.add_argument("--shape", choices=list(shapes()), help="a target of these sizes and a draft, with random weights")
+    parser.add_argument("--shape", metavar="NAME", help="a published target of conf/target and a draft, with random weights")
     parser.add_argument("--layers", type=int, metavar="N", help="text layers of --shape; default: as many as fit")
     parser.add_argument("--out", metavar="FILE", help="also write the table as JSON")
     parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
@@ -207,82 +204,45 @@ def main() -> int:
         kernels.MIN_BYTES = sys.maxsize
     nodes, widths = counts(args.nodes), counts(args.widths)
     if args.shape:
-        target, draft = _random(args, args.context + max(*nodes, *widths))
+        target, draft = _random(args)
     else:
         path, folder = cli.find_models(args)
         device, dtype = cli.resolve_device(args.device), torch_dtype(args.dtype)
-        target = sage.load_target(widened(path, args), dtype=dtype, device=device, passes=PassMode.eager)
+        target = sage.load_target(path, dtype=dtype, device=device, passes=PassMode.eager)
         draft = None if folder is None else sage.load_draft(folder, target)
     figures = measure(target, draft, nodes, widths, args.context, args.repeats, args.out)
     print(figures.text())
     return 0
 
 
-def _random(args: argparse.Namespace, room: int) -> tuple[Any, Any]:
-    """Returns a target of `--shape` and an EAGLE head, both with random weights, for `room` tokens."""
+def _random(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Returns a target of `--shape`, whose vision tower has one block, and an EAGLE head, both with random weights."""
     if args.target or args.draft:
         raise ValueError("--shape: has random weights; leave out --target and --draft")
-    shape, device, dtype = shape_named(args.shape), cli.resolve_device(args.device), torch_dtype(args.dtype)
-    layers = args.layers or layers_that_fit(shape, dtype, device)
-    if not 1 <= layers <= shape.num_layers:
-        raise ValueError(f"--layers {layers}: {shape.name} takes 1 to {shape.num_layers}")
-    target = random_target(shape, layers, dtype, device, room)
+    architecture = AutoConfig.for_model(**published_architecture(args.shape))
+    device, dtype = cli.resolve_device(args.device), torch_dtype(args.dtype)
+    limit_vision(architecture)
+    limit_layers(architecture, args.layers or layers_that_fit(architecture, args.shape, dtype, device), args.shape)
+    target = random_target(architecture, dtype, device)
     draft = sage.new_draft(target, "eagle", seed=0)
     draft.network.eval()
     return target, draft
 
 
-# -- random models of published shapes ----------------------------------------------------------------------------------
-
-
-def layers_that_fit(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
+def layers_that_fit(architecture: Any, name: str, dtype: torch.dtype, device: torch.device) -> int:
     """Returns the layers that fit into free memory, beside embedding, lm_head and a draft layer; ValueError if none fits."""
     available = free_bytes(device)
     if available is None:
         raise ValueError("--layers: the free memory of this system is unknown; give the number of layers")
-    usable = USABLE_MEMORY * available - shape.vocabulary_parameters * dtype.itemsize
-    fit = int(usable // (shape.layer_parameters * dtype.itemsize)) - 2  # the draft: a layer, and fc of about a layer
+    target = meta_target(architecture)
+    total, layers = (sum(p.numel() for p in module.parameters()) for module in (target.model, target.text_model.layers))
+    usable = USABLE_MEMORY * available / dtype.itemsize - (total - layers)
+    fit = int(usable // (layers / target.num_layers)) - 2  # the draft: a layer, and fc of about a layer
     if fit < 1:
         raise ValueError(
-            f"--shape {shape.name}: no layer fits into the free memory of {device}; choose a smaller shape or free memory"
+            f"--shape {name}: no layer fits into the free memory of {device}; choose a smaller shape or free memory"
         )
-    return min(fit, shape.num_layers)
-
-
-def random_target(shape: Shape, num_layers: int, dtype: torch.dtype, device: torch.device, context: int) -> Target:
-    """Returns a target of this shape with `num_layers` text layers and random weights; a vision tower has one small block."""
-    text = _text_config(shape, num_layers, context)
-    if shape.model_type in VISION_OF:
-        vision = VISION_OF[shape.model_type] | {"out_hidden_size": shape.hidden_size}
-        config = AutoConfig.for_model(
-            shape.model_type, text_config=text, vision_config=vision, tie_word_embeddings=shape.is_tied
-        )
-    else:
-        config = AutoConfig.for_model(shape.model_type, **text)
-    with torch.device(device):
-        return Target(FAMILIES[shape.model_type].auto_class.from_config(config, dtype=dtype))
-
-
-def _text_config(shape: Shape, num_layers: int, context: int) -> dict[str, Any]:
-    half = shape.head_dim // 2
-    height = half * 3 // 8  # Qwen2.5-VL splits 64 frequencies into 16, 24, 24
-    section = {"mrope_section": [half - 2 * height, height, height]} if shape.model_type in VISION_OF else {}
-    return {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "sliding_window": None,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": context,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **section},
-        "tie_word_embeddings": shape.is_tied,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
+    return min(fit, target.num_layers)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ import torch
 from PIL import Image
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES, get_image_processor_class_from_name
 
-import sage
 from benchmarks.figures import GIB, Figures, describe_machine, peak, reset_peak
+from benchmarks.shapes import limit_layers, random_target
 from sage.commands.cli import new_parser, run
 from sage.io.dtypes import torch_dtype
 from sage.io.tables import text_table
@@ -219,7 +219,7 @@ def measure(
         out: file that receives the table after every repeat.
     """
     architecture = target_architecture(config.target)
-    depth = limit_layers(config, architecture, num_layers)
+    complete = limit_layers(architecture, num_layers, config.target.name)
     batch = make_batch(family_of(architecture), image_processor(config.target.path, architecture), sizes)
     config.data.max_length = sizes.length
     config.train.global_batch_size = config.train.micro_batch_size = sizes.sequences
@@ -234,21 +234,10 @@ def measure(
         if number >= warmup:
             for name, spent in seconds.items():
                 parts[name].seconds.append(spent)
+            depth = f"{teacher.target.num_layers} of {complete} text layers"
             figures = _figures(config, sizes, f"{config.target.name}, {depth}", batch, parts, work, device)
             figures.write(out)
     return figures
-
-
-def limit_layers(config: Config, architecture: Any, num_layers: int | None) -> str:
-    """Leaves so many text layers in an architecture; returns `2 of 28 text layers`."""
-    text = architecture.get_text_config()
-    complete = text.num_hidden_layers
-    if num_layers is not None and not 1 <= num_layers <= complete:
-        raise ValueError(f"--layers {num_layers}: {config.target.name} takes 1 to {complete}")
-    text.num_hidden_layers = num_layers or complete
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[: text.num_hidden_layers]
-    return f"{text.num_hidden_layers} of {complete} text layers"
 
 
 def workload(config: Config, teacher: Teacher, student: Student, batch: dict[str, Any]) -> Workload:
@@ -261,8 +250,7 @@ def workload(config: Config, teacher: Teacher, student: Student, batch: dict[str
 def build(config: Config, architecture: Any, device: torch.device) -> tuple[Teacher, Student]:
     """Returns a teacher and a student with random weights, with the attention that the device would have in a run."""
     dtype = torch_dtype(config.target.dtype)
-    with device:
-        target = sage.Target(family_of(architecture).auto_class.from_config(architecture, dtype=dtype))
+    target = random_target(architecture, dtype, device)
     choice = VisionAttention(config.target.attention)
     set_attention(target.model, resolve_attention(choice, device.type, dtype in HALF, target.family.is_packed, True))
     size = vocabulary_size(config.draft, target)

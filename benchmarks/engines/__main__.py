@@ -18,7 +18,6 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.engines.comparison import report
 from benchmarks.engines.measure import ENGINE_PYTHON, Comparison, measure
 from benchmarks.figures import counts
-from benchmarks.wide import add_widen_option, widened
 from data_prep.config import KEY_VARIABLE
 from sage.bench.options import baselines, new_policies, variants
 from sage.bench.report import display_name, machine
@@ -38,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     draft_help = f"{DRAFT_HELP}; repeatable. The first one is also that of vLLM, exported as eagle3, or of --server"
     parser.add_argument("--draft", metavar="[LABEL=]RUN", action="append", required=True, help=draft_help)
     parser.add_argument("--target", metavar="DIR", help="folder of the target; default: that of the first draft")
-    add_widen_option(parser)
     parser.add_argument("--policies", metavar="A,B", help="our policies with default options; see `sage-bench --help`")
     parser.add_argument(
         "--policy", metavar="[LABEL=]NAME:KEY=VALUE,..", action="append", default=[], help="a policy with options"
@@ -98,7 +96,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         python=args.engine_python,
         server=args.server or None,
         server_key=os.environ.get(KEY_VARIABLE, ""),
-        target=widened(args.target or target_of(next(iter(drafts.values())), "--target"), args),
+        target=args.target or target_of(next(iter(drafts.values())), "--target"),
         drafts=drafts,
         variants=compared,
         baselines=without_draft,

@@ -21,7 +21,7 @@ import sage
 from benchmarks.engines.measure import Comparison, question
 from benchmarks.engines.measure import measure as measure_beside_vllm
 from benchmarks.papers.runs import DRAFT, Json, Settings, digest, ensure_trained, training_of, weights_digest
-from benchmarks.wide import wide_target
+from benchmarks.wide import widen_to
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
 from sage.bench.measurement import BenchPrompt, measure, read_jsonl
 from sage.bench.options import variants
@@ -122,7 +122,12 @@ class Lab:
     def path(self, spec: Json) -> str:
         """Returns the folder of a measurement's target, widened if it says so."""
         path = find_target(self.settings.targets[spec["target"]])
-        return str(wide_target(path, spec["megabytes"], "megabytes")) if "megabytes" in spec else path
+        if "megabytes" not in spec:
+            return path
+        wide = Path(self.settings.runs_dir) / f"{spec['target']}_{spec['megabytes']}_mb"
+        if not wide.exists():
+            widen_to(path, spec["megabytes"], wide)
+        return str(wide)
 
     def target(self, spec: Json) -> sage.Target:
         return load_target(self.path(spec), spec["passes"], spec.get("quantize"))

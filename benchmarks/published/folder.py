@@ -19,7 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 from transformers import AutoConfig
 
-from sage.io.files import config_dir, write_json
+from benchmarks.shapes import published_architecture
+from sage.io.files import write_json
 from sage.targets.families import family_of
 
 HERE = Path(__file__).parent
@@ -35,10 +36,9 @@ WORDS = "the a cat street red two people near small building sky water holding o
 
 def build(name: str, folder: Path, device: torch.device, is_small: bool = False) -> int:
     """Writes the folder of a target of conf/target; returns its parameters. ValueError for a family without a layout."""
-    preset = yaml.safe_load((config_dir() / "target" / f"{name}.yaml").read_text(encoding="utf-8"))
+    architecture = published_architecture(name)
     layouts = yaml.safe_load((HERE / "layouts.yaml").read_text(encoding="utf-8"))
-    architecture = preset.get("architecture", {})
-    layout = layouts.get(architecture.get("model_type"))
+    layout = layouts.get(architecture["model_type"])
     if layout is None:
         raise ValueError(f"{name}: the published layout of its family is not known here; choose one of {', '.join(layouts)}")
     if is_small:

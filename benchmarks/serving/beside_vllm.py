@@ -33,7 +33,6 @@ import torch
 from benchmarks.engines.comparison import in_turns, spread
 from benchmarks.engines.measure import ENGINE_PYTHON, FORMAT, pocket_prompts
 from benchmarks.figures import counts
-from benchmarks.wide import add_widen_option, widened
 from checkpoints.export.exporter import ExportOptions, export
 from data_prep.config import Images
 from data_prep.server.client import MediaPolicy, request_messages
@@ -252,7 +251,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser("python -m benchmarks.serving.beside_vllm", description=__doc__)
     parser.add_argument("--draft", metavar="RUN", required=True, help=f"{DRAFT_HELP}, an eagle3, which vLLM gets exported")
     parser.add_argument("--target", metavar="DIR", help="folder of the target; default: the one the draft was trained for")
-    add_widen_option(parser)
     parser.add_argument("--policies", default="cost_aware", metavar="A,B", help="of sage-serve (default: %(default)s)")
     text = "of vLLM, 0 for no draft, none to measure sage-serve alone (default: %(default)s)"
     parser.add_argument("--num-speculative-tokens", default="3", metavar="N,N", help=text)
@@ -284,7 +282,7 @@ def _settings(args: argparse.Namespace) -> list[ServerSetting]:
 
 def _lab(args: argparse.Namespace, max_requests: int, scratch: Path) -> Lab:
     draft = find_draft(args.draft, "--draft")
-    target = str(Path(widened(args.target or target_of(draft, "--target"), args)).resolve())
+    target = str(Path(args.target or target_of(draft, "--target")).resolve())
     folder = scratch / "export"
     export(draft, folder, FORMAT, ExportOptions(target=target, dtype=torch.float32))
     python = args.engine_python.absolute()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +14,6 @@ from support.train_helpers import make_target
 
 import sage
 from benchmarks import wide
-from benchmarks.shapes import shape_of
-from benchmarks.wide import widened
 from data_prep.pocket import world
 from data_prep.pocket.architecture import FAMILIES, INNER
 from sage.io.files import CannotWrite, read_json
@@ -69,7 +65,7 @@ def test_added_weights_are_random_at_the_present_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("megabytes", "size"), [(20, 512), (62, 2048), (226, 8192)])
 def test_sizes_of_the_results(megabytes: float, size: int) -> None:
     for name in (f"pocket_{family}" for family in FAMILIES):
-        assert wide.size_for(shape_of(name, read_json(Path(path_of_target(name)) / "config.json")), megabytes) == size
+        assert wide.size_for(Path(path_of_target(name)), megabytes) == size
 
 
 def test_command_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,16 +93,3 @@ def test_command_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not out.exists()
     command(source, 8, out)
     check_message(capsys.readouterr().out, "MLP of 1536")
-
-
-def test_a_size_is_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source = str(make_target(tmp_path))
-    present_mb = 4 * shape_of("it", read_json(Path(source) / "config.json")).pass_parameters / 1e6
-    assert widened(source, Namespace(widen_to=None)) == widened(source, Namespace(widen_to=present_mb)) == source
-    kept = widened(source, Namespace(widen_to=2 * present_mb))
-    assert tmp_path / "cache" in Path(kept).parents
-    with patch.object(wide, "widen", side_effect=AssertionError):
-        assert widened(source, Namespace(widen_to=2 * present_mb)) == kept
-    shutil.rmtree(kept)
-    assert widened(source, Namespace(widen_to=2 * present_mb)) == kept

@@ -43,10 +43,9 @@ def test_comparison_runs_both_sides_on_the_same_prompts(target, draft, tmp_path,
     monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
     out = tmp_path / "out.json"
     words = ["--draft", f"head={draft}", "--policy", "two=chain:depth=2", "--num-speculative-tokens", "1,3", "--prompts", "2"]
-    sizes = ["--repeats", "2", "--max-new-tokens", "6", "--baselines", "hf_generate", "--threads", "1", "--widen-to", "23"]
+    sizes = ["--repeats", "2", "--max-new-tokens", "6", "--baselines", "hf_generate", "--threads", "1"]
     assert bench.main([*words, *sizes, "--passes", "eager", "--engine-python", str(PYTHON), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
-    assert "_mlp1024_" in found["target"]
     ours = ["autoregressive", "hf_generate", "two, head"]
     assert list(found["decoders"]) == [*ours, "vllm", "vllm enforce_eager", "vllm 1 tokens", "vllm 3 tokens"]
     assert [found["decoders"][name]["match"] for name in ours] == [2, 2, 2] and found["decoders"]["vllm"]["match"] == 0
