@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers.utils import logging as transformers_logging
 
 import sage
@@ -277,13 +278,14 @@ def check_caches(per_request: int, free: int | None, max_requests: int, max_cont
 
 def _warm_up(plan: Plan, target: Target, policies: Sequence[str], count: int) -> None:
     """Decodes `count` requests, together and each alone at its beginning or end, with the plan's policy and those named."""
-    inputs, started = target.prepare([{"role": "user", "content": "Hello"}]), time.monotonic()
+    inputs, started = greeting(target, plan.max_context - WARM_UP_TOKENS), time.monotonic()
     length = min(WARM_UP_TOKENS, plan.max_context - inputs["input_ids"].shape[1])
-    sampling = Sampling(max_new_tokens=length, min_new_tokens=length)
+    options = {"max_new_tokens": length, "min_new_tokens": length}
+    samplings = [Sampling(**options), Sampling(**options, temperature=1.0, seed=0)]
     stages: list[Policy | str] = [plan.policy, *policies]
     for done, policy in enumerate(stages, 1):
         decoder = plan.new_decoder()
-        requests = [decoder.add(inputs, policy, sampling=sampling) for _ in range(count)]
+        requests = [decoder.add(inputs, policy, sampling=sampling) for sampling in samplings[:count]]
         while not all(request.is_over for request in requests):
             decoder.step()
         if error := next((request.error for request in requests if request.error is not None), None):
@@ -291,3 +293,13 @@ def _warm_up(plan: Plan, target: Target, policies: Sequence[str], count: int) ->
         if (seconds := time.monotonic() - started) > NOTICE_S:
             left = seconds / done * (len(stages) - done)
             print(f"passes: {done} of {len(stages)} kinds of rounds are ready, about {left:.0f} s left", file=sys.stderr)
+
+
+def greeting(target: Target, room: int) -> Mapping[str, Any]:
+    """Returns the inputs of a short prompt, with an image where the target takes one and its tokens fit into `room`."""
+    text, image = {"type": "text", "text": "Hello"}, {"type": "image", "image": Image.new("RGB", (64, 64))}
+    with suppress(ValueError):  # no images
+        inputs = target.prepare([{"role": "user", "content": [image, text]}])
+        if inputs["input_ids"].shape[1] <= room:
+            return inputs
+    return target.prepare([{"role": "user", "content": [text]}])

@@ -5,6 +5,8 @@ Every field is used, ignored or refused by name.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import secrets
 from abc import abstractmethod
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal
 
+from PIL import Image
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -321,6 +324,16 @@ class ChatRequest(CompletionRequest):
 
 
 # -- bodies ---------------------------------------------------------------------------------------------------------------
+
+
+def greeting_body(with_image: bool) -> bytearray:
+    """Returns the body of a chat request for the warm-up."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": "Hello"}]
+    if with_image:
+        Image.new("RGB", (64, 64)).save(file := io.BytesIO(), "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        content.insert(0, {"type": "image_url", "image_url": {"url": url}})
+    return bytearray(json.dumps({"messages": [{"role": "user", "content": content}]}).encode())
 
 
 def read_request(

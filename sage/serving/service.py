@@ -11,6 +11,7 @@ import asyncio
 import re
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from sage.serving.completion import Completion
 from sage.serving.decoding import Decoding, load_plan, plan_decoding
 from sage.serving.errors import ApiError, invalid
 from sage.serving.media import MediaReader, RemoteMedia
-from sage.serving.request import CompletionRequest, read_request
+from sage.serving.request import ChatRequest, CompletionRequest, greeting_body, read_request
 from sage.serving.scheduler import Metrics, Scheduler
 from sage.serving.settings import ServerLimits
 from sage.targets import Target
@@ -64,13 +65,15 @@ class Service:
         self.processor, self.model, self.limits = processor, model, limits
         self.api_key, self.is_local, self.ignores_unknown = api_key, is_local, ignores_unknown
         self.allowed_origins, self._remote = allowed_origins, RemoteMedia(remote_hosts, limits.max_body_bytes)
-        processor.prepare([{"role": "user", "content": "Hello"}])  # so that the first request takes no longer than others
         self.max_context, self.end_token_ids = decoding.wait()
         self.metrics = Metrics(model, decoding.pid)
         self.scheduler = Scheduler(decoding, limits.max_requests, limits.queue, self.metrics)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "prepare")
         self._downloads = ThreadPoolExecutor(NUM_DOWNLOADING, "download")
         self._max_characters = self.max_context * max(map(len, processor.tokenizer.get_vocab()))  # more are too many tokens
+        for body in (greeting_body(False), greeting_body(True)):  # so that the first request takes no longer than others
+            with suppress(ApiError):  # no images, or their tokens exceed the context
+                self._prepare(ChatRequest, body, RemoteMedia())
 
     async def prepared(self, kind: type[CompletionRequest], body: bytearray) -> Completion:
         """Returns a request that can be decoded, prepared in a thread; ApiError for one that cannot."""

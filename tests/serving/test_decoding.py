@@ -17,7 +17,7 @@ from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
 from sage.runtime.compiled import CompiledFunction
 from sage.runtime.modes import PassMode
-from sage.serving.decoding import Decoding, Plan, plan_decoding
+from sage.serving.decoding import Decoding, Plan, greeting, plan_decoding
 from sage.serving.errors import ApiError
 from sage.serving.scheduler import Job, Metrics, Scheduler
 from sage.serving.settings import ServerLimits
@@ -169,3 +169,8 @@ def test_no_pass_is_compiled_after_the_start(models: tuple[sage.Target, Any], mo
         while not all(request.is_over for request in requests):
             decoder.step()
     assert warm and met == warm
+
+
+@pytest.mark.parametrize(("room", "expected"), [(100, True), (10, False)])
+def test_the_warm_up_has_an_image_where_its_tokens_fit(models: tuple[sage.Target, Any], room: int, expected: bool) -> None:
+    assert ("pixel_values" in greeting(models[0], room)) is expected
