@@ -213,7 +213,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}); give a complete run folder") from error
     return content if isinstance(content, dict) else {}
 
 

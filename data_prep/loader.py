@@ -81,7 +81,7 @@ class StepLoader:
         self.accumulation = self.global_batch_size // (size * ranks)
         self.wait_s, self.num_tokens, self.num_padded_tokens = 0.0, 0, 0
         self._epoch = lru_cache(maxsize=2)(self._order)  # a step may span two epochs
-        self._divided = lru_cache(maxsize=NUM_STEPS_KEPT)(self._divide)  # read ahead by a thread, and by `__iter__`
+        self.micro_batches_of = lru_cache(maxsize=NUM_STEPS_KEPT)(self._divide)  # read ahead by a thread, and by `__iter__`
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -123,7 +123,7 @@ class StepLoader:
         try:
             for number in count(self.start_step):
                 begin = time.perf_counter()
-                size = self.accumulation if self.micro_batch_tokens is None else len(self._divided(number))
+                size = self.accumulation if self.micro_batch_tokens is None else len(self.micro_batches_of(number))
                 step = [next(batches) for _ in range(size)]
                 self.wait_s += time.perf_counter() - begin
                 self.num_tokens += sum(int(batch["attention_mask"].sum()) for batch in step)
@@ -139,7 +139,7 @@ class StepLoader:
             while True:
                 yield from self._slices([next(items) for _ in range(self.global_batch_size)])
         for step in count(self.start_step):
-            yield from self._divided(step)
+            yield from self.micro_batches_of(step)
 
     def _divide(self, step: int) -> list[list[int]]:
         """Returns the positions of this rank's micro-batches of a step."""

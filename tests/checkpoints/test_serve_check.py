@@ -22,7 +22,7 @@ from checkpoints.export.exporter import ExportOptions, export
 from data_prep import pocket
 from data_prep.config import DataConfig, data_config
 from train.serve_check import check as serve_check
-from train.serve_check.acceptance import Answers, Measured, differing_rounds, verdict
+from train.serve_check.acceptance import Answers, differing_rounds, verdict
 from train.serve_check.vllm_process import EngineFacts, EngineSetting, VllmProcess, prompt_data, validation_prompts
 
 PYTHON = sys.executable
@@ -54,18 +54,20 @@ def test_the_page_marks_rounds_that_emit_the_same_tokens_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "trained_with", "parts"),
+    ("rows", "trained_with", "has_fault", "parts"),
     [
-        (Measured(LOW, LOW, LOW), "token", ("draft bad", "20%", "train further")),
-        (Measured(GOOD, WORSE, WORSE), "token", ("export bad", "export again")),
-        (Measured(GOOD, BETTER, BETTER), "token", ("export bad",)),
-        (Measured(GOOD, GOOD, WORSE, has_fault=True), "token", ("engine bad", "54498", "pip install")),
-        (Measured(GOOD, GOOD, WORSE), "embed", ("engine bad", "image_inputs=token", "embed")),
-        (Measured(GOOD, GOOD, WORSE), "token", ("engine bad", "version and settings")),
+        ([LOW, LOW, LOW], "token", False, ("draft bad", "20%", "train further")),
+        ([GOOD, WORSE, WORSE], "token", False, ("export bad", "export again")),
+        ([GOOD, BETTER, BETTER], "token", False, ("export bad",)),
+        ([GOOD, GOOD, WORSE], "token", True, ("engine bad", "54498", "pip install")),
+        ([GOOD, GOOD, WORSE], "embed", False, ("engine bad", "image_inputs=token", "embed")),
+        ([GOOD, GOOD, WORSE], "token", False, ("engine bad", "version and settings")),
     ],
 )
-def test_the_verdict_is_what_is_bad_and_its_remedy(measured: Measured, trained_with: str, parts: tuple[str, ...]) -> None:
-    (line,) = verdict(measured, "token", trained_with)
+def test_the_verdict_is_what_is_bad_and_its_remedy(
+    rows: list[Answers], trained_with: str, has_fault: bool, parts: tuple[str, ...]
+) -> None:
+    (line,) = verdict(rows, "token", trained_with, has_fault)
     check_message(line, *parts)
 
 
@@ -73,9 +75,9 @@ def test_other_texts_have_a_wider_tolerance() -> None:
     rounds = [3, 1, 2, 3, 2] * 20
     ours = answers(rounds)
     few = [1 if place in (0, 5) else count for place, count in enumerate(rounds)]  # 2 of 99 rounds
-    assert verdict(Measured(ours, ours, answers(few)), "token", "token")
-    assert not verdict(Measured(ours, ours, answers(few, text=1)), "token", "token")
-    assert not verdict(Measured(ours, ours, ours), "token", "token")
+    assert verdict([ours, ours, answers(few)], "token", "token")
+    assert not verdict([ours, ours, answers(few, text=1)], "token", "token")
+    assert not verdict([ours, ours, ours], "token", "token")
 
 
 def test_prompts_are_those_of_the_run_without_videos(tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ from train.cli.validate import main as validate_main
 from train.config.checks import check
 from train.config.command_line import expand
 from train.config.hydra_app import compose
+from train.config.resuming import with_run_of_draft
 from train.config.schema import Config, Precision, ValidateConfig
 from train.config.store import target_dtype, target_name
 from train.distill.build import build_student
-from train.validation.selection import Checkpoint, settle
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_an_export_is_a_draft_of_every_command(tmp_path: Path) -> None:
     export_draft(tmp_path / "draft", out, dtype=torch.float32)
     assert find_models(generate.parse_args(["--draft", str(out)])) == (str(target), out)
     assert torch.equal(outputs(sage.load_draft(out, loaded)), outputs(made))
-    found = settle(compose("validate", [], ValidateConfig), Checkpoint(draft=out, run=None), [])
+    found = with_run_of_draft(compose("validate", [], ValidateConfig), out, None, [])
     assert (found.target.path, found.target.dtype) == (str(target), "fp32")
     config = compose("config", [f"target.path={target}", "draft=eagle3", f"draft.path={out}"], Config)
     config.draft.feature_levels = LEVELS  # type: ignore[attr-defined]
@@ -260,8 +260,8 @@ def test_a_draft_without_run_is_measured_in_its_targets_dtype(tmp_path: Path) ->
     folder = folder_of(tmp_path, dtype="bfloat16")
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps({"target_path": str(folder)}))
-    alone = Checkpoint(draft=tmp_path / "draft", run=None)
-    settled = settle(compose("validate", [], ValidateConfig), alone, [])
+    draft = tmp_path / "draft"
+    settled = with_run_of_draft(compose("validate", [], ValidateConfig), draft, None, [])
     assert (settled.target.path, settled.target.dtype) == (str(folder), "bf16")
     words = ["target.dtype=fp32"]
-    assert settle(compose("validate", words, ValidateConfig), alone, words).target.dtype == "fp32"
+    assert with_run_of_draft(compose("validate", words, ValidateConfig), draft, None, words).target.dtype == "fp32"

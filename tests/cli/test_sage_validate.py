@@ -19,11 +19,11 @@ from train.cli import validate as validate_cli
 from train.cli.validate import run_validation
 from train.config.command_line import expand
 from train.config.hydra_app import compose
-from train.config.schema import ConfigError, ValidateConfig
+from train.config.resuming import with_run_of_draft
+from train.config.schema import ValidateConfig
 from train.monitor.progress import Display
 from train.report.__main__ import main as draw
 from train.report.verdict import add_verdict
-from train.validation.selection import Checkpoint, settle
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,8 @@ def test_an_unwritable_report_is_refused_before_anything_is_loaded(run, tmp_path
     (tmp_path / "file").write_text("")
     with refused("file/here/validation/step_00000012/report.json", error=OSError):
         measured(f"checkpoint={run}", f"out={tmp_path}/file/here")
-    monkeypatch.setattr(validate_cli, "find_checkpoint", lambda _: Checkpoint(draft=run / "draft", run=tmp_path / "file"))
-    monkeypatch.setattr(validate_cli, "settle", lambda config, *_: config)
+    monkeypatch.setattr(validate_cli, "run_of", lambda _: tmp_path / "file")
+    monkeypatch.setattr(validate_cli, "with_run_of_draft", lambda config, *_: config)
     with refused("file/checks/draft_step_00000012/report.json", error=OSError):
         measured(f"checkpoint={run}")
 
@@ -158,8 +158,8 @@ def test_mistakes_are_one_line_that_names_the_remedy(run, overrides, parts):
 )
 def test_a_corrupt_run_is_named(run, tmp_path, content, parts):
     (tmp_path / "config.yaml").write_text(content)
-    with refused(*parts, error=ConfigError):
-        settle(composed(), Checkpoint(draft=run / "draft", run=tmp_path), [])
+    with refused(*parts):
+        with_run_of_draft(composed(), run / "draft", tmp_path, [])
 
 
 # -- which settings --------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_a_corrupt_run_is_named(run, tmp_path, content, parts):
 
 def test_only_named_fields_replace_those_of_the_run_and_options_are_merged(run):
     def settled(*overrides):
-        return settle(composed(*overrides), Checkpoint(draft=run / "draft", run=run), overrides).decode
+        return with_run_of_draft(composed(*overrides), run / "draft", run, overrides).decode
 
     saved = settled()
     assert (saved.policies, saved.num_prompts) == (["autoregressive", "static"], 2)
@@ -178,21 +178,20 @@ def test_only_named_fields_replace_those_of_the_run_and_options_are_merged(run):
 
 
 def test_a_choice_within_a_group_replaces_its_own_fields_only(run):
-    checkpoint = Checkpoint(draft=run / "draft", run=run)
     for overrides in (
         ["decode/policy=[autoregressive,chain]"],
         ["decode/policy=[chain]", "decode.policies=[autoregressive,chain]"],
     ):
-        settled = settle(composed(*overrides), checkpoint, overrides)
+        settled = with_run_of_draft(composed(*overrides), run / "draft", run, overrides)
         assert settled.decode.policies == ["autoregressive", "chain"] and "sage" not in settled.decode.options
         assert settled.decode.options["chain"] == {}
         assert (settled.decode.num_prompts, settled.decode.max_new_tokens) == (2, 6)
     overrides = ["decode/policy=[chain]", "decode.num_prompts=9", "decode.options.chain.depth=2"]
-    settled = settle(composed(*overrides), checkpoint, overrides)
+    settled = with_run_of_draft(composed(*overrides), run / "draft", run, overrides)
     assert settled.decode.num_prompts == 9 and settled.decode.options == {"chain": {"depth": 2}}
     saved = OmegaConf.load(run / "config.yaml").data
     overrides = ["+data/validation=textvqa", "data.validation.textvqa.path=x"]
-    settled = settle(composed(*overrides), checkpoint, overrides)
+    settled = with_run_of_draft(composed(*overrides), run / "draft", run, overrides)
     assert settled.data.validation["textvqa"].path == "x" and settled.data.name == saved.name
     assert settled.data.max_length == 777 and settled.decode.num_prompts == 2
 

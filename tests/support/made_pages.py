@@ -15,7 +15,7 @@ from data_prep.conversation import Conversation
 from data_prep.tools.stats import measure, render_html
 from sage.bench.measurement import BenchPrompt
 from train.report import page
-from train.serve_check.acceptance import Answers, Measured, render_check
+from train.serve_check.acceptance import Answers, render_check
 from train.validation.validate import write
 
 PHASES = ("draft_steps", "verify", "accept", "commit", "policy", "other")
@@ -100,7 +100,7 @@ def made_check(texts: Sequence[str], fault: str = "engine bad: <b>") -> str:
         asked.append(BenchPrompt(name=text, family=text, inputs={}, messages=talk))
     tokens = [list(range(LENGTH))] * len(texts)
     ours, theirs = (Answers(tokens, [rounds] * len(texts), DEPTH) for rounds in (OURS, THEIRS))
-    rows = Measured(ours, ours, theirs, ours).rows("vLLM")
+    rows = {"trained, our decoder": ours, "export, our decoder": ours, "export, vLLM": theirs}
     return render_check(rows, [fault], asked, Words(texts), dict.fromkeys(NAMED, texts[0]))
 
 

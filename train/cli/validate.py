@@ -7,21 +7,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from checkpoints.run_folder import REPORT, REPORT_HTML, REPORT_PAGE, draft_step
+from checkpoints.run_folder import REPORT, REPORT_HTML, REPORT_PAGE, draft_step, run_of
 from sage.commands.cli import EXIT_DONE, EXIT_STOPPED, run
+from sage.drafts.location import find_draft
 from sage.io.files import check_writable
 from sage.io.manifest import refuse_corrupt_draft
 from train.config.checks import check_decode, check_path, check_ranges
 from train.config.command_line import launch_keys, refuse_unused, task_overrides
 from train.config.hydra_app import App
+from train.config.resuming import with_run_of_draft
 from train.config.schema import ConfigError, TrainConfig, ValidateConfig
 from train.config.store import key_of
 from train.launch import cluster_env
 from train.launch.launcher import configure_logging
 from train.report.compare import run_command
-from train.validation.selection import Checkpoint, find_checkpoint, settle
 
 COMPARE = "--compare"
+RUNS = Path("runs")  # contains the checks of drafts without a run, whose folder is only read
 UNUSED = dict.fromkeys(launch_keys("device", "threads"), "in sage-validate, which measures in one process; remove it") | {
     "data.answers": "in sage-validate, which reads prompts alone; remove it",
 }
@@ -46,18 +48,20 @@ def run_validation(config: ValidateConfig) -> int:
     refuse_unused(given, UNUSED)
     if [key_of(override) for override in given].count("checkpoint") > 1:
         raise ConfigError("checkpoint: given twice (draft= is another name for it); give one draft")
-    checkpoint = find_checkpoint(config)
-    refuse_corrupt_draft(checkpoint.draft)  # before a large target is loaded
-    config = settle(config, checkpoint, given)
+    if config.checkpoint is None:
+        raise ConfigError("checkpoint: missing; give checkpoint=RUN, or draft=DIR with target=NAME")
+    draft = find_draft(config.checkpoint, "checkpoint")
+    refuse_corrupt_draft(draft)  # before a large target is loaded
+    config = with_run_of_draft(config, draft, run_of(draft), given)
     check_ranges(config)
     check_decode(config)
     check_path("target.path", config.target.path)
     configure_logging(config.debug)
-    report = _measure(config, checkpoint)
+    report = _measure(config, draft)
     return EXIT_STOPPED if "partial" in report else EXIT_DONE
 
 
-def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+def _measure(config: ValidateConfig, folder: Path) -> dict[str, Any]:
     """Loads target and draft, measures, writes the report and prints its table; returns the report.
 
     Ctrl-C ends the measurement; the prompts that were decoded completely are reported.
@@ -74,13 +78,13 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from train.validation.prompts import PromptSet
     from train.validation.validate import ReportInfo, build_policies, validate
 
-    step = draft_step(checkpoint.draft) or None  # 0 is that of an imported draft
+    step, run_folder = draft_step(folder) or None, run_of(folder)  # step 0 is that of an imported draft
     info = ReportInfo(
-        run_dir=config.out or checkpoint.home,
+        run_dir=config.out or run_folder or RUNS,
         step=step,
-        draft_name=str(checkpoint.draft),
-        check=None if config.out and step is not None else checkpoint.draft.absolute().name,
-        run=checkpoint.run,
+        draft_name=str(folder),
+        check=None if config.out and step is not None else folder.absolute().name,
+        run=run_folder,
     )
     check_writable(info.folder / REPORT)
     if not sys.stderr.isatty():
@@ -92,7 +96,7 @@ def _measure(config: ValidateConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     target = config.target.load(pick_device(str(config.launch.device), 0), config.decode.dtype, config.device_map)
     assert target.processor is not None
     target.processor.thinking = config.data.thinking.flag
-    draft = sage.load_draft(checkpoint.draft, target)
+    draft = sage.load_draft(folder, target)
     prompt_set, ends = PromptSet(target, config.decode, held_out), (KeyboardInterrupt,)
     with closing(open_display(None, TrainConfig.log_interval_s, is_main=True)) as display:
         show = display.show_validation

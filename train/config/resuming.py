@@ -1,13 +1,13 @@
-"""Resuming a run with its own configuration: what the command line overrides, and which overrides are allowed.
+"""Resuming a run, and measuring its draft, with its own configuration: what the command line overrides, and whether it may.
 
-Length, launch, saving, tracking and decoding may change; so may optim and objective, which is recorded with the step. Seed,
-target, draft, data, score, batch and optim.kind would make it another run.
+A resumed run may change its length, launch, saving, tracking and decoding; so may optim and objective, which is recorded with
+the step. Seed, target, draft, data, score, batch and optim.kind would make it another run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from checkpoints.run_folder import CONFIG, RECIPE, dotted_keys, is_run, read_run_config
 from sage.decoding.settings import AnswerSettings
-from train.config.schema import Config, ConfigError
-from train.config.store import BY_PATH, POLICY_GROUP, key_of, subschemas
+from sage.drafts.location import target_of
+from train.config.schema import Config, ConfigError, ValidateConfig
+from train.config.store import BY_PATH, POLICY_GROUP, key_of, subschemas, target_dtype, target_name
 
 # Prefixes of the keys that may not change when a run is resumed.
 FIXED = (
@@ -30,7 +31,7 @@ CHANGEABLE = ("data.num_workers", "data.bad_list", "data.cache_keep")  # not dat
 UNRECORDED = ("run.", "debug", "launch.plan")  # settings of the command rather than of the run
 # Choices that identify a run, by the key in which two of them differ: the run's own choice changes nothing else.
 IDENTITIES = {"target": "target.path", "draft": "draft.kind", "draft/compressor": "draft.compressor.kind", "data": "data.name"}
-UNUSED_GROUPS = ("experiment", "sweep")  # compositions to start with; a run's own configuration contains their values
+MEASURED = ("target", "data", "decode")  # groups of a run's configuration that its draft is measured with
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,38 @@ def with_own_config(composed: DictConfig, overrides: Sequence[str]) -> DictConfi
     if not is_run(folder):
         raise ConfigError(f"run.dir={folder}: no run to resume there ({CONFIG} is missing); give the folder of a run")
     config = _read_typed(folder)
-    for override in overrides:
-        key = key_of(override)
-        if override == BY_PATH or key in UNUSED_GROUPS:
-            continue
-        own = IDENTITIES.get(key, key.replace("/", "."))
-        for name in ("decode.policies", "decode.options") if key == POLICY_GROUP else (own,):
-            OmegaConf.update(config, name, OmegaConf.select(composed, name), merge=False, force_add=True)
+    _apply(overrides, composed, config, IDENTITIES)
     config.run.dir, config.run.resume = str(folder), True
     config.debug = composed.debug
     return config
+
+
+def with_run_of_draft(config: ValidateConfig, draft: Path, run: Path | None, overrides: Sequence[str]) -> ValidateConfig:
+    """Returns the configuration with settings that are not overridden taken from the run of a draft, or from the draft itself.
+
+    ConfigError if the run's configuration cannot be used, ValueError without a target.
+    """
+    if run is not None:
+        own = _read_typed(run, MEASURED)
+        _apply([word for word in overrides if not word.startswith("~")], OmegaConf.structured(config), own, {})
+        groups: dict[str, Any] = {name: OmegaConf.to_object(own[name]) for name in MEASURED}
+        return replace(config, **groups)
+    keys = {key_of(override) for override in overrides if override != BY_PATH}
+    if {"target", "target.path"} & keys:
+        return config
+    path = target_of(draft, "target=NAME or target.path=DIR")
+    dtype = config.target.dtype if "target.dtype" in keys else target_dtype(path)
+    return replace(config, target=replace(config.target, name=target_name(path), path=path, dtype=dtype))
+
+
+def _apply(overrides: Sequence[str], composed: DictConfig, own: DictConfig, identities: Mapping[str, str]) -> None:
+    """Takes what is overridden from the composed configuration: a choice replaces, options of policies are merged."""
+    for override in overrides:
+        key = key_of(override)
+        own_key = identities.get(key, key.replace("/", "."))
+        for name in ("decode.policies", "decode.options") if key == POLICY_GROUP else (own_key,):
+            if override != BY_PATH and name.partition(".")[0] in own:  # `own` contains what experiment and sweep have set
+                OmegaConf.update(own, name, OmegaConf.select(composed, name), merge="." in key, force_add=True)
 
 
 def own_choices(given: Mapping[str, str]) -> list[str]:
@@ -72,7 +95,7 @@ def own_choices(given: Mapping[str, str]) -> list[str]:
     run = Path(given.get("run.dir", ""))
     if given.get("run.resume", "").lower() != "true" or not is_run(run):
         return []
-    return [f"{group}={kind}" for group, kind in _kinds_of(read_plain(run)).items() if group not in given]
+    return [f"{group}={kind}" for group, kind in _kinds_of(read_run_config(run)).items() if group not in given]
 
 
 def changes(config: Config) -> list[Change]:
@@ -104,21 +127,19 @@ def _settings(config: DictConfig) -> dict[str, Any]:
     return {key: value for key, value in dotted_keys(tree).items() if value != {}}
 
 
-def _read_typed(folder: Path) -> DictConfig:
-    """The run's configuration with the types of the schema; keys that its version did not have get their defaults."""
+def _read_typed(run: Path, groups: Sequence[str] = ()) -> DictConfig:
+    """The configuration that the run used last, or these groups of it, with the types of the schema.
+
+    Keys that the run's version did not have get their defaults.
+    """
+    saved = read_run_config(run)
     try:
-        return with_types(read_plain(folder))
+        return with_types({name: saved[name] for name in groups or saved})
     except (OmegaConfBaseException, KeyError) as error:
-        reason = " ".join(str(error).split("\n")[0].split())
-        raise ConfigError(f"{folder}: its configuration does not fit this version ({reason}); start another run.dir") from error
-
-
-def read_plain(run: Path, remedy: str = "give another run.dir") -> dict[str, Any]:
-    """Returns the configuration that the run used last, as nested plain values; ConfigError if it cannot be read."""
-    try:
-        return read_run_config(run)
-    except ValueError as error:
-        raise ConfigError(f"{error}; {remedy}") from error
+        line = " ".join(str(error).split("\n")[0].split())
+        reason = f"{error.full_key}: {line}" if isinstance(error, OmegaConfBaseException) else f"no {line}"
+        remedy = "give the folder of a run that it made"
+        raise ConfigError(f"{run / CONFIG}: does not fit this version of sage-draft ({reason}); {remedy}") from error
 
 
 def with_types(saved: Mapping[str, Any]) -> DictConfig:

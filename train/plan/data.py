@@ -1,6 +1,6 @@
 """The data of a run in its plan: number of examples, invalid items, examples that are too long, and padding.
 
-The run reuses what is prepared here from the cache. For padding, its loader runs over examples that have lengths only.
+The run reuses what is prepared here from the cache. For padding, its loader divides examples that have lengths only.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from huggingface_hub import try_to_load_from_cache
 
 from data_prep.build import build_dataset, long_examples, open_sources
@@ -157,7 +155,7 @@ def _padded_tokens(lengths: np.ndarray, config: Config, rank: int, ranks: int) -
     train = config.train
     loader = StepLoader(
         _Examples(lengths),
-        lambda examples: {"attention_mask": torch.ones(len(examples), max(len(e["input_ids"]) for e in examples))},
+        dict,
         train.global_batch_size,
         train.micro_batch_size,
         rank,
@@ -166,23 +164,17 @@ def _padded_tokens(lengths: np.ndarray, config: Config, rank: int, ranks: int) -
         length_window=train.length_window,
         micro_batch_tokens=train.micro_batch_tokens,
     )
-    steps = iter(loader)
-    tokens = [[batch["attention_mask"].numel() for batch in step] for step in islice(steps, NUM_STEPS)]
-    steps.close()
-    return tokens
+    return [[len(batch) * max(lengths[batch]) for batch in loader.micro_batches_of(step)] for step in range(NUM_STEPS)]
 
 
+@dataclass
 class _Examples:
     """Examples that have a length and no content."""
 
-    def __init__(self, lengths: np.ndarray) -> None:
-        self.lengths = lengths
+    lengths: np.ndarray
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def __getitem__(self, position: int) -> dict[str, Any]:
-        return {"id": str(position), "input_ids": range(int(self.lengths[position]))}
 
     def epoch(self, seed: int, epoch: int) -> np.ndarray:
         return permutation(len(self), seed, epoch)

@@ -85,19 +85,6 @@ def decode_chain(target: Target, draft: Any, prompts: Sequence[BenchPrompt], dep
     return Answers(tokens, emitted, depth, accepted)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The answers of one draft in three places: as trained and as exported in our decoder, and as exported in the engine."""
-
-    trained: Answers
-    exported: Answers
-    engine: Answers
-    has_fault: bool = False  # whether the engine drafts wrongly after images, because our plugin is missing
-
-    def rows(self, engine: str) -> dict[str, Answers]:
-        return {"trained, our decoder": self.trained, "export, our decoder": self.exported, f"export, {engine}": self.engine}
-
-
 def acceptance_table(rows: Mapping[str, Answers]) -> tuple[list[str], list[list[str]]]:
     """Returns head and rows of a table of answers by label; their texts are compared with those of the first row."""
     reference = next(iter(rows.values()))
@@ -121,36 +108,36 @@ def is_short_of(answers: Answers, reference: Answers) -> bool:
     return any(theirs < ours - tolerance for ours, theirs in zip(reference.accepted, answers.accepted, strict=True))
 
 
-def verdict(found: Measured, fed: str | None, trained_with: str | None) -> list[str]:
+def verdict(rows: Sequence[Answers], fed: str | None, trained_with: str | None, has_fault: bool = False) -> list[str]:
     """Returns one line for each part at fault, the first to correct first; empty if all are good.
 
-    `fed` and `trained_with` are the draft's inputs at image positions in the engine and in training; None: it has none.
+    Args:
+        rows: the answers of one draft: as trained and as exported in our decoder, and as exported in the engine.
+        fed, trained_with: the draft's inputs at image positions in the engine and in training; None: it has none.
+        has_fault: whether the engine drafts wrongly after images, because our plugin is missing.
     """
-    lines, first = [], found.trained.accepted[0]
+    trained, exported, engine = rows
+    lines, first = [], trained.accepted[0]
     if first < MIN_FIRST:
         lines.append(
             f"draft bad: our decoder accepts its first token in {first:.0%} of the rounds, less than {MIN_FIRST:.0%}: train "
             "further, or on data like these prompts"
         )
-    if is_short_of(found.exported, found.trained) or is_short_of(found.trained, found.exported):
+    if is_short_of(exported, trained) or is_short_of(trained, exported):
         lines.append(
             "export bad: in our decoder, the exported weights and levels are accepted differently from the trained draft's: "
             "export again"
         )
-    if is_short_of(found.engine, found.exported):
-        lines.append(f"engine bad: it accepts less of the export than our decoder: {_cause(found, fed, trained_with)}")
-    return lines
-
-
-def _cause(found: Measured, fed: str | None, trained_with: str | None) -> str:
-    if found.has_fault:
+    if not is_short_of(engine, exported):
+        return lines
+    cause = "draft and export are right; check its version and settings"
+    if has_fault:
         fault = "it drafts wrongly after images of this target (vllm-project/vllm issue 54498), which our plugin corrects"
-        return f"{fault}: run `{INSTALL_PLUGIN}` in its environment and check again"
-    if fed != trained_with:
-        return (
-            f"at image positions it feeds draft.image_inputs={fed}, the draft was trained with {trained_with}: train with {fed}"
-        )
-    return "draft and export are right; check its version and settings"
+        cause = f"{fault}: run `{INSTALL_PLUGIN}` in its environment and check again"
+    elif fed != trained_with:
+        cause = f"at image positions it feeds draft.image_inputs={fed}, the draft was trained with {trained_with}: "
+        cause += f"train with {fed}"
+    return [*lines, f"engine bad: it accepts less of the export than our decoder: {cause}"]
 
 
 def differing_rounds(answers: Answers, base: Answers, prompt: int) -> list[bool]:
@@ -169,7 +156,7 @@ def render_check(
     tokenizer: Any,
     settings: Mapping[str, str],
 ) -> str:
-    """Returns the page of the answers by label (`Measured.rows`), with draft, export, target and engine among the settings."""
+    """Returns the page of the answers by label, as `verdict` takes them; draft, export, target and engine are settings."""
     base = list(rows.values())[BASE]
     differing = [{label: differing_rounds(side, base, place) for label, side in rows.items()} for place in range(len(prompts))]
     order = sorted(range(len(prompts)), key=lambda place: -sum(map(sum, differing[place].values())))

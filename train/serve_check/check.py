@@ -30,7 +30,7 @@ from sage.io.dtypes import dtype_name
 from sage.io.files import check_writable
 from sage.io.machine import available_cores
 from sage.io.tables import text_table
-from train.serve_check.acceptance import Answers, Measured, acceptance_table, decode_chain, render_check, verdict
+from train.serve_check.acceptance import Answers, acceptance_table, decode_chain, render_check, verdict
 from train.serve_check.vllm_process import (
     PROMPTS_FILE,
     EngineFacts,
@@ -114,9 +114,6 @@ def serve_check(options: ServeCheck) -> ServeResult:
         torch.cuda.empty_cache()  # the engine needs the target's memory
         logger.info("decoding them with %s %s", label, engine.version)
         theirs = _decode_theirs(options, replace(setting, speculative=format_.vllm_options), Path(scratch))
-    found = Measured(
-        as_trained, as_exported, theirs, has_fault=bool(facts.mrope_section) and facts.has_images and not engine.has_plugin
-    )
     fed = FED_INPUTS[ENGINE] if facts.has_images and fed_in_training else fed_in_training
     settings = {
         "draft": source.draft,
@@ -129,7 +126,9 @@ def serve_check(options: ServeCheck) -> ServeResult:
         "maximum tokens": options.max_new_tokens,
     }
     shown = {name: str(value) for name, value in settings.items()}
-    rows, faults = found.rows(label), verdict(found, fed, fed_in_training)
+    rows = {"trained, our decoder": as_trained, "export, our decoder": as_exported, f"export, {label}": theirs}
+    has_fault = bool(facts.mrope_section) and facts.has_images and not engine.has_plugin
+    faults = verdict([*rows.values()], fed, fed_in_training, has_fault)
     return ServeResult(rows, faults, render_check(rows, faults, prompts, tokenizer, shown))
 
 
@@ -182,25 +181,19 @@ def _decode_ours(
 
 
 def _decode_theirs(options: ServeCheck, setting: EngineSetting, scratch: Path) -> Answers:
-    log = scratch / "vllm.log"
-    process = VllmProcess(
-        options.python, scratch / PROMPTS_FILE, log, max_new_tokens=options.max_new_tokens, cores=available_cores()
-    )
+    """Returns the answers of the engine; ValueError if it ends before, which keeps its log."""
+    handle, name = tempfile.mkstemp(prefix="sage-serve-check-", suffix=".log")
+    os.close(handle)
+    limits: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "cores": available_cores()}
     try:
-        with process:
+        with VllmProcess(options.python, scratch / PROMPTS_FILE, Path(name), **limits) as process:
             process.load(setting)
             answers = process.trace()
     except EngineFailed as error:
-        raise ValueError(_reason(options.python, error.code, log)) from error
+        lines = Path(name).read_text(encoding="utf-8", errors="replace").split("\n")
+        reasons = [line for line in lines if "Error" in line] or [line for line in lines if line.strip()] or ["no output"]
+        ended = f"{ENGINE} ended with exit code {error.code}: {reasons[-1].strip()[:300]}"
+        raise ValueError(f"--engine-python {options.python}: {ended}; its log is {name}") from error
+    os.unlink(name)
     tokens, rounds, counts = ([answer.get(name, []) for answer in answers] for name in ("tokens", "rounds", "accepted"))
     return Answers(tokens, rounds, setting.depth, counts)
-
-
-def _reason(python: Path, code: int, log: Path) -> str:
-    """Returns the message for an engine that ended, and keeps its log."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    errors = [line for line in lines if "Error" in line] or [line for line in lines if line] or ["no output"]
-    handle, kept = tempfile.mkstemp(prefix="sage-serve-check-", suffix=".log")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")
-    return f"--engine-python {python}: {ENGINE} ended with exit code {code}: {errors[-1][:300]}; its log is {kept}"
