@@ -33,7 +33,7 @@ from sage.io.tables import markdown_table
 from sage.targets.families import family_of
 from train.config.hydra_app import compose
 from train.config.schema import Config
-from train.plan.estimate import CALL_S, CALLS_PER_LAYER, bytes_of_step, estimate, flops_of_step
+from train.plan.estimate import CALL_S, CALLS_PER_LAYER, LaunchPlan, bytes_of_step, flops_of_step
 from train.plan.memory import MetaModels, Workload, build_on_meta
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
@@ -123,7 +123,7 @@ def _step(figures: Results, config: Config, models: MetaModels) -> Iterator[Row]
 def _training(figures: Results) -> Iterator[Row]:
     """A run whose examples are shorter than the longest ones of the plan."""
     config = compose("config", [*TRAIN_LARGE.split(), f"target={LARGE}", "data.path=/no/data", "launch.plan=true"], Config)
-    plan = estimate(config, build_on_meta(config), 1)
+    plan = LaunchPlan(config=config, models=build_on_meta(config), ranks=1)
     files = figures.get("train_7b", {}).get("files", {})
     lines = files.get("metrics.jsonl", [])
 

@@ -25,7 +25,7 @@ from train.config.hydra_app import compose
 from train.config.schema import Config, Offload
 from train.engine.optimizers import matrices_of
 from train.plan.data import DataPlan, extent_of
-from train.plan.estimate import estimate
+from train.plan.estimate import LaunchPlan
 from train.plan.memory import WORKING, Extent, build_on_meta, draft_activations, draft_memory
 from train.plan.text import gigabytes, render
 
@@ -200,7 +200,7 @@ def test_the_longest_example_of_the_data_is_planned() -> None:
     assert extent_of(lengths, DataConfig(max_length=100), has_images=True) is None
     config = configure("target=qwen2_5_vl_7b", "data=llava_instruct")
     models = build_on_meta(config)
-    found, unknown = estimate(config, models, 1, extent), estimate(config, models, 1)
+    found, unknown = (LaunchPlan(config=config, models=models, ranks=1, extent=longest) for longest in (extent, None))
     assert (found.length, found.num_visual, found.num_roots) == (960, 900, 750)
     assert (unknown.length, unknown.num_visual, unknown.num_roots) == (18_432, 18_432 - 2048, 4096)
     assert found.total_bytes < unknown.total_bytes

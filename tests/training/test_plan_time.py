@@ -11,7 +11,7 @@ from support.train_helpers import big, configure
 
 from train.config.derived import sharding_ranks, validation_line
 from train.plan.data import balance_of
-from train.plan.estimate import estimate, plan
+from train.plan.estimate import LaunchPlan, plan
 from train.plan.memory import build_on_meta
 from train.plan.text import render
 
@@ -57,7 +57,7 @@ def test_layers_sharded_within_nodes_are_not_sent_over_the_network() -> None:
     words = ("target=qwen2_5_vl_72b", "deepspeed.shard_target=true", "train.micro_batch_size=2")
     configs = [configure(*words, f"deepspeed.shard_over={over}") for over in ("node", "world")]
     models = build_on_meta(configs[0])
-    node, world = (estimate(config, models, 32) for config in configs)
+    node, world = (LaunchPlan(config=config, models=models, ranks=32) for config in configs)
     layers = models.layers_parameters * 2
     assert node.memory["target layers, 1/8"] == layers / 8 and world.memory["target layers, 1/32"] == layers / 32
     assert world.gather_s > 1.5 * node.gather_s, "most of them cross the network"

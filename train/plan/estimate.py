@@ -27,8 +27,6 @@ from train.plan.memory import (
     BYTES,
     MASTER_BYTES,
     WORKING,
-    Extent,
-    MetaModels,
     Workload,
     build_on_meta,
     draft_layers,
@@ -56,6 +54,8 @@ SUM_BYTES = 2 * MASTER_BYTES  # of an entry of a sum of gradients, read and writ
 class LaunchPlan(Workload):
     """The needs of a run: bytes per GPU, and seconds per optimizer step of the longest examples and of the actual data.
 
+    ConfigError if the global batch cannot be split evenly over the ranks.
+
     Attributes:
         accumulation: micro-batches per rank and optimizer step.
         change: overrides that make the run fit; None if it fits as it is, or if none do.
@@ -66,13 +66,13 @@ class LaunchPlan(Workload):
         num_steps, num_validations, validation_share: None if they depend on the size of the data.
     """
 
-    accumulation: int
     data: DataPlan | None = None
     change: list[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         config, target = self.config, self.models.target
+        _, self.accumulation = split_of_length(config, self.ranks, self.length)
         self.memory, self.validation_bytes = memory_per_gpu(self), validation_memory(self)
         states = sum(amount for part, amount in self.memory.items() if part not in WORKING)
         self.total_bytes = max(sum(self.memory.values()), states + self.validation_bytes)
@@ -83,7 +83,11 @@ class LaunchPlan(Workload):
         }
         is_sharded, accumulation = config.deepspeed.shard_target, self.accumulation
         self.pass_gather_s = transfer_s(self, self.layers_bytes, self.sharding_ranks) if is_sharded else 0.0
-        self.gather_s = accumulation * exposed_s(self.pass_gather_s, self.parts_s["text"] / accumulation, target.num_layers)
+        # Each layer is gathered while the one before it runs: a pass waits for the first one, and for what takes longer than
+        # running.
+        excess_s = max(0.0, self.pass_gather_s - self.parts_s["text"] / accumulation)
+        waited_s = (self.pass_gather_s + (target.num_layers - 1) * excess_s) / target.num_layers
+        self.gather_s = accumulation * waited_s
         self.update_s = update_s(self, accumulation)
         self.floor_s = sum(self.flops.values()) / self.flops_per_s / self.ranks
         self.step_s = self.data_step_s = sum(self.parts_s.values()) + self.gather_s + self.update_s
@@ -165,15 +169,9 @@ class LaunchPlan(Workload):
 def plan(config: Config, data: DataPlan | None = None) -> LaunchPlan:
     """Returns the plan of a run, with a change that makes it fit if it does not."""
     ranks = config.launch.gpus or config.launch.ranks or 1
-    current = estimate(config, build_on_meta(config), ranks, data.extent if data else None)
-    return replace(current, data=data, change=None if current.fits else find_change(current))
-
-
-def estimate(config: Config, models: MetaModels, ranks: int, extent: Extent | None = None) -> LaunchPlan:
-    """Returns the plan of a run as it is; ConfigError if the global batch cannot be split evenly over the ranks."""
-    length = Workload(config=config, models=models, ranks=ranks, extent=extent).length
-    _, accumulation = split_of_length(config, ranks, length)
-    return LaunchPlan(config=config, models=models, ranks=ranks, extent=extent, accumulation=accumulation)
+    extent = data.extent if data else None
+    current = LaunchPlan(config=config, models=build_on_meta(config), ranks=ranks, extent=extent, data=data)
+    return current if current.fits else replace(current, change=find_change(current))
 
 
 def _smaller_settings(decode: DecodeConfig, scored: PolicyName) -> Iterator[tuple[str, Any]]:
@@ -246,7 +244,7 @@ def _fits(current: LaunchPlan, changes: Sequence[Change], is_checked: bool = Fal
     try:
         if is_checked:
             check_deepspeed(config, ranks)
-        return estimate(config, current.models, ranks, current.extent).fits
+        return LaunchPlan(config=config, models=current.models, ranks=ranks, extent=current.extent).fits
     except ConfigError:  # or the batch cannot be split over so many ranks
         return False
 
@@ -282,7 +280,7 @@ def bytes_of_step(work: Workload) -> dict[str, float]:
     heads = (text.num_attention_heads + target.num_kv_heads) * target.head_dim
     width, mlp_width, _ = target.family.vision_sizes
     compiled = compiled_parts(work)
-    sizes, draft_depth, draft_heads = draft_layers(draft)
+    shape = draft_layers(draft)
     predicted = work.steps * work.drafted_share
     passes = config.train.global_batch_size / work.micro_batch_size
     chunks = math.ceil(predicted * work.micro_batch_tokens / config.objective.chunk_tokens)
@@ -290,12 +288,12 @@ def bytes_of_step(work: Workload) -> dict[str, float]:
     layers = {
         "vision": (width, mlp_width, 2 * width, frozen),
         "text": (target.hidden_size, target.family.mlp_width, heads, frozen),
-        "draft": (sizes.hidden_size, sizes.intermediate_size, draft_heads, trained),
+        "draft": (shape.sizes.hidden_size, shape.sizes.intermediate_size, shape.queries + shape.keys, trained),
     }
     rows = {
         "vision": int(getattr(work.vision, "depth", getattr(work.vision, "num_hidden_layers", 0))) * patches,
         "text": target.num_layers * tokens,
-        "draft": draft_depth * tokens * _draft_rows(work)[0] * (1 + BACKWARD),
+        "draft": shape.count * tokens * _draft_rows(work)[0] * (1 + BACKWARD),
     }
     traffic = {part: layer_bytes(*layer, part in compiled) * rows[part] for part, layer in layers.items()}
     logits = work.draft_vocab_size * tokens * (46 * _compared_share(work) + 68 * predicted)
@@ -343,13 +341,6 @@ def transfer_s(work: Workload, size: float, group: int) -> float:
     nodes = math.ceil(group / work.ranks_per_node)
     within, between = (size * (parts - 1) / parts for parts in (group, nodes))
     return max(within / NVLINK_BYTES_PER_S, between / NETWORK_BYTES_PER_S)
-
-
-def exposed_s(gather_s: float, text_s: float, layers: int) -> float:
-    """Returns the part of gathering all layers (`gather_s`) that a pass waits for, since each is gathered while the one before
-    it runs (`text_s` for all): the first layer, and what takes longer than running.
-    """
-    return gather_s / layers + (layers - 1) / layers * max(0.0, gather_s - text_s)
 
 
 def update_s(work: Workload, accumulation: int) -> float:

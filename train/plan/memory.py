@@ -211,11 +211,9 @@ def validation_memory(work: Workload) -> float:
     """Returns bytes of a validation: the draft as it is decoded, caches, the prefill of the longest prompt, captured graphs."""
     target, draft, size = work.models.target, work.models.draft.network, BYTES[work.config.target.dtype]
     tokens = work.length + work.config.decode.max_new_tokens
-    sizes, layers, heads = draft_layers(draft)
-    keys = heads * sizes.num_key_value_heads / (sizes.num_attention_heads + sizes.num_key_value_heads)
-    decode = work.config.decode
+    decode, shape = work.config.decode, draft_layers(draft)
     nodes = max(new_policy(name, **decode.options.get(name, {})).tree_capacity for name in (AUTOREGRESSIVE, *decode.policies))
-    caches = MAX_FREE * (target.cache_bytes(tokens, nodes, size) + tokens * 2 * size * layers * keys)
+    caches = MAX_FREE * (target.cache_bytes(tokens, nodes, size) + tokens * 2 * size * shape.count * shape.keys)
     features = (2 + len(work.models.draft.levels)) * target.hidden_size
     text = 3 * (target.hidden_size + target.family.mlp_width)
     prefill = work.length * size * features + max(work.length * size * text, _vision(work) / work.micro_batch_size)
@@ -281,35 +279,50 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
     rope and its output, and the four factors of the gated MLP. A compressor shortens the sequence after features are fused; its
     learned operators keep their inputs. Drafts are unrolled from `num_roots` pairs.
     """
-    size = BYTES[config.train.precision]
-    sizes, layers, heads = draft_layers(draft)
-    per_layer = 7 * sizes.hidden_size + 4 * sizes.intermediate_size + 3 * heads
+    size, shape = BYTES[config.train.precision], draft_layers(draft)
+    hidden = shape.sizes.hidden_size
+    per_layer = 7 * hidden + 4 * shape.sizes.intermediate_size + 3 * (shape.queries + shape.keys)
     copies = 2 if getattr(draft.config, "fc_norm", False) else 1  # before and after the norms of the levels
     levels, rows = copies * len(getattr(draft, "levels", ())), draft_rows(draft, length, num_visual)
     learned = sum(isinstance(part, (Conv, Resampler)) for part in draft.modules())
     inputs = (length * levels if levels else rows * 2) + num_visual * 2 * learned
     steps, roots = steps_per_anchor(config, draft), min(rows, num_roots, config.objective.anchors or rows)
-    chains = 0.0 if KINDS[config.draft.kind].is_parallel else chain_bytes(sizes, heads, size, int(steps), rows, roots)
-    kept = inputs * sizes.hidden_size + roots * steps * layers * per_layer
+    chains = 0.0 if KINDS[config.draft.kind].is_parallel else chain_bytes(shape, size, int(steps), rows, roots)
+    kept = inputs * hidden + roots * steps * shape.count * per_layer
     if roots < rows:
-        shared = heads * sizes.num_key_value_heads / (sizes.num_attention_heads + sizes.num_key_value_heads)
-        kept += rows * (4 * sizes.hidden_size + 3 * shared)  # normalized inputs, keys and values
+        kept += rows * (4 * hidden + 3 * shape.keys)  # normalized inputs, keys and values
     return batch * (size * kept + chains)
 
 
-def chain_bytes(sizes: Any, heads: int, size: int, steps: int, rows: int, roots: int) -> float:
+class DraftLayers(NamedTuple):
+    """The layers of a draft: their configuration and number; widths of all heads of queries, of keys, and of one head."""
+
+    sizes: Any
+    count: int
+    queries: int
+    keys: int
+    head_dim: int
+
+
+def draft_layers(draft: Any) -> DraftLayers:
+    """Returns the sizes of a draft's layers, of a head or of a model."""
+    sizes = getattr(draft.config, "text_config", draft.config)
+    layers = getattr(sizes, "num_hidden_layers", 1) if sizes is not draft.config else getattr(draft, "num_layers", 1)
+    is_model = hasattr(sizes, "num_hidden_layers")
+    kv_heads, head_dim = layer_sizes(sizes)[0] if is_model else (sizes.num_key_value_heads, sizes.head_dim)
+    return DraftLayers(sizes, layers, sizes.num_attention_heads * head_dim, kv_heads * head_dim, head_dim)
+
+
+def chain_bytes(shape: DraftLayers, size: int, steps: int, rows: int, roots: int) -> float:
     """Returns bytes per sequence that the attention of unrolled steps keeps beyond its inputs and its output.
 
     Step i multiplies every query with the i keys of its chain in float32, where the values keep their precision, and attends to
     the keys of all pairs with `EXTRA` columns more. For fewer roots than rows it has an additive mask.
     """
-    groups = sizes.num_attention_heads // sizes.num_key_value_heads
-    keys = heads // (groups + 1)
-    head_dim = keys // sizes.num_key_value_heads
-    chains = roots * keys * steps * (steps - 1) / 2 * (MASTER_BYTES + size)
-    casts = (steps - 1) * roots * groups * keys * MASTER_BYTES * (size < MASTER_BYTES)
-    longer = (steps - 1) * (roots * groups + 2 * rows) * keys * (1 + EXTRA / head_dim) * size
-    mask = roots * groups * rows * size if roots < rows else 0
+    chains = roots * shape.keys * steps * (steps - 1) / 2 * (MASTER_BYTES + size)
+    casts = (steps - 1) * roots * shape.queries * MASTER_BYTES * (size < MASTER_BYTES)
+    longer = (steps - 1) * (roots * shape.queries + 2 * rows * shape.keys) * (1 + EXTRA / shape.head_dim) * size
+    mask = roots * shape.queries // shape.keys * rows * size if roots < rows else 0
     return chains + casts + longer + mask
 
 
@@ -319,15 +332,6 @@ def steps_per_anchor(config: Config, draft: Any) -> float:
         return config.objective.steps
     assert isinstance(config.draft, SlotOptions)
     return sum(config.draft.kept_shares(draft.num_levels))
-
-
-def draft_layers(draft: Any) -> tuple[Any, int, int]:
-    """Returns the configuration of a draft's layers, their number, and the width of all heads of queries and keys."""
-    sizes = getattr(draft.config, "text_config", draft.config)
-    layers = getattr(sizes, "num_hidden_layers", 1) if sizes is not draft.config else getattr(draft, "num_layers", 1)
-    is_model = hasattr(sizes, "num_hidden_layers")
-    kv_heads, head_dim = layer_sizes(sizes)[0] if is_model else (sizes.num_key_value_heads, sizes.head_dim)
-    return sizes, layers, (sizes.num_attention_heads + kv_heads) * head_dim
 
 
 def draft_rows(draft: Any, length: int, num_visual: int) -> int:
