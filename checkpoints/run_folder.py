@@ -266,12 +266,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 # -- the validation score ----------------------------------------------------------------------------------------------
 
 
-def score_settings(run_config: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Returns (`score.metric`, `score.policy`) of a run's configuration, with defaults for missing keys."""
-    score = run_config.get("score") or {}
-    return score.get("metric") or DEFAULT_METRIC, score.get("policy")
-
-
 def score_policy(policies: Iterable[str], policy: str | None = None) -> str | None:
     """Returns the policy that is scored: `policy` if measured, else `sage`, else the first that drafts; None if none does."""
     drafting = [str(name) for name in policies if name != AUTOREGRESSIVE]

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jinja2 import Environment, StrictUndefined
@@ -67,13 +67,6 @@ class ExportOptions:
     allow_uncompressed: bool = False  # export without the draft's visual compressor
 
 
-class RoundingError(NamedTuple):
-    """Effect of rounding to the export's dtype: largest difference of outputs, and their `ExportFormat.agreement`."""
-
-    max_abs_difference: float
-    agreement: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class DraftSource:
     """A draft and its origin."""
@@ -98,7 +91,9 @@ class ExportResult:
     source: DraftSource
     facts: TargetFacts
     check: CheckResult
-    rounding: RoundingError
+    # effect of rounding to the export's dtype: largest difference of outputs, and their `ExportFormat.agreement`
+    max_abs_difference: float
+    agreement: float
     warnings: list[str]  # what differs from training, as complete sentences
     speculative_tokens: int  # drafted tokens per round in the card's commands
 
@@ -144,12 +139,12 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
         try:
             check = check_folder(part, named)
             check.raise_if_invalid()
-            rounding = check_reload(part, format_, trained, named)
+            gap, agreement = check_reload(part, format_, trained, named)
         except InvalidExport as error:
             raise InvalidExport(str(error).replace(str(part), str(out))) from error
         format_.complete(part, facts, options.dtype, options.converter)
         num_tokens = format_.most_tokens(trained.config) or SPECULATIVE_TOKENS
-        result = ExportResult(out, format_, options, source, named, check, rounding, warnings, num_tokens)
+        result = ExportResult(out, format_, options, source, named, check, gap, agreement, warnings, num_tokens)
         write_json(part / EXPORT_INFO, _export_info(result, trained))
         write_text(part / CARD, render_card(result))
     return result
@@ -173,11 +168,11 @@ def find_facts(config: Any, target: str | None) -> TargetFacts:
 
 
 @torch.no_grad()
-def check_reload(folder: Path, format_: ExportFormat, trained: DraftHead, facts: TargetFacts) -> RoundingError:
+def check_reload(folder: Path, format_: ExportFormat, trained: DraftHead, facts: TargetFacts) -> tuple[float, float]:
     """Reloads an export and compares it with the trained draft, which is rounded to the export's dtype in place.
 
     A fixed batch of seeded noise is passed through both. With the trained draft's weights rounded to the export's dtype, the
-    outputs must be bit-identical; the rounding error itself is returned.
+    outputs must be bit-identical; the largest difference by rounding and the agreement in spite of it are returned.
 
     Raises:
         InvalidExport: the outputs differ.
@@ -189,7 +184,7 @@ def check_reload(folder: Path, format_: ExportFormat, trained: DraftHead, facts:
         gap = float((rounded.float() - reloaded.float()).abs().max())
         raise InvalidExport(f"{folder}: reloaded, its outputs differ from the trained draft's by up to {gap:.3g}")
     before, after = original.float(), reloaded.float()
-    return RoundingError(float((before - after).abs().max()), float(format_.agreement(before, after)))
+    return float((before - after).abs().max()), float(format_.agreement(before, after))
 
 
 def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
@@ -209,7 +204,7 @@ def _export_info(result: ExportResult, trained: DraftHead) -> dict[str, Any]:
         "target": asdict(result.facts),
         "data_fingerprint": source.provenance.get("data_fingerprint"),
         "git": source.provenance.get("git"),
-        "rounding": {"largest_difference": result.rounding.max_abs_difference, "same_choice": result.rounding.agreement},
+        "rounding": {"largest_difference": result.max_abs_difference, "same_choice": result.agreement},
         "warnings": result.warnings,
         "validation": summarize_report(source.report),
     }

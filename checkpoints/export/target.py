@@ -165,7 +165,18 @@ def read_table(facts: TargetFacts, name: str) -> Tensor:
     Raises:
         ValueError: the target's files are not available, or do not contain exactly one such tensor.
     """
-    folder, shape = _local_folder(facts.name or ""), (facts.vocab_size, facts.hidden_size)
+    from huggingface_hub import snapshot_download
+
+    name_of_target, shape = facts.name or "(unknown)", (facts.vocab_size, facts.hidden_size)
+    folder = Path(name_of_target)
+    try:
+        if not folder.is_dir():
+            folder = Path(snapshot_download(name_of_target, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"embedding: the target {name_of_target} is neither a local folder nor in the hub's cache; give --target DIR, "
+            f"or --no-embedding (engines take the embedding from the target)"
+        ) from error
     weights = Weights(folder)
     tables = [saved for saved, info in weights.infos.items() if info.shape == shape]
     names = [saved for saved in tables if saved.endswith(name)] or [saved for saved in tables if saved.endswith(EMBEDDING)]
@@ -175,17 +186,3 @@ def read_table(facts: TargetFacts, name: str) -> Tensor:
             f"give --target DIR, or --no-embedding"
         )
     return weights[names[0]]
-
-
-def _local_folder(name: str) -> Path:
-    if name and Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"embedding: the target {name or '(unknown)'} is neither a local folder nor in the hub's cache; give --target DIR, "
-            f"or --no-embedding (engines take the embedding from the target)"
-        ) from error

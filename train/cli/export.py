@@ -15,10 +15,9 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from checkpoints.export.registry import FORMATS, check_format, flavoured, imported_drafts
 from sage.commands import cli
@@ -26,9 +25,6 @@ from sage.drafts.location import DRAFT_HELP, find_draft
 from sage.io.dtypes import torch_dtype
 from sage.io.tables import counted
 from sage.io.target_paths import path_of_target
-
-if TYPE_CHECKING:
-    from checkpoints.export.importer import CheckResult
 
 SERVE_NUMBERS = {"num_prompts": 1, "max_new_tokens": 2, "depth": 1}  # option of a serve check -> its smallest value
 ONLY = {  # modes -> options that have no effect in others
@@ -176,24 +172,20 @@ def _check(args: argparse.Namespace) -> int:
     folder = Path(args.check)
     restore_interrupted(folder)
     result = check_folder(folder, TargetFacts.of_folder(args.target) if args.target else None)
-    print(_result_as_json(result) if args.json else _result_as_text(result))
+    found: dict[str, list[Any]] = {"errors": result.errors, "warnings": result.warnings, "notes": result.notes}
+    format_ = result.format
+    if args.json:
+        content: dict[str, Any] = {"format": format_ and format_.name, "flavour": format_ and format_.flavour}
+        for key, findings in found.items():
+            content[key] = [
+                each if key == "notes" else {name: getattr(each, name) for name in JSON_FIELDS} for each in findings
+            ]
+        print(json.dumps(content, indent=2))
+    else:
+        verdict = f"{counted(len(result.errors), 'error')}: do not serve this" if result.errors else "valid"
+        lines = [f"{key.removesuffix('s')}: {finding}" for key, findings in found.items() for finding in findings]
+        print("\n".join([*lines, f"{folder}: {format_.label if format_ else 'unknown format'}; {verdict}"]))
     return cli.EXIT_USER if result.errors else cli.EXIT_DONE
-
-
-def _result_as_json(result: CheckResult) -> str:
-    name, flavour = (result.format.name, result.format.flavour) if result.format else (None, None)
-    content: dict[str, Any] = {"format": name, "flavour": flavour, "notes": result.notes}
-    for key, findings in (("errors", result.errors), ("warnings", result.warnings)):
-        content[key] = [{field: getattr(finding, field) for field in JSON_FIELDS} for finding in findings]
-    return json.dumps(content, indent=2)
-
-
-def _result_as_text(result: CheckResult) -> str:
-    kinds: dict[str, Sequence[Any]] = {"error": result.errors, "warning": result.warnings, "note": result.notes}
-    lines = [f"{kind}: {finding}" for kind, findings in kinds.items() for finding in findings]
-    format_ = result.format.label if result.format else "unknown format"
-    verdict = f"{counted(len(result.errors), 'error')}: do not serve this" if result.errors else "valid"
-    return "\n".join([*lines, f"{result.folder}: {format_}; {verdict}"])
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -211,7 +203,7 @@ def _export(args: argparse.Namespace) -> int:
     print(f"draft: {result.source.draft}{f', {result.source.step} steps' if result.source.step is not None else ''}")
     for warning in [*result.warnings, *map(str, result.check.warnings)]:
         print(f"warning: {warning}")
-    change = f"rounding to {result.dtype} changes outputs by up to {result.rounding.max_abs_difference:.3g}"
+    change = f"rounding to {result.dtype} changes outputs by up to {result.max_abs_difference:.3g}"
     print(f"{result.folder}: valid, bit-identical after reloading; {change}")
     if args.converter:
         print("\n".join(serve_commands(result.format, result.facts, str(result.folder)).values()))

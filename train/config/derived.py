@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sage.trees import AUTOREGRESSIVE, SAGE
+from checkpoints.run_folder import score_policy
+from sage.trees import AUTOREGRESSIVE
 from train.config.schema import Config, ConfigError, PolicyName, Precision, ShardOver
 
 NODE_SHARE = 0.25  # of a GPU's memory that the layers may take; the rest is for the draft, activations and the objective
@@ -107,8 +108,7 @@ def shorten_validation(config: Config, given: Collection[str]) -> None:
 
 def scored_policy(config: Config) -> PolicyName:
     """Returns `score.policy`, else `sage` if it is measured, else the first policy that drafts."""
-    drafting = [name for name in config.decode.policies if name != AUTOREGRESSIVE]
-    return config.score.policy or PolicyName(SAGE if SAGE in drafting else [*drafting, AUTOREGRESSIVE][0])
+    return PolicyName(score_policy(config.decode.policies, config.score.policy) or AUTOREGRESSIVE)
 
 
 def validation_line(config: Config) -> str:

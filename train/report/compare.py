@@ -75,7 +75,8 @@ def read_run(folder: Path, chosen: ScoreConfig | None = None) -> RunSummary:
     if not is_run(home):
         raise ConfigError(f"{home}: not a run folder ({run_folder.CONFIG} is missing); give folders written by sage-train")
     config = run_folder.read_run_config(home)
-    metric, policy = (str(chosen.metric), chosen.policy) if chosen else run_folder.score_settings(config)
+    asked = {"metric": str(chosen.metric), "policy": chosen.policy} if chosen else config.get("score") or {}
+    metric, policy = asked.get("metric") or run_folder.DEFAULT_METRIC, asked.get("policy")
     summary = RunSummary(folder=folder, config=run_folder.dotted_keys(config))
     if metrics := run_folder.read_metrics(home / run_folder.METRICS):
         summary.steps, summary.loss = metrics[-1]["step"], metrics[-1].get("loss")
