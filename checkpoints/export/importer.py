@@ -6,7 +6,7 @@ cannot express is refused by name. An import ignores fields that only affect eng
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from checkpoints.run_folder import is_run
 from sage.drafts.head import DraftHead, check_target
 from sage.drafts.location import EXPORT_INFO
 from sage.io.files import write_json
-from sage.io.manifest import MANIFEST, CorruptFolder, has_manifest
+from sage.io.manifest import MANIFEST, has_manifest
 from sage.io.model_files import read_config
 
 NOT_LOADABLE = "no engine can load it"
@@ -68,49 +68,45 @@ def check_folder(folder: Path, facts: TargetFacts | None = None) -> CheckResult:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     result = CheckResult(folder)
-    result.findings = _check_files(result, facts)
+    result.findings = [*_check(result, facts)]
     return result
 
 
-def _check_files(result: CheckResult, facts: TargetFacts | None) -> list[Finding]:
-    """Reads config.json and the facts, in an order that names the first file at fault."""
+def _check(result: CheckResult, facts: TargetFacts | None) -> Iterator[Finding]:
+    """Reads the files, in an order that names the first one at fault, then asks the format."""
     folder = result.folder
     if is_run(folder) and not (folder / CONFIG).is_file():
-        return [Finding(RUN_CONFIG, "the folder of a run", NOT_EXPORTED)]
+        yield Finding(RUN_CONFIG, "the folder of a run", NOT_EXPORTED)
+        return
+    where, effect = MANIFEST, "an engine would load the corrupt file"
     try:
         if has_manifest(folder):
             verify_export(folder)
+        where, effect = CONFIG, NOT_LOADABLE
         config = EngineConfig(read_config(folder))
-    except CorruptFolder as error:
-        return [Finding(MANIFEST, str(error), "an engine would load the corrupt file")]
+        where, effect = EXPORT_INFO, "the draft cannot be compared with its target"
+        info = export_info(folder)
+        if facts is None and info:
+            facts = TargetFacts.from_dict(info.get("target"))
+        if config.is_sage_draft:
+            yield Finding("model_type", f"{config.raw['model_type']!r}, a draft in this package's own format", NOT_EXPORTED)
+            return
+        result.format = recognize(config)
+        if result.format is None:
+            known = ", ".join(format_.engine_class for format_ in variants())
+            found = f"{config.raw.get('architectures')}, model_type {config.raw.get('model_type')!r}; known drafts: {known}"
+            yield Finding("architectures", found, f"{NOT_LOADABLE} as a draft")
+            return
+        where, effect = "weights", NOT_LOADABLE
+        weights = Weights(folder)
     except ValueError as error:
-        return [Finding(CONFIG, str(error), NOT_LOADABLE)]
-    try:
-        if facts is None and (folder / EXPORT_INFO).is_file():
-            facts = TargetFacts.from_dict(export_info(folder).get("target"))
-    except ValueError as error:
-        return [Finding(EXPORT_INFO, str(error), "the draft cannot be compared with its target")]
-    return _check_content(result, config, facts)
-
-
-def _check_content(result: CheckResult, config: EngineConfig, facts: TargetFacts | None) -> list[Finding]:
-    if config.is_sage_draft:
-        found = f"{config.raw['model_type']!r}, a draft in this package's own format"
-        return [Finding("model_type", found, NOT_EXPORTED)]
-    result.format = recognize(config)
-    if result.format is None:
-        known = ", ".join(format_.engine_class for format_ in variants())
-        found = f"{config.raw.get('architectures')}, model_type {config.raw.get('model_type')!r}; known drafts: {known}"
-        return [Finding("architectures", found, f"{NOT_LOADABLE} as a draft")]
-    try:
-        weights = Weights(result.folder)
-    except ValueError as error:
-        return [Finding("weights", str(error), NOT_LOADABLE)]
+        yield Finding(where, str(error), effect)
+        return
     if facts is None:
         result.notes.append("vocabulary, context length, rope and layers were not compared with the target: give --target DIR")
-    trained = as_list(export_info(result.folder).get("feature_levels"))
-    given = CheckInput(result.format, config, weights, facts, result.folder, trained)
-    return [finding for check in result.format.checks for finding in check(given)]
+    given = CheckInput(result.format, config, weights, facts, folder, as_list(info.get("feature_levels")))
+    for check in result.format.checks:
+        yield from check(given)
 
 
 # -- import ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from support.messages import refused
 from support.train_helpers import configured, quick_report, train_quickly
 
 from checkpoints.store import StateStore
+from data_prep.conversation import Conversation
 from sage.bench.measurement import Interrupted
 from train.config.hydra_app import compose
 from train.config.schema import Config
@@ -86,7 +87,7 @@ def test_an_interrupted_validation_is_repeated(target: Path, tmp_path: Path) -> 
 def test_a_rank_that_aborts_tells_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     config, sent = compose("config", ["train.validate_on=all"], Config), list[object]()
     monkeypatch.setattr(Ranks, "gather_on_main", lambda _, item: sent.append(item) or [])
-    prompts = [{"input_ids": name} for name in "abc"]
+    prompts = [Conversation(id=name, messages=[]) for name in "abc"]
     shard = shard_prompts(config, Ranks(1, 2, torch.device("cpu")), PromptSet(None, config.decode, prompts))
     stop = StopFlag()
     shard.check_stop(stop, 1, 2)

@@ -11,10 +11,10 @@ from support.models import make_inputs, make_qwen
 
 import sage
 from data_prep.conversation import Conversation
-from sage.bench.measurement import Interrupted
+from sage.bench.measurement import BenchPrompt, Interrupted
 from train.config.schema import Baseline, DecodeConfig, Precision
 from train.report.web import ranked_prompts
-from train.validation.prompts import PromptSet, prepare_prompt
+from train.validation.prompts import PromptSet
 from train.validation.validate import ReportInfo, validate
 
 # The documented keys of report.json; further keys are allowed.
@@ -28,8 +28,13 @@ def decode(**changes):
     return DecodeConfig(**(settings | {"max_new_tokens": 6, "traces": 0} | changes))
 
 
-def measure_draft(decode, target, draft, step, run_dir, prompts):
-    return validate(decode, target, draft, PromptSet(target, decode, prompts), ReportInfo(run_dir=run_dir, step=step))
+def measure_draft(decode, target, draft, step, run_dir, inputs):
+    """Validates on ready model inputs, which the target needs no processor for."""
+    talks = [Conversation(id=f"prompt-{number}", messages=[]) for number in range(len(inputs))]
+    prompts = PromptSet(target, decode, talks)
+    ready = zip(talks, inputs, strict=True)
+    prompts._first_turns |= {id(talk): BenchPrompt(name=talk.id, inputs=prepared) for talk, prepared in ready}
+    return validate(decode, target, draft, prompts, ReportInfo(run_dir=run_dir, step=step))
 
 
 @pytest.fixture
@@ -123,13 +128,8 @@ def test_a_drafting_policy_needs_a_draft(models, tmp_path):
     assert report["policies"]["autoregressive"]["speedup"] > 0
 
 
-def test_prompts_of_conversations_leave_out_the_answer(tmp_path):
+def test_a_prompt_that_cannot_be_prepared_is_named(tmp_path):
     target = sage.load_target(save_target("qwen2_5_vl", tmp_path / "target"))
-    user = {"role": "user", "content": [{"type": "text", "text": "Hello?"}]}
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "A long answer."}]}
-    complete = prepare_prompt(target, Conversation(id="c7", messages=[user, answer], family="chat"), 0)
-    question = prepare_prompt(target, [user], 1)
-    assert torch.equal(complete.inputs["input_ids"], question.inputs["input_ids"])
-    assert (complete.name, complete.family, question.name, question.family) == ("c7", "chat", "prompt-1", "")
+    talk = Conversation(id="c8", messages=[{"role": "user", "content": []}])
     with refused("validation prompt c8"):
-        prepare_prompt(target, Conversation(id="c8", messages=[{"role": "user", "content": []}]), 0)
+        PromptSet(target, decode(), [talk]).prepare_first_turns()

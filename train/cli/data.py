@@ -89,7 +89,11 @@ def run(config: DataCommand) -> int:
     out = Path(config.out or f"runs/data/{plain_name(data_name.split('.')[0])}-{plain_name(config.target.name)}.html")
     check_writable(out)
     if config.action is Action.regenerate:
-        return _regenerate_on_ranks(config)
+        ranks = config.launch.gpus or config.launch.ranks or 1
+        is_alone = "RANK" in os.environ or bool(config.regenerate.server)  # a rank of a launcher, or one that asks a server
+        if not is_alone:
+            check_devices(config.launch, ranks)
+        return _regenerate(config) if is_alone or ranks == 1 else spawn(partial(_regenerate, config), ranks, config.debug)
     from data_prep.tools import actions
     from sage.targets.loading import load_processor
 
@@ -139,15 +143,6 @@ def check(config: DataCommand) -> None:
     check_ranges(config)
     if config.regenerate.draft:
         find_draft(config.regenerate.draft, "regenerate.draft")
-
-
-def _regenerate_on_ranks(config: DataCommand) -> int:
-    """Regenerates on the ranks of a launcher or of this command, which share only the output folder."""
-    ranks = config.launch.gpus or config.launch.ranks or 1
-    if "RANK" in os.environ or config.regenerate.server:
-        return _regenerate(config)
-    check_devices(config.launch, ranks)
-    return _regenerate(config) if ranks == 1 else spawn(partial(_regenerate, config), ranks, config.debug)
 
 
 def _regenerate(config: DataCommand) -> int:

@@ -155,7 +155,7 @@ def _padded_tokens(lengths: np.ndarray, config: Config, rank: int, ranks: int) -
     train = config.train
     loader = StepLoader(
         _Examples(lengths),
-        dict,
+        lambda examples: {},
         train.global_batch_size,
         train.micro_batch_size,
         rank,

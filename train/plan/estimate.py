@@ -293,7 +293,7 @@ def bytes_of_step(work: Workload) -> dict[str, float]:
     rows = {
         "vision": int(getattr(work.vision, "depth", getattr(work.vision, "num_hidden_layers", 0))) * patches,
         "text": target.num_layers * tokens,
-        "draft": shape.count * tokens * _draft_rows(work)[0] * (1 + BACKWARD),
+        "draft": shape.depth * tokens * _draft_rows(work)[0] * (1 + BACKWARD),
     }
     traffic = {part: layer_bytes(*layer, part in compiled) * rows[part] for part, layer in layers.items()}
     logits = work.draft_vocab_size * tokens * (46 * _compared_share(work) + 68 * predicted)

@@ -213,7 +213,7 @@ def validation_memory(work: Workload) -> float:
     tokens = work.length + work.config.decode.max_new_tokens
     decode, shape = work.config.decode, draft_layers(draft)
     nodes = max(new_policy(name, **decode.options.get(name, {})).tree_capacity for name in (AUTOREGRESSIVE, *decode.policies))
-    caches = MAX_FREE * (target.cache_bytes(tokens, nodes, size) + tokens * 2 * size * shape.count * shape.keys)
+    caches = MAX_FREE * (target.cache_bytes(tokens, nodes, size) + tokens * 2 * size * shape.depth * shape.keys)
     features = (2 + len(work.models.draft.levels)) * target.hidden_size
     text = 3 * (target.hidden_size + target.family.mlp_width)
     prefill = work.length * size * features + max(work.length * size * text, _vision(work) / work.micro_batch_size)
@@ -288,17 +288,17 @@ def draft_activations(config: Config, draft: Any, batch: int, length: int, num_v
     inputs = (length * levels if levels else rows * 2) + num_visual * 2 * learned
     steps, roots = steps_per_anchor(config, draft), min(rows, num_roots, config.objective.anchors or rows)
     chains = 0.0 if KINDS[config.draft.kind].is_parallel else chain_bytes(shape, size, int(steps), rows, roots)
-    kept = inputs * hidden + roots * steps * shape.count * per_layer
+    kept = inputs * hidden + roots * steps * shape.depth * per_layer
     if roots < rows:
         kept += rows * (4 * hidden + 3 * shape.keys)  # normalized inputs, keys and values
     return batch * (size * kept + chains)
 
 
 class DraftLayers(NamedTuple):
-    """The layers of a draft: their configuration and number; widths of all heads of queries, of keys, and of one head."""
+    """Configuration and number (`depth`) of a draft's layers; widths of all heads of queries, of keys, and of one head."""
 
     sizes: Any
-    count: int
+    depth: int
     queries: int
     keys: int
     head_dim: int

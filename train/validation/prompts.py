@@ -5,7 +5,7 @@ Does not own: reading the prompts (data_prep.build), decoding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -28,10 +28,10 @@ class PromptSet:
     Args:
         target: prepares the messages and answers them.
         decode: `num_prompts` limits the number of turns; the other settings are those of the answers.
-        prompts: held-out conversations (anything with `messages`), lists of chat messages, or model inputs of batch 1.
+        prompts: held-out conversations, which end with a question.
     """
 
-    def __init__(self, target: Any, decode: DecodeConfig, prompts: Sequence[Any]) -> None:
+    def __init__(self, target: Any, decode: DecodeConfig, prompts: Sequence[Conversation]) -> None:
         self.target, self.decode = target, decode
         self.prompts = limit_turns(prompts, decode.num_prompts)
         self._first_turns: dict[int, BenchPrompt] = {}  # by id of the prompt
@@ -50,11 +50,10 @@ class PromptSet:
         """Prepares everything that needs no answer of the target, so that a mistake is found before training. Raises ValueError
         with the name of a prompt that cannot be prepared.
         """
-        for index, prompt in enumerate(self.prompts):
-            self._first_turns[id(prompt)] = prepare_prompt(self.target, prompt, index)
+        self._first_turns |= {id(prompt): self._prepare_turn(prompt) for prompt in self.prompts}
 
     @cached_property
-    def conversations(self) -> list[Any]:
+    def conversations(self) -> list[Conversation]:
         """All prompts, each followed by the later turns of its conversation; decodes the target's answers at the first call."""
         return list(islice(expand_follow_ups(self.prompts, self._answer), self.decode.num_prompts))
 
@@ -74,18 +73,20 @@ class PromptSet:
         prompts = iter(self.prompts[rank::world_size])
         return self._prepare([next(prompts) if turn is None else turn for turn in later_turns])
 
-    def _prepare(self, conversations: Sequence[Any]) -> list[BenchPrompt]:
-        known = self._first_turns
-        return [known.get(id(turn)) or prepare_prompt(self.target, turn, index) for index, turn in enumerate(conversations)]
+    def _prepare(self, conversations: Sequence[Conversation]) -> list[BenchPrompt]:
+        return [self._first_turns.get(id(turn)) or self._prepare_turn(turn) for turn in conversations]
+
+    def _prepare_turn(self, turn: Conversation) -> BenchPrompt:
+        return BenchPrompt.of(self.target, turn.messages, turn.id, turn.family, "validation prompt ")
 
     def _answer(self, messages: list[dict[str, Any]]) -> str:
         inputs = self.target.prepare(messages)
         return generate(self.target, None, inputs, policy=AUTOREGRESSIVE, sampling=Sampling.from_attributes(self.decode)).text
 
 
-def limit_turns(prompts: Sequence[Any], limit: int) -> list[Any]:
+def limit_turns(prompts: Sequence[Conversation], limit: int) -> list[Conversation]:
     """The conversations that hold the first `limit` turns, the last one truncated."""
-    chosen: list[Any] = []
+    chosen: list[Conversation] = []
     for prompt in prompts:
         if limit < 1:
             break
@@ -95,18 +96,5 @@ def limit_turns(prompts: Sequence[Any], limit: int) -> list[Any]:
     return chosen
 
 
-def _later_turns(prompt: Any) -> list[str]:
-    return list(prompt.meta.get(FOLLOW_UPS, ())) if isinstance(prompt, Conversation) else []
-
-
-def prepare_prompt(target: Any, prompt: Any, index: int) -> BenchPrompt:
-    """Prepares a conversation, a list of messages or ready model inputs, without the assistant's last answer. Raises ValueError
-    with the name of a prompt that cannot be prepared.
-    """
-    if isinstance(prompt, Mapping) and "input_ids" in prompt:
-        return BenchPrompt(name=f"prompt-{index}", inputs=prompt)
-    messages = list(getattr(prompt, "messages", prompt))
-    name, family = str(getattr(prompt, "id", f"prompt-{index}")), str(getattr(prompt, "family", ""))
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    return BenchPrompt.of(target, messages, name, family, "validation prompt ")
+def _later_turns(prompt: Conversation) -> list[str]:
+    return list(prompt.meta.get(FOLLOW_UPS, ()))
