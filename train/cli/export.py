@@ -15,7 +15,6 @@ import logging
 import os
 import shlex
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from checkpoints.export.registry import FORMATS, check_format, flavoured, import
 from sage.commands import cli
 from sage.drafts.location import DRAFT_HELP, find_draft
 from sage.io.dtypes import torch_dtype
+from sage.io.ranges import from_attributes
 from sage.io.tables import counted
 from sage.io.target_paths import path_of_target
 
@@ -193,8 +193,8 @@ def _export(args: argparse.Namespace) -> int:
     from checkpoints.export.folder import push_to_hub
     from checkpoints.export.serving import IncompatibleDraft
 
-    given = {field_.name: getattr(args, field_.name) for field_ in fields(ExportOptions) if hasattr(args, field_.name)}
-    options = ExportOptions(**given | {"dtype": torch_dtype(args.dtype), "name": args.push_to_hub})
+    args.dtype, args.name = torch_dtype(args.dtype), args.push_to_hub
+    options = from_attributes(ExportOptions, args)
     try:
         result = export(args.source, args.out, args.format, options)
     except IncompatibleDraft as error:
@@ -234,11 +234,10 @@ def _import(args: argparse.Namespace) -> int:
     from checkpoints.export.importer import convert
 
     try:
-        levels = tuple(int(level) for level in args.levels.split(",")) if args.levels else None
+        args.levels = tuple(int(level) for level in args.levels.split(",")) if args.levels else None
     except ValueError as error:
         raise ValueError(f"--levels {args.levels}: give three integers like 2,14,25") from error
-    options = ImportOptions(levels=levels, image_inputs=args.image_inputs, use_target_rope=args.use_target_rope)
-    out = convert(getattr(args, "import"), args.target, args.out, options, args.overwrite)
+    out = convert(getattr(args, "import"), args.target, args.out, from_attributes(ImportOptions, args), args.overwrite)
     words = shlex.join(["sage-validate", f"draft={out}", f"target.path={args.target}"])
     print(f"{out}: imported; measure it with {words}")
     return cli.EXIT_DONE

@@ -2,7 +2,7 @@
 
 Used by `sage-validate --compare runs/a runs/b` and at the end of a sweep. `content` is that of compare.json. In the table,
 results come first, then the first settings that differ, and the page lists the others below; where the table is too wide for
-the terminal, every run is a list. Does not own: the layout of a run folder (checkpoints.run_folder).
+the terminal, every run is a list.
 """
 
 from __future__ import annotations

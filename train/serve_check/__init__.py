@@ -1,4 +1,1 @@
-"""A serving engine on this machine, in an environment of its own, and its acceptance of a draft beside that of our decoder.
-
-Does not own: exports (checkpoints.export), speed (benchmarks.engines).
-"""
+"""A serving engine on this machine, in an environment of its own, and its acceptance of a draft beside that of our decoder."""

@@ -1,8 +1,4 @@
-"""`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and which part is at fault.
-
-Owns: the order of steps and the refusals. Does not own: the rules (train.serve_check.acceptance), the checks of files
-(checkpoints.export.importer).
-"""
+"""`sage-export --serve-check`: an export served by vLLM, beside the trained draft in our decoder, and the part at fault."""
 
 from __future__ import annotations
 

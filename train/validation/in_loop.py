@@ -1,8 +1,4 @@
-"""Validation during training: saves the draft, decodes on one rank or all of them, merges, keeps the best draft.
-
-Owns: which ranks decode which prompts, writing `draft/` and `draft_best/`, the early-stopping counters of the run's state. Does
-not own: measuring (train.validation.validate), the score (checkpoints.run_folder).
-"""
+"""Validation during training: saves the draft, decodes on one rank or all of them, merges, keeps the best draft."""
 
 from __future__ import annotations
 

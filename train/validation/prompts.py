@@ -1,7 +1,4 @@
-"""Held-out prompts of validations and their model inputs, each prepared once and kept on the rank that decodes it.
-
-Does not own: reading the prompts (data_prep.build), decoding.
-"""
+"""Held-out prompts of validations and their model inputs, each prepared once and kept on the rank that decodes it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Measures a draft with the decoder on held-out prompts, traces the best and the worst ones, and writes the report.
-
-Owns: the runners that a configuration asks for, and the content of a report's folder. Does not own: measuring
-(sage.bench), drawing (train.report), prompts (train.validation.prompts), when a run validates (train.job.loop).
-"""
+"""Measures a draft with the decoder on held-out prompts, traces the best and the worst ones, and writes the report."""
 
 from __future__ import annotations
 
