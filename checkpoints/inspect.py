@@ -118,7 +118,7 @@ def _describe_run(found: Description) -> None:
     known = _read_provenance(found, folder)
     steps = list_steps(state_folder(folder))
     found.facts = {"started": known.get("started"), "target": _describe_target_facts(known)}
-    found.facts["recipe changed"] = run_folder.describe_recipe_changes(folder)
+    found.facts["recipe changed"] = run_folder.recipe_changes(folder)
     found.facts |= {"drafts": drafts or "none yet", "saved at steps": steps, "data fingerprint": known.get("data_fingerprint")}
     for step in steps:
         with found.noting_problems():

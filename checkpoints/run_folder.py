@@ -117,14 +117,9 @@ def state_folder(run: str | Path) -> Path:
     return Path(run) / STATE
 
 
-def validation_folder(run: str | Path, step: int) -> Path:
-    """Returns the folder of the validation at `step`."""
-    return Path(run) / VALIDATION / step_name(step)
-
-
-def partial_validation_folder(run: str | Path, step: int) -> Path:
-    """Returns the folder of an interrupted validation at `step`."""
-    return Path(run) / VALIDATION / f"{step_name(step)}_partial"
+def validation_folder(run: str | Path, step: int, is_partial: bool = False) -> Path:
+    """Returns the folder of the validation at `step`, or of one that was interrupted."""
+    return Path(run) / VALIDATION / f"{step_name(step)}{'_partial' if is_partial else ''}"
 
 
 def next_check(home: Path, draft: str, step: int | None) -> Path:
@@ -181,25 +176,16 @@ def read_run_config(run: Path, step: int | None = None) -> dict[str, Any]:
     return _read_config(config_files(run, step)[-1][1])
 
 
-def recipe_changes(run: Path, step: int | None = None) -> list[tuple[int, dict[str, tuple[Any, Any]]]]:
-    """Returns the changes of the training recipe (up to `step`) as (first step, {dotted key: (before, after)})."""
+def recipe_changes(run: Path, step: int | None = None) -> list[str]:
+    """Returns one line per change of the training recipe (up to `step`): `from step 200: optim.lr 0.008 -> 0.001`."""
     files = config_files(run, step)
     recipes = [{k: v for k, v in dotted_keys(_read_config(path)).items() if k.startswith(RECIPE)} for _, path in files]
-    changes = []
+    lines = []
     for (first, _), before, after in zip(files[1:], recipes, recipes[1:], strict=False):
-        changed = {
-            key: (before.get(key), after.get(key)) for key in sorted(before | after) if before.get(key) != after.get(key)
-        }
-        changes += [(first, changed)] if changed else []
-    return changes
-
-
-def describe_recipe_changes(run: Path, step: int | None = None) -> list[str]:
-    """Returns one line per change of the recipe (up to `step`): `from step 200: optim.lr 0.008 -> 0.001`."""
-    return [
-        f"from step {first:,}: " + ", ".join(f"{key} {before} -> {after}" for key, (before, after) in changed.items())
-        for first, changed in recipe_changes(run, step)
-    ]
+        keys = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
+        changed = ", ".join(f"{key} {before.get(key)} -> {after.get(key)}" for key in keys)
+        lines += [f"from step {first:,}: {changed}"] if changed else []
+    return lines
 
 
 def dotted_keys(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -225,7 +225,7 @@ def find_source(path: Path) -> DraftSource:
         run=run,
         step=step,
         recipe=run_folder.read_run_config(run, step),
-        recipe_changes=run_folder.describe_recipe_changes(run, step),
+        recipe_changes=run_folder.recipe_changes(run, step),
         provenance=read_json(run / run_folder.PROVENANCE) if (run / run_folder.PROVENANCE).is_file() else {},
         report=run_folder.draft_report(draft),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,8 @@ from sage.io.tables import counted, markdown_table
 from sage.trees import AUTOREGRESSIVE
 from train.report import style
 from train.report.verdict import best_policy, verdict_markdown
-from train.report.web import prompt_section, write_report
+from train.report.web import Report, prompt_section, write_report
 
-Report = Mapping[str, Any]
 MIN_ROUNDS = 10  # of an acceptance rate that is drawn; shares of fewer are mostly noise
 
 SPEED_NOTE = (

@@ -25,7 +25,7 @@ from sage.trees import AUTOREGRESSIVE, CHAIN
 from train.config.schema import ConfigError
 from train.report import style
 from train.report.compare import RunSummary, measured_lines, read_run
-from train.report.verdict import verdict_markdown
+from train.report.verdict import ESTIMATE, verdict_markdown
 from train.report.web import write_report
 
 CURVES = "curves.png"
@@ -33,7 +33,6 @@ NOTE = (
     "Tokens per target pass. The estimate simulates chains of drafted tokens on the training batches, from the agreement of "
     "draft and target; compare it with the measured `chain`. The speedup is that of the best policy, decoding only."
 )
-ESTIMATE = "estimated_tokens_per_pass"
 Lines = Sequence[dict[str, Any]]
 LOSSES = (("loss", style.INK), ("loss_ce", "#2f6fa7"), ("loss_feature", "#d98e4a"))
 NAMES = {  # of metrics in legends
@@ -54,8 +53,6 @@ def write_run_report(folder: Path, out: Path | None = None) -> Path:
     Raises:
         ConfigError: `folder` is not a run, or no step was logged.
     """
-    if not run_folder.is_run(folder):
-        raise ConfigError(f"{folder}: not a run folder ({run_folder.CONFIG} is missing); give a folder written by sage-train")
     run, lines = read_run(folder), read_metrics(folder / METRICS)
     if not lines:
         raise ConfigError(f"{folder}: {METRICS} contains no step yet; steps are logged every train.log_every")
@@ -99,7 +96,7 @@ def page(run: RunSummary, lines: Lines, measured: Lines, home: Path) -> str:
         verdict_markdown(reports[-1][1]) if reports else "",
         f"![Curves of the run]({CURVES})",
     ]
-    if changed := run_folder.describe_recipe_changes(folder):
+    if changed := run_folder.recipe_changes(folder):
         parts.append("\n".join(["The training recipe was changed:", "", *(f"* {line}" for line in changed)]))
     if measured:
         parts += [

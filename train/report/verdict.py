@@ -28,10 +28,9 @@ from checkpoints.run_folder import METRICS, dotted_keys, read_command, read_metr
 from data_prep.own_answers import MIN_OWN_SHARE, OWN_ANSWERS
 from sage.bench.report_table import decode_shares
 from sage.drafts.registry import KINDS
-from sage.trees import AUTOREGRESSIVE, CHAIN
+from sage.trees import AUTOREGRESSIVE, CHAIN, COST_AWARE
 from train.config.command_line import changed_command
 
-COST_AWARE = "cost_aware"
 ESTIMATE = "estimated_tokens_per_pass"
 MIN_DEPTH_RATIO = 0.75  # acceptance of the second drafted token over that of the first
 MIN_TRIED = 20  # rounds, below which a rate of acceptance is not judged

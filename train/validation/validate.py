@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from checkpoints.export.serving import export_choice
-from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, partial_validation_folder, validation_folder
+from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, validation_folder
 from checkpoints.store import saving
 from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, measure
 from sage.bench.report import PACKAGES, build_report, calibration, versions
@@ -67,7 +67,7 @@ class ReportInfo:
     @property
     def partial_folder(self) -> Path:
         """The folder for the report of an interrupted measurement, which replaces no complete one."""
-        return self.folder if self.check is not None else partial_validation_folder(self.run_dir, self.step or 0)
+        return self.folder if self.check is not None else validation_folder(self.run_dir, self.step or 0, is_partial=True)
 
 
 def validate(
