@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import AutoConfig
 
 from checkpoints.export.folder import Weights
 from sage.io.hub import require_hub
@@ -16,8 +17,6 @@ from sage.targets.rope import RopeConfig
 from sage.targets.weights import quantization_of
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-
-
 MERGED = "merged"  # folder of a target with its adapter, in commands
 
 
@@ -117,18 +116,10 @@ class TargetFacts:
     @staticmethod
     def of_folder(path_or_id: str | Path) -> TargetFacts:
         """Reads a target's config.json; ValueError if it cannot be read, or names an unknown family."""
-        from transformers import AutoConfig
-
         name = str(path_or_id)
         if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
             raise ValueError(f"--target {name}: no such folder; give a target's folder or a hub id like owner/name")
-        require_hub(name, "--target")
-        try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"--target {name}: cannot read its config.json ({reason}); give a target's folder") from error
-        return TargetFacts.of_config(config, name)
+        return TargetFacts.of_config(read_architecture(name, "--target"), name)
 
     @staticmethod
     def of_config(config: Any, name: str | None) -> TargetFacts:
@@ -146,6 +137,16 @@ class TargetFacts:
             name=name,
             quantization=quantization_of(config),
         )
+
+
+def read_architecture(name: str, key: str, **options: Any) -> Any:
+    """Reads a target's config.json from a folder, the hub's cache or the hub; ValueError with the `key` of the setting."""
+    require_hub(name, key)
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{key} {name}: cannot read its config.json ({reason}); give a target's folder") from error
 
 
 def _architecture(model_type: str) -> str:

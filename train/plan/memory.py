@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 import sage
+from checkpoints.export.target import read_architecture
 from sage.drafts.compressor import Conv, Resampler
 from sage.drafts.draft import Draft, open_draft
 from sage.drafts.head import DraftHead
@@ -25,7 +26,6 @@ from sage.drafts.location import find_draft
 from sage.drafts.registry import KINDS, SlotOptions
 from sage.drafts.unroll import EXTRA
 from sage.io.files import config_dir
-from sage.io.hub import require_hub
 from sage.runtime.captured import MAX_FREE
 from sage.targets.loading import meta_target
 from sage.targets.target import layer_sizes
@@ -34,7 +34,7 @@ from sage.trees import AUTOREGRESSIVE
 from sage.trees import policy as new_policy
 from train.config.checks import MAX_STAGE
 from train.config.derived import sharding_ranks, zero_stage
-from train.config.schema import Config, ConfigError, Device, Offload, OptimizerKind, Precision, TargetConfig
+from train.config.schema import Config, Device, Offload, OptimizerKind, Precision, TargetConfig
 from train.distill.build import check_kind, fresh_draft, new_student, vocabulary_size
 from train.distill.chunked_loss import BLOCK_LOGITS
 from train.distill.rows import MAX_ROOTS
@@ -107,19 +107,19 @@ def build_on_meta(config: Config) -> MetaModels:
 def target_architecture(target: TargetConfig) -> PreTrainedConfig:
     """Returns the configuration of a target: from a local folder, the hub's cache, conf/target, or else the hub.
 
-    ConfigError if none of them has it.
+    ValueError if none of them has it.
     """
     path, revision = target.path, target.revision
     options: dict[str, Any] = {} if revision is None else {"revision": revision}
     if Path(path).expanduser().is_dir():
-        return _read(path, {})
+        return read_architecture(path, "target.path")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, **options)
     except OSError:
         pass
     if revision is None and (shipped := _shipped_architectures().get(path)):
         return AutoConfig.for_model(**shipped)
-    return _read(path, options)
+    return read_architecture(path, "target.path", **options)
 
 
 @cache
@@ -128,15 +128,6 @@ def _shipped_architectures() -> dict[str, dict[str, Any]]:
     files = [OmegaConf.load(path) for path in sorted((config_dir() / "target").glob("*.yaml"))]
     targets: list[Any] = [OmegaConf.to_container(file) for file in files]
     return {target["path"]: target["architecture"] for target in targets if "architecture" in target}
-
-
-def _read(path: str, options: dict[str, Any]) -> PreTrainedConfig:
-    require_hub(path, "target.path")
-    try:
-        return AutoConfig.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(f"target.path={path}: cannot read its config.json ({first})") from error
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------------

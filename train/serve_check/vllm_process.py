@@ -7,9 +7,9 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from checkpoints.run_folder import read_run_config
@@ -80,8 +80,8 @@ class EngineSetting:
         return options
 
 
-class VllmProcess:
-    """vLLM in a process of its own, with one engine at a time, for the prompts of a file; a context manager.
+class VllmProcess(AbstractContextManager["VllmProcess"]):
+    """vLLM in a process of its own, with one engine at a time, for the prompts of a file.
 
     Args:
         python: interpreter of the engine's environment, `.venv-engines/bin/python`.
@@ -122,10 +122,7 @@ class VllmProcess:
         answers: list[dict[str, Any]] = self._ask("trace", **self._decoding)
         return answers
 
-    def __enter__(self) -> VllmProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._log_file, self._process:  # closes its stdin, which ends it, and waits
             if kind is not None:
                 self._process.kill()
