@@ -87,12 +87,11 @@ class EngineConfig:
         return str(self.raw.get("model_type")).startswith(MODEL_TYPE_PREFIX)
 
     @property
-    def sizes(self) -> Sizes | None:
-        """The sizes of the layer; None if one of them is missing."""
-        hidden, inner, heads, kv_heads, vocab = map(self.size, SIZES)
-        if not (hidden and inner and heads and kv_heads and vocab and self.head_dim):
-            return None
-        return Sizes(hidden, inner, vocab, heads * self.head_dim, kv_heads * self.head_dim)
+    def sizes(self) -> Sizes:
+        """The sizes of the layer, 0 for one that is missing."""
+        hidden, inner, heads, kv_heads, vocab = (self.size(key) or 0 for key in SIZES)
+        head_dim = self.head_dim or 0
+        return Sizes(hidden, inner, vocab, heads * head_dim, kv_heads * head_dim)
 
     @property
     def classes(self) -> list[str]:
@@ -166,16 +165,14 @@ def fill(template: Any, values: Mapping[str, Any]) -> Any:
     return filled
 
 
-def layer_specs(
-    config: EngineConfig, sizes: Sizes, layer: str, norms: Sequence[str] = NORMS, has: Collection[str] = ()
-) -> TensorSpecs:
+def layer_specs(config: EngineConfig, layer: str, norms: Sequence[str] = NORMS, has: Collection[str] = ()) -> TensorSpecs:
     """Returns the tensors of a decoder layer, whose names start with `layer`.
 
     Args:
         norms: those of hidden size; attention with a `hidden_norm` reads embedding and feature side by side.
         has: `biases`, where the config says so, and `head_norms`, of queries and keys.
     """
-    hidden, inner, _, queries, keys = sizes
+    hidden, inner, _, queries, keys = config.sizes
     read = hidden * (2 if "hidden_norm" in norms else 1)
     attention = {"q": (queries, read), "k": (keys, read), "v": (keys, read), "o": (hidden, queries)}
     mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
@@ -189,12 +186,12 @@ def layer_specs(
     return {f"{layer}{name}": TensorSpec(shape) for name, shape in shapes.items()}
 
 
-def head_specs(config: EngineConfig, sizes: Sizes, num_levels: int, needs_t2d: bool = False) -> TensorSpecs:
+def head_specs(config: EngineConfig, num_levels: int, needs_t2d: bool = False) -> TensorSpecs:
     """Returns the tensors of a head outside its layers: fc, norm, lm_head, embedding and maps.
 
     A full draft vocabulary needs no maps. `needs_t2d`: a reduced one needs both.
     """
-    hidden, vocab = sizes.hidden, sizes.vocab
+    hidden, vocab = config.sizes.hidden, config.sizes.vocab
     draft_vocab = config.size("draft_vocab_size") or vocab
     is_full = vocab == draft_vocab
     return {

@@ -96,7 +96,7 @@ class CheckInput:
     @cached_property
     def specs(self) -> TensorSpecs:
         """Expected tensors; none if the config lacks sizes."""
-        return self.format.specs(self.config) or {}
+        return self.format.specs(self.config) if all(self.config.sizes) else {}
 
     def at(self, key: str, found: str, effect: str, **more: Any) -> Finding:
         """Returns a finding about a field of the decoder layer."""
@@ -240,8 +240,8 @@ class ExportFormat(ABC):
         return config.raw.get(TYPE) == self.algorithm if self.algorithm else self.engine_class in config.classes
 
     @abstractmethod
-    def specs(self, config: EngineConfig) -> TensorSpecs | None:
-        """Returns the expected tensors under the format's names; None if the config lacks sizes."""
+    def specs(self, config: EngineConfig) -> TensorSpecs:
+        """Returns the expected tensors under the format's names; none if the config lacks the number of layers or levels."""
 
     def own_name(self, name: str) -> str:
         """Returns the name that a tensor of the format has in our draft."""

@@ -79,16 +79,16 @@ class BlockFormat(ExportFormat):
         first = speculators_layout if self.names_target else native_part
         return (first, *block_checks(self.layout), *self.own_checks)
 
-    def specs(self, config: EngineConfig) -> TensorSpecs | None:
-        layers, levels, dim = config.size("num_hidden_layers"), self.layout.read_levels(config), config.head_dim
-        if (sizes := config.sizes) is None or layers is None or layers > MAX_LAYERS or not levels or dim is None:
-            return None
-        hidden, specs = sizes.hidden, head_specs(config, sizes, len(levels))
+    def specs(self, config: EngineConfig) -> TensorSpecs:
+        layers, levels = config.size("num_hidden_layers"), self.layout.read_levels(config)
+        if layers is None or layers > MAX_LAYERS or not levels:
+            return {}
+        specs = head_specs(config, len(levels))
         for index in range(layers):
-            specs |= layer_specs(config, sizes, f"layers.{index}.", has=("biases", "head_norms"))
-        is_full = config.size("draft_vocab_size") in (None, sizes.vocab)
+            specs |= layer_specs(config, f"layers.{index}.", has=("biases", "head_norms"))
+        is_full = config.size("draft_vocab_size") in (None, config.sizes.vocab)
         lm_head = replace(specs[LM_HEAD], is_optional=is_full, effect_if_missing=NO_ROWS)
-        return specs | {LM_HEAD: lm_head, "hidden_norm.weight": TensorSpec((hidden,))}
+        return specs | {LM_HEAD: lm_head, "hidden_norm.weight": TensorSpec((config.sizes.hidden,))}
 
     # -- export --------------------------------------------------------------------------------------------------------
 
@@ -290,10 +290,10 @@ class DSparkFormat(BlockFormat):
     own_checks = (_heads,)
     conditional, other_conditional, other_format = "markov", "none", "dflash"
 
-    def specs(self, config: EngineConfig) -> TensorSpecs | None:
+    def specs(self, config: EngineConfig) -> TensorSpecs:
         specs, sizes, rank = super().specs(config), config.sizes, config.size(RANK) or 1
-        if specs is None or sizes is None:
-            return None
+        if not specs:
+            return {}
         specs["markov_head.markov_w1.weight"] = TensorSpec((sizes.vocab, rank))
         specs["markov_head.markov_w2.weight"] = TensorSpec((config.size("draft_vocab_size") or sizes.vocab, rank))
         if config.raw.get(CONFIDENCE):

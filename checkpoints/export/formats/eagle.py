@@ -115,15 +115,13 @@ class EagleFormat(ExportFormat):
             return []
         return ["SGLang's EAGLE-1/2 layer uses plain text positions, not M-RoPE: after an image they differ from training."]
 
-    def specs(self, config: EngineConfig) -> TensorSpecs | None:
-        if (sizes := config.sizes) is None:
-            return None
-        hidden = sizes.hidden
+    def specs(self, config: EngineConfig) -> TensorSpecs:
+        hidden = config.sizes.hidden
         bias = TensorSpec((hidden,), is_zero=True, effect_if_missing=NO_BIAS)
         return {
-            **layer_specs(config, sizes, self.layer, norms=NORMS if self._has_norm else NORMS[1:]),
+            **layer_specs(config, self.layer, norms=NORMS if self._has_norm else NORMS[1:]),
             "fc.weight": TensorSpec((hidden, 2 * hidden)),
-            EMBEDDING: TensorSpec((sizes.vocab, hidden), is_optional=True),
+            EMBEDDING: TensorSpec((config.sizes.vocab, hidden), is_optional=True),
             **({"fc.bias": bias} if self.flavour == SGLANG else {}),
         }
 
@@ -222,15 +220,13 @@ class Eagle3Format(ExportFormat):
     def recognizes(self, config: EngineConfig) -> bool:
         return "draft_vocab_size" in config.raw or any("Eagle3" in name for name in config.classes)
 
-    def specs(self, config: EngineConfig) -> TensorSpecs | None:
-        if (sizes := config.sizes) is None:
-            return None
+    def specs(self, config: EngineConfig) -> TensorSpecs:
         levels = FEATURE_LEVELS if self.num_levels else len(config.vllm_levels or range(FEATURE_LEVELS))
-        layer = layer_specs(config, sizes, self.layer, FUSED_NORMS, self.layer_has(config))
-        has = norms_of(config)
-        norms = {"input_norm.weight": TensorSpec((levels * sizes.hidden,))} if has["norm_before_fc"] else {}
-        norms |= {f"fc_norm.{i}.weight": TensorSpec((sizes.hidden,)) for i in range(levels) if has["fc_norm"]}
-        return layer | norms | head_specs(config, sizes, levels, self.needs_t2d)
+        layer = layer_specs(config, self.layer, FUSED_NORMS, self.layer_has(config))
+        has, hidden = norms_of(config), config.sizes.hidden
+        norms = {"input_norm.weight": TensorSpec((levels * hidden,))} if has["norm_before_fc"] else {}
+        norms |= {f"fc_norm.{i}.weight": TensorSpec((hidden,)) for i in range(levels) if has["fc_norm"]}
+        return layer | norms | head_specs(config, levels, self.needs_t2d)
 
     def layer_has(self, config: EngineConfig) -> tuple[str, ...]:
         """Returns what a layer has besides that of EAGLE-3, as in `layer_specs`."""

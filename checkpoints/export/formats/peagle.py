@@ -85,12 +85,12 @@ class PEagleFormat(SpeculatorsFormat):
     def recognizes(self, config: EngineConfig) -> bool:
         return config.raw.get(TYPE) == self.algorithm
 
-    def specs(self, config: EngineConfig) -> TensorSpecs | None:
+    def specs(self, config: EngineConfig) -> TensorSpecs:
         layers, specs = config.size(LAYERS), super().specs(config)
-        if specs is None or (sizes := config.sizes) is None or layers is None or layers > MAX_LAYERS:
-            return None
+        if layers is None or layers > MAX_LAYERS:
+            return {}
         for index in range(1, layers):
-            specs |= layer_specs(config, sizes, f"layers.{index}.", has=self.layer_has(config))
+            specs |= layer_specs(config, f"layers.{index}.", has=self.layer_has(config))
         _, width = specs["fc.weight"].shape
         specs["mask_hidden"] = TensorSpec((1, 1, width), effect_if_missing=NO_MASK)
         return specs
