@@ -38,7 +38,7 @@ def compare(args: argparse.Namespace, command: str) -> None:
 
     import sage
     from sage.bench.measurement import load_prompts, measure
-    from sage.bench.report import build_report, calibration
+    from sage.bench.report import build_report
     from sage.bench.report_table import format_table
     from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runners
     from sage.runtime.modes import resolve_pass_mode
@@ -71,7 +71,6 @@ def compare(args: argparse.Namespace, command: str) -> None:
         list(policies),
         kinds={variant.label: variant.policy for variant in variants},
         options={variant.label: variant.options for variant in variants if variant.options},
-        calibration=calibration(runners, measurement),
         command=command,
         **({"first_answer": True} if args.first_answer else {}),
     )

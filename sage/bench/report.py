@@ -1,9 +1,4 @@
-"""Builds `report.json` from a measurement: settings, summary, machine, versions, and its section `calibration`.
-
-Calibration: expected calibration error of acceptance probabilities, before and after the calibrator. Predictions are recorded
-before the calibrator learns from their outcome. The error after calibration is therefore that of actual use, including the
-first rounds.
-"""
+"""Builds `report.json` from a measurement: settings, summary, machine, versions."""
 
 from __future__ import annotations
 
@@ -11,19 +6,16 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sage.bench.measurement import Measurement
-from sage.bench.runners import Runner
 from sage.bench.summary import summarize
 from sage.io.dtypes import dtype_name
 from sage.io.machine import processor_name
 from sage.runtime.executors import describe_passes
-from sage.trees.cost_aware.policy import CostAware
 
 SCHEMA = 1
 SAMPLING_KEYS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -95,26 +87,3 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def calibration(runners: Sequence[Runner], measurement: Measurement) -> dict[str, Any]:
-    """Returns the section `calibration` of the report by runner; empty without runners that calibrate.
-
-    Returns:
-        {name: {"rounds": int, "labels": int, "before": float, "after": float, "expected": float, "accepted": float}}.
-
-        `before` is the error of the draft's own probabilities, `after` that of the calibrated ones: means over depths, weighted
-        by labels. `expected` and `accepted` are drafted tokens per measured round: expected by the policy for the verified
-        trees, and accepted.
-    """
-    sections = {}
-    for runner in runners:
-        policy = getattr(runner, "policy", None)
-        if not (isinstance(policy, CostAware) and policy.calibrate):
-            continue
-        learner = policy.learner
-        (labels, before), (_, after) = learner.before.error(), learner.after.error()
-        log = [entry for run in chain(*measurement.runs[runner.name]) for entry in run.stats.rounds_log]
-        tokens = {key: sum(entry[key] for entry in log) / max(len(log), 1) for key in ("expected", "accepted")}
-        sections[runner.name] = {"rounds": learner.rounds, "labels": labels, "before": before, "after": after, **tokens}
-    return sections

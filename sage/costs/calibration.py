@@ -24,8 +24,6 @@ from torch import Tensor
 NUM_FEATURES = 6
 MIN_PROB = 1e-5
 MARGIN = 1.5  # a factor above e^1.5 between a candidate and its strongest rival carries no further information
-BINS = 10
-MAX_DEPTH = 32
 
 Acceptance = Callable[[list[float], int, float], list[float]]  # as `Calibrator.leading`
 
@@ -125,23 +123,3 @@ class Calibrator:
         self.weights = torch.tensor(state["weights"], dtype=torch.float64)
         self.curvature = torch.tensor(state["curvature"], dtype=torch.float64)
         self._weight_list = self.weights.tolist()
-
-
-class Reliability:
-    """Expected calibration error, over ten equal bins of the predictions at each depth."""
-
-    def __init__(self) -> None:
-        self._sums = torch.zeros(3, MAX_DEPTH * BINS, dtype=torch.float64)  # count, predicted, outcome by depth and bin
-
-    def add(self, depths: Tensor, predicted: Tensor, labels: Tensor) -> None:
-        """Adds predictions [M, R] in (0, 1) with labels [M, R] at depths [M]."""
-        bins = (predicted * BINS).long().clamp(0, BINS - 1)
-        cells = (depths.clamp(max=MAX_DEPTH - 1)[:, None] * BINS + bins).flatten().cpu()
-        values = torch.stack([column.double().flatten() for column in (torch.ones_like(predicted), predicted, labels)]).cpu()
-        self._sums.index_add_(1, cells, values)
-
-    def error(self) -> tuple[int, float]:
-        """Returns the number of labels, and the mean over them of |mean prediction - mean label| of their bin."""
-        counts, predicted, outcomes = self._sums
-        labels = int(counts.sum())
-        return labels, float((predicted - outcomes).abs().sum()) / max(labels, 1)

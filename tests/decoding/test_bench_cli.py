@@ -69,16 +69,6 @@ def test_one_family_of_a_file_with_relative_images(tmp_path, folders):
         load_prompts(target, str(file), [], None, None, family="chart")
 
 
-@pytest.mark.slow
-def test_the_report_has_the_calibration_error_of_a_learning_policy(folders, tmp_path):
-    out = tmp_path / "b.json"
-    bench(folders, "--policies", "cost_aware", "--num-prompts", "2", "--baselines", "", "--out", str(out))
-    report = json.loads(out.read_text())
-    section = report["calibration"]["cost_aware"]
-    assert section["rounds"] >= report["policies"]["cost_aware"]["rounds"]
-    assert section["labels"] > 0 and 0 < section["before"] < 1 and 0 < section["after"] < 1
-
-
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

@@ -84,10 +84,8 @@ def example_report() -> dict[str, Any]:
 
 
 def with_cost_aware(report: dict[str, Any]) -> dict[str, Any]:
-    """Adds a policy with calibration."""
+    """Adds a learning policy."""
     report["policies"]["cost_aware"] = _policy(2.5, 4.0, (0.33, 0.59, 0.02, 0.01, 0.03, 0.02))
-    figures = {"rounds": 250, "labels": 4500, "before": 0.1, "after": 0.05, "expected": 3.5, "accepted": 4.0}
-    report["calibration"] = {"cost_aware": figures}
     return report
 
 

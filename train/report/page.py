@@ -36,10 +36,6 @@ SPEED_NOTE = (
     "prefills. *Accepted* excludes the token that every target pass produces, *tokens/pass* includes it. *Identical* compares "
     "outputs with the target's own, *to HF* with those of Hugging Face `generate`."
 )
-CALIBRATION_NOTE = (
-    "The expected calibration error is the mean distance between predicted and observed acceptance, over ten equal bins of the "
-    "prediction. Every prediction was made before its outcome was used for learning."
-)
 
 
 def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
@@ -54,7 +50,6 @@ def render_page(report: Report, plots: Sequence[Plot] = ()) -> str:
         f"## Decoding time\n\n{markdown_table(SHARE_HEADER, shares)}\n\n{SHARE_NOTE}."
         if (shares := share_rows(report))
         else "",
-        _calibration(report),
         _families(report),
         _setup(report),
     ]
@@ -98,21 +93,6 @@ def _policies(report: Report) -> str:
         texts = (f"`{name}` {', '.join(f'{gap:.2g}' for gap in values)}" for name, values in gaps.items())
         parts.append(f"Gap of the top two logits at the first difference: {'; '.join(texts)}.")
     return "\n\n".join([*parts, *([f"{margins(report)}."] if margins(report) else []), *failed])
-
-
-def _calibration(report: Report) -> str:
-    head = ["policy", "rounds", "labels", "error before calibration", "after", "accepted per round, expected", "measured"]
-    rows = [
-        [
-            f"`{name}`",
-            *(str(part[key]) for key in ("rounds", "labels")),
-            *(f"{part[key]:.3f}" for key in ("before", "after")),
-            *(f"{part[key]:.2f}" for key in ("expected", "accepted")),
-        ]
-        for name, part in report.get("calibration", {}).items()
-        if part["labels"]
-    ]
-    return f"## Calibration\n\n{markdown_table(head, rows)}\n\n{CALIBRATION_NOTE}" if rows else ""
 
 
 def _families(report: Report) -> str:

@@ -20,7 +20,7 @@ from checkpoints.export.serving import export_choice
 from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, validation_folder
 from checkpoints.store import saving
 from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, measure
-from sage.bench.report import PACKAGES, build_report, calibration, versions
+from sage.bench.report import PACKAGES, build_report, versions
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runners, on_device
 from sage.bench.summary import RunningFigures
 from sage.decoding.generation import start
@@ -115,7 +115,6 @@ def validate(
             [str(name) for name in decode.policies],
             **({} if info.step is None else {"step": info.step}),
             options={name: dict(options) for name, options in decode.options.items() if options},
-            calibration=calibration(runners, measured),
             command=this_command(),
             versions=versions((*PACKAGES, "deepspeed")),
         )

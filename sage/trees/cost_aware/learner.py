@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from sage.costs.calibration import Acceptance, Calibrator, Reliability
+from sage.costs.calibration import Acceptance, Calibrator
 from sage.costs.tables import Costs, correction
 from sage.planning.tree import RoundOutcome
 from sage.runtime.host_tensors import CPU, double_tensor, long_tensor
@@ -195,7 +195,6 @@ class Learner:
     """Learns from verified rounds in batches; arguments as for `CostAware`.
 
     Attributes:
-        before, after: reliability of the draft's own and of the calibrated probabilities.
         rounds: rounds observed.
         usual_size: moving average of the number of verified nodes.
         left_out: moving average of `Plan.left_out`, of requests that do not share their passes.
@@ -206,7 +205,6 @@ class Learner:
         self.calibrate, self.memory = calibrate, memory
         self.calibrator = Calibrator()
         self.mass = ChildMass(max_depth)
-        self.before, self.after = Reliability(), Reliability()
         self.rounds = 0
         self.usual_size = 8.0
         self.left_out = 0.0
@@ -244,9 +242,7 @@ class Learner:
         evidence = labelled_candidates(outcome for outcome, _ in self.pending) if self.calibrate else None
         self.pending.clear()
         if evidence is not None:
-            probs, depths, labels, weights = evidence
-            self.before.add(depths, probs, labels)
-            self.after.add(depths, self.calibrator.learn(probs, depths, labels, weights), labels)
+            self.calibrator.learn(*evidence)
         return True
 
     def _learn_prices(self, outcome: RoundOutcome, plan: Plan, costs: Costs) -> None:
