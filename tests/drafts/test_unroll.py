@@ -11,7 +11,7 @@ import sage
 from sage.drafts.draft import new_session
 from sage.drafts.layer import GatedLayer
 from sage.drafts.spans import HeadInput
-from sage.drafts.unroll import Chains
+from sage.drafts.unroll import Chains, attend_with_chain
 
 STEPS = 4
 
@@ -122,6 +122,22 @@ def test_bf16_keeps_the_share_of_the_chain() -> None:
     wide = naive(*([t.double() for t in group] for group in (queries, keys, values)))
     for out, expected in zip(ours, wide, strict=True):
         assert float((out.double() - expected).abs().max()) < 0.02 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
+def test_a_step_and_its_gradient_equal_those_in_float64(dtype: torch.dtype, bound: float) -> None:
+    """On a GPU where there is one: relative errors of the result and of the gradient of each input."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows, generator = 1024 if torch.cuda.is_available() else 12, torch.Generator().manual_seed(0)
+    shapes = [(1, 28, rows, 128), *[(1, 4, rows, 128)] * 2, *[(1, 4, rows, 6, 128)] * 2]
+    given = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    results = []
+    for tensors in (given, [tensor.double() for tensor in given]):
+        leaves = [tensor.requires_grad_() for tensor in tensors]
+        out = attend_with_chain(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+    for ours, exact in zip(*results, strict=True):
+        assert float((ours.double() - exact).norm() / exact.norm()) < bound
 
 
 def test_negative_control_later_keys_are_masked(tiny_qwen: sage.Target) -> None:

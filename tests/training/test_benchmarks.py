@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import training as bench
 from benchmarks import visual_tokens
-from benchmarks.chain_attention import errors, inputs
 from benchmarks.figures import Figures
 from sage.io.files import read_json
 from sage.targets.families import family_of
@@ -104,12 +103,6 @@ def test_shares_of_visual_tokens_under_a_compressor() -> None:
     ):
         models = visual_tokens.models_of("qwen2_5_vl_7b", kind)
         assert visual_tokens.counted(models, tokens)[0] == pytest.approx(draft / (draft + text), rel=1e-3)
-
-
-def test_the_chain_attention_of_a_step_is_exact_to_the_precision_of_its_inputs() -> None:
-    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        found = errors(inputs(12, 136, 4, 2, dtype, CPU))
-        assert len(found) == 6 and max(found) < bound
 
 
 @pytest.mark.slow
