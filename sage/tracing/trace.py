@@ -9,7 +9,7 @@ Shapes: N verified nodes, M drafted nodes (M >= N), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sage.decoding.decoder import Round
-from sage.decoding.generation import Generation, generate, start
+from sage.decoding.generation import Generation, Output, generate, start
 from sage.decoding.settings import Sampling
 from sage.decoding.verify import Verdict, Verifier
 from sage.drafts.draft import Draft
@@ -28,7 +28,7 @@ from sage.planning.base import Policy
 from sage.planning.tree import Drafted, Tree
 from sage.runtime.executors import describe_passes
 from sage.targets import Target
-from sage.tracing.trace_page import Choice, Race, Trace, TracedRound
+from sage.tracing.trace_page import Choice, Trace, TracedRound
 from sage.trees import AUTOREGRESSIVE, DEFAULT_POLICY
 
 Calibration = Callable[[list[float], int], list[float]]  # as `Policy.calibration`
@@ -48,18 +48,6 @@ class _Tap(Verifier):
         return verdict
 
 
-@dataclass
-class _Seen:
-    """References to one round; `log_probs`: [N], the target's, of the tokens of all nodes but the root, then the bonus."""
-
-    emitted: Round
-    tree: Tree
-    verdict: Verdict
-    calibration: Calibration | None
-    log_probs: Tensor
-    phases: Callable[[], dict[str, float]]
-
-
 class TraceRecorder:
     """Records a request that has not started yet; `add` takes every round of it as soon as it is yielded."""
 
@@ -67,7 +55,7 @@ class TraceRecorder:
         self.generation = generation
         request = generation.request
         self._tap = request.verifier = _Tap(request.verifier, request.policy)
-        self._seen: list[_Seen] = []
+        self._rounds: list[Callable[..., TracedRound]] = []  # `_traced` of each, but for what is known at the end
 
     def add(self, emitted: Round) -> None:
         """Records a round; its time counts for no phase."""
@@ -79,11 +67,11 @@ class TraceRecorder:
         parents, tokens = torch.tensor(places, device=logits.device)
         log_probs = logits.log_softmax(-1, dtype=torch.float32)[parents, tokens]  # one fused kernel
         phases = self.generation.request.clock.round_phases()
-        self._seen.append(_Seen(emitted, tree, verdict, calibration, log_probs, phases))
+        self._rounds.append(partial(_traced, emitted, tree, verdict, calibration, log_probs, phases))
         self._tap.seen = None
 
     def trace(
-        self, settings: Mapping[str, str], messages: Sequence[Mapping[str, Any]] | None = None, race: Race | None = None
+        self, settings: Mapping[str, str], messages: Sequence[Mapping[str, Any]] | None = None, race: Output | None = None
     ) -> Trace:
         """Returns the trace of the finished request.
 
@@ -100,10 +88,10 @@ class TraceRecorder:
             "dtype": dtype_name(target.dtype),
             "passes": describe_passes(target),
         }
-        rounds, start_ = [], 1
-        for seen, figures in zip(self._seen, output.stats.rounds_log, strict=False):
-            rounds.append(_traced(seen, start_, figures, request.policy))
-            start_ += len(seen.emitted.tokens)
+        rounds, start_ = list[TracedRound](), 1
+        for traced, figures in zip(self._rounds, output.stats.rounds_log, strict=False):
+            rounds.append(traced(start_, figures, request.policy))
+            start_ += len(rounds[-1].tokens)
         return Trace(
             output=output,
             rounds=rounds,
@@ -150,10 +138,9 @@ def record_rounds(generation: Generation) -> TraceRecorder:
     return recorder
 
 
-def decode_race(target: Target, inputs: Any, sampling: Sampling | None = None, **options: Any) -> Race:
+def decode_race(target: Target, inputs: Any, sampling: Sampling | None = None, **options: Any) -> Output:
     """Decodes a request without a draft; options as for `sage.generate`."""
-    output = generate(target, None, inputs, AUTOREGRESSIVE, sampling=sampling, **options)
-    return Race(output.tokens.tolist(), output.stats.decode_s)
+    return generate(target, None, inputs, AUTOREGRESSIVE, sampling=sampling, **options)
 
 
 def draft_name(draft: Draft | None) -> str:
@@ -173,12 +160,22 @@ def _prompt_text(messages: Sequence[Mapping[str, Any]] | None, generation: Gener
     return [("prompt", tokenizer.decode(kept))]
 
 
-def _traced(seen: _Seen, start_: int, figures: dict[str, float], policy: Policy) -> TracedRound:
-    tree, verdict, emitted = seen.tree, seen.verdict, seen.emitted
+def _traced(
+    emitted: Round,
+    tree: Tree,
+    verdict: Verdict,
+    calibration: Calibration | None,
+    log_probs: Tensor,
+    phases: Callable[[], dict[str, float]],
+    start_: int,
+    figures: dict[str, float],
+    policy: Policy,
+) -> TracedRound:
+    """Returns a round; `log_probs`: [N], the target's, of the tokens of all nodes but the root, then the bonus."""
     columns = tree.columns
     find = tree.find_drafted
     drafted = Drafted(columns.tokens, columns.parents, columns.depths, [None] * len(tree)) if find is None else find()
-    *target, bonus_prob = seen.log_probs.exp().tolist()
+    *target, bonus_prob = log_probs.exp().tolist()
     bonus, topk = None, drafted.topk[verdict.path[-1]]
     if len(emitted.tokens) > emitted.num_drafted:
         token = verdict.tokens[-1]
@@ -193,13 +190,13 @@ def _traced(seen: _Seen, start_: int, figures: dict[str, float], policy: Policy)
         parents=drafted.parents,
         depths=drafted.depths,
         draft=_below(drafted, lambda probs, depth: probs),
-        calibrated=_below(drafted, seen.calibration) if seen.calibration is not None else None,
+        calibrated=_below(drafted, calibration) if calibration is not None else None,
         target=[1.0, *target],
         path=list(verdict.path),
         bonus=bonus,
         figures=figures,
         reason=policy.explain(figures),
-        time_s=seen.phases(),
+        time_s=phases(),
     )
 
 

@@ -93,14 +93,6 @@ class TracedRound:
         return max(refused, key=self.draft.__getitem__) if refused and self.bonus is not None else None
 
 
-@dataclass(frozen=True)
-class Race:
-    """The same request without a draft: its tokens, and their seconds after the prefill."""
-
-    tokens: list[int]
-    seconds: float
-
-
 @dataclass(kw_only=True)
 class Trace:
     """One generation with everything that a page shows of it."""
@@ -111,7 +103,7 @@ class Trace:
     tokenizer: Any = field(default=None, repr=False)  # decodes tokens; None for a target without a processor
     prompt: list[tuple[str, str]] = field(default_factory=list)  # (role, text) of the messages, or the decoded prompt
     media: list[Media] = field(default_factory=list, repr=False)  # images and videos of the messages
-    race: Race | None = field(default=None, repr=False)  # the request without a draft; None if it was not decoded
+    race: Output | None = field(default=None, repr=False)  # without a draft; None if it was not decoded
     is_coupled: bool = False  # whether the draft's numbers are scores with the noise of the target's draws
 
     @property
@@ -122,7 +114,7 @@ class Trace:
     @property
     def speedup(self) -> float | None:
         """Seconds without a draft over seconds with it, both after the target's prefill; None without a race or a round."""
-        return self.race.seconds / self.seconds if self.race is not None and self.seconds > 0 else None
+        return self.race.stats.decode_s / self.seconds if self.race is not None and self.seconds > 0 else None
 
     def html(self) -> str:
         return render(self)
@@ -231,7 +223,7 @@ def _tiles(trace: Trace) -> list[tuple[str, str, str]]:
     if trace.seconds > 0:
         found += [("speed", f"{(stats.new_tokens - 1) / trace.seconds:.0f}/s", "tokens after the prefill")]
     if trace.race is not None and trace.speedup is not None:
-        tokens, base = trace.output.tokens.tolist(), trace.race.tokens  # near-ties can differ in this dtype
+        tokens, base = trace.output.tokens.tolist(), trace.race.tokens.tolist()  # near-ties can differ in this dtype
         same = "same text" if tokens == base else f"texts differ from token {num_equal(tokens, base) + 1} on"
         found += [("speedup", f"{trace.speedup:.2f}x", f"of this one request; {same}")]
     return found

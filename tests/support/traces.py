@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from sage.decoding.answer import Stats
 from sage.decoding.generation import Output
-from sage.tracing.trace_page import Choice, Race, Trace, TracedRound
+from sage.tracing.trace_page import Choice, Trace, TracedRound
 
 HOSTILE = (
     '<script>window.hacked = 1; alert("1")</script>',
@@ -77,7 +78,7 @@ def made_trace(
         stats.new_tokens += len(emitted)
     tokenizer = Words(texts)
     output = Output(torch.tensor(tokens), stats, torch.zeros(num_tokens, dtype=torch.bool), tokenizer)
-    race = Race(tokens, 0.006 * num_tokens)
+    race = replace(output, stats=Stats(time_s={"verify": 0.006 * num_tokens}))
     settings = {"target": "tiny", "draft": "runs/<x>", "policy": "sage"}
     prompt = [("user", texts[0])]
     return Trace(output=output, rounds=rounds, settings=settings, tokenizer=tokenizer, prompt=prompt, race=race)
