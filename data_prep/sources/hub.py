@@ -26,7 +26,7 @@ from data_prep.conversation import BadItem, Conversation, Message, Row
 from data_prep.sources.base import Source, Split, as_example
 from data_prep.sources.files import DataFiles, Form, SourceConfig, find_files, row_files, unread_files
 from data_prep.sources.layouts import ROLES, Roots, described, table_messages
-from data_prep.sources.rows import JoinedRows, JsonRows, RawRows, RowSource
+from data_prep.sources.rows import JsonRows, RawRows, RowSource, joined_rows
 from sage.inputs.media import frame_files
 from sage.inputs.video import VIDEO_SUFFIXES
 from sage.io.hub import HubUnreachable, require_hub
@@ -50,7 +50,7 @@ class Rows(RowSource):
     def description(self) -> str:
         """Returns what was recognized: the format, the number of rows, and the layout of the first one."""
         try:
-            layout = described(self.rows.row(0), self._columns) if len(self) else "empty"
+            layout = described(self.rows[0], self._columns) if len(self) else "empty"
         except BadItem as error:
             layout = error.reason
         form = self._files.described() if self._files else "table"
@@ -146,7 +146,7 @@ class FolderSource(RowSource):
     def example(self, index: int) -> Conversation:
         conversation = self.conversation(index)
         if conversation.messages[-1]["role"] == "user":
-            item = self.rows.row(index)
+            item = self.rows[index]
             frames = f"; if its files are separate images, give data.path={item['path']}" if os.path.isdir(item["path"]) else ""
             raise conversation.error(f"no text file; write the answer to {_text_file(item).name}{frames}")
         return as_example(conversation)
@@ -202,7 +202,7 @@ def open_source(label: str, config: SourceConfig, split: Split, cache_dir: str) 
         raise ValueError(f"{path}: no data file in it; for images with a text file each choose data=auto or data=folder")
     if files.form is Form.json:
         parts = [JsonRows(file, cache_dir) for file in files.of(name)]
-        rows: RawRows = parts[0] if len(parts) == 1 else JoinedRows(path, parts)
+        rows: RawRows = parts[0] if len(parts) == 1 else joined_rows(path, parts)
     else:
         rows = table_rows(path, config.subset, name, cache_dir)
     roots = (config.media_root, files.folder) if config.media_root else (files.folder,)

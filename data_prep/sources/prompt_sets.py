@@ -188,7 +188,7 @@ class PromptSource(RowSource):
     def conversation(self, index: int) -> Conversation:
         conversation = super().conversation(index)
         ending = EXPLAIN if self.long_answers else ""
-        later = [_lines(text, ending) for text in self.layout.read(self.rows.row(index), self.find).follow_ups]
+        later = [_lines(text, ending) for text in self.layout.read(self.rows[index], self.find).follow_ups]
         return replace(conversation, meta=conversation.meta | {FOLLOW_UPS: later}) if later else conversation
 
 

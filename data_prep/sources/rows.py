@@ -6,10 +6,8 @@ file's hash, so that a file of a million rows opens immediately the second time.
 
 from __future__ import annotations
 
-import bisect
 import gzip
 import hashlib
-import itertools
 import json
 import re
 import shutil
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import ConcatDataset, Dataset
 
 from data_prep.cache import cache_dir, computed_once
 from data_prep.conversation import BadItem, Conversation, Message, Row, item_label, printable
@@ -31,7 +30,7 @@ BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 ROW_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 
-class RawRows:
+class RawRows(Dataset[Any]):
     """Raw rows by index, of a list or a table; `digest` changes whenever they change."""
 
     def __init__(self, name: str, digest: str, rows: Any) -> None:
@@ -40,7 +39,7 @@ class RawRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def row(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Any:
         """Returns a row; raises BadItem if it cannot be read."""
         return self._rows[index]
 
@@ -72,7 +71,7 @@ class RowSource(Source):
         return len(self.rows)
 
     def conversation(self, index: int) -> Conversation:
-        return self.convert(self.rows.row(index), index)
+        return self.convert(self.rows[index], index)
 
     def convert(self, row: Any, index: int) -> Conversation:
         """Turns a raw row into a conversation; BadItem with its index and id if it does not have this layout."""
@@ -122,7 +121,7 @@ class JsonRows(RawRows):
         with computed_once(cached, self._write_spans):
             super().__init__(path, digest, np.load(cached, mmap_mode="r"))
 
-    def row(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Any:
         """Returns the object at `index`; raises BadItem: not valid UTF-8 or not valid JSON."""
         begin, end = (int(bound) for bound in self._rows[index])
         with self.path.open("rb") as file:
@@ -156,20 +155,9 @@ class JsonRows(RawRows):
             np.save(file, np.asarray(spans, dtype=np.int64).reshape(-1, 2))
 
 
-class JoinedRows(RawRows):
-    """The objects of several files in order."""
-
-    def __init__(self, name: str, files: Sequence[JsonRows]) -> None:
-        super().__init__(name, hashlib.sha256("".join(file.digest for file in files).encode()).hexdigest(), files)
-        self._ends = list(itertools.accumulate(map(len, files)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def row(self, index: int) -> Any:
-        """Returns the object at `index`; the error of one that cannot be read names its file and its index there."""
-        number = bisect.bisect_right(self._ends, index)
-        return self._rows[number].row(index - (self._ends[number - 1] if number else 0))
+def joined_rows(name: str, files: Sequence[JsonRows]) -> RawRows:
+    """Returns the objects of several files in order; the error of one that cannot be read names its file and index there."""
+    return RawRows(name, hashlib.sha256("".join(file.digest for file in files).encode()).hexdigest(), ConcatDataset(files))
 
 
 def _unpack(packed: Path, unpacked: Path) -> None:
