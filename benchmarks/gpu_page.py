@@ -109,7 +109,7 @@ def _step(figures: Results, config: Config, models: MetaModels) -> Iterator[Row]
     """The parts of a training step, whose operations are those of the plan."""
     architecture = models.target.model.config
     processor = training.image_processor(config.target.path, architecture)
-    batch = training.make_batch(family_of(architecture), processor, training.Sizes(sequences=STEP_BATCH, length=STEP_LENGTH))
+    batch = training.make_batch(family_of(architecture), processor, STEP_BATCH, STEP_LENGTH)
     share = float(models.target.family.visual_mask(batch["input_ids"]).float().mean())
     work = Workload(config=config, models=models, ranks=1, visual_share=share)
     flops, traffic, peak = flops_of_step(work), bytes_of_step(work), config.launch.gpu_peak_tflops * 1e12

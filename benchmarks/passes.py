@@ -190,7 +190,6 @@ def main() -> int:
     parser.add_argument("--shape", metavar="NAME", help="a published target of conf/target and a draft, with random weights")
     parser.add_argument("--layers", type=int, metavar="N", help="text layers of --shape; default: as many as fit")
     parser.add_argument("--out", metavar="FILE", help="also write the table as JSON")
-    parser.add_argument("--threads", type=int, metavar="N", help="torch's threads; default: torch's own choice")
     text = "linear layers and attention of compiled passes with torch's kernels only"
     parser.add_argument("--torch-kernels", action="store_true", help=text)
     cli.add_dtype_option(parser, "fp32", "dtype of target and draft (default %(default)s)")
@@ -198,8 +197,6 @@ def main() -> int:
     args = parser.parse_args()
     if min(args.context, args.repeats) < 1:
         raise ValueError("--context, --repeats: give at least 1")
-    if args.threads:
-        torch.set_num_threads(args.threads)
     if args.torch_kernels:
         kernels.MIN_BYTES = sys.maxsize
     nodes, widths = counts(args.nodes), counts(args.widths)

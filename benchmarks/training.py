@@ -53,6 +53,7 @@ PARTS = {
     "draft": "draft, forward and backward",
     "objective": "objective",
 }
+IMAGE, SUPERVISED = (640, 480), 0.25  # pixels, and the supervised share of the text
 HEAD = ("part", "TFLOP of the plan", "ms", "share of peak", "peak, GiB")
 Part = Callable[[str], AbstractContextManager[None]]
 
@@ -61,10 +62,8 @@ def main() -> int:
     arguments, overrides = _parser().parse_known_args()
     if unknown := [word for word in overrides if word.startswith("-")]:
         raise ValueError(f"{unknown[0]}: unknown to benchmarks.training; see --help")
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     if arguments.images is not None:
-        print(_parts(arguments, overrides))
+        print(measure(arguments, overrides).text())
         return 0
     config = compose("config", [*overrides, f"launch.device={arguments.device}"], Config)
     check(config)
@@ -73,19 +72,6 @@ def main() -> int:
     with process_group(arguments.device, config.launch.timeout_s) as ranks:
         print(measure_steps(config, ranks, arguments.measured, arguments.warmup))
     return 0
-
-
-def _parts(arguments: argparse.Namespace, overrides: list[str]) -> str:
-    config = compose("config", [*overrides, "launch.plan=true"], Config)  # opens no data
-    check(config)
-    sizes = Sizes(
-        sequences=config.train.micro_batch_size,
-        length=arguments.length,
-        image=arguments.images,
-        supervised=arguments.supervised,
-    )
-    device = pick_device(arguments.device, 0)
-    return measure(config, sizes, arguments.layers, device, arguments.measured, arguments.warmup, arguments.out).text()
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -106,14 +92,15 @@ def _share(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("python -m benchmarks.training", description=__doc__)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--threads", type=int, help="CPU threads; default: as torch chooses")
     parser.add_argument("--measured", type=int, default=20, help="steps to time")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--layers", type=int, help="text layers of --images; default: all")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each sequence of --images (default: %(default)s)")
     text = "time the parts of a step on sequences with one image each, with random weights; default %(const)s"
     parser.add_argument("--images", metavar="WxH", type=_size, nargs="?", const="640x480", help=text)
-    parser.add_argument("--supervised", type=_share, default=0.25, help="share of the text of --images (default: %(default)s)")
+    parser.add_argument(
+        "--supervised", type=_share, default=SUPERVISED, help="share of the text of --images (default: %(default)s)"
+    )
     parser.add_argument("--out", metavar="FILE", help="write the table of --images as JSON")
     return parser
 
@@ -184,16 +171,6 @@ def _text(run: TrainingRun, times: Sequence[StepTimes], peak_bytes: int) -> str:
 # -- parts at published sizes ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """A micro-batch: its sequences, their tokens, the pixels of their images, and the supervised share of their text."""
-
-    sequences: int
-    length: int
-    image: tuple[int, int] = (640, 480)
-    supervised: float = 0.25
-
-
 @dataclass
 class Measured:
     """Seconds of a part in each repeat, and the most bytes allocated during it."""
@@ -202,41 +179,37 @@ class Measured:
     peak_bytes: int = 0
 
 
-def measure(
-    config: Config,
-    sizes: Sizes,
-    num_layers: int | None,
-    device: torch.device,
-    repeats: int,
-    warmup: int,
-    out: str | None = None,
-) -> Figures:
-    """Times a micro-batch; the weights of target and draft are random. Raises ValueError for a target without images, or for
-    an image that is longer than a sequence.
+def measure(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
+    """Times a micro-batch; the weights of target and draft are random. `--out` receives the table after every repeat.
 
-    Args:
-        num_layers: text layers of the target; None for all.
-        out: file that receives the table after every repeat.
+    Raises ValueError for a target without images, or for an image that is longer than a sequence.
     """
-    architecture = target_architecture(config.target)
-    complete = limit_layers(architecture, num_layers, config.target.name)
-    batch = make_batch(family_of(architecture), image_processor(config.target.path, architecture), sizes)
-    config.data.max_length = sizes.length
-    config.train.global_batch_size = config.train.micro_batch_size = sizes.sequences
+    config = compose("config", [*overrides, "launch.plan=true"], Config)  # opens no data
+    check(config)
+    device, architecture = pick_device(arguments.device, 0), target_architecture(config.target)
+    complete = limit_layers(architecture, arguments.layers, config.target.name)
+    processor, sequences = image_processor(config.target.path, architecture), config.train.micro_batch_size
+    family = family_of(architecture)
+    batch = make_batch(family, processor, sequences, arguments.length, arguments.images, arguments.supervised)
+    config.data.max_length, config.train.global_batch_size = arguments.length, sequences
     gc.collect()
     teacher, student = build(config, architecture, device)
     work = workload(config, teacher, student, batch)
     staged = Staging(teacher.target, device, teacher.target.dtype)(batch)
     parts = {name: Measured() for name in PARTS}
-    for number in range(warmup + repeats):
+    width, height = arguments.images
+    title = (
+        f"{config.target.name}, {teacher.target.num_layers} of {complete} text layers, draft={config.draft.kind}, "
+        f"{config.objective.steps} step(s), {config.train.precision}: {sequences} sequences with an image of {width} x {height}"
+    )
+    for number in range(arguments.warmup + arguments.measured):
         seconds = dict.fromkeys(PARTS, 0.0)
         run_parts(teacher, student, staged, partial(_timed, device=device, seconds=seconds, parts=parts))
-        if number >= warmup:
+        if number >= arguments.warmup:
             for name, spent in seconds.items():
                 parts[name].seconds.append(spent)
-            depth = f"{teacher.target.num_layers} of {complete} text layers"
-            figures = _figures(config, sizes, f"{config.target.name}, {depth}", batch, parts, work, device)
-            figures.write(out)
+            figures = _figures(title, batch, parts, work, device)
+            figures.write(arguments.out)
     return figures
 
 
@@ -272,18 +245,25 @@ def image_processor(path: str, architecture: Any) -> Any:
     return processor
 
 
-def make_batch(family: Any, processor: Any, sizes: Sizes) -> dict[str, Any]:
-    """Returns a micro-batch of random tokens; each sequence begins with the same image and ends with its supervised tokens."""
-    image = Image.effect_noise(sizes.image, 64).convert("RGB")
+def make_batch(
+    family: Any, processor: Any, sequences: int, length: int, size: tuple[int, int] = IMAGE, supervised: float = SUPERVISED
+) -> dict[str, Any]:
+    """Returns a micro-batch of random tokens; each sequence begins with the same image and ends with its supervised tokens.
+
+    Args:
+        size: width and height of the image, in pixels.
+        supervised: share of the text.
+    """
+    image = Image.effect_noise(size, 64).convert("RGB")
     pixels, (text,) = family.encode_images(processor, [image])
     count = text.count(family.placeholders["image"])
-    if count + 2 >= sizes.length:
-        raise ValueError(f"--images: an image takes {count} tokens; --length {sizes.length} is too short")
+    if count + 2 >= length:
+        raise ValueError(f"--images: an image takes {count} tokens; --length {length} is too short")
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(1000, min(family.slots.values())), (sizes.sequences, sizes.length), generator=generator)
+    ids = torch.randint(min(1000, min(family.slots.values())), (sequences, length), generator=generator)
     ids[:, 1 : 1 + count] = family.slots["image"]
-    first = sizes.length - int((sizes.length - count - 1) * sizes.supervised)
-    mask = (torch.arange(sizes.length) >= first).expand_as(ids)
+    first = length - int((length - count - 1) * supervised)
+    mask = (torch.arange(length) >= first).expand_as(ids)
     tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": mask}
     stacked = {key: family.stack(key, [value] * len(ids)) for key, value in pixels.items()}
     return {**tokens, **stacked, **family.token_inputs(ids)}
@@ -318,41 +298,27 @@ def _timed(
         parts[name].peak_bytes = max(parts[name].peak_bytes, peak(device))
 
 
-def _figures(
-    config: Config,
-    sizes: Sizes,
-    name: str,
-    batch: dict[str, Any],
-    parts: dict[str, Measured],
-    work: Workload,
-    device: torch.device,
-) -> Figures:
-    plan, peak_flops = flops_of_step(work), config.launch.gpu_peak_tflops * 1e12
+def _figures(title: str, batch: dict[str, Any], parts: dict[str, Measured], work: Workload, device: torch.device) -> Figures:
+    plan, launch = flops_of_step(work), work.config.launch
     total = Measured(
         seconds=[sum(times) for times in zip(*(part.seconds for part in parts.values()), strict=True)],
         peak_bytes=max(part.peak_bytes for part in parts.values()),
     )
-    rows = [_row(PARTS[name], part, plan[name], peak_flops) for name, part in parts.items()]
-    rows.append(_row("sum", total, sum(plan.values()), peak_flops))
-    tokens = batch["input_ids"].numel()
-    width, height = sizes.image
-    title = (
-        f"{name}, draft={config.draft.kind}, {config.objective.steps} step(s), {config.train.precision}: "
-        f"{sizes.sequences} sequences with an image of {width} x {height}"
-    )
-    supervised = int(count_supervised(batch["loss_mask"]))
+    rows = [_row(PARTS[name], part, plan[name], launch.gpu_peak_tflops) for name, part in parts.items()]
+    rows.append(_row("sum", total, sum(plan.values()), launch.gpu_peak_tflops))
+    tokens, supervised = batch["input_ids"].numel(), int(count_supervised(batch["loss_mask"]))
     notes = [
         f"{tokens} tokens, {work.visual_share:.2f} visual, {supervised} supervised",
         f"the plan takes the {round((1 - work.visual_share) * tokens)} tokens of text to be supervised; "
-        f"share of {config.launch.gpu_peak_tflops:g} TFLOP/s (launch.gpu_peak_tflops)",
+        f"share of {launch.gpu_peak_tflops:g} TFLOP/s (launch.gpu_peak_tflops)",
         f"{tokens / median(total.seconds):,.0f} tokens/s without the optimizer",
     ]
     return Figures(title, HEAD, rows, notes, describe_machine(device))
 
 
-def _row(name: str, part: Measured, flops: float, peak_flops: float) -> list[str]:
+def _row(name: str, part: Measured, flops: float, peak_tflops: float) -> list[str]:
     seconds = median(part.seconds)
-    share = f"{flops / seconds / peak_flops:.0%}"
+    share = f"{flops / seconds / peak_tflops / 1e12:.0%}"
     return [name, f"{flops / 1e12:.4g}", f"{1e3 * seconds:.1f}", share, f"{part.peak_bytes / GIB:.1f}"]
 
 

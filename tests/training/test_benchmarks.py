@@ -61,8 +61,8 @@ def counted(sequences: int, length: int, *overrides: str) -> tuple[dict[str, int
     """The operations of a micro-batch by part, and those of the plan; attention is counted with all of its pairs."""
     config = configure("target=pocket_qwen2_5_vl", *overrides)
     architecture = target_architecture(config.target)
-    sizes = bench.Sizes(sequences=sequences, length=length, image=(160, 160), supervised=1.0)
-    batch = bench.make_batch(family_of(architecture), bench.image_processor(config.target.path, architecture), sizes)
+    processor = bench.image_processor(config.target.path, architecture)
+    batch = bench.make_batch(family_of(architecture), processor, sequences, length, (160, 160), 1.0)
     config.data.max_length = length
     config.train.global_batch_size = config.train.micro_batch_size = sequences
     teacher, student = bench.build(config, architecture, CPU)
