@@ -9,7 +9,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,19 +37,6 @@ from sage.targets.tree_passes import TreePasses
 READ_BYTES = 2**28  # larger than the caches
 USABLE_MEMORY = 0.7  # share of free memory; the rest is for activations, KV cache and other processes
 EMBEDDING, ATTENTION = "aten::embedding", "scaled_dot_product"
-
-
-@dataclass
-class Timed:
-    """One pass in one mode: its call, the seconds of its first call, which compiles or loads it, the bytes that are allocated
-    meanwhile at most, and those of them that are kept.
-    """
-
-    mode: PassMode
-    call: TimedCall
-    first_s: float
-    peak: int
-    kept: int
 
 
 def num_operators(call: TimedCall) -> int:
@@ -106,15 +92,19 @@ def read_bandwidth(device: torch.device) -> float:
     return source.nbytes / statistics.median(interleaved_s([TimedCall(source.sum)], 5, device)[0])
 
 
-def timed(target: Any, mode: PassMode, make: Callable[[], TimedCall]) -> Timed:
-    """Builds a pass in a mode and runs it once."""
+def first_call(target: Any, mode: PassMode, make: Callable[[], TimedCall]) -> tuple[TimedCall, list[str]]:
+    """Builds a pass in a mode and runs it once, which compiles or loads it.
+
+    Returns:
+        the pass, and the cells of its row: seconds, the megabytes allocated meanwhile at most, and those that are kept.
+    """
     target.passes = mode
     call = make()
     call.reset()
     before, start = reset_peak(target.device), time.perf_counter()
     call.run()
-    first_s = time.perf_counter() - start
-    return Timed(mode, call, first_s, peak(target.device) - before, allocated(target.device) - before)
+    first_s, sizes = time.perf_counter() - start, (peak(target.device), allocated(target.device))
+    return call, [f"{first_s:.2f}", *(f"{max(size - before, 0) / 1e6:.1f}" for size in sizes)]
 
 
 def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int, weights: Sequence[Tensor]) -> list[list[str]]:
@@ -126,18 +116,16 @@ def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int,
         weights: of target and draft.
     """
     modes = (PassMode.eager, PassMode.captured if target.device.type == "cuda" else PassMode.compiled)
-    passes = [timed(target, mode, make) for mode in modes]
+    calls, cells = zip(*(first_call(target, mode, make) for mode in modes), strict=True)
     before = read_bandwidth(target.device)
-    times = interleaved_s([timed_pass.call for timed_pass in passes], repeats, target.device)
-    read, bandwidth = bytes_read(passes[0].call, weights), (before + read_bandwidth(target.device)) / 2
+    times = interleaved_s(calls, repeats, target.device)
+    read, bandwidth = bytes_read(calls[0], weights), (before + read_bandwidth(target.device)) / 2
     bound_s, rows = read / bandwidth, []
-    for timed_pass, own in zip(passes, times, strict=True):
+    for mode, call, first, own in zip(modes, calls, cells, times, strict=True):
         spread = "{:.2f} ({:.2f}-{:.2f})".format(*ratio_spread(own, times[0]))
-        memory = [f"{max(count, 0) / 1e6:.1f}" for count in (timed_pass.peak, timed_pass.kept)]
         median_s = statistics.median(own)
         bound = [f"{read / 1e6:.1f}", f"{bandwidth / 1e9:.1f}", f"{1e3 * bound_s:.3f}", f"{median_s / bound_s:.2f}"]
-        counted = [str(num_operators(timed_pass.call)), f"{timed_pass.first_s:.2f}"]
-        rows.append([name, str(timed_pass.mode), f"{1e3 * median_s:.3f}", spread, *bound, *counted, *memory])
+        rows.append([name, str(mode), f"{1e3 * median_s:.3f}", spread, *bound, str(num_operators(call)), *first])
     return rows
 
 

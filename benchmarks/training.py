@@ -108,16 +108,6 @@ def _parser() -> argparse.ArgumentParser:
 # -- an optimizer step against its parts --------------------------------------------------------------------------------
 
 
-@dataclass
-class StepTimes:
-    """Seconds of a step with its data, of waiting for them, and of its parts alone; tokens of the step."""
-
-    total: float
-    wait: float
-    parts: dict[str, float]
-    tokens: int
-
-
 def measure_steps(config: Config, ranks: Ranks, num_steps: int, warmup: int) -> str:
     """Times the steps of a run in a temporary folder, interleaved with their parts alone on the same batches.
 
@@ -134,30 +124,30 @@ def measure_steps(config: Config, ranks: Ranks, num_steps: int, warmup: int) -> 
             return _text(run, times, peak(ranks.device) - before)
 
 
-def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches]) -> StepTimes:
-    device = run.ranks.device
-    start = now_s(device)
+def _measure_step(run: TrainingRun, alone: Student, steps: Iterator[MicroBatches]) -> dict[str, float]:
+    """Returns the seconds of a step with its data, of waiting for them, and of its parts alone; and its tokens."""
+    device, start = run.ranks.device, now_s(run.ranks.device)
     batches = next(steps)
-    ready = now_s(device)
+    wait_s = now_s(device) - start
     train_step(run, batches)
-    total = now_s(device) - start
+    total_s = now_s(device) - start
     seconds = dict.fromkeys(PARTS, 0.0)
     for batch in batches:
         run_parts(run.teacher, alone, batch, partial(_timed, device=device, seconds=seconds))
-    return StepTimes(total, ready - start, seconds, sum(int(batch["attention_mask"].sum()) for batch in batches))
+    return {"total": total_s, "wait": wait_s, "tokens": sum(int(b["attention_mask"].sum()) for b in batches), **seconds}
 
 
-def _text(run: TrainingRun, times: Sequence[StepTimes], peak_bytes: int) -> str:
+def _text(run: TrainingRun, steps: Sequence[dict[str, float]], peak_bytes: int) -> str:
     # one ratio per step, so that other load affects both sides
-    ratios, config = sorted(step.total / sum(step.parts.values()) for step in times), run.config
-    total, tokens = (median(getattr(step, name) for step in times) for name in ("total", "tokens"))
-    rows = [("optimizer step", f"{1e3 * total:.1f} ms", f"{tokens / total:,.0f} tokens/s")]
-    rows += [(text, f"{1e3 * median(step.parts[name] for step in times):.1f} ms", "alone") for name, text in PARTS.items()]
-    waited = sum(step.wait for step in times) / sum(step.total for step in times)
+    ratios, config = sorted(step["total"] / sum(step[name] for name in PARTS) for step in steps), run.config
+    middle = {name: median(step[name] for step in steps) for name in steps[0]}
+    rows = [("optimizer step", f"{1e3 * middle['total']:.1f} ms", f"{middle['tokens'] / middle['total']:,.0f} tokens/s")]
+    rows += [(text, f"{1e3 * middle[name]:.1f} ms", "alone") for name, text in PARTS.items()]
+    waited = sum(step["wait"] for step in steps) / sum(step["total"] for step in steps)
     return "\n".join(
         (
             f"{run.teacher.target.name}, draft={config.draft.kind}, {len(ratios)} steps of {config.train.global_batch_size} = "
-            f"{split_text(config, run.ranks.world_size)}, {tokens:.0f} tokens, "
+            f"{split_text(config, run.ranks.world_size)}, {middle['tokens']:.0f} tokens, "
             f"ZeRO {config.deepspeed.stage}, {config.train.precision}",
             "",
             text_table(None, rows, "<><"),

@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--threads", type=int, metavar="N", help="cores that both sides are pinned to; default: all")
     parser.add_argument("--engine-python", type=Path, default=ENGINE_PYTHON, help="with vLLM (default: %(default)s)")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="existing folder for vLLM's logs; default: a temporary one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -103,7 +102,6 @@ def _comparison(args: argparse.Namespace) -> Comparison:
         depths=depths,
         num_prompts=args.prompts,
         cores=available_cores()[: args.threads],
-        log_folder=args.logs,
         dtype=torch_dtype(args.dtype) if args.dtype else None,
         **{name: getattr(args, name) for name in same},
     )

@@ -65,7 +65,6 @@ class Comparison:
     max_new_tokens: int = 128
     passes: str = PassMode.auto  # how our passes run; `auto`: captured on a GPU, compiled on a CPU, since vLLM compiles as well
     cores: Sequence[int] = field(default_factory=available_cores)  # that both sides are pinned to, with one thread each
-    log_folder: Path | None = None  # receives vLLM's logs
     device: str = "cpu"  # of our decoders
     dtype: torch.dtype | None = None  # of our decoders; None: fp32 on the CPU, else the target's
 
@@ -162,7 +161,7 @@ def vllm_decoders(
     settings = {"vllm": plain, "vllm enforce_eager": replace(plain, is_compiled=False), **speculative}
     for label, setting in settings.items():
         logger.info("loading %s", label)
-        log = (comparison.log_folder or scratch) / f"{label.replace(' ', '_')}.log"
+        log = scratch / f"{label.replace(' ', '_')}.log"
         limits: dict[str, Any] = {"max_new_tokens": comparison.max_new_tokens, "cores": comparison.cores}
         engine = processes.enter_context(VllmProcess(comparison.python, prompts_file, log, **limits))
         versions = engine.load(setting)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import yaml
+from huggingface_hub import split_torch_state_dict_into_shards
 from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -27,7 +28,7 @@ HERE = Path(__file__).parent
 FIRST_SPECIAL = 151643  # all of Qwen's vocabulary lies below
 SPLIT = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 BLANK = "\u0120"  # of byte-level BPE
-SHARD_BYTES = 2e9
+SHARD_SIZE = "2GB"
 PEAKED = 8.0  # gain of the last norm: distributions as peaked as those of trained models
 ADDS = ("o_proj.weight", "down_proj.weight", "fc2.weight", "attn.proj.weight")  # to the residual stream
 PHOTO_SIZES = ((640, 480), (480, 640), (512, 512), (800, 600), (1024, 768), (336, 336))
@@ -98,34 +99,18 @@ def _write_tokenizer(folder: Path, layout: dict[str, Any]) -> None:
 
 def _write_weights(folder: Path, layout: dict[str, Any], device: torch.device) -> int:
     """Writes shards with an index, drawing tensor by tensor on the device."""
-    config = AutoConfig.from_pretrained(folder)
+    config, dtype = AutoConfig.from_pretrained(folder), getattr(torch, layout["dtype"])
     with torch.device("meta"):
-        model = family_of(config).auto_class.from_config(config)
-    shapes = {name: weight.shape for name, weight in model.named_parameters()}
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    dtype = getattr(torch, layout["dtype"])
-    shards = _shards(shapes, dtype.itemsize)
-    generator, weight_map = torch.Generator(device).manual_seed(0), dict[str, str]()
-    for number, names in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {_old_name(name, layout["renames"]): _draw(name, shapes[name], dtype, generator) for name in names}
+        weights = dict(family_of(config).auto_class.from_config(config, dtype=dtype).named_parameters())
+    plan = split_torch_state_dict_into_shards(weights, max_shard_size=SHARD_SIZE)
+    generator = torch.Generator(device).manual_seed(0)
+    for file, names in plan.filename_to_tensors.items():
+        tensors = {_old_name(name, layout["renames"]): _draw(name, weights[name].shape, dtype, generator) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes) * dtype.itemsize}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
-    return sum(sizes)
-
-
-def _shards(shapes: dict[str, torch.Size], itemsize: int) -> list[list[str]]:
-    shards, size = list[list[str]]([[]]), 0.0
-    for name, shape in shapes.items():
-        if size > SHARD_BYTES:
-            shards.append([])
-            size = 0.0
-        shards[-1].append(name)
-        size += math.prod(shape) * itemsize
-    return shards
+    if plan.is_sharded:
+        weight_map = {_old_name(name, layout["renames"]): file for name, file in plan.tensor_to_filename.items()}
+        write_json(folder / "model.safetensors.index.json", {"metadata": plan.metadata, "weight_map": weight_map})
+    return sum(weight.numel() for weight in weights.values())
 
 
 def _old_name(name: str, renames: list[list[str]]) -> str:

@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = check_engine(args.engine_python).version
     settings, numbers = _settings(args), counts(args.concurrency)
     with tempfile.TemporaryDirectory() as scratch:
-        lab = _lab(args, max(numbers), args.logs or Path(scratch))
+        lab = _lab(args, max(numbers), Path(scratch))
         rows = measure(lab, settings, numbers, args)
     print(table(rows))
     found = {"target": display_name(lab.target), "vllm": version, "figures": rows, "machine": machine("cpu")}
@@ -260,7 +260,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="turns of every server (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of an answer (default: %(default)s)")
     parser.add_argument("--engine-python", type=Path, default=ENGINE_PYTHON, help="with vLLM (default: %(default)s)")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="existing folder for logs; default: a temporary one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     return parser.parse_args(argv)
 
