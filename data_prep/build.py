@@ -15,7 +15,7 @@ from typing import Any
 from data_prep.cache import cache_dir
 from data_prep.chat import Lengths
 from data_prep.config import Cache, DataConfig, OnBad, validate
-from data_prep.conversation import BadItem, Conversation, TooLong
+from data_prep.conversation import BadItem, Conversation
 from data_prep.dataset.dataset import ConversationDataset, StreamDataset, is_stream, skip_path
 from data_prep.dataset.index import SKIPPED, SkipLog, count_reasons, prepare_index, read_skipped
 from data_prep.dataset.lengths import LongExamples, find_long
@@ -133,10 +133,8 @@ def _report_skipped(skip_logs: list[Path], target: Path, logs_skipped: bool) -> 
     """Lists the skipped items in `target`, and logs the invalid ones by reason; for the others see `long_examples`."""
     rows = [row for path in skip_logs for row in read_skipped(path)]
     listed = SkipLog(target, is_strict=False)
-    for row in rows:
-        if target not in skip_logs:
-            error_type = TooLong if row["kind"] == TooLong.kind else BadItem
-            listed.add(error_type(row["source"], row["index"], row["reason"]))
+    for row in rows if target not in skip_logs else ():
+        listed.write(row)
     invalid = [row for row in rows if row["kind"] == BadItem.kind]
     if invalid and logs_skipped:
         counts = ", ".join(f"{count} x {reason}" for reason, count in count_reasons(invalid).most_common(NUM_LOGGED_REASONS))

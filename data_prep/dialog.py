@@ -15,7 +15,7 @@ from data_prep.config import OnCut, RegenerateConfig
 from data_prep.conversation import BadItem, Conversation, Message, check_conversation
 from sage.decoding.batch import BatchDecoder
 from sage.decoding.generation import Generation
-from sage.inputs.media import open_image_part, open_video_part
+from sage.inputs.media import open_media
 from sage.runtime.executors import passes_as
 from sage.runtime.modes import PassMode
 
@@ -150,12 +150,13 @@ def _decoded(
         """Adds the dialog's next request; returns whether there is one."""
         while (request := dialog.next_request()) is not None:
             messages, seed = request
-            try:
-                opened = _with_open_media(messages, num_frames)
+            try:  # as training does: the same rotation, the same frames of a video
+                media = open_media(messages, num_frames, allow_urls=False)
             except ValueError as error:
                 dialog.add(TargetAnswer("", Outcome.invalid, str(error)))
                 continue
-            answering[decoder.add(target.prepare(opened), policy, sampling=sampling, seed=seed)] = dialog
+            inputs = target.processor.prepare(messages, media)
+            answering[decoder.add(inputs, policy, sampling=sampling, seed=seed)] = dialog
             return True
         return False
 
@@ -173,17 +174,3 @@ def _decoded(
             dialog.add(TargetAnswer(text, Outcome.answered if is_finished else Outcome.cut, token_ids=ids))
             if not is_asked(dialog):
                 yield dialog
-
-
-def _with_open_media(messages: list[Message], num_frames: int) -> list[Message]:
-    """Opens images and videos as training does: the same rotation, the same frames of a video."""
-
-    def opened(part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] == "image":
-            return part | {"image": open_image_part(part)}
-        if part["type"] == "video":
-            video = open_video_part(part, num_frames)
-            return {"type": "video", "video": video.frames, "fps": video.fps}  # without `start` and `end`: already applied
-        return part
-
-    return [{**message, "content": [opened(part) for part in message["content"]]} for message in messages]

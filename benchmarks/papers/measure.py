@@ -25,9 +25,10 @@ from benchmarks.wide import widen_to
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
 from sage.bench.measurement import BenchPrompt, measure, read_jsonl
 from sage.bench.options import variants
-from sage.bench.report import PACKAGES, machine, versions
+from sage.bench.report import machine
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
 from sage.bench.summary import summarize
+from sage.commands.cli import versions
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.io.files import read_json, write_json
 from sage.io.progress import progress_callback
@@ -80,7 +81,7 @@ class FigureStore:
                 "inputs": digest(inputs),
                 "seconds": round(time.perf_counter() - start, 1),
                 "machine": round_floats(machine("cpu")),
-                "versions": versions(PACKAGES),
+                "versions": versions(),
                 "figures": figures,
             }
             write_json(self.folder / f"{study}.json", {"schema": SCHEMA, "measurements": {**measurements, name: found}})

@@ -165,14 +165,17 @@ class SkipLog:
             remedy = "" if isinstance(item, BadSource) else REMEDY
             raise type(item)(item.source, item.index, item.reason.removesuffix(REMEDY) + remedy) from item
         self.items.append(item)
-        key = (item.source, str(item.index))
-        if key in self._listed:
-            return
-        self._listed.add(key)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:  # one short write in append mode: lines of several processes do not mix
-            file.write(json.dumps(item.as_row()) + "\n")
+        self.write(item.as_row())
         logger.debug("skipped %s", item)
+
+    def write(self, row: dict[str, str]) -> None:
+        """Lists a row of `read_skipped`, once."""
+        key = (row["source"], row["index"])
+        if key not in self._listed:
+            self._listed.add(key)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:  # one short write in append mode: lines of several processes do not mix
+                file.write(json.dumps(row) + "\n")
 
 
 def read_skipped(path: Path) -> list[dict[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ import torch
 
 from sage.bench.measurement import Measurement
 from sage.bench.summary import summarize
+from sage.commands.cli import versions
 from sage.io.dtypes import dtype_name
 from sage.io.machine import processor_name
 from sage.runtime.executors import describe_passes
 
 SCHEMA = 1
 SAMPLING_KEYS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "seed")
-PACKAGES = ("sage-draft", "torch", "transformers")
 
 
 def build_report(
@@ -76,14 +75,3 @@ def machine(device: torch.device | str) -> dict[str, Any]:
         }
         facts |= {"gpu": torch.cuda.get_device_name(device), **memory}
     return facts
-
-
-def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Returns installed versions, `python` first; packages that are not installed are omitted."""
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -106,8 +106,6 @@ class PolicyRunner:
         self, inputs: Sequence[Mapping[str, Tensor]], samplings: Sequence[Sampling], batch_size: int
     ) -> list[TimedRun]:
         """Generates from all inputs, up to `batch_size` together; the time of a pass is divided among its requests."""
-        if len(inputs) == 1:
-            return [self.run(inputs[0], samplings[0])]
         if self.pruning is not KEEP_ALL:
             raise ValueError("batch_size: a draft with pruned visual tokens is measured with 1")
         policies = [self.policy if self._unused is None else copy.deepcopy(self._unused) for _ in inputs]

@@ -13,7 +13,8 @@ import platform
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT_DTYPE = "that of the checkpoint, bf16 for fp16"
 FAST_DTYPE = f"{CHECKPOINT_DTYPE}; on a CPU fp32, which is faster there"  # `load_options(cpu_dtype="float32")`
+PACKAGES = ("sage-draft", "torch", "transformers")
 EXIT_DONE = 0
 EXIT_CRASH = 1  # anything unforeseen
 EXIT_USER = 2  # the user's mistake, reported in one line
@@ -39,17 +41,22 @@ NOTHING_SAVED = "stopped before anything was saved"
 UNKNOWN = "unrecognized arguments: "  # start of the message of `argparse`
 
 
-def version_text() -> str:
-    """Returns what `--version` prints: this package and the packages that its results depend on."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Returns installed versions, `python` first; packages that are not installed are omitted."""
     from importlib.metadata import PackageNotFoundError, version  # takes as long as the rest of this module
 
-    texts = []
-    for package in ("sage-draft", "torch", "transformers"):
-        try:
-            texts.append(f"{package} {version(package)}")
-        except PackageNotFoundError:  # a checkout that is not installed
-            texts.append(f"{package} unknown")
-    return f"{', '.join(texts)}, Python {platform.python_version()}"
+    found = {"python": platform.python_version()}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def version_text() -> str:
+    """Returns what `--version` prints: this package and the packages that its results depend on."""
+    found = versions()
+    texts = [f"{package} {found.get(package, 'unknown')}" for package in PACKAGES]  # unknown: a checkout, not installed
+    return f"{', '.join(texts)}, Python {found['python']}"
 
 
 def pop_debug_flag() -> bool:

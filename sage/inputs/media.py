@@ -45,6 +45,7 @@ DEFAULT_FPS = 2.0  # default of Qwen2.5-VL, for frames without a rate
 WIDE_GRAY_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
 Result = TypeVar("Result")
+OpenedMedia = tuple[list[Image.Image], list[list[Image.Image]], list[float]]  # images, frames of videos, their rates
 
 
 def open_image(source: Any, allow_urls: bool = False) -> Image.Image:
@@ -152,9 +153,7 @@ def open_video_part(part: dict[str, Any], num_frames: int | None = None) -> Vide
     return open_video(source, num_frames, segment, DEFAULT_FPS if fps is None else fps)
 
 
-def open_media(
-    messages: Messages, num_frames: int | None = None, allow_urls: bool = True
-) -> tuple[list[Image.Image], list[list[Image.Image]], list[float]]:
+def open_media(messages: Messages, num_frames: int | None = None, allow_urls: bool = True) -> OpenedMedia:
     """Opens every image and video of the messages in reading order; arguments and errors as for `open_video` and `open_image`.
 
     Returns images (RGB), frames of each video, and frames per second of each video.

@@ -26,7 +26,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import cached_file
 
 from sage.inputs.format import InputFormat, Inputs
-from sage.inputs.media import DEFAULT_FPS, open_media
+from sage.inputs.media import DEFAULT_FPS, OpenedMedia, open_media
 from sage.inputs.messages import Messages, as_parts, check_messages, escape, parts_of, text_of
 from sage.inputs.video import Size, VideoSize
 
@@ -139,15 +139,18 @@ class Processor:
         except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the target's chat template refuses the messages: {error}") from error
 
-    def prepare(self, messages: Messages, **arguments: Any) -> BatchFeature:
+    def prepare(self, messages: Messages, media: OpenedMedia | None = None, **arguments: Any) -> BatchFeature:
         """Messages -> inputs [1, T] up to the assistant's turn; `arguments` are further ones of the chat template.
 
         Raises ValueError: an empty prompt, invalid Unicode, or media that cannot be read.
+
+        Args:
+            media: of `open_media`, to open them with other arguments than here.
         """
         check_messages(messages)
         if not any(text_of(message).strip() or parts_of(message, "image", "video") for message in messages):
             raise ValueError("prompt: empty; give a question or an image")
-        images, videos, fps = open_media(messages)
+        images, videos, fps = open_media(messages) if media is None else media
         example = self.encode(self._prompt(messages, **arguments), images, videos, fps)
         del example["loss_mask"]
         return BatchFeature(self.collate([example]))

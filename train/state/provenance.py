@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from checkpoints.run_folder import PROVENANCE
-from sage.bench.report import versions
+from sage.commands.cli import versions
 from sage.io.files import write_text
 from train.launch.ranks import Ranks
 

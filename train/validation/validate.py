@@ -20,9 +20,10 @@ from checkpoints.export.serving import export_choice
 from checkpoints.run_folder import REPORT, REPORT_PAGE, next_check, validation_folder
 from checkpoints.store import saving
 from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, measure
-from sage.bench.report import PACKAGES, build_report, versions
+from sage.bench.report import build_report
 from sage.bench.runners import HF_ASSISTED, PolicyRunner, Runner, baseline_runners, on_device
 from sage.bench.summary import RunningFigures
+from sage.commands.cli import PACKAGES, versions
 from sage.decoding.generation import start
 from sage.decoding.settings import Sampling
 from sage.io.dtypes import torch_dtype
