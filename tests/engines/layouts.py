@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import sage
-from benchmarks.published.folder import build as build_published
+from benchmarks.published import build as build_published
 from sage.targets.families import FAMILIES
 
 TARGETS = Path(__file__).resolve().parents[2] / "data_prep" / "pocket" / "targets"

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
 import sage
-from benchmarks.published.folder import conversation, write_image
+from benchmarks.published import conversation, write_image
 from checkpoints.run_folder import read_run_config, state_folder
 from data_prep.build import build_dataset
 from data_prep.conversation import media_parts

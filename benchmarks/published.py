@@ -1,5 +1,6 @@
-"""Builds a folder as published: `config.json` of its release, tokenizer, template, processors, shards with old weight names;
-and conversations about generated images, in the layout of `data=messages`.
+"""`python -m benchmarks.published NAME DIR`: DIR/target with the published sizes and layout of conf/target/NAME.yaml and random
+weights: `config.json` of its release, tokenizer, template, processors, shards with old weight names. With `--photos N` also
+conversations about N generated images, DIR/photos.jsonl, in the layout of `data=messages`.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from benchmarks.shapes import published_architecture
+from sage.commands.cli import add_device_option, new_parser, resolve_device, run
 from sage.io.files import write_json
 from sage.targets.families import family_of
 
-HERE = Path(__file__).parent
+LAYOUTS = Path(__file__).with_name("layouts")
 FIRST_SPECIAL = 151643  # all of Qwen's vocabulary lies below
 SPLIT = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 BLANK = "\u0120"  # of byte-level BPE
@@ -38,7 +41,7 @@ WORDS = "the a cat street red two people near small building sky water holding o
 def build(name: str, folder: Path, device: torch.device, is_small: bool = False) -> int:
     """Writes the folder of a target of conf/target; returns its parameters. ValueError for a family without a layout."""
     architecture = published_architecture(name)
-    layouts = yaml.safe_load((HERE / "layouts.yaml").read_text(encoding="utf-8"))
+    layouts = yaml.safe_load((LAYOUTS / "published.yaml").read_text(encoding="utf-8"))
     layout = layouts.get(architecture["model_type"])
     if layout is None:
         raise ValueError(f"{name}: the published layout of its family is not known here; choose one of {', '.join(layouts)}")
@@ -90,7 +93,7 @@ def _write_tokenizer(folder: Path, layout: dict[str, Any]) -> None:
     fixed = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [{"id": FIRST_SPECIAL + i, "content": token, **fixed} for i, token in enumerate(layout["tokens"].split())]
     write_json(folder / "tokenizer.json", json.loads(made.to_str()) | {"added_tokens": added})
-    template = {"chat_template": (HERE / layout["template"]).read_text(encoding="utf-8").rstrip("\n")}
+    template = {"chat_template": (LAYOUTS / layout["template"]).read_text(encoding="utf-8").rstrip("\n")}
     write_json(folder / "chat_template.json", template)
     ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None, "unk_token": None}
     settings = {"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": False, "model_max_length": 131072, **ends}
@@ -162,3 +165,22 @@ def conversation(rng: random.Random, parts: list[dict[str, Any]], turns: int = 1
         messages.append({"role": "user", "content": [text] if turn else [*parts, text]})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": f"{answer}."}]})
     return {"messages": messages}
+
+
+def main() -> int:
+    parser = new_parser("python -m benchmarks.published", description=__doc__)
+    parser.add_argument("name", metavar="NAME", help="a target of conf/target")
+    parser.add_argument("folder", metavar="DIR", type=Path)
+    parser.add_argument("--photos", type=int, default=0, metavar="N", help="images; default: none")
+    parser.add_argument("--small", action="store_true", help="few narrow layers; vocabulary and layout as published")
+    add_device_option(parser, "cpu")
+    args = parser.parse_args()
+    count = build(args.name, args.folder / "target", resolve_device(args.device), args.small)
+    if args.photos:
+        write_photos(args.folder, args.photos)
+    print(f"{args.name}: {count:,} parameters in {args.folder / 'target'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

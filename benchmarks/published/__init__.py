@@ -1,1 +1,0 @@
-"""Folders in the layout of published checkpoints, with random weights."""
