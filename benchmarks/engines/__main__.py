@@ -27,6 +27,7 @@ from sage.drafts.location import DRAFT_HELP, find_draft, target_of
 from sage.io.dtypes import torch_dtype
 from sage.io.files import write_json
 from sage.io.machine import available_cores
+from sage.io.ranges import from_attributes
 
 DEPTHS = "1,2,3,4,5"
 
@@ -52,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="timed turns of every decoder (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--threads", type=int, metavar="N", help="cores that both sides are pinned to; default: all")
-    parser.add_argument("--engine-python", type=Path, default=ENGINE_PYTHON, help="with vLLM (default: %(default)s)")
+    parser.add_argument(
+        "--engine-python", dest="python", type=Path, default=ENGINE_PYTHON, help="with vLLM (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -68,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _comparison(args: argparse.Namespace) -> Comparison:
     """Returns the comparison of the command line; ValueError for an option that cannot be used."""
-    if not args.server and not args.engine_python.is_file():
-        raise ValueError(f"--engine-python: {args.engine_python}: no such file; `make engines-env` creates the environment")
+    if not args.server and not args.python.is_file():
+        raise ValueError(f"--engine-python: {args.python}: no such file; `make engines-env` creates the environment")
     for option in ("prompts", "repeats", "max_new_tokens", "threads"):
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')}: {getattr(args, option)} is not allowed; give at least 1")
-    without_draft = baselines(args.baselines)
+    args.baselines = baselines(args.baselines)
     if args.server and args.num_speculative_tokens:
         raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")
     if not args.server and args.server_model:
@@ -83,28 +86,21 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     if not args.server and args.device != "cpu":
         raise ValueError(f"--device {args.device}: has no effect without --server; vLLM runs on the CPU here")
     try:
-        depths = counts(args.num_speculative_tokens or DEPTHS)
+        args.depths = counts(args.num_speculative_tokens or DEPTHS)
     except ValueError as error:
         raise ValueError(f"--num-speculative-tokens {error}") from error
     named = [text.rpartition("=") for text in args.draft]
-    drafts = {label or Path(path).name: find_draft(path, "--draft") for label, _, path in named}
-    compared = variants(args.policies, args.policy)
-    new_policies(compared)  # refuses their options
-    same = ("server_model", "repeats", "max_new_tokens", "passes", "device")
-    return Comparison(
-        python=args.engine_python,
-        server=args.server or None,
-        server_key=os.environ.get(KEY_VARIABLE, ""),
-        target=args.target or target_of(next(iter(drafts.values())), "--target"),
-        drafts=drafts,
-        variants=compared,
-        baselines=without_draft,
-        depths=depths,
-        num_prompts=args.prompts,
-        cores=available_cores()[: args.threads],
-        dtype=torch_dtype(args.dtype) if args.dtype else None,
-        **{name: getattr(args, name) for name in same},
+    args.drafts = {label or Path(path).name: find_draft(path, "--draft") for label, _, path in named}
+    args.target = args.target or target_of(next(iter(args.drafts.values())), "--target")
+    args.variants = variants(args.policies, args.policy)
+    new_policies(args.variants)  # refuses their options
+    args.num_prompts, args.server_key, args.cores = (
+        args.prompts,
+        os.environ.get(KEY_VARIABLE, ""),
+        available_cores()[: args.threads],
     )
+    args.dtype = torch_dtype(args.dtype) if args.dtype else None
+    return from_attributes(Comparison, args)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def measure(comparison: Comparison) -> dict[str, Any]:
     torch.set_num_threads(len(comparison.cores))
     try:
         with tempfile.TemporaryDirectory() as scratch, ExitStack() as processes:
-            if comparison.server is not None:
+            if comparison.server:
                 client = processes.enter_context(ServerClient(comparison.server, comparison.server_key))
                 return _measure_server(comparison, client, Path(scratch))
             target = load_target(comparison)

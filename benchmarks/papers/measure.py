@@ -197,11 +197,8 @@ class Lab:
             target=self.path(spec),
             drafts=drafts,
             variants=variants(None, spec["policies"]),
-            depths=spec["depths"],
             num_prompts=spec["prompts"],
-            repeats=spec["repeats"],
-            passes=spec["passes"],
-            max_new_tokens=spec["max_new_tokens"],
+            **{key: spec[key] for key in ("depths", "repeats", "passes", "max_new_tokens")},
         )
         return measure_beside_vllm(comparison)
 
