@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import yaml
 
@@ -88,10 +88,6 @@ def steps(work: Path, is_gpu: bool) -> list[Step]:
 # -- running them -------------------------------------------------------------------------------------------------------
 
 
-class Stopped(Exception):
-    """SIGTERM or Ctrl-C."""
-
-
 def run_steps(todo: Sequence[Step], out: Path, work: Path, budget_s: float) -> int:
     """Runs the steps that fit into the budget; returns the exit code.
 
@@ -113,7 +109,7 @@ def run_steps(todo: Sequence[Step], out: Path, work: Path, budget_s: float) -> i
                 _run(step, row, outputs, out, min(step.limit_s, left_s))
             keep(rows, outputs, out, work)
             print(f"{step.name:16} {row['outcome']:24} {row['seconds'] or 0:6.1f} s", flush=True)
-    except (Stopped, KeyboardInterrupt):
+    except KeyboardInterrupt:
         keep(rows, outputs, out, work)
         print(f"stopped; results so far: {out / RESULTS}", file=sys.stderr)
         return EXIT_STOPPED
@@ -129,7 +125,7 @@ def _run(step: Step, row: dict[str, Any], outputs: dict[str, str], out: Path, li
         position = log.tell()
         try:
             row["outcome"] = _outcome(step, log, limit_s)
-        except (Stopped, KeyboardInterrupt):
+        except KeyboardInterrupt:
             row["outcome"] = "stopped by a signal"
             raise
         finally:
@@ -183,10 +179,6 @@ def _files(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _stop(number: int, frame: Any) -> NoReturn:
-    raise Stopped
-
-
 def main() -> int:
     parser = new_parser("python -m benchmarks.gpu_quarter_hour", description=__doc__)
     parser.add_argument("--budget", type=float, default=560, metavar="S", help="seconds for all steps; default %(default)g")
@@ -211,7 +203,7 @@ def main() -> int:
     (out / LOG).write_text("")
     for step in todo:  # what an earlier call has left
         shutil.rmtree(work / step.name, ignore_errors=True)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     return run_steps(todo, out, work, args.budget)
 
 

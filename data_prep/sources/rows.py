@@ -13,6 +13,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +45,26 @@ class RawRows(Dataset[Any]):
         return self._rows[index]
 
 
+@dataclass(eq=False, repr=False)
 class RowSource(Source):
     """Rows of one file or data set, each turned into messages.
 
-    Args:
+    Attributes:
         to_messages: row -> messages; raises one of `ROW_FAULTS` for a row of another layout.
         settings: further settings that determine the result, for the fingerprint.
         id_key: key of a row's id; rows without it are numbered.
         family, family_key: task family of all rows, or the key of a row's family.
     """
 
-    def __init__(
-        self,
-        rows: RawRows,
-        to_messages: Callable[[Row], list[Message]],
-        settings: Any = "",
-        id_key: str = "id",
-        family: str = "",
-        family_key: str = "",
-    ) -> None:
-        self.rows, self.to_messages, self.settings = rows, to_messages, settings
-        self.id_key, self.family, self.family_key = id_key, family, family_key
-        self.name = rows.name
+    rows: RawRows
+    to_messages: Callable[[Row], list[Message]]
+    settings: Any = ""
+    id_key: str = "id"
+    family: str = ""
+    family_key: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = self.rows.name
 
     def __len__(self) -> int:
         return len(self.rows)
