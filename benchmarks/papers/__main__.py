@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.figures import fill_blocks
 from benchmarks.papers.claims import claims, real_claims
-from benchmarks.papers.measure import FigureStore, Lab
+from benchmarks.papers.measure import Lab, read_measurements
 from benchmarks.papers.runs import Json, TrainingFailed, load_settings, select_studies
 from benchmarks.papers.tables import PLOTS, TABLES
 from sage.commands.cli import new_parser, run
@@ -31,25 +31,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     settings = load_settings()
-    docs = Path(settings.docs_dir)
-    store, failed = FigureStore(docs / RESULTS), []
-    lab = Lab(settings, store)
+    docs, failed = Path(settings.docs_dir), []
+    lab = Lab(settings, docs / RESULTS)
     for study in [] if args.page_only else select_studies(settings, args.studies):
         try:
             lab.measure(study)
         except TrainingFailed as error:  # the other studies do not need that run
             logger.error("%s: %s", study, error)
             failed.append(study)
-    write_pages({study: read_figures(store, study) for study in settings.studies}, docs)
+    write_pages({study: read_figures(lab.folder, study) for study in settings.studies}, docs)
     print(f"written: {docs / PAGE}")
     if failed:
         print(f"skipped, because a training run failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def read_figures(store: FigureStore, study: str) -> Json:
+def read_figures(folder: Path, study: str) -> Json:
     """Returns the figures of a study by measurement, without inputs and machine."""
-    return {name: content["figures"] for name, content in store.read(study).items()}
+    return {name: content["figures"] for name, content in read_measurements(folder, study).items()}
 
 
 def write_pages(studies: Mapping[str, Json], docs: Path) -> None:

@@ -9,8 +9,8 @@ import logging
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -54,38 +54,10 @@ def round_floats(value: Any) -> Any:
     return [round_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-class FigureStore:
-    """A folder with one file `STUDY.json` per study: its measurements by name, each with inputs, machine and versions."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def read(self, study: str) -> dict[str, Json]:
-        """Returns the measurements of a study, empty if it has none."""
-        path = self.folder / f"{study}.json"
-        return dict(read_json(path)["measurements"]) if path.is_file() else {}
-
-    def get_or_measure(self, study: str, name: str, inputs: Any, measure: Callable[[], Json]) -> Json:
-        """Returns the figures of a measurement; measures and writes them if they are missing or outdated.
-
-        Args:
-            inputs: everything that the figures depend on and a user can change: sizes, command lines, weights of targets.
-        """
-        measurements = self.read(study)
-        found = measurements.get(name)
-        if found is None or found["inputs"] != digest(inputs):
-            logger.info("measuring %s: %s", study, name)
-            start = time.perf_counter()
-            figures = round_floats(measure())
-            found = {
-                "inputs": digest(inputs),
-                "seconds": round(time.perf_counter() - start, 1),
-                "machine": round_floats(machine("cpu")),
-                "versions": versions(),
-                "figures": figures,
-            }
-            write_json(self.folder / f"{study}.json", {"schema": SCHEMA, "measurements": {**measurements, name: found}})
-        return dict(found["figures"])
+def read_measurements(folder: Path, study: str) -> dict[str, Json]:
+    """Returns the measurements of a study by name, each with `figures`, inputs, machine and versions; empty if it has none."""
+    path = folder / f"{study}.json"
+    return dict(read_json(path)["measurements"]) if path.is_file() else {}
 
 
 @cache
@@ -99,18 +71,32 @@ def load_draft(folder: Path, target: sage.Target) -> Any:
 
 
 class Lab:
-    """Loads targets, drafts and prompts, and measures."""
+    """Loads targets, drafts and prompts, and measures; `folder` has the figures."""
 
-    def __init__(self, settings: Settings, store: FigureStore) -> None:
-        self.settings, self.store = settings, store
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.settings, self.folder = settings, folder
 
     def measure(self, study: str) -> None:
-        """Measures what is missing or outdated of a study."""
+        """Measures what is missing or outdated of a study, and writes it to `STUDY.json`."""
         for name, given in self.settings.studies[study].items():
             spec = {**self.settings.defaults, **given}
-            self.store.get_or_measure(study, name, self.inputs(spec), partial(self._measure, spec))
+            kept, inputs = read_measurements(self.folder, study), digest(self.inputs(spec))
+            if kept.get(name, {}).get("inputs") == inputs:
+                continue
+            logger.info("measuring %s: %s", study, name)
+            start = time.perf_counter()
+            figures = round_floats(self._measure(spec))
+            kept[name] = {
+                "inputs": inputs,
+                "seconds": round(time.perf_counter() - start, 1),
+                "machine": round_floats(machine("cpu")),
+                "versions": versions(),
+                "figures": figures,
+            }
+            write_json(self.folder / f"{study}.json", {"schema": SCHEMA, "measurements": kept})
 
     def inputs(self, spec: Json) -> Json:
+        """Returns all that figures depend on and a user can change: sizes, command lines, weights of targets."""
         runs = {run: self.settings.arguments(run) for run in sorted(set(runs_of(spec)))}
         return {"spec": spec, "runs": runs, "target": weights_digest(self.settings.targets[spec["target"]])}
 

@@ -18,7 +18,7 @@ import sage
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import runs
 from benchmarks.papers.claims import claims
-from benchmarks.papers.measure import FigureStore, Lab, correlation, on_path, runs_of
+from benchmarks.papers.measure import Lab, correlation, on_path, read_measurements, runs_of
 from benchmarks.papers.runs import digest, load_settings, select_studies
 from benchmarks.papers.tables import TABLES
 from checkpoints.run_folder import METRICS
@@ -31,8 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def committed() -> dict[str, Any]:
-    store = FigureStore(ROOT / "docs" / command.RESULTS)
-    return {study: command.read_figures(store, study) for study in load_settings().studies}
+    return {study: command.read_figures(ROOT / "docs" / command.RESULTS, study) for study in load_settings().studies}
 
 
 def test_committed_pages_are_current() -> None:
@@ -48,10 +47,10 @@ def test_committed_pages_are_current() -> None:
 def test_committed_figures_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make results` measures nothing after a rename of keys or settings."""
     monkeypatch.chdir(ROOT)
-    settings, store = load_settings(), FigureStore(ROOT / "docs" / command.RESULTS)
-    lab = Lab(settings, store)
+    settings = load_settings()
+    lab = Lab(settings, ROOT / "docs" / command.RESULTS)
     for study, measurements in settings.studies.items():
-        kept = store.read(study)
+        kept = read_measurements(lab.folder, study)
         for name, given in measurements.items():
             assert kept[name]["inputs"] == digest(lab.inputs({**settings.defaults, **given})), f"{study}: {name}"
 
@@ -134,22 +133,23 @@ def tiny_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_each_kind_is_measured_once(tiny_world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(tiny_world / "tiny.yaml")
-    store = FigureStore(tiny_world / "figures")
+    folder = tiny_world / "figures"
     for study in settings.studies:
-        Lab(settings, store).measure(study)
-    narrow, wide, int8 = (store.read("headline")[name]["figures"]["decoders"] for name in ("qwen", "wide", "int8"))
+        Lab(settings, folder).measure(study)
+    found = {study: command.read_figures(folder, study) for study in settings.studies}
+    narrow, wide, int8 = (found["headline"][name]["decoders"] for name in ("qwen", "wide", "int8"))
     assert all(part["match"] == part["total"] == 2 for part in (*narrow.values(), wide["x"], int8["x"]))
     assert narrow["pruned"]["draft_context"] < narrow["chain"]["draft_context"]
-    assert set(store.read("confidence")["qwen"]["figures"]) >= {"prompts", "between_rounds"}
-    assert store.read("epochs")["eagle"]["figures"]["tokens_per_target_pass"] == [1.5, 2.0]
-    assert store.read("headline")["wide"]["figures"]["sources"]["set"]["x"]["prompts"] == 2
-    assert store.read("tokens")["eagle"]["figures"] == {"100": 2.0, "200": 3.0}
+    assert set(found["confidence"]["qwen"]) >= {"prompts", "between_rounds"}
+    assert found["epochs"]["eagle"]["tokens_per_target_pass"] == [1.5, 2.0]
+    assert found["headline"]["wide"]["sources"]["set"]["x"]["prompts"] == 2
+    assert found["tokens"]["eagle"] == {"100": 2.0, "200": 3.0}
     monkeypatch.setattr(Lab, "_measure", lambda *_: pytest.fail("measured again"))
     for study in settings.studies:
-        Lab(settings, store).measure(study)
+        Lab(settings, folder).measure(study)
     settings.studies["epochs"]["eagle"]["policy"] = "chain"
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        Lab(settings, store).measure("epochs")
+        Lab(settings, folder).measure("epochs")
 
 
 def test_the_path_of_an_answer_ends_where_its_token_is_no_candidate() -> None:
