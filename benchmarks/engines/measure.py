@@ -112,8 +112,11 @@ def _measure_server(comparison: Comparison, client: ServerClient, scratch: Path)
     decoder = server_decoder(comparison, client, model, target, questions)
     before = client.counters()
     found = _take_turns(comparison, target, prompts, [decoder])
-    counted = client.counters().since(before)
-    return {"server": {"model": model, "rounds": int(counted.rounds), "accepted": counted.shares}, **found}
+    counts = client.counters()
+    counts.subtract(before)
+    rounds = counts.pop(0, 0)
+    accepted = [counts[place] / rounds for place in sorted(counts)] if rounds else []
+    return {"server": {"model": model, "rounds": rounds, "accepted": accepted}, **found}
 
 
 @frozen_heap()
@@ -143,7 +146,7 @@ def server_decoder(
     except Refused:  # other servers may not know vLLM's extensions
         decoder = replace(decoder, extensions={})
         decoder.answer(questions[0])
-    is_speculative = client.counters().since(before).rounds > 0
+    is_speculative = client.counters()[0] > before[0]
     return Decoder(SERVER, SERVER, comparison.served_draft if is_speculative else "", decoder.turn)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,33 +28,19 @@ COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_to
 POSITION = re.compile(r'position="(\d+)"')
 
 
-@dataclass(frozen=True)
-class Counters:
-    """vLLM's counters of speculative decoding: rounds, and how many accepted position 1, 2, .."""
+def counted(text: str) -> Counter[int]:
+    """Reads vLLM's counters of speculative decoding, summed over engines, from the content of `/metrics`.
 
-    rounds: float = 0.0
-    accepted: Mapping[int, float] = field(default_factory=dict)
-
-    @staticmethod
-    def parse(text: str) -> Counters:
-        """Reads the content of `/metrics`, summed over engines; zeros where it has no such counters."""
-        rounds, accepted = 0.0, dict[int, float]()
-        for name, labels, value in COUNTER.findall(text):
-            if name == "drafts":
-                rounds += float(value)
-            elif found := POSITION.search(labels):
-                accepted[int(found[1])] = accepted.get(int(found[1]), 0.0) + float(value)
-        return Counters(rounds, accepted)
-
-    def since(self, start: Counters) -> Counters:
-        """Returns what was counted after `start`."""
-        accepted = {place: count - start.accepted.get(place, 0.0) for place, count in sorted(self.accepted.items())}
-        return Counters(self.rounds - start.rounds, accepted)
-
-    @property
-    def shares(self) -> list[float]:
-        """Shares of the rounds that accept position 1, 2, ..; empty without a round."""
-        return [count / self.rounds for count in self.accepted.values()] if self.rounds else []
+    Returns:
+        0 -> rounds; 1, 2, .. -> how many of them accepted this position; empty where there are no such counters.
+    """
+    counts = Counter[int]()
+    for name, labels, value in COUNTER.findall(text):
+        if name == "drafts":
+            counts[0] += int(float(value))
+        elif found := POSITION.search(labels):
+            counts[1 + int(found[1])] += int(float(value))
+    return counts
 
 
 class Refused(ValueError):
@@ -94,13 +81,13 @@ class ServerClient:
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"--server: its /v1/models is no list of models; {REMEDY}") from error
 
-    def counters(self) -> Counters:
-        """Returns the counters of speculative decoding; zeros where the server reports none."""
+    def counters(self) -> Counter[int]:
+        """Returns `counted`; empty where the server reports nothing."""
         try:
             response = self._client.get(f"{self._root}/metrics")
         except httpx.HTTPError:
-            return Counters()
-        return Counters.parse(response.text) if response.is_success else Counters()
+            return Counter()
+        return counted(response.text) if response.is_success else Counter()
 
     def stream(self, body: Mapping[str, Any]) -> Iterator[Any]:
         """Yields the chunks of a chat completion as they arrive.
