@@ -96,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--layers", type=int, help="text layers of --images; default: all")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each sequence of --images (default: %(default)s)")
-    text = "time the parts of a step on sequences with one image each, with random weights; default %(const)s"
-    parser.add_argument("--images", metavar="WxH", type=_size, nargs="?", const="640x480", help=text)
+    text = "time the parts of a step on sequences with one image each, with random weights; default 640x480"
+    parser.add_argument("--images", metavar="WxH", type=_size, nargs="?", const=IMAGE, help=text)
     parser.add_argument(
         "--supervised", type=_share, default=SUPERVISED, help="share of the text of --images (default: %(default)s)"
     )

@@ -210,24 +210,20 @@ def load_prompts(
             and "family". A final assistant answer is dropped; relative image paths are relative to the file's folder.
         images: paths or URLs; each is a prompt of its own with `text`.
     """
-    chats = _chats(file, images, text)
+    if file is not None:
+        chats = read_jsonl(Path(file))
+    else:
+        question = {"type": "text", "text": text or "Describe the image in detail."}
+        contents = [(Path(image).name, [{"type": "image", "image": image}, question]) for image in images]
+        texts = () if images else TEXTS if text is None else (text,)
+        contents += [(f"text-{index}", [{"type": "text", "text": each}]) for index, each in enumerate(texts)]
+        chats = [(name, "", [{"role": "user", "content": content}]) for name, content in contents]
     if family is not None:
         known = sorted({own for _, own, _ in chats if own})
         chats = [chat for chat in chats if chat[1] == family]
         if not chats:
             raise ValueError(f"--family {family}: no prompt of this family; families of the file: {', '.join(known) or 'none'}")
     return [BenchPrompt.of(target, messages, name, family) for name, family, messages in chats[:limit]]
-
-
-def _chats(file: str | None, images: Sequence[str], text: str | None) -> list[tuple[str, str, Messages]]:
-    if file is not None:
-        return read_jsonl(Path(file))
-    question = {"type": "text", "text": text or "Describe the image in detail."}
-    contents = [(Path(image).name, [{"type": "image", "image": image}, question]) for image in images]
-    if not images:
-        texts = TEXTS if text is None else (text,)
-        contents = [(f"text-{index}", [{"type": "text", "text": each}]) for index, each in enumerate(texts)]
-    return [(name, "", [{"role": "user", "content": content}]) for name, content in contents]
 
 
 def read_jsonl(file: Path) -> list[tuple[str, str, Messages]]:
