@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -161,14 +160,6 @@ def _text(run: TrainingRun, steps: Sequence[dict[str, float]], peak_bytes: int) 
 # -- parts at published sizes ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Measured:
-    """Seconds of a part in each repeat, and the most bytes allocated during it."""
-
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-
-
 def measure(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
     """Times a micro-batch; the weights of target and draft are random. `--out` receives the table after every repeat.
 
@@ -186,7 +177,7 @@ def measure(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
     teacher, student = build(config, architecture, device)
     work = workload(config, teacher, student, batch)
     staged = Staging(teacher.target, device, teacher.target.dtype)(batch)
-    parts = {name: Measured() for name in PARTS}
+    repeats, peaks = list[dict[str, float]](), dict.fromkeys(PARTS, 0)
     width, height = arguments.images
     title = (
         f"{config.target.name}, {teacher.target.num_layers} of {complete} text layers, draft={config.draft.kind}, "
@@ -194,11 +185,10 @@ def measure(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
     )
     for number in range(arguments.warmup + arguments.measured):
         seconds = dict.fromkeys(PARTS, 0.0)
-        run_parts(teacher, student, staged, partial(_timed, device=device, seconds=seconds, parts=parts))
+        run_parts(teacher, student, staged, partial(_timed, device=device, seconds=seconds, peaks=peaks))
         if number >= arguments.warmup:
-            for name, spent in seconds.items():
-                parts[name].seconds.append(spent)
-            figures = _figures(title, batch, parts, work, device)
+            repeats.append(seconds)
+            figures = _figures(title, batch, repeats, peaks, work, device)
             figures.write(arguments.out)
     return figures
 
@@ -275,41 +265,41 @@ def run_parts(teacher: Teacher, student: Student, batch: dict[str, Any], part: P
 
 
 @contextmanager
-def _timed(
-    name: str, device: torch.device, seconds: dict[str, float], parts: dict[str, Measured] | None = None
-) -> Iterator[None]:
-    """Adds the seconds of the block, and its peak memory to `parts`; the clock waits for the device at both ends."""
-    if parts is not None:
+def _timed(name: str, device: torch.device, seconds: dict[str, float], peaks: dict[str, int] | None = None) -> Iterator[None]:
+    """Adds the seconds of the block; `peaks` keeps the most bytes allocated. The clock waits for the device at both ends."""
+    if peaks is not None:
         reset_peak(device)
     start = now_s(device)
     yield
     seconds[name] += now_s(device) - start
-    if parts is not None:
-        parts[name].peak_bytes = max(parts[name].peak_bytes, peak(device))
+    if peaks is not None:
+        peaks[name] = max(peaks[name], peak(device))
 
 
-def _figures(title: str, batch: dict[str, Any], parts: dict[str, Measured], work: Workload, device: torch.device) -> Figures:
-    plan, launch = flops_of_step(work), work.config.launch
-    total = Measured(
-        seconds=[sum(times) for times in zip(*(part.seconds for part in parts.values()), strict=True)],
-        peak_bytes=max(part.peak_bytes for part in parts.values()),
-    )
-    rows = [_row(PARTS[name], part, plan[name], launch.gpu_peak_tflops) for name, part in parts.items()]
-    rows.append(_row("sum", total, sum(plan.values()), launch.gpu_peak_tflops))
+def _figures(
+    title: str,
+    batch: dict[str, Any],
+    repeats: Sequence[dict[str, float]],
+    peaks: dict[str, int],
+    work: Workload,
+    device: torch.device,
+) -> Figures:
+    """Returns a row per part, and their sum, from the seconds of each part in each repeat."""
+    plan, launch, rows = flops_of_step(work), work.config.launch, []
+    total_s = [sum(seconds.values()) for seconds in repeats]
+    columns = {text: (plan[name], [seconds[name] for seconds in repeats], peaks[name]) for name, text in PARTS.items()}
+    columns["sum"] = (sum(plan.values()), total_s, max(peaks.values()))
+    for text, (flops, each_s, peak_bytes) in columns.items():
+        share = f"{flops / median(each_s) / launch.gpu_peak_tflops / 1e12:.0%}"
+        rows.append([text, f"{flops / 1e12:.4g}", f"{1e3 * median(each_s):.1f}", share, f"{peak_bytes / GIB:.1f}"])
     tokens, supervised = batch["input_ids"].numel(), int(count_supervised(batch["loss_mask"]))
     notes = [
         f"{tokens} tokens, {work.visual_share:.2f} visual, {supervised} supervised",
         f"the plan takes the {round((1 - work.visual_share) * tokens)} tokens of text to be supervised; "
         f"share of {launch.gpu_peak_tflops:g} TFLOP/s (launch.gpu_peak_tflops)",
-        f"{tokens / median(total.seconds):,.0f} tokens/s without the optimizer",
+        f"{tokens / median(total_s):,.0f} tokens/s without the optimizer",
     ]
     return Figures(title, HEAD, rows, notes, describe_machine(device))
-
-
-def _row(name: str, part: Measured, flops: float, peak_tflops: float) -> list[str]:
-    seconds = median(part.seconds)
-    share = f"{flops / seconds / peak_tflops / 1e12:.0%}"
-    return [name, f"{flops / 1e12:.4g}", f"{1e3 * seconds:.1f}", share, f"{part.peak_bytes / GIB:.1f}"]
 
 
 if __name__ == "__main__":
