@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--baselines", metavar="A,B", default="", help=f"of {', '.join(BASELINES)}; default: none")
     parser.add_argument("--num-speculative-tokens", metavar="N,N", help=f"of vLLM; default: {DEPTHS}")
+    parser.add_argument("--ngram", action="store_true", help="also measure vLLM's speculation by n-grams of the text")
     parser.add_argument("--server", metavar="URL", help="a running OpenAI-compatible server, such as http://localhost:8000/v1")
     parser.add_argument("--server-model", metavar="NAME", help="its name of the target; default: the only one it serves")
     add_device_option(parser, "cpu")
@@ -79,6 +80,8 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     args.baselines = baselines(args.baselines)
     if args.server and args.num_speculative_tokens:
         raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")
+    if args.server and args.ngram:
+        raise ValueError("--ngram: has no effect with --server, which has its own setting")
     if not args.server and args.server_model:
         raise ValueError("--server-model: has no effect without --server")
     if not args.server and args.dtype:

@@ -54,7 +54,7 @@ class Decoder:
 
     label: str
     side: str  # `OURS` or the other one
-    draft: str  # label of its draft; empty without one
+    draft: str  # label of its draft, or the method of vLLM without one; empty without one
     turn: Callable[[], list[Answer]]  # decodes every prompt
 
 
@@ -93,11 +93,11 @@ def figures(found: Sequence[Turns], same_draft: str) -> dict[str, Any]:
         return max(chosen, key=lambda turns: median(turns.tokens_per_s), default=None)
 
     reference = next(turns.answers for turns in found if turns.decoder.side == OURS and not turns.decoder.draft)
-    texts, speculative = [answer.tokens for answer in reference], fastest(False, bool)
+    texts = [answer.tokens for answer in reference]
     pairs = {
         "autoregressive": (fastest(True, not_), fastest(False, not_)),
-        "same draft": (fastest(True, same_draft.__eq__), speculative),
-        "any draft": (fastest(True, bool), speculative),
+        "same draft": (fastest(True, same_draft.__eq__), fastest(False, same_draft.__eq__)),
+        "any draft": (fastest(True, bool), fastest(False, bool)),
     }
     return {
         "decoders": {turns.decoder.label: _decoder_figures(turns, texts) for turns in found},

@@ -42,6 +42,8 @@ from train.serve_check.vllm_process import EngineSetting, VllmProcess, prompt_da
 logger = logging.getLogger(__name__)
 ENGINE_PYTHON = Path(".venv-engines/bin/python")
 FORMAT = "eagle3"
+NGRAM = {"method": "ngram", "prompt_lookup_max": 4}  # vLLM's speculation without a draft
+NGRAM_TOKENS = 4
 
 
 @dataclass(kw_only=True)
@@ -60,6 +62,7 @@ class Comparison:
     variants: Sequence[Variant]  # our policies, each with every draft
     baselines: Sequence[str] = ()  # decoders without a draft beside our autoregressive loop, of `sage.bench.runners.BASELINES`
     depths: Sequence[int] = (1, 2, 3, 4, 5)  # values of vLLM's `num_speculative_tokens`
+    ngram: bool = False  # whether vLLM also speculates by n-grams of the text
     num_prompts: int = 32
     repeats: int = 5
     max_new_tokens: int = 128
@@ -161,6 +164,8 @@ def vllm_decoders(
     plain = EngineSetting(target=comparison.target)
     drafting = replace(plain, draft=export_folder, speculative=find_format(FORMAT).vllm_options)
     speculative = {f"vllm {depth} tokens": replace(drafting, depth=depth) for depth in comparison.depths}
+    if comparison.ngram:
+        speculative["vllm ngram"] = replace(plain, depth=NGRAM_TOKENS, speculative=NGRAM)
     settings = {"vllm": plain, "vllm enforce_eager": replace(plain, is_compiled=False), **speculative}
     for label, setting in settings.items():
         logger.info("loading %s", label)
@@ -173,7 +178,8 @@ def vllm_decoders(
         def turn(engine: VllmProcess = engine, passes: Sequence[int] = passes) -> list[Answer]:
             return [Answer(**answer, passes=count) for answer, count in zip(engine.time(), passes, strict=True)]
 
-        found.append(Decoder(label, VLLM, comparison.served_draft if setting.draft else "", turn))
+        draft = comparison.served_draft if setting.draft else setting.speculative.get("method", "")
+        found.append(Decoder(label, VLLM, draft, turn))
     return found, versions
 
 

@@ -42,19 +42,21 @@ def test_comparison_runs_both_sides_on_the_same_prompts(target, draft, tmp_path,
     log = install_fake_vllm(tmp_path, monkeypatch)
     monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
     out = tmp_path / "out.json"
-    words = ["--draft", f"head={draft}", "--policy", "two=chain:depth=2", "--num-speculative-tokens", "1,3", "--prompts", "2"]
-    sizes = ["--repeats", "2", "--max-new-tokens", "6", "--baselines", "hf_generate", "--threads", "1"]
+    words = ["--draft", f"head={draft}", "--policy", "two=chain:depth=2", "--num-speculative-tokens", "3", "--prompts", "2"]
+    sizes = ["--ngram", "--repeats", "2", "--max-new-tokens", "6", "--baselines", "hf_generate", "--threads", "1"]
     assert bench.main([*words, *sizes, "--passes", "eager", "--engine-python", str(PYTHON), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     ours = ["autoregressive", "hf_generate", "two, head"]
-    assert list(found["decoders"]) == [*ours, "vllm", "vllm enforce_eager", "vllm 1 tokens", "vllm 3 tokens"]
+    assert list(found["decoders"]) == [*ours, "vllm", "vllm enforce_eager", "vllm 3 tokens", "vllm ngram"]
     assert [found["decoders"][name]["match"] for name in ours] == [2, 2, 2] and found["decoders"]["vllm"]["match"] == 0
     assert found["decoders"]["vllm 3 tokens"]["tokens_per_s"] == 4.0  # two tokens after the first one, in half a second
     assert found["decoders"]["vllm 3 tokens"]["tokens_per_target_pass"] == 2.0
     assert set(found["ratios"]) == {"autoregressive", "same draft", "any draft"}
     assert found["engine"]["vllm"] == "0.32.0" and found["passes"] == "eager"
     started = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [row["llm"].get("speculative_config", {}).get("num_speculative_tokens") for row in started] == [None, None, 1, 3]
+    speculative = [row["llm"].get("speculative_config", {}) for row in started]
+    assert [options.get("num_speculative_tokens") for options in speculative] == [None, None, 3, 4]
+    assert speculative[3]["method"] == "ngram" and "model" not in speculative[3]
     assert {Path(row["llm"]["model"]).name for row in started} == {found["target"]}
     assert [row["llm"]["enforce_eager"] for row in started] == [False, True, False, False]
     assert [(row["threads"], row["cores"]) for row in started] == [("1", sorted(os.sched_getaffinity(0))[:1])] * 4
@@ -117,6 +119,7 @@ def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest
         (["--num-speculative-tokens", "3,x"], ["--num-speculative-tokens", "3,x", "positive integers"]),
         (["--draft", "nowhere"], ["--draft", "no such folder"]),
         (["--server", "http://host", "--num-speculative-tokens", "3"], ["--num-speculative-tokens", "--server"]),
+        (["--server", "http://host", "--ngram"], ["--ngram", "--server"]),
         (["--dtype", "bf16"], ["--dtype", "--server"]),
         (["--device", "cuda"], ["--device cuda", "--server"]),
     ],

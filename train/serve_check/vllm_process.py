@@ -56,9 +56,9 @@ class EngineSetting:
     """What an engine serves."""
 
     target: str  # folder of the target
-    draft: Path | None = None  # folder of an exported draft; None decodes without speculation
-    depth: int = 0  # `num_speculative_tokens`
-    speculative: Mapping[str, Any] = field(default_factory=dict)  # of the draft's format (`ExportFormat.vllm_options`)
+    draft: Path | None = None  # folder of an exported draft
+    depth: int = 0  # `num_speculative_tokens`; 0 decodes without speculation
+    speculative: Mapping[str, Any] = field(default_factory=dict)  # further options: `ExportFormat.vllm_options`, or a method
     dtype: str = "float32"  # of the target
     max_model_len: int = 2048  # tokens of the longest prompt with its answer
     is_compiled: bool = True  # vLLM's default; False is `enforce_eager`
@@ -74,8 +74,9 @@ class EngineSetting:
             "mm_processor_cache_gb": 0,  # and so no reuse of an image's embeddings: each timed answer begins with a new image
             "disable_log_stats": False,  # otherwise there are no times of the first and last token
         }
-        if self.draft is not None:
-            speculative = {**self.speculative, "model": str(self.draft), "num_speculative_tokens": self.depth}
+        if self.depth:
+            draft = {} if self.draft is None else {"model": str(self.draft)}
+            speculative = {**self.speculative, **draft, "num_speculative_tokens": self.depth}
             options |= {"speculative_config": speculative, "per_request_spec_decode_metrics": "detailed"}
         return options
 
