@@ -77,7 +77,7 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     for option in ("prompts", "repeats", "max_new_tokens", "threads"):
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')}: {getattr(args, option)} is not allowed; give at least 1")
-    args.baselines = baselines(args.baselines)
+    without_draft = baselines(args.baselines)
     if args.server and args.num_speculative_tokens:
         raise ValueError("--num-speculative-tokens: has no effect with --server, which has its own setting")
     if args.server and args.ngram:
@@ -89,21 +89,25 @@ def _comparison(args: argparse.Namespace) -> Comparison:
     if not args.server and args.device != "cpu":
         raise ValueError(f"--device {args.device}: has no effect without --server; vLLM runs on the CPU here")
     try:
-        args.depths = counts(args.num_speculative_tokens or DEPTHS)
+        depths = counts(args.num_speculative_tokens or DEPTHS)
     except ValueError as error:
         raise ValueError(f"--num-speculative-tokens {error}") from error
     named = [text.rpartition("=") for text in args.draft]
-    args.drafts = {label or Path(path).name: find_draft(path, "--draft") for label, _, path in named}
-    args.target = args.target or target_of(next(iter(args.drafts.values())), "--target")
-    args.variants = variants(args.policies, args.policy)
-    new_policies(args.variants)  # refuses their options
-    args.num_prompts, args.server_key, args.cores = (
-        args.prompts,
-        os.environ.get(KEY_VARIABLE, ""),
-        available_cores()[: args.threads],
-    )
-    args.dtype = torch_dtype(args.dtype) if args.dtype else None
-    return from_attributes(Comparison, args)
+    drafts = {label or Path(path).name: find_draft(path, "--draft") for label, _, path in named}
+    compared = variants(args.policies, args.policy)
+    new_policies(compared)  # refuses their options
+    read = {
+        "target": args.target or target_of(next(iter(drafts.values())), "--target"),
+        "drafts": drafts,
+        "variants": compared,
+        "baselines": without_draft,
+        "depths": depths,
+        "num_prompts": args.prompts,
+        "server_key": os.environ.get(KEY_VARIABLE, ""),
+        "cores": available_cores()[: args.threads],
+        "dtype": torch_dtype(args.dtype) if args.dtype else None,
+    }
+    return from_attributes(Comparison, argparse.Namespace(**vars(args) | read))
 
 
 if __name__ == "__main__":
