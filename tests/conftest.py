@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 # Files whose tests share a costly fixture, or what an earlier test has made: one process runs each of them.
 ONE_PROCESS = (
-    "tests/decoding/test_add_policy.py",
     "tests/docs/test_commands.py",
     "tests/docs/test_packaging.py",
     "tests/docs/test_pages.py",

@@ -75,15 +75,9 @@ def test_one_family_of_a_file_with_relative_images(tmp_path, folders):
         (["--policy", "sage:max_width"], ["--policy sage:max_width: 'max_width'"]),
         (["--policy", "sage:colour=1"], ["--policy sage:colour=1: policy.sage.colour", "max_depth"]),
         (["--policy", "sage:max_depth=abc"], ["--policy sage:max_depth=abc: policy.sage.max_depth: 'abc'", "integer"]),
-        (["--policy", "x=oracle"], ["policy: 'oracle'"]),
         (["--policies", "chain", "--policy", "chain=chain:depth=2"], ["--policy: 'chain'", "LABEL="]),
         (["--baselines", "hf_assisted"], ["baselines: hf_assisted", "--assistant"]),
-        (["--policies", "oracle"], ["--policies: 'oracle'", "autoregressive"]),
-        (["--baselines", "vllm"], ["baselines: 'vllm'"]),
         (["--prompts", "/no/such.jsonl"], ["--prompts /no/such.jsonl"]),
-        (["--image", "/no/such.png"], ["such.png"]),
-        (["--max-new-tokens", "1"], ["max_new_tokens: 1"]),
-        (["--device-map", '{"": "disk"}'], ["device_map: the model", "disk"]),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(folders, capsys, words, parts):
@@ -91,11 +85,6 @@ def test_mistakes_are_one_line_and_exit_code_2(folders, capsys, words, parts):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and len(error.strip().splitlines()) == 1
     check_message(error, *parts)
-
-
-def test_policies_that_draft_need_a_draft(folders):
-    with refused("--draft", "chain, sage"):
-        main(["--target", str(folders[0]), "--policies", "autoregressive,chain,sage"])
 
 
 def test_an_assistant_of_another_family_is_refused(folders, tmp_path):

@@ -124,7 +124,6 @@ def test_an_interrupted_measurement_contains_the_complete_prompts(after, prompts
     [
         ({"prompts": []}, ["no prompts"]),
         ({"repeats": 0}, ["repeats: 0"]),
-        ({"warmup": -1}, ["warmup: -1"]),
         ({"sampling": Sampling(max_new_tokens=1)}, ["max_new_tokens: 1"]),
         ({"sampling": Sampling(stop="a")}, ["sampling: stop"]),
         ({"runners": [FakeRunner("sage", 1.0)]}, ["autoregressive"]),

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support.messages import refused
-from support.models import Operators, make_inputs, make_qwen, random_draft
+from support.models import make_inputs, random_draft
 from support.toy_helpers import make_policy, toy_answer, toy_tree
 from torch import Tensor
 
 import sage
-from sage.costs import measure as probe
 from sage.costs.calibration import Calibrator
 from sage.costs.tables import Costs, Curve
 from sage.decoding.settings import Sampling
 from sage.decoding.verify import Verdict
-from sage.drafts.draft import new_session
-from sage.drafts.model import ModelDraft
 from sage.planning.tree import Frontier, RoundOutcome, Tree
 from sage.runtime.timing import RoundTimes
 from sage.trees.cost_aware import learner as learning
@@ -79,11 +76,6 @@ class TestCalibrator:
         ratio = float(after.abs().sum() / before.abs().sum())
         assert ratio > 2 if is_wrong else ratio < 0.5
 
-    def test_siblings_are_accepted_with_one_at_most(self) -> None:
-        """They exclude each other: after 0.9, a second candidate of 0.9 has a tenth left, and a third nothing."""
-        accepted = Calibrator().leading([0.9, 0.9, 0.9], 1, 0.0)
-        assert accepted[:2] == pytest.approx([0.9, 0.1]) and sum(accepted) == pytest.approx(1.0)
-
     def test_one_newton_step_is_that_of_a_naive_loop(self) -> None:
         calibrator = Calibrator(prior=3.0, memory=0.9)
         probs, depths, weights = random_probs(7, 3, 5), torch.arange(7) + 1, torch.rand(7)
@@ -104,86 +96,6 @@ class TestCalibrator:
     def test_the_state_of_another_version_is_refused(self) -> None:
         with refused("calibrator", "5"):
             Calibrator().load_state({"weights": [0.0] * 5, "curvature": []})
-
-
-class TestCurve:
-    @pytest.mark.parametrize("count,seconds", [(1, 1.0), (2, 1.5), (3, 2.0), (8, 4.5), (2.5, 1.75)])
-    def test_lines_between_points_and_beyond(self, count: float, seconds: float) -> None:
-        curve = Curve([1, 3, 5], [1.0, 2.0, 3.0], scale=1.0)
-        assert curve(count) == pytest.approx(seconds)
-        assert curve(count) == pytest.approx(seconds), "and the second time, when it is known"
-
-    def test_a_noisy_count_is_pooled_with_its_neighbours(self) -> None:
-        """The least squares among non-decreasing curves: no price is raised to that of one slow run before it."""
-        assert Curve([1, 2, 4, 8, 16], [4.0, 1.0, 2.5, 2.5, 3.0]).seconds == [2.5, 2.5, 2.5, 2.5, 3.0]
-        assert Curve([1, 2, 4, 8], [1.0, 4.0, 2.0, 5.0]).seconds == [1.0, 3.0, 3.0, 5.0]
-
-    def test_live_timings_move_it_and_interruptions_do_not(self) -> None:
-        curve = Curve([1, 3], [1.0, 2.0])
-        for seconds in (1.5 * 1.2, 100.0):
-            curve.correct(curve(2), seconds, 1.0)
-            assert curve(3) == pytest.approx(2.4)
-
-    def test_nodes_of_a_shared_pass_cost_what_they_add_to_it(self) -> None:
-        """Four requests, 16 nodes of the three others; draft passes are shared by as many nodes of all."""
-        costs = Costs(Curve([1, 8, 64], [1.0, 1.0, 8.0]), Curve([1, 64], [0.1, 0.73]), context=0, commit_s=0.2, overhead=0.01)
-        shared = costs.shared(16, 4)
-        assert [shared.verify(n) for n in (1, 9)] == pytest.approx([costs.verify(17), costs.verify(25)])
-        assert shared.draft(2) == pytest.approx(costs.draft(8) / 4) and shared.first_level_s == pytest.approx(0.05)
-        assert costs.shared(100, 2).verify(5) - costs.shared(100, 2).verify(1) == pytest.approx(4 * 7 / 56), "the last slope"
-        policy = sage.policy("cost_aware")
-        policy.costs = costs
-        alone = policy.prices
-        policy.share(16, 4)
-        assert policy.prices.verify_s[7] - policy.prices.verify_s[0] == pytest.approx(7 * 7 / 56)
-        assert alone.verify_s[7] == alone.verify_s[0], "nodes up to the eighth are free for a request alone"
-        policy.share(0, 1)
-        assert policy.prices == alone
-
-    def test_every_node_attends_to_the_context(self) -> None:
-        """100 more tokens take 100 * (0.01 + 2 * 0.002) for three nodes; a pass over a shorter one still takes time."""
-        costs = Costs(Curve([1, 3], [1.0, 2.0]), Curve([1], [0.1]), context=1000, verify_per_token=0.01, verify_per_pair=0.002)
-        assert costs.verify_s(1, 1100) == pytest.approx(2.0) and costs.verify_s(3, 1100) == pytest.approx(3.4)
-        costs.verify.scale = 1.5
-        assert costs.verify_s(3, 1100) == pytest.approx(1.5 * 3.4) and costs.verify_s(3, 0) == pytest.approx(1.5 * 2.0 / 2)
-
-    def test_a_captured_pass_costs_as_much_as_the_edge_of_its_bucket(self) -> None:
-        """5 nodes are padded to 8, 65 to 128; 1 + 300 + 1 keys to 512, as 1 + 400 + 1, and 1 + 600 + 1 to 1024, unless the pass
-        reads the number of keys from the device.
-        """
-        curve = Curve([1, 2, 4, 8, 64], [1.0, 2.0, 3.0, 7.0, 8.0], is_stepped=True)
-        assert curve.up_to(9) == [1.0, 2.0, 3.0, 3.0, 7.0, 7.0, 7.0, 7.0, pytest.approx(7 + 1 / 7)]
-        assert curve(65) == curve(128) > curve(64)
-        costs = Costs(curve, Curve([1], [0.1]), context=300, verify_per_token=0.001, has_key_buckets=True)
-        assert costs.verify_s(1, 300) == costs.verify_s(1, 400) == 1.0
-        assert costs.verify_s(1, 600) == pytest.approx(1.512)
-        costs.has_key_buckets = False
-        assert costs.verify_s(1, 400) == pytest.approx(1.1)
-
-    @pytest.mark.parametrize("seconds", [[], [1.0], [1.0, 0.0], [1.0, math.nan]])
-    def test_a_curve_without_a_time_for_every_count_is_refused(self, seconds: list[float]) -> None:
-        with refused("costs", "[1, 2]"):
-            Curve([1, 2], seconds)
-
-    @pytest.mark.parametrize("kind", ["eagle", "model"])
-    def test_a_timed_level_is_that_of_decoding(self, kind: str, tiny_qwen: sage.Target) -> None:
-        """One pass over distinct tokens and one product with lm_head, both of the draft; nothing of the target's."""
-        drafting = make_qwen(seed=1) if kind == "model" else tiny_qwen
-        draft = ModelDraft(drafting, tiny_qwen) if kind == "model" else sage.new_draft(tiny_qwen)
-        session = new_session(draft, tiny_qwen, 40)
-        tokens: list[int] = []
-        drafting.embed_tokens.register_forward_hook(lambda _, inputs, __: tokens.extend(inputs[0].tolist()))
-        call = probe.draft_level(session, tiny_qwen, 4, context=20)
-        with Operators() as in_reset:
-            call.reset()
-        with Operators() as in_run:
-            first = call.run()
-        for seen, expected in ((in_reset, []), (in_run, [4])):
-            products = [shape for name, shape in seen.calls if name.endswith("mm") and shape[-1] == tiny_qwen.vocab_size]
-            assert [shape[-2] for shape in products] == expected
-        call.reset()
-        assert session.context == 20 and len(set(tokens)) == 4
-        assert torch.equal(call.run(), first)  # every run starts from the same state
 
 
 class TestTree:
@@ -301,15 +213,6 @@ class TestCoupledScores:
         assert other.state() == both
         toy_answer(other, PLAIN)
         assert other.learner.rounds > both["rounds"] and other.state()["coupled"] == both["coupled"]
-
-    def test_the_log_holds_levels_nodes_and_a_matching_reason(self) -> None:
-        policy = make_policy("cost_aware", {"max_depth": 3, "max_nodes": 3, "top_k": 3})
-        log = toy_answer(policy, COUPLED).stats.rounds_log
-        assert log and any(entry["drafted"] > entry["nodes"] for entry in log)
-        for entry in log:
-            assert entry["expanded"] >= entry["levels"] >= entry["depth"] and entry["drafted"] >= entry["nodes"]
-            assert (entry["drafted"] == 0) == (entry["levels"] == 0)
-            assert ("no candidate was worth" in policy.explain(entry)) == (0 == entry["levels"] < entry["expanded"])
 
 
 class TestLearning:

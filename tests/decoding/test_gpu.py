@@ -79,8 +79,7 @@ def test_patch_embedding_is_a_matrix_product() -> None:
     assert torch.equal(PatchProjection(convolution)(patches).flatten(1), expected)  # on the CPU
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("dtype", "group"), [(torch.float64, 3), (torch.float32, 1)])
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 9), (1, 4)])
 @pytest.mark.parametrize("is_gpu", [True, False])
 def test_causal_attention_equals_a_masked_softmax(
@@ -129,8 +128,7 @@ def test_only_the_requested_hidden_states_are_kept(tiny_target: sage.Target) -> 
         torch.testing.assert_close(level, expected[k], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "model"])
-@pytest.mark.parametrize("keep_prefix", [False, True])
+@pytest.mark.parametrize(("kind", "keep_prefix"), [("eagle3", False), ("eagle3", True), ("model", False)])
 def test_the_prefill_releases_what_only_a_chat_reads_again(tiny_target: sage.Target, kind: str, keep_prefix: bool) -> None:
     """Features, embeddings and pixels of a prompt of 32k tokens take 2 GB with EAGLE-3 at 7B."""
     draft = ModelDraft(tiny_target, tiny_target) if kind == "model" else random_draft(tiny_target, kind)

@@ -1,4 +1,4 @@
-"""EAGLE-2, Spec-LLaVA, TALON and DDD: trees by hand, slow references of each rule, bounds; options of every policy."""
+"""EAGLE-2, Spec-LLaVA, TALON and DDD: slow references of each rule, bounds; options of every policy."""
 
 from __future__ import annotations
 
@@ -40,40 +40,6 @@ def draft_tree(policy: Policy, draft: Draft, levels: int = 99) -> tuple[SlowTree
             break
     keep = policy.select()
     return (tree if keep is None else tree.subtree(torch.tensor(keep))), expanded, level
-
-
-def by_table(table: dict[Ranks, list[float]]) -> Draft:
-    """Returns a draft given by a table; candidates below other paths are improbable."""
-    return lambda path: table.get(path, [0.001] * len(table[()]))
-
-
-class TestByHand:
-    def test_eagle2_ties_go_to_the_shallower_node(self) -> None:
-        """The draft is certain, so every node of rank 0 has probability 1: three drafted nodes are levels 1 to 3."""
-        tree, _, _ = draft_tree(sage.policy("eagle2", total=4, depth=6, top_k=2), lambda path: [1.0, 0.0])
-        assert paths_of(tree) == [(), (0,), (0, 0), (0, 0, 0)]
-
-    def test_talon_is_deep_for_a_confident_draft_and_wide_otherwise(self) -> None:
-        """.99 against .01: the second is below .03 of the first, a chain follows the first level. Four times .25: four times as
-        many nodes every level, until 59 are drafted: 4 + 16 + 39."""
-        sure, _, _ = draft_tree(sage.policy("talon", total=20, top_k=2), lambda path: [0.99, 0.01])
-        assert sure.depths.bincount().tolist() == [1, 2, *[1] * 17]
-        unsure, _, _ = draft_tree(sage.policy("talon", top_k=4), lambda path: [0.25] * 4)
-        assert unsure.depths.bincount().tolist() == [1, 4, 16, 39]
-
-    @pytest.mark.parametrize(
-        ("check_every", "threshold", "levels"), [(1, 0.5, 4), (1, 0.6, 3), (2, 0.6, 4), (3, 0.5, 6), (1, 0.9, 1), (1, 0.1, 6)]
-    )
-    def test_ddd(self, check_every: int, threshold: float, levels: int) -> None:
-        """The draft is (.8, 0) everywhere, so the beam of two sums to .8, .64, .512, .41, .33, .26 at levels 1 to 6: below .5
-        first at level 4, below .6 at level 3, below .9 at level 1, below .1 never. The level that fails the check stays in
-        the tree; a check every second level stops at level 4 where a check of each level stops at 3."""
-        draft = by_table({(): [0.8, 0.0]} | {(0,) * n: [0.8, 0.0] for n in range(1, 9)})
-        policy = sage.policy("ddd", total=20, depth=6, top_k=2, threshold=threshold, check_every=check_every)
-        tree, _, level = draft_tree(policy, draft)
-        assert level == levels
-        eagle2, _, _ = draft_tree(sage.policy("eagle2", total=20, depth=levels, top_k=2), draft)
-        assert paths_of(tree) == paths_of(eagle2)
 
 
 # -- slow references ------------------------------------------------------------------------------------------------------
@@ -230,13 +196,11 @@ def test_best_children_are_in_tree_order() -> None:
         *(("eagle2", "total", value) for value in (1, "60")),
         ("ddd", "threshold", 1.0),
         ("ddd", "check_every", 11),
-        ("spec_llava", "branch", -1),
         ("spec_llava", "min_confidence", 1),
         ("talon", "ratio", 0.0),
         *(("static", "paths", value) for value in ([], [()], [[0], [-1]], [[0], 1], ["0"], [[False]], "00")),
         ("sage", "min_depth", 9),
         ("sage", "min_width", 11),
-        ("sage", "alpha_from", "tip"),
         ("sage", "history_low", 4),
         ("cost_aware", "memory", 1.5),
     ],

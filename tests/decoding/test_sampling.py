@@ -23,7 +23,6 @@ from sage.decoding.verify import TargetSampler, Verifier
 
 LENGTH = 28
 PROMPT = torch.tensor([3, 0])
-SPECULATIVE = [name for name in sage.POLICIES if name != "autoregressive"]
 
 
 def sampler(**options: Any) -> TargetSampler:
@@ -117,18 +116,6 @@ def test_greedy_with_processors_equals_hugging_face(
 
 
 @pytest.mark.slow
-def test_one_seed_one_text_with_every_filter(tiny_target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = in_float64(tiny_target, make_inputs(tiny_target))
-    draft = sage.new_draft(tiny_target, seed=0)
-    options = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2, "min_new_tokens": 5}
-    alone = sage.generate(tiny_target, None, inputs, policy="autoregressive", max_new_tokens=LENGTH, seed=4, **options)
-    monkeypatch.setattr(generation, "new_session", lambda *_: OracleSession(alone.tokens.tolist(), tiny_target.vocab_size, 1))
-    for policy in SPECULATIVE:
-        out = sage.generate(tiny_target, draft, inputs, policy=policy, max_new_tokens=LENGTH, seed=4, **options)
-        assert torch.equal(out.tokens, alone.tokens), policy
-
-
-@pytest.mark.slow
 def test_bad_words_are_never_generated_and_stop_strings_end_the_answer() -> None:
     target = make_qwen()
     target = sage.Target(target.model, make_processor(target))
@@ -152,14 +139,10 @@ def test_bad_words_are_never_generated_and_stop_strings_end_the_answer() -> None
         ({"couple": False}, ("couple", "False", "greedy")),
         ({"top_k": -2}, ("top_k", "-2")),
         ({"top_p": 0.0}, ("top_p", "0.0")),
-        ({"min_p": 2.0}, ("min_p", "2.0")),
         ({"repetition_penalty": 0.0}, ("repetition_penalty", "0.0")),
-        ({"min_new_tokens": -1}, ("min_new_tokens", "-1")),
         ({"max_new_tokens": 0}, ("max_new_tokens", "0")),
         ({"stop": [""]}, ("stop", "empty")),
-        ({"stop": ""}, ("stop", "empty")),
         ({"stop": [5]}, ("stop", "[5]")),
-        ({"bad_words": ["a", ""]}, ("bad_words", "empty")),
         ({"bad_words": 5}, ("bad_words", "5")),
         ({"logits_processor": 5}, ("logits_processor", "5")),
     ],

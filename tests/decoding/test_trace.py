@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from support.models import OracleSession, followed_by, make_inputs
 from support.traces import HOSTILE, Page, made_trace
 
 import sage
 from sage.decoding import generation
-from sage.inputs.thumbnails import media_thumbnails
 from sage.io.page import visible
 from sage.tracing.trace_page import Trace
 
@@ -92,17 +89,3 @@ def test_a_large_page_is_small_and_a_notebook_shows_it_in_a_frame() -> None:
     assert len(made_trace(512, 65).html().encode()) < 2 * MIB
     framed = made_trace(4, 3, HOSTILE)._repr_html_()
     assert framed.startswith("<iframe srcdoc=") and framed.count('"') == 2 * framed.count('="')
-
-
-@pytest.mark.slow
-def test_frames_of_a_video_are_thumbnails() -> None:
-    frames = [Image.new("RGB", (640, 480), (index, 0, 0)) for index in range(130)]
-    content = [{"type": "video", "video": frames}, {"type": "image", "image": frames[0]}, {"type": "text", "text": "?"}]
-    video, image = media_thumbnails([{"role": "user", "content": content}, {"role": "user", "content": "more"}])
-    assert (video.kind, video.num_frames, len(video.frames)) == ("video", 130, 44) and video.frames[0].height == 128
-    assert image.frames[0].url.startswith("data:image/jpeg;base64,") and len(image.frames) == 1
-    made, noise = made_trace(4, 3), random.Random(0)
-    clip = [Image.frombytes("RGB", (96, 64), noise.randbytes(96 * 64 * 3)) for _ in range(64)]
-    made.media = list(media_thumbnails([{"role": "user", "content": [{"type": "video", "video": clip}]}]))
-    page = made.html()
-    assert "64 of 64 frames" in page and page.count("<img ") == 64 and len(page.encode()) < 2 * MIB

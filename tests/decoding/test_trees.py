@@ -24,11 +24,6 @@ def test_acceptance() -> None:
 
 
 class TestSageEquations:
-    def test_confidence_is_one_when_certain_and_zero_when_uniform(self) -> None:
-        certain = torch.tensor([50.0, 0.0, 0.0, 0.0])
-        torch.testing.assert_close(sage.trees.sage.confidence(certain, 4), torch.tensor(1.0))
-        torch.testing.assert_close(sage.trees.sage.confidence(torch.zeros(3, 4), 4), torch.zeros(3))
-
     def test_confidence_renormalizes_the_top_k(self) -> None:
         """p = (.5, .25, .15, .1), k = 2: p~ = (2/3, 1/3), H = .6365, alpha = 1 - .6365 / ln 2 = .0817."""
         logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
