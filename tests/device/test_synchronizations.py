@@ -12,21 +12,23 @@ from support.pass_helpers import call_again, capture_with, head
 from support.synchronizations import MAX_UPLOADS, RoundCounts, count_rounds, new_policy
 
 import sage
+from sage.drafts.model import ModelDraft
 from sage.runtime import captured
 from sage.runtime.modes import PassMode
 
 
 def rounds_of(traffic: Traffic, name: str, kind: str = "near", **options: Any) -> list[RoundCounts]:
-    """Rounds of the second of two equal requests: cached shapes, as in a service."""
-    target = make_qwen()
-    draft = None
+    """Rounds of the second of two requests: cached shapes, as in a service. Their tokens are those of the CPU."""
+    target, draft = make_qwen(), None
     if name != "autoregressive":
-        near = near_draft(target)
-        draft = sage.new_draft(target, "eagle", seed=0) if kind == "eagle" else near
-        on_device(near.model if kind == "near" else draft)
+        draft = near_draft(target) if kind == "near" else sage.new_draft(target, "eagle", seed=0)
+    requests = [make_inputs(target, seed) for seed in range(2)]
+    expected = [sage.generate(target, draft, inputs, new_policy(name), **options).tokens.tolist() for inputs in requests]
+    on_device(draft.model if isinstance(draft, ModelDraft) else draft)
     on_device(target)
-    for seed in range(2):
-        counts = count_rounds(traffic, target, draft, make_inputs(target, seed), new_policy(name), **options)
+    for inputs, tokens in zip(requests, expected, strict=True):
+        counts = count_rounds(traffic, target, draft, inputs, new_policy(name), **options)
+        assert counts.tokens == tokens
     assert len(counts.rounds) > 1
     return counts.rounds
 

@@ -174,9 +174,8 @@ def test_text_batch_is_unchanged_and_reaches_every_weight(world: World, mode: st
 
 
 @pytest.mark.parametrize("mode", [mode for mode in COMPRESSORS if mode not in ("prune", "pool", "text_only")])
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_reaches_every_weight_of_a_compressor(world: World, kind: str, mode: str) -> None:
-    draft = compressed(world, kind, mode).train()
+def test_training_reaches_every_weight_of_a_compressor(world: World, mode: str) -> None:
+    draft = compressed(world, "eagle3", mode).train()
     if mode == "select":
         make_undecided(draft)
     torch.manual_seed(0)
@@ -212,7 +211,7 @@ class TestGate:
         other = self.scores_of(world, draft, question)
         assert (other - scores).abs().max() > 1e-3
 
-    @pytest.mark.parametrize("best", range(4))
+    @pytest.mark.parametrize("best", [0, 3])
     @torch.no_grad()
     def test_decoding_selects_the_highest_score(self, world: World, best: int) -> None:
         draft = compressed(world, "eagle", "select")

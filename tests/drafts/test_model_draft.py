@@ -16,8 +16,7 @@ from sage.drafts.pruning import two_stage_indices, uniform_indices
 LENGTH = 24
 
 
-@pytest.mark.parametrize("family", MAKERS)
-@pytest.mark.parametrize("policy", ["chain", "eagle2", "cost_aware"])
+@pytest.mark.parametrize(("family", "policy"), [("qwen2_5_vl", "chain"), ("llava_onevision", "eagle2")])
 @pytest.mark.slow
 def test_any_model_drafts_losslessly(family: str, policy: str) -> None:
     """The target as its own draft and an unrelated model both give the target's text."""
@@ -45,8 +44,7 @@ def test_commit_equals_a_fresh_prefill(tiny_target: sage.Target) -> None:
     torch.testing.assert_close(found, fresh, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("method", ["attention", "uniform", "random"])
-@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize(("method", "ratio"), [("attention", 0.3), ("uniform", 1.0), ("random", 0.3)])
 def test_pruning_changes_the_draft_and_never_the_output(method: str, ratio: float, tiny_target: sage.Target) -> None:
     inputs = in_float64(tiny_target, make_inputs(tiny_target))
     expected = greedy_text(tiny_target, inputs, 12)

@@ -214,8 +214,7 @@ def test_it_is_planned(tmp_path: Path) -> None:
     assert "draft=bigram (it has no export" in render(found)
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled", "captured"])
-@pytest.mark.parametrize("kind", ["bigram", "eagle", "model"])
+@pytest.mark.parametrize(("kind", "mode"), [("bigram", "eager"), ("eagle", "compiled"), ("model", "captured")])
 def test_a_draft_does_not_outlive_its_use(
     kind: str, mode: str, tiny_qwen: sage.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,10 +29,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def rope(section: list[int] | None) -> Rope:
-    return Rope(EagleConfig(head_dim=8, rope_theta=1e4, mrope_section=section))
-
-
 def scaled_target(make: Any, rope_type: str, parameters: dict[str, Any]) -> sage.Target:
     """A tiny target whose text model has a scaled rope."""
     plain = make()
@@ -42,16 +38,9 @@ def scaled_target(make: Any, rope_type: str, parameters: dict[str, Any]) -> sage
     return sage.Target(type(plain.model)(config).eval())
 
 
-def test_multimodal_rope_is_plain_rope_on_equal_axes() -> None:
-    positions = torch.tensor([[0, 3, 9]])
-    plain, multimodal = rope(None), rope([2, 1, 1])
-    for ours, theirs in zip(multimodal(positions.expand(3, 1, 3), torch.float64), plain(positions, torch.float64), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_three_axes_without_sections_are_refused() -> None:
     with refused("mrope_section"):
-        rope(None)(torch.zeros(3, 1, 2, dtype=torch.long), torch.float32)
+        Rope(EagleConfig(head_dim=8, rope_theta=1e4))(torch.zeros(3, 1, 2, dtype=torch.long), torch.float32)
 
 
 @pytest.mark.parametrize("rope_type", ["default", *SCALED])

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import make_inputs, make_qwen, random_draft, slot_head, text_sizes
+from support.models import make_inputs, make_qwen, slot_head
 from support.pass_helpers import LayerPass, answer, head, quick_wrappers, run_chain
 from torch import nn
-from transformers import Qwen3VLConfig
 
 import sage
 from sage.drafts.draft import new_session
@@ -27,17 +26,12 @@ from sage.runtime.modes import PassMode
 from sage.runtime.pass_function import EAGER
 from sage.runtime.timing import decoding_now_s
 from sage.targets import tree_passes
-from sage.targets.families import family_of
 from sage.targets.tree_passes import TreePasses
 
 pytestmark = pytest.mark.slow
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
-VISION |= {"num_position_embeddings": 16, "deepstack_visual_indexes": (0, 1)}
-IDS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
 LAYERS = {"num_hidden_layers": 1}
-QWEN3 = text_sizes(**LAYERS, head_dim=16, rope_parameters=MROPE)
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +118,7 @@ def test_several_requests(shared: Path, capsys: pytest.CaptureFixture[str], monk
 
 
 @pytest.mark.parametrize("is_single", [False, True])
-@pytest.mark.parametrize("form", ["eagle", "mlp", "peagle"])
+@pytest.mark.parametrize("form", ["eagle", "peagle"])
 def test_passes_of_drafts_over_several_requests_have_no_fixed_size(form: str, is_single: bool) -> None:
     """A size that tracing specializes, such as the number of requests, is an error of `torch.export`."""
     target = make_qwen()
@@ -178,20 +172,6 @@ def test_prompts(shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             for ours, other in zip([*cache.keys, *cache.values], [*theirs.keys, *theirs.values], strict=True):
                 torch.testing.assert_close(ours[:, :, :length], other[:, :, :length])
             assert capsys.readouterr().err.count("pass over a prompt") == count
-
-
-def test_qwen3_vl(own: Path) -> None:
-    """Queries and keys with norms, interleaved M-RoPE, deepstack in the prefill."""
-    torch.manual_seed(0)
-    config = Qwen3VLConfig(text_config=QWEN3, vision_config=VISION, **IDS)
-    target = sage.Target(family_of(config).auto_class.from_config(config))
-    target.model.lm_head.weight.data[60:64] = 0  # no slot is ever generated, as in a trained model
-    draft = random_draft(target)  # in training mode: its levels run eagerly and cost no compilation
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        found = answer(target, draft, PassMode.compiled, "static")
-    assert found == answer(target, draft, PassMode.eager, "static")
-    assert list(own.glob("*.pt2"))
 
 
 def test_small_weights_are_not_part_of_the_code(

@@ -76,13 +76,12 @@ class TestFormsAgree:
         tiny_qwen.model.lm_head.weight.data = -tiny_qwen.model.lm_head.weight.data
         assert answer(tiny_qwen, draft, form, "static") == answer(tiny_qwen, draft, PassMode.eager, "static") != first
 
-    @pytest.mark.parametrize("policy", ["chain", "sage"])
-    def test_the_model_draft(self, tiny_llava: sage.Target, form: PassMode, policy: str) -> None:
+    def test_the_model_draft(self, tiny_llava: sage.Target, form: PassMode) -> None:
         """A smaller target as the draft, many of whose tokens are accepted."""
         in_float64(tiny_llava, {})
         draft = near_draft(tiny_llava)
-        expected = answer(tiny_llava, draft, PassMode.eager, policy)
-        assert answer(tiny_llava, draft, form, policy) == expected
+        expected = answer(tiny_llava, draft, PassMode.eager, "sage")
+        assert answer(tiny_llava, draft, form, "sage") == expected
         assert draft.model.functions and max(accepted for *_, accepted in expected[1]) >= 2
 
 

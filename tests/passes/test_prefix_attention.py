@@ -45,8 +45,7 @@ def test_a_merge_is_one_softmax(before: int) -> None:
 
 @pytest.mark.parametrize("before", [0, 3, 17, 50])
 @pytest.mark.parametrize("window", [None, 1, 4, 11, 40])
-@pytest.mark.parametrize("nodes", [1, 6])
-@pytest.mark.parametrize("has_kernels", [False, True])
+@pytest.mark.parametrize(("nodes", "has_kernels"), [(1, True), (6, False), (6, True)])
 def test_a_pass_in_parts_is_a_masked_pass(
     before: int, window: int | None, nodes: int, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

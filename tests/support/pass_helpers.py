@@ -92,11 +92,6 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Uncompiled:
     return executor
 
 
-def with_eager_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the target's passes eagerly in every mode, so that those of the draft alone are compiled."""
-    monkeypatch.setattr("sage.targets.tree_passes.executor_of", lambda mode: EAGER)
-
-
 def tree_pass(
     target: sage.Target,
     tokens: torch.Tensor,

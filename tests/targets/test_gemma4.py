@@ -148,11 +148,11 @@ def test_other_checkpoints(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: TestGemma4Text().config(), lambda: TestGemma4().config()], ids=["edge", "large"])
-def test_exported_passes_are_their_paths(make: Any) -> None:
+@pytest.mark.parametrize(("suite", "sizes"), [(TestGemma4Text, [1]), (TestGemma4, [3, 5])], ids=["edge", "large"])
+def test_exported_passes_are_their_paths(suite: Any, sizes: list[int]) -> None:
     """Of one node and of several, by functions that do not depend on their number."""
-    target = TestGemma4().target_of(make())
+    target = TestGemma4().target_of(suite().config())
     inputs = token_fields(target, torch.randint(64, 300, (1, 12), generator=torch.Generator().manual_seed(0)))
     prompt, expected = target.embed(inputs), paths(target, inputs)
-    for nodes in (1, 3, 5):
+    for nodes in sizes:
         torch.testing.assert_close(tree(target, prompt, nodes=nodes, executor=Exported()), expected[:nodes], **EXACT)

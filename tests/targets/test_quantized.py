@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 DEQUANTIZED = ("fine-grained",)  # by transformers on a CPU
 SAME = [method for method in WRITERS if "torchao" in method or "4-bit" in method]  # layers as at load
 CASES = [("llama", method) for method in (*AT_LOAD, *WRITERS)]
-CASES += [(family, method) for family in MAKERS for method in (*AT_LOAD, *WRITERS) if method not in SAME]
+CASES += [(family, method) for family, method in zip(cycle(MAKERS), (*AT_LOAD, *WRITERS)) if method not in SAME]
 
 
 @pytest.fixture(autouse=True)

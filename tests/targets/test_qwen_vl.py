@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.data_helpers import assistant, make_image, own_answers
-from support.family_passes import paths, tree
+from support.family_passes import Exported, paths, tree
 from support.family_suite import QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, qwen_images, text
 from support.models import QWEN_IDS, random_draft
 from support.processors import user
@@ -16,7 +16,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, Qwen3VL
 
 import sage
 from sage.drafts.eagle import levels_for
-from sage.drafts.layer import Rope, rope_axes
+from sage.drafts.layer import Rope
 
 
 class TestQwen2VL(FamilySuite):
@@ -85,6 +85,15 @@ class TestQwen3VL(FamilySuite):
         monkeypatch.setattr(target.family, "text_inputs", lambda prompt: {})
         assert float((tree(target, target.embed(inputs)) - paths(target, inputs)).abs().max()) > 1e-3
 
+    @pytest.mark.slow
+    def test_exported_passes_are_its_paths(self, target: sage.Target) -> None:
+        """As the compiler gets them: norms of queries and keys, interleaved axes, deepstack features in the prompt."""
+        inputs = self.prompts(target)["image"]
+        prompt, expected = target.embed(inputs), paths(target, inputs)
+        for nodes in (1, 5, 3):
+            found = tree(target, prompt, nodes=nodes, executor=Exported())
+            torch.testing.assert_close(found, expected[:nodes], atol=1e-11, rtol=0)
+
     def test_feature_levels_are_above_the_deepstack_layers(self) -> None:
         """Where the target has enough layers."""
         target = self.target_of(self.config())
@@ -125,11 +134,3 @@ def test_parameters_of_a_mixture_of_experts(sparse: sage.Target) -> None:
     assert sparse.family.active_parameters(sparse.model) == total - experts * 6 // 8
     small = sage.new_draft(sparse, "model", num_layers=5).model
     assert torch.equal(small.text_model.layers[2].mlp.experts.down_proj, sparse.text_model.layers[2].mlp.experts.down_proj)
-
-
-def test_axes_alternate() -> None:
-    """The sections of Qwen3-VL, [24, 20, 20]: the last frequencies are temporal."""
-    axes = rope_axes([24, 20, 20], is_interleaved=True)
-    assert axes[:6] == [0, 1, 2, 0, 1, 2] and axes[60:] == [0, 0, 0, 0] and len(axes) == 64
-    assert [axes.count(axis) for axis in range(3)] == [24, 20, 20]
-    assert rope_axes([2, 1, 1], is_interleaved=True) == [0, 1, 2, 0] and rope_axes([2, 1, 1], False) == [0, 0, 1, 2]

@@ -121,13 +121,6 @@ def test_targets_whose_files_do_not_fit_together(name: str, tmp_path: Path) -> N
         sage.load_target(tmp_path)
 
 
-def test_remote_code(tmp_path: Path) -> None:
-    remote = {"model_type": "llavaonevision1_5", "auto_map": {"AutoConfig": "configuration.Config"}}
-    (tmp_path / "config.json").write_text(json.dumps(remote))
-    with pytest.raises(ValueError, match="^target: .*'llavaonevision1_5' is code in the folder.* never run"):
-        sage.load_target(tmp_path)
-
-
 def test_a_rope_that_heads_cannot_follow() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     target = meta_target(LlamaConfig(**text(), rope_parameters=rope))
