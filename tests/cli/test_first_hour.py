@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from support.messages import refused
-from support.models import make_inputs, make_qwen, random_draft
+from support.models import make_inputs, make_qwen
 from support.processors import make_processor
 
 import sage
 from sage.bench.options import compare_parser
 from sage.commands import cli, generate
-from sage.commands.generate import tree_lines
 from sage.decoding import generation as answers
 from sage.decoding.generation import Chat
 from sage.drafts.model import ModelDraft
@@ -70,16 +69,6 @@ def test_a_name_is_a_target_of_every_command(monkeypatch: pytest.MonkeyPatch) ->
         cli.find_models(generate.parse_args(["--target", "pocket_qwen3_v"]))
 
 
-def test_an_answer_prints_its_text_and_its_figures_in_a_line(target: sage.Target) -> None:
-    out = Chat(target, random_draft(target).eval(), "static", max_new_tokens=12).ask("a b")
-    assert str(out) == out.text and out.text
-    assert repr(out) == f"Output({out.text!r}, {out.stats!r})" and "\n" not in repr(out)
-    assert re.fullmatch(
-        rf"Stats\(12 tokens, {out.stats.rounds} target passes \(\d\.\d\d tokens per pass\), \d+ draft passes, [\d.]+ s\)",
-        repr(out.stats),
-    )
-
-
 @pytest.mark.parametrize(
     ("ask", "parts"),
     [
@@ -101,17 +90,6 @@ def test_a_prompt_beyond_the_context_is_to_be_shortened(target: sage.Target) -> 
     target.text_config.max_position_embeddings = 8
     with refused("prompt: 16 tokens", "context length is 8", "shorten the prompt"):
         sage.generate(target, None, make_inputs(target, length=12), "autoregressive", max_new_tokens=4)
-
-
-def test_the_tree_of_a_round_is_drawn() -> None:
-    """A root with two children; the first has two, of which the second is accepted."""
-    assert list(tree_lines([7, 1, 2, 3, 4], [-1, 0, 0, 1, 1], {0, 1, 4}, "t{}".format)) == [
-        "  t7",
-        "  ├─ * t1",
-        "  │  ├─ t3",
-        "  │  └─ * t4",
-        "  └─ t2",
-    ]
 
 
 @pytest.mark.parametrize("forced", ["", "1"])

@@ -64,10 +64,9 @@ def test_pieces_are_the_text_without_broken_characters(sizes: list[int]) -> None
     assert not any(REPLACEMENT_CHARACTER in piece for piece in found)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_bytes_that_are_no_text_decode_as_in_one_call(seed: int) -> None:
+def test_bytes_that_are_no_text_decode_as_in_one_call() -> None:
     tokenizer = make_processor(make_qwen()).tokenizer
-    draw = random.Random(seed)
+    draw = random.Random(0)
     tokens = [draw.randrange(64, 320) for _ in range(200)]
     assert "".join(pieces(tokenizer, tokens, [1, 2])) == tokenizer.decode(tokens, skip_special_tokens=True)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data_helpers import make_image, make_noise, make_processor, save_images, save_onevision, share_turns
+from support.data_helpers import make_image, make_noise, make_processor, save_images, share_turns
 from support.messages import refused
 
 from data_prep.build import build_dataset
@@ -133,51 +131,3 @@ def test_restored_image_is_used(broken: bytes | None, cache: Cache, tmp_path: Pa
     if not broken:
         listed = build_dataset(replace(settings, cache=Cache.rows), make_processor("qwen2_5_vl")).skipped_items()
         assert [item["index"].split()[0] for item in listed] == ["2"]
-
-
-# -- faults of the other layouts -----------------------------------------------------------------------------------------
-
-
-def jpeg(share: float) -> bytes:
-    stream = io.BytesIO()
-    make_noise().save(stream, "JPEG")
-    return stream.getvalue()[: int(len(stream.getvalue()) * share)]
-
-
-def folder_of(folder: Path) -> SourceConfig:
-    save_images(folder, "a.png", "b.png", "c.png")
-    for item in "abc":
-        (folder / f"{item}.txt").write_bytes(b"R\xe4d" if item == "b" else b"Red.")
-    return SourceConfig(kind="folder", path=str(folder))
-
-
-def onevision_of(folder: Path, image: Any) -> SourceConfig:
-    complete = {"bytes": jpeg(1.0), "path": None}
-    path, conversations = folder / "subset" / "train-00000-of-00001.parquet", [share_turns("<image>What?", "Red.")] * 3
-    save_onevision(path, id=list("abc"), image=[complete, image, complete], conversations=conversations)
-    return SourceConfig(kind="llava_onevision", path=str(folder / "subset"))
-
-
-OTHER_LAYOUTS: dict[str, tuple[Callable[[Path], SourceConfig], str]] = {  # parts of the reason
-    "folder, text not UTF-8": (folder_of, "b.txt: not UTF-8"),
-    "onevision, truncated image": (lambda folder: onevision_of(folder, {"bytes": jpeg(0.5), "path": None}), "truncated"),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "streaming"),
-    [(name, False) for name in OTHER_LAYOUTS] + [(name, True) for name in OTHER_LAYOUTS if name.startswith("onevision")],
-)
-def test_invalid_items_of_other_layouts(name: str, streaming: bool, tmp_path: Path) -> None:
-    make, part = OTHER_LAYOUTS[name]
-    (tmp_path / "data").mkdir()
-    source, listed = replace(make(tmp_path / "data"), streaming=streaming), tmp_path / "bad.jsonl"
-    fixed: dict[str, Any] = {"holdout": 0.0, "cache_dir": str(tmp_path / "cache"), "bad_list": str(listed), "shuffle_block": 3}
-    settings = DataConfig(sources={"it": source}, **fixed)
-    with refused(source.path, ": item 1", part, error=BadItem):
-        trained_on(settings, of=3)
-    settings.on_bad = OnBad.skip
-    assert len(set(trained_on(settings, of=3))) == 2  # all three items are read
-    (row,) = read_skipped(listed)
-    assert row["index"].split()[0] == "1"
-    assert part in row["reason"]

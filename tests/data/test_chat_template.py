@@ -103,18 +103,6 @@ def test_videos_are_the_same_for_training_and_inference(family: str, times: dict
             assert torch.equal(example[key], prompt[key]), key
 
 
-def test_frames_without_a_rate_are_at_two_per_second() -> None:
-    """Pocket videos: four frames without `fps`."""
-    frames = [make_image(16, colour) for colour in ("red", "green", "blue", "yellow")]
-    processor = make_processor(QWEN)
-    example = build_example(Conversation("c", [user(frames, "Hi?"), assistant("a")]), processor)
-    assert torch.equal(example["second_per_grid_ts"], torch.ones(1))
-    stills = processor.image_processor(images=frames, return_tensors="pt")["pixel_values"].view(2, 2, 16, 3, 2, 16)
-    assert torch.equal(example["pixel_values_videos"].view(2, 16, 3, 2, 16), stills[..., 0, :].permute(0, 2, 3, 1, 4))
-    half = build_example(Conversation("c", [user(frames, "Hi?"), assistant("a")]), processor, num_frames=2)
-    assert half["second_per_grid_ts"].tolist() == [2.0]
-
-
 def test_placeholder_is_text_in_answers_and_questions() -> None:
     processor = make_processor(LLAVA)
     example = build_example(Conversation("c", [user(make_image(), "Hi?"), assistant("<image>")]), processor)
@@ -242,12 +230,6 @@ def test_earlier_answers_are_context_without_thoughts(processor: Processor) -> N
     assert prompt == processor.prepare(messages[:3])["input_ids"][0].tolist()
     rendered = processor.tokenizer.decode(torch.tensor(prompt))
     assert "Hm." not in rendered and "assistant\nYes.<|im_end|>" in rendered and text == "So.\n</think>\n\nab<|im_end|>"
-
-
-def test_a_long_answer_is_cut(processor: Processor) -> None:
-    messages = [user("Hi?"), assistant("Yes. " * 40)]
-    _, text = supervised(processor, messages, max_length=80, on_long=OnLong.cut)
-    assert text.startswith("\n</think>\n\nYes. Yes.") and not text.endswith("<|im_end|>")
 
 
 GOOD = [{"role": "system", "content": "Ok"}, user(make_image(), "Hi?"), assistant("Yes."), user("No"), assistant("Why?")]

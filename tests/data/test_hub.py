@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 from huggingface_hub import constants
@@ -16,7 +15,6 @@ from support.data_helpers import (
     make_processor,
     make_target,
     png,
-    save_images,
     save_onevision,
     share_turns,
     take,
@@ -193,20 +191,6 @@ def test_invalid_stream_items_are_replaced_and_listed(tmp_path: Path) -> None:
     assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == 3
     with refused("a: item 2:", error=BadItem):
         take(stream_loader(stream(tmp_path, TextStream("a", 16, bad=(2,)))), 2)
-
-
-def test_streaming_a_table(tmp_path: Path) -> None:
-    save_images(tmp_path, "a.png")
-    rows = {"question": [f"q{i}" for i in range(10)], "answer": [f"a{i}" for i in range(10)], "image": ["a.png"] * 10}
-    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "t.parquet")
-    source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True, num_examples=8, weight=1.0)
-    options: dict[str, Any] = {"media_root": str(tmp_path), "shuffle_block": 4, "holdout": 0.0}
-    config = DataConfig(sources={"it": source}, cache_dir=str(tmp_path / "c"), **options)
-    processor = make_processor("qwen2_5_vl")
-    dataset = build_dataset(config, processor)
-    expected = take(StepLoader(dataset, processor.collate, 4, 4), 4)
-    assert ids_by_step(expected[:2])[0] | ids_by_step(expected[:2])[1] == {str(i) for i in range(8)}
-    assert take(StepLoader(dataset, processor.collate, 4, 4, start_step=1), 3) == expected[1:]
 
 
 def test_a_data_set_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,18 +189,6 @@ def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     assert rows.lengths.tolist() == alone.lengths.tolist()
 
 
-def test_no_valid_item_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("{}\n{}")
-    sources = {"it": SourceConfig(kind="sharegpt", path=str(path))}
-    config = DataConfig(sources=sources, on_bad=OnBad.skip, cache_dir=str(tmp_path / "cache"))
-    with refused("data.sources", "train", "rows.jsonl", "2 x no column 'messages'", "(first: item 0)"):
-        build_dataset(config, make_processor("qwen2_5_vl"))
-    config = replace(pocket(tmp_path), max_length=20, on_long=OnLong.drop)
-    with refused("data.max_length: 20", "6", "data.max_length"):
-        build_dataset(config, make_processor("qwen2_5_vl"))
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
 def test_encoded_pixels_are_exact_or_not_used(family: str) -> None:
     processor = make_processor(family)

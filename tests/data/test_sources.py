@@ -271,6 +271,9 @@ def test_folders_of_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     with refused("images.txt", "data.path=", "separate images", error=BadItem):
         source.example(1)
     assert "cat.txt" in caplog.text
+    (tmp_path / "d" / "a.txt").write_bytes(b"R\xe4d")
+    with refused("a.txt: not UTF-8", error=BadItem):
+        source.example(0)
     put(tmp_path / "rows" / "r.jsonl", CHAT)
     with refused("no image", "data=auto", "rows"):
         open_source("it", SourceConfig(kind="folder", path=str(tmp_path / "rows")), Split.train)

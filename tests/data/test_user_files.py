@@ -41,12 +41,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # published layouts: one row of each
     "ShareGPT": {"id": "0", "conversations": share_turns("What?", "Red.")},
     "ShareGPT4V": {"id": "0", "image": "a.png", "conversations": share_turns("What?\n<image>", "Red.")},
     "FineVision": {"images": [EMBEDDED], "texts": [{"user": "What?", "assistant": "Red."}], "source": "x", "relevance_min": 4},
-    "Cauldron": {"images": [EMBEDDED], "texts": [{"user": "What?", "assistant": "Red.", "source": "VQAv2"}]},
     "OpenAI fine-tuning": {"messages": [{"role": "system", "content": "Be brief."}, ASKED, TOLD | {"weight": 1}]},
     "OpenAI batch": {"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [ASKED, TOLD]}},
-    "UltraChat": {"prompt": "What?", "prompt_id": "ab", "messages": [ASKED, TOLD]},
     "SpecForge": {"id": "0", "conversations": [ASKED, TOLD]},
-    "speculators": {"conversations": [ASKED, TOLD], "uuid": "u"},
     "HF image column": {"question": "What?", "answer": "Red.", "image": EMBEDDED},
 }
 FORMS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
@@ -56,13 +53,11 @@ FORMS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
         at / "rows.jsonl", ("\ufeff" + json.dumps(rows, indent=1)).encode()
     ),
     "lines named as an array": lambda at, rows: _put(at / "rows.json", "\n".join(map(json.dumps, rows)).encode()),
-    "gzip of an array": lambda at, rows: _put(at / "rows.json.gz", gzip.compress(json.dumps(rows).encode())),
     "gzip": lambda at, rows: _put(at / "rows.jsonl.gz", gzip.compress("\n".join(map(json.dumps, rows)).encode())),
     "shards": lambda at, rows: (
         [_put(at / "d" / f"{i}.jsonl", json.dumps(row).encode()) for i, row in enumerate(rows)][0].parent
     ),
     "pattern": lambda at, rows: FORMS["shards"](at, rows) / "*.jsonl",
-    "pattern of folders": lambda at, rows: FORMS["shards"](at, rows).parent / "?",
     "nested": lambda at, rows: FORMS["shards"](at / "n", rows).parent,
     "lines, and an array": lambda at, rows: (
         [_put(at / "d" / "0.jsonl", json.dumps(rows[0]).encode()), FORMS["array"](_put(at / "d" / "a", b"").parent, rows[1:])][

@@ -17,7 +17,6 @@ from benchmarks import wide
 from data_prep.pocket import world
 from data_prep.pocket.architecture import FAMILIES, INNER
 from sage.io.files import CannotWrite, read_json
-from sage.targets.loading import path_of_target
 
 
 def widen_twice_as_far(folder: Path, out: Path) -> Path:
@@ -60,12 +59,6 @@ def test_added_weights_are_random_at_the_present_scale(tmp_path: Path) -> None:
         assert len(rows) == 2 * INNER and torch.equal(rows[:INNER], before)
         assert "down" in name or 0.9 < rows[INNER:].float().std() / before.float().std() < 1.1
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize(("megabytes", "size"), [(20, 512), (62, 2048), (226, 8192)])
-def test_sizes_of_the_results(megabytes: float, size: int) -> None:
-    for name in (f"pocket_{family}" for family in FAMILIES):
-        assert wide.size_for(Path(path_of_target(name)), megabytes) == size
 
 
 def test_command_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
