@@ -11,18 +11,16 @@ import numpy
 import pytest
 import torch
 import yaml
-from support.messages import refused
 from support.train_helpers import make_target
 
 import sage
 from benchmarks.papers import __main__ as command
 from benchmarks.papers import runs
 from benchmarks.papers.claims import claims
-from benchmarks.papers.measure import Lab, correlation, on_path, read_measurements, runs_of
-from benchmarks.papers.runs import digest, load_settings, select_studies
+from benchmarks.papers.measure import Lab, correlation, read_measurements, runs_of
+from benchmarks.papers.runs import digest, load_settings
 from benchmarks.papers.tables import TABLES
 from checkpoints.run_folder import METRICS
-from sage.planning.tree import Drafted
 from train.config.checks import check
 from train.config.hydra_app import compose
 from train.config.schema import Config
@@ -74,13 +72,6 @@ def test_every_run_composes_and_is_used() -> None:
     assert {run for study in settings.studies.values() for spec in study.values() for run in runs_of(spec)} == set(
         settings.runs
     )
-
-
-def test_mistakes_are_refused() -> None:
-    settings = load_settings()
-    assert "vllm" not in select_studies(settings, []) and select_studies(settings, ["vllm"]) == ["vllm"]
-    with refused("tables", "headline, "):
-        select_studies(settings, ["tables"])
 
 
 @pytest.fixture(scope="module")
@@ -150,15 +141,6 @@ def test_each_kind_is_measured_once(tiny_world: Path, monkeypatch: pytest.Monkey
     settings.studies["epochs"]["eagle"]["policy"] = "chain"
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         Lab(settings, folder).measure("epochs")
-
-
-def test_the_path_of_an_answer_ends_where_its_token_is_no_candidate() -> None:
-    """The answer goes 8 (rank 0), 9 (rank 1), then 10 is no candidate; 3 was drafted and not expanded."""
-    topk = [([0.6, 0.3], [8, 3]), ([0.5, 0.2], [4, 9]), None, None, ([0.4, 0.1], [1, 2])]
-    drafted = Drafted(tokens=[7, 8, 3, 4, 9], parents=[-1, 0, 0, 1, 1], depths=[0, 1, 1, 2, 2], topk=topk)
-    path = [([0.6, 0.3], True), ([0.5, 0.2], True), ([0.4, 0.1], False)]
-    for answer, expected in (([8, 9, 10, 11], path), ([8, 9], path[:2]), ([3, 4], path[:1]), ([5], [([0.6, 0.3], False)])):
-        assert list(on_path(drafted, answer)) == expected
 
 
 def test_correlation_against_numpy() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import Any
 
 import pytest
@@ -56,16 +55,6 @@ def test_the_openai_client_gets_the_texts_of_generate_over_several_turns_with_im
         assert 0 <= rounds["rounds"] + rounds["accepted_tokens"] - (len(expected.tokens) - 1) <= 1  # no bonus token after EOS
         messages.append(whole.choices[0].message.model_dump())
         messages[-1]["content"] = messages[-1]["content"] or "nothing"
-
-
-def test_curl(server: Running) -> None:
-    body = json.dumps({"messages": HELLO, "max_tokens": 6, "return_token_ids": True})
-    command = ["curl", "-s", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    expected = alone(server, HELLO, max_new_tokens=6)
-    assert found["choices"][0]["token_ids"] == expected.tokens.tolist()
-    assert found["choices"][0]["message"]["content"] == expected.text
-    assert found["choices"][0]["finish_reason"] == "length" and found["object"] == "chat.completion"
 
 
 def test_fields_of_common_clients_change_nothing(server: Running) -> None:
@@ -136,11 +125,6 @@ def test_logprobs_are_those_of_the_target(server: Running, is_streamed: bool) ->
     content = chat["logprobs"]["content"]
     assert [one["token"] for one in content] == [tokenizer.decode([number]) for number in chat["token_ids"]]
     assert all(len(one["top_logprobs"]) == 2 and one["logprob"] < 0 for one in content)
-
-
-def test_an_echo_begins_with_the_prompt(server: Running) -> None:
-    found = server.client.post("/v1/completions", json={"prompt": "This is", "max_tokens": 3, "echo": True}).json()
-    assert found["choices"][0]["text"].startswith("This is") and found["choices"][0]["logprobs"] is None
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

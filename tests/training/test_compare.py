@@ -103,20 +103,6 @@ def test_a_comparison_is_written_best_run_first(runs: list[Path], tmp_path: Path
         assert image.width > 1000 and len(image.convert("L").getcolors(256) or []) > 10
 
 
-def test_runs_are_listed_where_the_table_is_too_wide(tmp_path: Path) -> None:
-    policies = {
-        name: policy_figures(2.0, speedup=2.0) for name in ("chain", "static", "eagle2", "spec_llava", "sage", "cost_aware")
-    }
-    runs = [read_run(write_run(tmp_path / f"run-{n}", 1e-4 * (n + 1), {4: policies})) for n in range(3)]
-    for n, run in enumerate(runs):
-        run.config["data.sources.images.media_root"] = f"/mnt/{'folder/' * 70}part-{n}"
-    *lines, last = compare(runs, tmp_path / "out", 80).splitlines()
-    assert max(map(len, lines)) <= 80 and last.startswith("comparison: ")
-    assert [line for line in lines if line.startswith("run-")] == ["run-0 *", "run-1", "run-2"]
-    assert lines.count("  sage tok/pass: 2.00") == 3 and lines.count("  optim.lr: 0.0002") == 1
-    assert "part-2" in "".join(line.strip() for line in lines)
-
-
 def test_a_check_is_compared_only_when_it_is_named(runs: list[Path], tmp_path: Path) -> None:
     check = next_check(runs[0], "draft", 4)
     check.mkdir(parents=True)

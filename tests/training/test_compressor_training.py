@@ -12,7 +12,6 @@ import torch
 from support.compressor_helpers import COMPRESSORS
 from support.data_helpers import make_noise
 from support.fork_server import ForkServer
-from support.messages import refused
 from support.train_helpers import command, configured, draft_weights, sage_train, train_quickly
 
 import sage
@@ -21,7 +20,6 @@ from data_prep.build import prompts
 from train.config.schema import Config
 
 EAGLE3 = ["draft=eagle3", "draft.feature_levels=[0,1,2]", "objective.steps=3"]
-STEPS = 3
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
@@ -77,13 +75,3 @@ def test_two_ranks_under_zero_3_of_which_one_has_no_image(folder: Path, tmp_path
     assert len(steps) == 3 and all(math.isfinite(line["loss"]) for line in steps)
     target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
     assert sage.load_draft(tmp_path / "run" / "draft", target).config.compressor == COMPRESSORS["select"]  # type: ignore[union-attr]
-
-
-def test_a_saved_draft_with_another_compressor_is_refused(folder: Path, tmp_path: Path) -> None:
-    target = sage.load_target(folder / "target_qwen2_5_vl", dtype=torch.float32)
-    sage.new_draft(target, "eagle", compressor={"kind": "pool", "ratio": 4}).save_pretrained(tmp_path / "pool")
-    with refused("draft/compressor=none", "draft/compressor=pool draft.compressor.ratio=4"):
-        train_quickly(configure(folder, tmp_path / "run", f"draft.path={tmp_path}/pool"))
-    sage.new_draft(target, "eagle").save_pretrained(tmp_path / "plain")
-    with refused("draft/compressor=pool", "give draft/compressor=none"):
-        train_quickly(configure(folder, tmp_path / "run", "draft/compressor=pool", f"draft.path={tmp_path}/plain"))

@@ -114,13 +114,10 @@ def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest
     ("words", "parts"),
     [
         (["--engine-python", "nowhere/bin/python"], ["--engine-python", "nowhere/bin/python", "make engines-env"]),
-        (["--prompts", "0"], ["--prompts", "0", "at least 1"]),
         (["--baselines", "vllm"], ["--baselines", "'vllm'", "hf_generate"]),
         (["--num-speculative-tokens", "3,x"], ["--num-speculative-tokens", "3,x", "positive integers"]),
         (["--draft", "nowhere"], ["--draft", "no such folder"]),
         (["--server", "http://host", "--num-speculative-tokens", "3"], ["--num-speculative-tokens", "--server"]),
-        (["--server", "http://host", "--ngram"], ["--ngram", "--server"]),
-        (["--dtype", "bf16"], ["--dtype", "--server"]),
         (["--device", "cuda"], ["--device cuda", "--server"]),
     ],
 )

@@ -22,7 +22,7 @@ from support.train_helpers import make_target
 import sage
 from benchmarks.engines import __main__ as bench
 from benchmarks.engines.measure import server_decoder
-from benchmarks.engines.server import ServerClient, ServerDecoder, served_model
+from benchmarks.engines.server import ServerClient, ServerDecoder
 from data_prep.config import KEY_VARIABLE
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -49,7 +49,6 @@ class Served:
     tokens: tuple[int, ...] = (5, 6, 7)
     status: int = 200
     reason: str = ""
-    models: Any = field(default_factory=lambda: {"data": [{"id": "m"}]})
     rounds: int = 0
     is_strict: bool = False
     url: str = ""
@@ -72,7 +71,7 @@ def serving(**options: Any) -> Iterator[Served]:
         def do_GET(self) -> None:
             count = len(served.bodies) * served.rounds
             if self.path == "/v1/models":
-                self.send(200, json.dumps(served.models).encode())
+                self.send(200, b'{"data": [{"id": "m"}]}')
             elif self.path == "/metrics" and served.rounds:
                 self.send(200, METRICS.format(rounds=float(count), half=count / 2).encode())
             else:
@@ -113,29 +112,6 @@ def test_a_server_without_extensions() -> None:
         decoder = server_decoder(compared, client, "m", loaded, [QUESTION])
         assert (decoder.turn()[0].tokens, decoder.draft) == ([97, 97, 97, 2], "")
     assert ["return_token_ids" in body for body in served.bodies] == [True, False, False]
-
-
-def test_the_model_is_the_only_one_or_chosen() -> None:
-    with serving(models={"data": [{"id": "m"}, {"id": "n"}]}) as served, ServerClient(f"{served.url}/v1/", "") as client:
-        assert served_model(client, "n") == "n"
-        for name in (None, "gone"):
-            with refused("--server-model", "m, n"):
-                served_model(client, name)
-    with serving(models=["text"]) as served, ServerClient(served.url, "") as client, refused("--server", "/v1/models"):
-        served_model(client, None)
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"status": 400, "reason": "At most 0 image(s) may be provided in one prompt"}, ("--server", "400", "0 image(s)")),
-        ({"status": 401, "reason": "Unauthorized"}, ("--server", "401", KEY_VARIABLE)),
-        ({"tokens": ()}, ("--server", "empty answer")),
-    ],
-)
-def test_a_server_without_an_answer(options: dict[str, Any], parts: tuple[str, ...]) -> None:
-    with serving(**options) as served, refused(*parts):
-        decode(served)
 
 
 def test_neither_address_nor_key_are_in_a_message_or_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.data_helpers import make_noise
 from support.fork_server import ForkServer
 from support.messages import check_message, refused
-from support.train_helpers import command, environment, metrics, srun_variables
+from support.train_helpers import command, environment, metrics
 from torch.distributed import TCPStore
 
 from checkpoints.store import SaveFailed
@@ -35,31 +34,6 @@ SAGE_TRAIN = [sys.executable, "-m", "train.cli.train"]  # as users start it: tor
 
 pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.timeout(1200)]
 TINY_REPORT = ["decode.policies=[autoregressive]", "decode.max_new_tokens=2"]
-
-
-@pytest.mark.slow
-def test_a_rank_of_an_external_launcher_prints_its_own_error(target: Path, tmp_path: Path, commands: ForkServer) -> None:
-    """Two processes with srun's variables. An image file is truncated; only the rank that opens it prints an error."""
-    make_noise(deviation=50).save(tmp_path / "complete.png")
-    content = (tmp_path / "complete.png").read_bytes()
-    (tmp_path / "broken.png").write_bytes(content[: len(content) // 2])
-    with (tmp_path / "chats.jsonl").open("w") as file:
-        for number, name in enumerate(["broken", "complete", "complete", "complete"]):
-            question = [{"type": "image", "image": f"{name}.png"}, {"type": "text", "text": "what is this?"}]
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": f"grey, number {number}"}]
-            file.write(json.dumps({"messages": turns}) + "\n")
-    data = ["data=messages", f"data.path={tmp_path}/chats.jsonl", f"data.media_root={tmp_path}", "data.holdout=0"]
-    prompts = ["data/validation=pocket", "data.num_workers=1"]
-    arguments = [*command(target, tmp_path / "run"), "train.micro_batch_size=1", "launch.device=cpu", *data, *prompts]
-    arguments = [argument for argument in arguments if not argument.startswith("data.num_examples")]
-    command_line, options = [*commands.command("train.cli.train"), *arguments], {"stderr": subprocess.PIPE, "text": True}
-    variables = [environment() | srun_variables(rank) for rank in range(2)]
-    processes = [subprocess.Popen(command_line, env=env, stdout=subprocess.DEVNULL, **options) for env in variables]
-    errors = [process.communicate()[1] for process in processes]
-    lines = [line for text in errors for line in text.splitlines() if "error: " in line]
-    assert len(lines) == 1 and "broken.png" in lines[0], errors
-    assert not any(word in "".join(errors) for word in ("Traceback", "onnection", "resource_tracker")), "".join(errors)
-    assert sorted(process.returncode for process in processes) in ([1, 2], [2, 2])
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from data_prep import dialog
 from data_prep.chat import encode_example
 from data_prep.conversation import Message
 from data_prep.dialog import Dialog, TargetAnswer
-from data_prep.own_answers import OwnShare, measure_own
+from data_prep.own_answers import measure_own
 from data_prep.pocket import world
 from train.distill.own_answers import MAX_STEPS, OwnAnswers
 from train.distill.teacher import Teacher
@@ -53,16 +53,6 @@ def test_share_counts_the_most_likely_tokens() -> None:
     found = measured.end_step(alone, MAX_STEPS, 10.0)
     assert found is not None and found.counts == expected
     assert measured.end_step(alone, MAX_STEPS + 1, 1e6) is None and MAX_STEPS < 10
-
-
-def test_line_warning_and_metrics() -> None:
-    share = OwnShare({"chats": (10, 100), "docs": (100, 100)})
-    assert share.line() == "own answers: 55% of 200 supervised tokens are the target's own choice (chats 10%, docs 100%)"
-    assert share.metrics() == {"own_answers": 0.55, "own_answers/chats": 0.1, "own_answers/docs": 1.0}
-    assert share.as_json()["sources"] == {"chats": 0.1, "docs": 1.0}
-    assert share.is_foreign and not OwnShare({"docs": (100, 100)}).is_foreign
-    assert OwnShare({"docs": (3, 4)}).metrics() == {"own_answers": 0.75}
-    check_message(share.warning("sage-train x data.answers=target"), "55%", "70%", "sage-train x data.answers=target")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from support.messages import refused
 from checkpoints.store import SaveFailed
 from sage.bench.report_table import format_table
 from train.report.compare import draw_comparison
-from train.report.page import MIN_ROUNDS, PLOTS, best_policy, headline, render_page, write_plots
+from train.report.page import PLOTS, best_policy, headline, render_page, write_plots
 from train.report.web import markdown_html
 from train.validation.validate import write
 
@@ -103,16 +103,6 @@ def test_a_busy_machine_is_named_beside_the_speeds(load: float, is_named: bool):
     report = example_report()
     report["machine"] |= {"load_average": load, "cores": 2}
     assert ("The machine was busy (load average 2.6 on 2 cores)" in format_table(report)) == is_named
-
-
-def test_acceptance_leaves_out_positions_of_few_rounds_and_draws_equal_points_side_by_side():
-    report = example_report()
-    levels = [{"depth": 1, "tried": 100, "kept": 80}, {"depth": 2, "tried": MIN_ROUNDS - 1, "kept": 3}]
-    for name in ("static", "sage"):
-        report["policies"][name]["acceptance_by_depth"] = levels
-    axes = drawn("acceptance.png", report)
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[0.8]] * 2
-    assert len({float(line.get_xdata()[0]) for line in axes.lines}) == 2
 
 
 def test_a_comparison_shows_every_policy_with_its_interval():

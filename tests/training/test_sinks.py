@@ -18,7 +18,7 @@ from support.messages import exit_code, refused
 from checkpoints.run_folder import read_metrics
 from checkpoints.store import SaveFailed
 from train.cli.train import main
-from train.config.derived import MIN_STEPS, RunLength, repetition_line, run_length
+from train.config.derived import MIN_STEPS, RunLength, run_length
 from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, WandbConfig, WandbMode
 from train.launch.ranks import Ranks
@@ -176,11 +176,9 @@ def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) ->
     ("overrides", "per_epoch", "steps"),
     [
         (["train.epochs=3"], 10.0, 30),
-        (["train.epochs=3", "train.max_steps=7"], 10.0, 7),
         (["train.epochs=1", "train.max_steps=70"], 2.5, 3),  # the last step begins the next epoch
         (["train.epochs=null", "train.max_steps=70"], 2.5, 70),
         (["train.max_steps=5"], None, 5),
-        (["train.epochs=1"], 0.1, 1),
         (["train.max_steps=null"], 70.2, 71),
         (["train.max_steps=null"], 1.4, MIN_STEPS),
         (["train.max_steps=null", "train.max_minutes=0.5"], 1.4, None),
@@ -191,16 +189,6 @@ def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) ->
 def test_run_length(tmp_path: Path, overrides: list[str], per_epoch: float | None, steps: int | None) -> None:
     time_s = 30.0 if overrides[-1].startswith("train.max_minutes") else None
     assert run_length(config_in(tmp_path, *overrides), per_epoch) == RunLength(steps, time_s)
-
-
-@pytest.mark.slow
-def test_repeated_data_are_reported(tmp_path: Path) -> None:
-    config = config_in(tmp_path, "train.max_steps=null", "train.global_batch_size=16")
-    assert f"23 example(s) are repeated to {MIN_STEPS} steps (34.8 epochs)" in repetition_line(config, 23 / 16)
-    assert "train.global_batch_size below 16" in repetition_line(config, 3 / 16)
-    assert not repetition_line(config, MIN_STEPS)
-    for given in ("train.epochs=1", "train.max_steps=3"):
-        assert not repetition_line(config_in(tmp_path, given), 23 / 16)
 
 
 @pytest.mark.slow
@@ -271,11 +259,10 @@ def test_log_lines_at_intervals_with_the_remaining_time(
     assert [record.getMessage() for record in caplog.records] == ["prompt 2/4  sage 2.31 tokens/pass 1.85x  00:16 left"]
 
 
-@pytest.mark.parametrize("first", [0, None])
-def test_a_validation_has_a_live_line_of_its_own(first: int | None) -> None:
-    """Beside that of a run, and alone in sage-validate; a narrow terminal shows the figures of the first policies."""
+def test_a_validation_has_a_live_line_of_its_own() -> None:
+    """Beside that of a run; a narrow terminal shows the figures of the first policies."""
     screen, figures = io.StringIO(), [f"{name} 2.31 tokens/pass 1.85x" for name in ("chain", "sage", "cost_aware")]
-    live = LiveDisplay(first, console=Console(file=screen, force_terminal=True, width=110))
+    live = LiveDisplay(0, console=Console(file=screen, force_terminal=True, width=110))
     live.update(0, 10, {})
     for done in range(3):
         live.show_validation(done, 3, ", ".join(figures))
@@ -286,4 +273,4 @@ def test_a_validation_has_a_live_line_of_its_own(first: int | None) -> None:
     assert len(live.bar.tasks) == 1
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     assert "prompt 2/3" in shown and ", ".join(figures[:2]) in shown and ", ".join(figures) not in shown and "left" in shown
-    assert ("0/10" in shown) == (first == 0) and "0/0" not in shown
+    assert "0/10" in shown and "0/0" not in shown

@@ -226,7 +226,6 @@ class TestMistakes:
             (["data.max_length=60"], ("data.max_length: 60", "more than 20%", "data.on_long=drop")),
             (["draft.num_attention_heads=3"], ("draft.num_attention_heads=3", "draft.num_key_value_heads=2")),
             (["draft=model", "draft.num_layers=2"], ("draft.num_layers", "1 to 1")),
-            (["draft=block", "draft.feature_levels=[0,1,9]"], ("draft.feature_levels=[0, 1, 9]", "0 to 2")),
         ],
     )
     def test_sizes_that_do_not_fit_the_target_are_refused_before_anything_is_written(

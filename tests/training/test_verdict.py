@@ -69,18 +69,12 @@ CASES: list[tuple[Facts, str, str, str]] = [  # facts, cause, next command, part
     ),
     (facts(SLOW_ROUNDS), "cost_of_a_round", SHALLOW, "1.80|2.00 passes|60%|30%|10%"),
     (facts(SLOW, **{"train.epochs": 3}), "low_acceptance", "sage-train --resume runs/a train.epochs=6", "1.40|50 steps"),
-    # sampled answers of the target contain tokens that are not the most likely ones
-    (
-        facts(SLOW, own=0.5, **{"data.answers": "target", "train.epochs": 3}),
-        *("low_acceptance", "sage-train --resume runs/a train.epochs=6", ""),
-    ),
     (
         facts(GOOD),
         "",
         "sage-export runs/a --format eagle3 --out exports/a",
         "faster|1.84x with chain|1.70 to 2.03 over 16|3.60",
     ),
-    (facts(GOOD, run=False), "", f"sage-generate --draft exports/d --policy chain {QUESTION}", "faster"),
     (
         facts(policy(1.6, 0.86, (0.8, 0.9)), others=TREES, **{"data.name": "pocket"}),
         "",
@@ -98,7 +92,6 @@ CASES: list[tuple[Facts, str, str, str]] = [  # facts, cause, next command, part
     (facts(policy(1.8, 0.9, None), report=ONE), "cost_of_a_round", SHALLOW, "not decided|2.00 passes"),
     # a command that has been followed is not given again
     (facts(FEW, num_prompts=32, **{"data.holdout": 0.2}), "few_prompts", MORE_DATA, ""),
-    (facts(FEW, num_prompts=32, **{"data.holdout": 0.01, "data.validation.x.path": "y"}), "few_prompts", MORE_DATA, ""),
     (
         facts(FEW, run=False, num_prompts=32),
         *("few_prompts", "sage-validate checkpoint=exports/d data=auto data.path=FILE data.holdout=0.2", ""),
