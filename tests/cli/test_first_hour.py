@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.messages import refused
-from support.models import make_inputs, make_qwen
+from support.models import make_qwen
 from support.processors import make_processor
 
 import sage
@@ -74,9 +74,7 @@ def test_a_name_is_a_target_of_every_command(monkeypatch: pytest.MonkeyPatch) ->
     [
         (lambda chat: chat.ask(5), ["text: int", "string"]),
         (lambda chat: chat.ask("What?", images="photo.jpg"), ["images: str", "images=[...]"]),
-        (lambda chat: chat.ask("What?", videos=Path("clip.mp4")), ["videos: PosixPath", "videos=[...]"]),
         (lambda chat: chat.target.prepare("hello"), ["messages: str", '"role": "user"']),
-        (lambda chat: chat.target.prepare(["hello"]), ["messages: list", '"role": "user"']),
     ],
 )
 def test_wrong_types_are_named_with_the_right_one(ask: Any, parts: list[str], target: sage.Target) -> None:
@@ -84,12 +82,6 @@ def test_wrong_types_are_named_with_the_right_one(ask: Any, parts: list[str], ta
     with refused(*parts, error=TypeError):
         ask(chat)
     assert chat.messages == []
-
-
-def test_a_prompt_beyond_the_context_is_to_be_shortened(target: sage.Target) -> None:
-    target.text_config.max_position_embeddings = 8
-    with refused("prompt: 16 tokens", "context length is 8", "shorten the prompt"):
-        sage.generate(target, None, make_inputs(target, length=12), "autoregressive", max_new_tokens=4)
 
 
 @pytest.mark.parametrize("forced", ["", "1"])

@@ -7,8 +7,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from support.messages import check_message, exit_code, refused
 
 import sage
 from sage.bench.__main__ import main as bench
-from sage.commands import generate
+from sage.commands import cli, generate
 from sage.commands.cli import find_models
 from sage.commands.generate import main as sage_generate
 from sage.drafts.draft import open_draft
@@ -84,47 +82,8 @@ def test_the_target_of_a_draft(run: Path, target: Path, tmp_path: Path) -> None:
         target_of(tmp_path, "--target")
 
 
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The drafts that were verified, instead of loading anything."""
-    found: list[Path] = []
-
-    def refuse_corrupt_draft(folder: Path) -> None:
-        found.append(folder)
-        raise ValueError("found")
-
-    for module in ("sage.commands.cli", "sage.drafts.draft", "train.cli.validate", "checkpoints.export.exporter"):
-        monkeypatch.setattr(f"{module}.refuse_corrupt_draft", refuse_corrupt_draft)
-    return found
-
-
-COMMANDS = {
-    "sage-generate": ["--prompt", "Hi", "--draft", "NAME"],
-    "sage-validate checkpoint=": ["checkpoint=NAME"],
-    "sage-validate draft=": ["draft=NAME"],
-    "sage-export": ["NAME", "--format", "eagle", "--flavour", "vllm", "--out", "OUT"],
-    "python -m sage.bench": ["--draft", "NAME"],
-    "sage-serve": ["--draft", "NAME", "--port", "0"],
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_run_is_a_draft_of_every_command(
-    command: str, run: Path, opened: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [word.replace("NAME", str(run)).replace("OUT", str(tmp_path / "out")) for word in COMMANDS[command]]
-    monkeypatch.setattr(sys, "argv", [command, *words])
-    programs = {"sage-generate": sage_generate, "sage-export": sage_export, "python": bench, "sage-serve": sage_serve}
-    program: Any = programs.get(command.split()[0], validate_main)
-    with pytest.raises((SystemExit, ValueError)):
-        program()
-    assert opened == [run / "draft_best"]
-
-
-def test_a_run_is_a_draft_in_python_and_in_configurations(run: Path, opened: list[Path], target: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="found"):
-        sage.load_draft(run, SimpleNamespace(dtype=None, is_meta=False))  # type: ignore[arg-type]
-    assert opened == [run / "draft_best"]
+def test_a_run_is_a_draft_in_python_and_in_configurations(run: Path, target: Path, tmp_path: Path) -> None:
+    assert sage.load_draft(run, sage.load_target(target)).kind == "eagle"
     check(compose("config", [f"target.path={target}", f"run.dir={tmp_path}/new", f"draft.path={run}"], Config))
     ConfigStore.instance().store(name="prepare_schema", node=DataCommand)
     check_data_command(compose("prepare", [f"target.path={target}", f"regenerate.draft={run}"], DataCommand))
@@ -161,16 +120,17 @@ def corrupt_run(target: Path, tmp_path: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize("command", ["sage-generate", "sage-validate", "sage-export", "sage-serve"])
-def test_commands_exit_with_2_and_one_line(
+@pytest.mark.parametrize("command", ["sage-generate", "sage-validate", "sage-export", "sage-serve", "sage-bench"])
+def test_commands_find_the_draft_of_a_run_and_refuse_a_corrupt_one(
     corrupt_run: Path, target: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draft = corrupt_run / "draft"
+    draft, models = corrupt_run / "draft", ["--target", target, "--draft", corrupt_run]
     main, arguments = {
-        "sage-generate": (sage_generate, ["--target", target, "--draft", draft, "--prompt", "Hi"]),
+        "sage-generate": (sage_generate, [*models, "--prompt", "Hi"]),
         "sage-validate": (validate_main, [f"checkpoint={corrupt_run}"]),
-        "sage-serve": (sage_serve, ["--target", target, "--draft", draft, "--port", 0]),
+        "sage-serve": (sage_serve, [*models, "--port", 0]),
         "sage-export": (sage_export, [corrupt_run, "--format", "eagle3", "--out", corrupt_run / "out"]),
+        "sage-bench": (lambda: sys.exit(cli.run(bench)), models),
     }[command]
     assert exit_code(main, *arguments) == 2
     error = capsys.readouterr().err.strip()

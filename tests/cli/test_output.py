@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import random
-import sys
 from typing import Any
 
 import pytest
@@ -14,26 +12,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from sage.decoding.answer import REPLACEMENT_CHARACTER, Detokenizer
-from sage.io.progress import progress_callback
 from sage.io.tables import markdown_table
 
 
 def test_markdown_pipes_are_escaped_once():
     assert markdown_table(["a"], [["x|y"], [r"x\|y"]]).splitlines()[2:] == [r"| x\|y |", r"| x\|y |"]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_callback_draws_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("sage.io.progress.DELAY_S", 0.0)
-    update = progress_callback("measuring")
-    update(2, 2)
-    assert "measuring" in terminal.getvalue() and "2/2" in terminal.getvalue()
 
 
 TEXT = "Ein Bild: ☀ über 東京, 🦊🦊 und e\u0301.\n" * 5

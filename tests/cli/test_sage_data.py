@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import json
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +13,8 @@ from typing import Any, cast
 
 import datasets
 import pytest
-from support.chat_server import Reply, serving
+from support.chat_server import serving
 from support.data_helpers import make_processor, save_images, save_target
-from support.fork_server import ForkServer
 from support.messages import check_message, exit_code, refused
 
 import sage
@@ -50,34 +47,6 @@ def test_convert_and_back(tmp_path: Path) -> None:
     assert [str(back[i]) for i in range(8)] == [str(fresh[i]) for i in range(8)]
     with refused("rows.jsonl", "out"):
         actions.convert(config, processor, "train", out)
-
-
-def invalid_rows(folder: Path) -> DataConfig:
-    save_images(folder, "a.png", "cut.png")
-    (folder / "cut.png").write_bytes((folder / "a.png").read_bytes()[:40])
-    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "Red."}]
-    rows = [{"id": i, "image": image, "conversations": turns} for i, image in enumerate(("a.png", "cut.png", "no.png"))]
-    (folder / "rows.json").write_text(json.dumps(rows))
-    source = SourceConfig(kind="llava_json", path=str(folder / "rows.json"))
-    return DataConfig(name="mine", sources={"it": source}, cache_dir=str(folder / "cache"), holdout=0.0)
-
-
-def test_check_counts_skipped_items(tmp_path: Path) -> None:
-    config = invalid_rows(tmp_path)
-    processor = make_processor("qwen2_5_vl")
-    with refused("rows.json: item 2, line 1:", "no.png", "2 of 3 items are invalid", error=InvalidItems) as caught:
-        actions.check_data(config, processor, "train", 0)
-    missing, corrupt = caught.value.details.splitlines()  # of the rows alone, then of their pixels
-    assert "item 2, line 1: image" in missing and "item 1, line 1: image" in corrupt
-    config.on_bad = OnBad.skip
-    for _ in range(2):  # the second time from the cached index
-        found, dataset = actions.check_data(config, processor, "train", 0)
-        assert (found.total, found.num_measured) == (1, 1)
-        assert sorted(found.skipped.values()) == [1, 1]
-    actions.write_report(tmp_path / "page.html", "mine.jsonl for tiny", found, dataset, "train", 5)
-    assert "<h1>mine.jsonl for tiny</h1>" in (tmp_path / "page.html").read_text()
-    assert str(tmp_path) not in (tmp_path / "page.html").read_text()
-    assert json.loads((tmp_path / "page.json").read_text())["measured"] == 1
 
 
 def test_check_names_all_invalid_rows_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,37 +287,6 @@ def test_regenerate_from_a_server(target_folder: Path, tmp_path: Path, capsys: p
     assert [{**row, "provenance": 0} for row in first] == [{**row, "provenance": 0} for row in second]
     assert command(*words, f"out={tmp_path}/b.jsonl", "launch.device=cpu") == 2
     check_message(capsys.readouterr().err, "other settings", "served_model")
-
-
-@pytest.mark.slow
-def test_killed_client_of_a_server_continues(
-    target_folder: Path, tmp_path: Path, commands: ForkServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Killed in the middle, the same command answers the rest: every conversation once, none lost."""
-    words = [f"target.path={target_folder}", "data.num_examples=24", "data.sources.pocket.families=[question]"]
-    words += [f"data.cache_dir={tmp_path}", "action=regenerate", "regenerate.concurrency=3"]
-    part = tmp_path / "a.jsonl.part-0-of-1.jsonl"
-
-    def model(messages: list[Any], seed: int) -> TargetAnswer:
-        return TargetAnswer(f"{len(messages)} {seed}")
-
-    with serving(make_processor("qwen2_5_vl"), model, models=[{"id": target_folder.name}]) as server:
-        server.fault = lambda number, body: Reply(action="hang") if len(server.prompts) > 24 else None
-        killed = [*words, f"regenerate.server={server.url}", f"out={tmp_path}/a.jsonl"]
-        process = subprocess.Popen([*commands.command("train.cli.data"), *killed])
-        while not (part.exists() and part.read_bytes().count(b"\n") >= 4):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.kill()
-        process.wait()
-        kept = part.read_bytes().count(b"\n")
-        before = len(server.prompts)
-        server.fault = lambda number, body: None
-        assert command(*killed) == 0
-        assert f"24 conversations ({24 - kept} now): 24 answered" in capsys.readouterr().out
-        assert len(server.prompts) - before < 24 * 3  # of the finished ones, none is answered again
-        assert command(*words, f"regenerate.server={server.url}", f"out={tmp_path}/b.jsonl") == 0
-    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text().replace("b_media", "a_media")
 
 
 def test_invalid_rows_are_found_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

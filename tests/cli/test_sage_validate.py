@@ -136,7 +136,6 @@ def test_a_draft_folder_without_a_run_takes_its_target_from_the_command_line(run
         ([], ["checkpoint: missing", "checkpoint=RUN"]),
         (["checkpoint=/no/such"], ["checkpoint: /no/such", "RUN/draft_best"]),
         (["checkpoint={run}", "draft={run}/draft"], ["checkpoint: given twice", "draft="]),
-        (["checkpoint={run}/state"], ["checkpoint: ", "config.yaml", "config.json"]),
         (["checkpoint={run}", "launch.gpus=7"], ["launch.gpus=7", "sage-validate"]),
         (["checkpoint={run}", "target.path=/no/such"], ["target.path=/no/such"]),
     ],
@@ -153,7 +152,6 @@ def test_mistakes_are_one_line_that_names_the_remedy(run, overrides, parts):
         ("decode: [", ["config.yaml"]),
         ("target: {name: t, path: x, dtype: fp32}", ["config.yaml", "data"]),
         ("target: {name: t, path: x, dtype: fp7}\ndata: {}\ndecode: {}", ["target.dtype: ", "fp7"]),
-        ("target: {path: x, wings: 2}\ndata: {}\ndecode: {}", ["target.wings"]),
     ],
 )
 def test_a_corrupt_run_is_named(run, tmp_path, content, parts):

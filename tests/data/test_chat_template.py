@@ -235,14 +235,6 @@ def test_earlier_answers_are_context_without_thoughts(processor: Processor) -> N
 GOOD = [{"role": "system", "content": "Ok"}, user(make_image(), "Hi?"), assistant("Yes."), user("No"), assistant("Why?")]
 
 
-def test_contents_become_lists_of_parts() -> None:
-    found = check_conversation(Conversation("c", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]))
-    assert found.messages == [user("Hi"), assistant("Yes")]
-    assert check_conversation(Conversation("c", GOOD)).messages[1:] == GOOD[1:]
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    assert check_conversation(Conversation("c", [user("Hi"), answer])).messages[1] == assistant("ab")
-
-
 def test_private_characters_stay_in_texts_and_tools() -> None:
     processor, private = make_processor("qwen2_5_vl"), "".join(map(chr, range(0xF0000, 0xF0100)))
     example = build_example(Conversation("c", [user("What?"), assistant(f"{private}<|im_end|>")]), processor)
@@ -266,12 +258,9 @@ def test_empty_answers_are_refused_in_training_alone() -> None:
         ([user("a")], ["'user'", "assistant"]),
         ([user("a"), assistant("b"), assistant("c")], ["message 2", "'assistant' after 'assistant'", "'user'"]),
         ([user("a"), {"role": "system", "content": "b"}, assistant("c")], ["message 1", "'system' after 'user'"]),
-        ([{"role": "tool", "content": "a"}], ["message 0", "'tool' after 'nothing'", "'user'"]),
         ([{"role": "critic", "content": "a"}], ["message 0", "'critic'", "system, user, assistant"]),
         ([{"content": "a"}], ["message 0", "{role, content}"]),
-        ([{"role": "user", "content": 3}], ["message 0", "int"]),
         ([{"role": "user", "content": [{"type": "audio"}]}], ["message 0", "'audio'", "text, image, video"]),
-        ([{"role": "user", "content": [{"type": "text"}]}], ["message 0", "text"]),
         ([{"role": "user", "content": [{"type": "image"}]}, assistant("a")], ["message 0", "image", "nothing"]),
         ([{"role": "user", "content": [{"type": "video", "video": []}]}, assistant("a")], ["message 0", "video", "frames"]),
         ([{"role": "user", "content": [{"type": "video", "video": "a.mp4", "start": "soon"}]}], ["message 0", "start 'soon'"]),

@@ -65,13 +65,3 @@ def test_report_marks_supervised_tokens() -> None:
 def test_folders_of_absolute_paths_are_left_out() -> None:
     text = "/home/me/rows.json: no image (item 3 of '/data/x.png') a/b 1/2 https://a.b/c"
     assert without_folders(text) == "rows.json: no image (item 3 of 'x.png') a/b 1/2 https://a.b/c"
-
-
-def test_report_shows_the_segment_of_a_video() -> None:
-    processor = make_processor("llava_onevision")
-    question = user([make_image()] * 8, "Hi?")
-    question["content"][0] |= {"start": 1.0, "end": 2.0}  # two frames, at two per second
-    conversation = Conversation("c", [question, assistant("a")], "one")
-    example = build_example(conversation, processor)
-    html = render_html("title", measure([(conversation, example)], 1, processor), [(conversation, example)], processor)
-    assert html.count("data:image/jpeg;base64,") == 2

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from support.messages import refused
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -110,14 +109,6 @@ def test_grammar_finds_a_wrong_sign_bar_and_answer():
     assert score_answer("No, it is not.", {}, [("answer", "yes")]) == {("answer", False): 1}
 
 
-@pytest.mark.parametrize(
-    ("split", "families", "message"), [("dev", None, "split: 'dev'"), ("train", ["poem"], "poem"), ("train", [], "families")]
-)
-def test_unknown_names_are_refused(split, families, message):
-    with refused(message):
-        world.sample(split, 0, families)
-
-
 families = pytest.mark.parametrize("family", FAMILIES)
 LEARNED = {"qwen3_vl": ("colour", "shape", "size")}  # of KINDS; the pocket README gives the others
 
@@ -131,23 +122,6 @@ def encode(task, family, processor):
     batch = build.padded(processor.collate([build_example(world.sample("train", 2, [task]), processor)]))
     del batch["loss_mask"]
     return batch
-
-
-@families
-def test_tokenizer_and_template(tokenizers, family):
-    tokenizer = tokenizers[family]
-    for text in ("A red circle.", "Ünïcödé 日本語 \U0001f600", " two  spaces\n\n\tand 1234", "<|im_end|> x"):
-        ids = tokenizer(text)["input_ids"]
-        assert tokenizer.decode(ids) == text and max(ids) < len(tokenizer)
-    image = "<image>\n" if family == "llava_onevision" else "<|vision_start|><|image_pad|><|vision_end|>"
-    chat = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi."}]},
-        {"role": "assistant", "content": "Ho."},
-    ]
-    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert rendered == (
-        f"<|im_start|>user\n{image}Hi.<|im_end|>\n<|im_start|>assistant\nHo.<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 @pytest.mark.slow

@@ -162,7 +162,6 @@ def test_unknown_columns_are_refused(tmp_path: Path) -> None:
     [
         ({"id": "x"}, ["(id x):", "keys of the row: id", "'messages'"]),
         ({"conversations": [{"from": "human"}]}, ["message 0", "{from, value}"]),
-        (["no", "object"], ["list"]),
         ({"messages": [user("What?"), assistant("a")], "images": ["a.png"]}, ["1 image(s)"]),
     ],
 )
@@ -221,10 +220,8 @@ def put(path: Path, content: object) -> str:
 WRONG: dict[str, tuple[str, Callable[[Path], str], tuple[str, ...]]] = {  # kind, makes the path, parts of the message
     "missing": ("messages", lambda at: str(at / "chat.jsonl"), ("chat.jsonl: no such file", "data.path")),
     "misspelt": ("messages", lambda at: put(at / "chats.jsonl", CHAT)[:-7] + ".jsonl", ("did you mean", "chats.jsonl")),
-    "missing folder": ("folder", lambda at: str(at / "no" / "such"), ("no folder", "no")),
     "missing table": ("hub", lambda at: str(at / "t.parquet"), ("t.parquet: no such file",)),
     "no file of the pattern": ("auto", lambda at: str(at / "*.jsonl"), ("no file of this pattern",)),
-    "file for a folder": ("folder", lambda at: put(at / "r.jsonl", LLAVA), ("not a folder", "choose data=auto")),
     "image for a folder": ("folder", lambda at: put(at / "a.png", b"x"), ("not a folder", "give the folder")),
     "empty": ("messages", lambda at: put(at / "r.jsonl", b" \n"), ("empty",)),
     "zip": ("messages", lambda at: put(at / "r.zip", b"PK\3\4"), ("zip", "unpack")),

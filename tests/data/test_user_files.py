@@ -154,10 +154,8 @@ def test_held_out_rows_of_the_data_are_the_validation_prompts(name: str, tmp_pat
 
 TEXTS = [  # question, images of the row, expected parts; None: refused
     ("How does the <video> tag of HTML5 work?", 0, ["text"]),
-    ("<video> is a tag of HTML5, right?", 0, ["text"]),
     ("<video>\n<source src='a.mp4'>\n</video>\nWhy does it not play?", 0, ["text"]),
     ("Which is right, <img> or <image>?", 0, ["text"]),
-    ("Explain: <video>", 0, ["text"]),
     ("<image>Write HTML that shows it in a <video> element.", 1, ["image", "text"]),
     ("<image>\nWhich tag shows it, <image> or <img>?", 1, ["image", "text"]),
     ("First <image> then <image>, what changed?", 2, ["text", "image", "text", "image", "text"]),
@@ -241,7 +239,6 @@ KEYS: dict[str, tuple[dict[str, Any], str, str]] = {  # row -> end of the prompt
     "tools, system": (chat({}, {"tools": json.dumps(TOOLS)}, system="In French."), HEADER + EMPTY, f"Red.{END}"),
     "system": (chat({}, system="In French."), HEADER + EMPTY, f"Red.{END}"),
     "weight": ({"messages": [ASKED, BAD_TURN | {"weight": 0}, ASKED, TOLD]}, HEADER + EMPTY, f"Red.{END}"),
-    "loss": ({"messages": json.dumps([ASKED, BAD_TURN | {"loss": False}, ASKED, TOLD])}, HEADER + EMPTY, f"Red.{END}"),
     # cut off in a model that does not think by default
     "thoughts that are cut": (chat({"content": "<think>\nHm", "unfinished": True}), HEADER + EMPTY, "<think>\nHm"),
 }
@@ -266,17 +263,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weight": (chat({"weight": 0.5}), "weight 0.5"),
     "no answer has a weight": (chat({"weight": 0}), "weight 0"),
     "train_detail": (chat({"train_detail": [{"begin_offset": 0}]}), "train_detail"),
-    "tool_calls of a user": (chat({}, {"tool_calls": [CALL]}), "message 0: tool_calls"),
     "thoughts of a user": (chat({}, {"thought": "Hm."}), "message 0: reasoning_content"),
     "two lists of tools": (chat({}, {"tools": [{}]}, tools=TOOLS), "tools: different"),
     "nested tools": (chat({}, tools=json.loads("[" * 200 + "]" * 200)), "tools is nested"),
     "template arguments": (chat({}, chat_template_kwargs={"enable_thinking": True}), "chat_template_kwargs"),
-    "answer that is an object": ({"question": "What?", "answer": {"value": "Red."}}, "answer is dict"),
     "system that is a list": (chat({}, system=["a"]), "system is list"),
-    "image in another column": ({"img": "a.png", "question": "What?", "answer": "Red."}, "columns.image=img"),
     "images in another column": (chat({}, photos=[EMBEDDED]), "columns.image=photos"),
     "part without its image": (chat({}, {"content": [{"type": "image", "index": 1}]}, images=[b"x"]), "image part"),
-    "two systems": ({"system": "a", "messages": [{"role": "system", "content": "b"}, ASKED, TOLD]}, "system"),
 }
 
 

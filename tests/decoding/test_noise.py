@@ -74,26 +74,6 @@ def test_positions_tokens_and_seeds_are_independent() -> None:
     assert max(abs(float((u * other).mean())) * math.sqrt(u.numel()) for other in others) < 5
 
 
-@pytest.mark.parametrize("shift", [1, 1024])
-def test_neighbours_are_jointly_uniform(shift: int) -> None:
-    """16 x 16 cells of neighbouring tokens, of neighbouring positions, and of neighbouring seeds; chi-square as above."""
-    u = (uniforms() * 16).long()
-    pairs = [(u[:, :-shift], u[:, shift:]), (u[:-1], u[1:]), (u, (uniforms(shift) * 16).long())]
-    for one, other in pairs:
-        cells = (one * 16 + other).flatten().bincount(minlength=256).double()
-        expected = float(cells.mean())
-        assert abs(float(((cells - expected) ** 2 / expected).sum()) - 255) < 5 * 22.6
-
-
-def test_low_bits_decide_small_races_uniformly() -> None:
-    """The largest values, which decide draws: among v < 2^-8, v * 2^8 is uniform again."""
-    v = -torch.expm1(-torch.exp(-gumbel(3, torch.arange(256), TOKENS).double()))
-    small = v[v < 2**-8] * 2**8
-    assert len(small) == pytest.approx(2**12, rel=0.06)
-    cells = (small * 64).long().bincount(minlength=64).double()
-    assert abs(float(((cells - cells.mean()) ** 2 / cells.mean()).sum()) - 63) < 5 * 11.2
-
-
 def test_equal_in_every_layout_and_slice_of_the_vocabulary() -> None:
     everything = gumbel(9, torch.arange(20), 700)
     assert torch.equal(gumbel(9, torch.tensor([17, 3, 3]), 700), everything[[17, 3, 3]])

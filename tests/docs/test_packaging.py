@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from support.doc_pages import ROOT, tracked_files
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"sage": "sage", "train": "train", "data_prep": "data_prep", "checkpoints": "checkpoints", "conf": "train/_conf"}
 DATA = {".yaml", ".json", ".safetensors", ".jinja", ".html", ".css", ".js", ".cpp", ".h"}
-
-
-def test_every_script_exists() -> None:
-    for entry in PROJECT["project"]["scripts"].values():
-        module, name = entry.split(":")
-        assert callable(getattr(import_module(module), name)), entry
 
 
 def test_the_oldest_versions_are_those_that_make_test_oldest_installs() -> None:

@@ -90,7 +90,7 @@ class TestQwen3VL(FamilySuite):
         """As the compiler gets them: norms of queries and keys, interleaved axes, deepstack features in the prompt."""
         inputs = self.prompts(target)["image"]
         prompt, expected = target.embed(inputs), paths(target, inputs)
-        for nodes in (1, 5, 3):
+        for nodes in (5, 3):
             found = tree(target, prompt, nodes=nodes, executor=Exported())
             torch.testing.assert_close(found, expected[:nodes], atol=1e-11, rtol=0)
 

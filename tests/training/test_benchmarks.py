@@ -109,7 +109,6 @@ def test_shares_of_visual_tokens_under_a_compressor() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--frobnicate"], ("--frobnicate",)),
         (["deepspeed=zero3"], ("deepspeed.stage=3", "0, 1 or 2")),
         ([*IMAGES, "--layers", "99"], ("--layers 99", "pocket_qwen2_5_vl", "1 to 12")),
         ([*IMAGES, "--length", "12"], ("--images", "--length 12", "too short")),

@@ -19,7 +19,6 @@ from support.train_helpers import make_target
 import sage
 from benchmarks.engines import __main__ as bench
 from benchmarks.engines.comparison import Answer, Decoder, figures, report, take_turns
-from benchmarks.engines.measure import Comparison, questions
 
 PYTHON = Path(sys.executable)
 
@@ -61,21 +60,6 @@ def test_comparison_runs_both_sides_on_the_same_prompts(target, draft, tmp_path,
     assert [row["llm"]["enforce_eager"] for row in started] == [False, True, False, False]
     assert [(row["threads"], row["cores"]) for row in started] == [("1", sorted(os.sched_getaffinity(0))[:1])] * 4
     assert "same draft: two, head / vllm" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("kind", "asked"), [("messages", "Count to three."), ("pocket", None)])
-def test_prompts_are_those_that_the_run_held_out(kind: str, asked: str | None, tmp_path: Path) -> None:
-    rows = [{"role": "user", "content": "Count to three."}, {"role": "assistant", "content": "1 2 3"}]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "a", "messages": rows}) + "\n")
-    source = {"kind": kind, "path": str(tmp_path / "rows.jsonl") if kind == "messages" else ""}
-    data = {"sources": {"own": source}, "validation": {"own": source} if kind == "messages" else {}}
-    (tmp_path / "run/draft").mkdir(parents=True)
-    (tmp_path / "run/config.yaml").write_text(json.dumps({"data": data}))
-    comparison = Comparison(target="", drafts={"head": tmp_path / "run/draft"}, variants=[], num_prompts=1)
-    [conversation] = questions(comparison)
-    content = conversation.messages[-1]["content"]
-    assert [part["type"] for part in content] == (["text"] if asked else ["image", "text"])
-    assert asked in (None, content[-1]["text"])
 
 
 def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:

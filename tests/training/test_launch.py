@@ -193,13 +193,6 @@ def test_an_exit_without_a_report_is_an_error(tmp_path: Path) -> None:
     check_message(str(failed), "rank 1 ", "code 1", "launch.ranks=1")
 
 
-def test_what_a_command_waits_for_is_said_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("train.launch.launcher.is_locked", lambda folder: folder == tmp_path)
-    assert launch(compose("config", [f"run.dir={tmp_path}"], Config), lambda _: int("waiting" not in caplog.text)) == 0
-
-
 def test_a_stopped_rank_that_has_saved_answers_says_so(tmp_path: Path) -> None:
     assert Supervisor(tmp_path).stopped(str(tmp_path)).exit_code == 130
     failures = (describe(interrupted(tmp_path), 0), describe(RankFailed("kept; the same command continues", 3), 1))

@@ -164,7 +164,6 @@ def test_gpus_of_a_machine_without_any_are_refused(monkeypatch: pytest.MonkeyPat
         ("1", "torchrun", "cuda", 4),
         ("1", "torchrun", "cpu", None),
         ("2", "torchrun", "cuda", None),
-        ("1", None, "cuda", None),
     ],
 )
 def test_ranks_on_gpus_share_the_cores(

@@ -72,18 +72,6 @@ def test_two_interrupts_during_the_last_validation_lose_nothing(target: Path, tm
     assert validation.steps == [2] and trainer(run, 2)["best"] == 2.0  # saved again with the result of the validation
 
 
-@pytest.mark.slow
-def test_an_interrupted_validation_is_repeated(target: Path, tmp_path: Path) -> None:
-    run, length = tmp_path / "run", ["train.max_steps=4", "train.validate_every=2"]
-    validation = SignalledValidation(step_2=[signal.SIGTERM], step_4=[signal.SIGTERM])
-    assert launch(configure(target, run, *length), validation.train) == 3
-    assert validation.steps == [] and trainer(run, 2)["validated_step"] == 0
-    assert launch(configure(target, run, *length, "run.resume=true"), validation.train) == 3
-    assert validation.steps == [2] and trainer(run, 4)["validated_step"] == trainer(run, 4)["best_step"] == 2
-    assert launch(configure(target, run, *length, "run.resume=true"), validation.train) == 0
-    assert validation.steps == [2, 4] and trainer(run, 4)["best_step"] == 4
-
-
 def test_a_rank_that_aborts_tells_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     config, sent = compose("config", ["train.validate_on=all"], Config), list[object]()
     monkeypatch.setattr(Ranks, "gather_on_main", lambda _, item: sent.append(item) or [])

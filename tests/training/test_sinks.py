@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
-import re
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 from support.messages import exit_code, refused
 
 from checkpoints.run_folder import read_metrics
@@ -23,7 +21,7 @@ from train.config.hydra_app import compose
 from train.config.schema import Config, ConfigError, WandbConfig, WandbMode
 from train.launch.ranks import Ranks
 from train.monitor.metrics import TrainingMetrics, peak_memory
-from train.monitor.progress import LiveDisplay, LogDisplay
+from train.monitor.progress import LogDisplay
 from train.monitor.sinks import Jsonl, Tracker, check_tracking, open_tracker
 from train.state.provenance import write_provenance
 from train.state.resume import TrainState
@@ -178,8 +176,6 @@ def test_provenance_keeps_the_first_start_and_adds_later_ones(tmp_path: Path) ->
         (["train.epochs=3"], 10.0, 30),
         (["train.epochs=1", "train.max_steps=70"], 2.5, 3),  # the last step begins the next epoch
         (["train.epochs=null", "train.max_steps=70"], 2.5, 70),
-        (["train.max_steps=5"], None, 5),
-        (["train.max_steps=null"], 70.2, 71),
         (["train.max_steps=null"], 1.4, MIN_STEPS),
         (["train.max_steps=null", "train.max_minutes=0.5"], 1.4, None),
         (["train.max_steps=null", "train.max_minutes=0.5"], None, None),
@@ -257,20 +253,3 @@ def test_log_lines_at_intervals_with_the_remaining_time(
             now[0] = 100.0 + 8 * done
             lines.show_validation(done, 4, "sage 2.31 tokens/pass 1.85x")
     assert [record.getMessage() for record in caplog.records] == ["prompt 2/4  sage 2.31 tokens/pass 1.85x  00:16 left"]
-
-
-def test_a_validation_has_a_live_line_of_its_own() -> None:
-    """Beside that of a run; a narrow terminal shows the figures of the first policies."""
-    screen, figures = io.StringIO(), [f"{name} 2.31 tokens/pass 1.85x" for name in ("chain", "sage", "cost_aware")]
-    live = LiveDisplay(0, console=Console(file=screen, force_terminal=True, width=110))
-    live.update(0, 10, {})
-    for done in range(3):
-        live.show_validation(done, 3, ", ".join(figures))
-        live.bar.refresh()
-    assert len(live.bar.tasks) == 2
-    live.show_validation(3, 3, "")
-    live.close()
-    assert len(live.bar.tasks) == 1
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
-    assert "prompt 2/3" in shown and ", ".join(figures[:2]) in shown and ", ".join(figures) not in shown and "left" in shown
-    assert "0/10" in shown and "0/0" not in shown
