@@ -135,8 +135,6 @@ def test_state_target_and_unknown_folder(home: Path, tmp_path: Path) -> None:
     assert unknown.text().splitlines()[0] == f"{tmp_path}: unknown"
     around = inspect_folder(home)
     assert (around.kind, around.facts["run"], around.facts["export"]) == ("unknown", "run", "export")
-    with refused("--inspect", "gone"):
-        inspect_folder(tmp_path / "gone")
     with refused("--inspect", "provenance.json", "give its folder"):
         inspect_folder(home / "run" / "provenance.json")
 

@@ -145,8 +145,6 @@ class TestCard:
             "`seed`: 3",
             "`data.max_length`: 2048",
             "`launch.gpus`: 8",
-            "`optim.lr`: 0.001",
-            "`train.max_steps`: 300",
             "data: llava (fingerprint `f00d`)",
             "code: 0123abc with uncommitted changes",
         ):

@@ -184,9 +184,6 @@ def test_a_choice_within_a_group_replaces_its_own_fields_only(run):
         assert settled.decode.policies == ["autoregressive", "chain"] and "sage" not in settled.decode.options
         assert settled.decode.options["chain"] == {}
         assert (settled.decode.num_prompts, settled.decode.max_new_tokens) == (2, 6)
-    overrides = ["decode/policy=[chain]", "decode.num_prompts=9", "decode.options.chain.depth=2"]
-    settled = with_run_of_draft(composed(*overrides), run / "draft", run, overrides)
-    assert settled.decode.num_prompts == 9 and settled.decode.options == {"chain": {"depth": 2}}
     saved = OmegaConf.load(run / "config.yaml").data
     overrides = ["+data/validation=textvqa", "data.validation.textvqa.path=x"]
     settled = with_run_of_draft(composed(*overrides), run / "draft", run, overrides)
@@ -206,14 +203,8 @@ def test_reports_can_be_drawn_again(run, tmp_path, monkeypatch, capsys):
     draw()
     assert (tmp_path / "report.md").read_text() == report.with_name("report.md").read_text()
     assert (tmp_path / "speed.png").is_file()
-    before = {path: path.stat().st_mtime_ns for path in report.parent.iterdir()}
-    monkeypatch.setattr("sys.argv", ["report", str(report.parent), "--out", str(tmp_path / "new")])
-    draw()
-    assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'new' / 'report.md'}\n")
-    drawn = {path.name for path in (tmp_path / "new").iterdir()}
-    assert drawn == {"report.md", "report.html", *(path.name for path in report.parent.glob("*.png"))}
-    assert before == {path: path.stat().st_mtime_ns for path in report.parent.iterdir()}
-    for out in (tmp_path / "new" / "report.md" / "x", tmp_path / "new" / "speed.png"):
+    assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'report.md'}\n")
+    for out in (tmp_path / "report.md" / "x", tmp_path / "speed.png"):
         monkeypatch.setattr("sys.argv", ["report", str(report), "--out", str(out)])
         with refused(str(out), error=(ValueError, OSError)):
             draw()

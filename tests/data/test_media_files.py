@@ -26,10 +26,10 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     return stream.getvalue()
 
 
-def turned(kind: str, orientation: int) -> bytes:
+def turned(kind: str, orientation: int, image: Image.Image | None = None) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return encoded(make_noise(32, 16), kind, exif=exif)
+    return encoded(image or make_noise(32, 16), kind, exif=exif)
 
 
 def animated(kind: str) -> bytes:
@@ -38,6 +38,7 @@ def animated(kind: str) -> bytes:
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 FLAT = Image.new("RGB", (32, 16), "red")
+RED_ABOVE_BLUE = Image.fromarray(np.repeat(np.array([[RED] * 32, [BLUE] * 32], dtype=np.uint8), 8, axis=0))
 OPENED: dict[str, tuple[Callable[[], bytes], tuple[int, int], tuple[int, int, int] | None]] = {  # file, size, first pixel
     "JPEG": (lambda: encoded(make_noise(32, 16), "JPEG"), (32, 16), None),
     "progressive JPEG": (lambda: encoded(make_noise(32, 16), "JPEG", progressive=True), (32, 16), None),
@@ -45,6 +46,8 @@ OPENED: dict[str, tuple[Callable[[], bytes], tuple[int, int], tuple[int, int, in
     "gray with alpha": (lambda: encoded(Image.new("LA", (32, 16), (0, 128)), "PNG"), (32, 16), (127, 127, 127)),
     "transparent": (lambda: encoded(Image.new("RGBA", (32, 16), (255, 0, 0, 0)), "PNG"), (32, 16), WHITE),
     "palette with alpha": (lambda: encoded(FLAT.quantize(4), "PNG", transparency=0), (32, 16), WHITE),
+    "16-bit gray": (lambda: encoded(Image.fromarray(np.full((16, 32), 32768, np.uint16)), "PNG"), (32, 16), (128, 128, 128)),
+    "turned clockwise": (lambda: turned("PNG", 6, RED_ABOVE_BLUE), (16, 32), BLUE),
     "bilevel": (lambda: encoded(Image.new("1", (32, 16), 1), "PNG"), (32, 16), WHITE),
     "animated GIF": (lambda: animated("GIF"), (32, 16), RED),
     "APNG": (lambda: animated("PNG"), (32, 16), RED),

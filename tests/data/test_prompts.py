@@ -196,15 +196,6 @@ def test_small_data_hold_out_enough_prompts(tmp_path: Path, number: int, expecte
     assert {item.id for item in prompts(config, "validation", 100)} == held_out
 
 
-def test_stream_without_prompts_is_refused(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"question": ["q"] * 8, "answer": ["a"] * 8}).to_parquet(tmp_path / "t.parquet")
-    source = SourceConfig(kind="hub", path=str(tmp_path / "t.parquet"), streaming=True)
-    config = DataConfig(sources={"it": source}, holdout=0.0001, cache_dir=str(tmp_path / "cache"))
-    with refused("data.holdout: 0.0001", "raise it", "data/validation=NAME"):
-        prompts(config)
-    assert prompts(replace(config, holdout=0.9))
-
-
 def test_invalid_prompts(tmp_path: Path) -> None:
     path = made("textvqa", tmp_path)
     rows = json.loads(path.read_text())

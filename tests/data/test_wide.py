@@ -16,7 +16,7 @@ import sage
 from benchmarks import wide
 from data_prep.pocket import world
 from data_prep.pocket.architecture import FAMILIES, INNER
-from sage.io.files import CannotWrite, read_json
+from sage.io.files import read_json
 
 
 def widen_twice_as_far(folder: Path, out: Path) -> Path:
@@ -59,16 +59,8 @@ def test_command_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             command(source, megabytes, out)
     with refused("--target", "no folder with a config.json", "pocket_llava_onevision"):
         command("qwen2_5_vl_7b", 62, out)
-    stranger = tmp_path / "stranger"
-    stranger.mkdir()
-    (stranger / "config.json").write_text('{"model_type": "qwen2_5_vl", "text_config": {"hidden_size": 3584}}')
-    with refused("--target", "not a pocket target", "3584"):
-        command(stranger, 62, out)
     with refused("--out", "exists"):
-        command(source, 8, stranger)
-    (tmp_path / "file").write_text("")
-    with refused(str(tmp_path / "file"), error=CannotWrite):
-        command(source, 8, tmp_path / "file" / "out")
+        command(source, 8, source)
     assert not out.exists()
     command(source, 8, out)
     check_message(capsys.readouterr().out, "MLP of 1536")

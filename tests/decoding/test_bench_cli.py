@@ -6,7 +6,6 @@ import math
 import pytest
 from PIL import Image
 from support.data_helpers import save_draft, save_target, user
-from support.data_helpers import save_target as save_other
 from support.messages import check_message, refused
 from torch.utils._pytree import tree_leaves
 
@@ -72,8 +71,6 @@ def test_one_family_of_a_file_with_relative_images(tmp_path, folders):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--policy", "sage:max_width"], ["--policy sage:max_width: 'max_width'"]),
-        (["--policy", "sage:colour=1"], ["--policy sage:colour=1: policy.sage.colour", "max_depth"]),
         (["--policy", "sage:max_depth=abc"], ["--policy sage:max_depth=abc: policy.sage.max_depth: 'abc'", "integer"]),
         (["--policies", "chain", "--policy", "chain=chain:depth=2"], ["--policy: 'chain'", "LABEL="]),
         (["--baselines", "hf_assisted"], ["baselines: hf_assisted", "--assistant"]),
@@ -85,12 +82,6 @@ def test_mistakes_are_one_line_and_exit_code_2(folders, capsys, words, parts):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and len(error.strip().splitlines()) == 1
     check_message(error, *parts)
-
-
-def test_an_assistant_of_another_family_is_refused(folders, tmp_path):
-    other = save_other("llava_onevision", tmp_path / "llava")
-    with refused("llava_onevision", "qwen2_5_vl"):
-        bench(folders, "--policies", "sage", "--assistant", str(other))
 
 
 def test_a_smaller_model_as_the_draft_is_the_assistant(folders, capsys):

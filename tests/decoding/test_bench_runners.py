@@ -69,7 +69,7 @@ def test_a_checkpoints_generation_config_does_not_change_the_baseline():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("is_first_answer", "is_fresh", "measured"), [(False, True, 1), (True, True, 3), (True, False, 1)])
+@pytest.mark.parametrize(("is_first_answer", "is_fresh", "measured"), [(False, True, 1), (True, True, 3)])
 def test_a_first_answer_includes_reading_costs_and_no_answer_measuring_them(
     is_first_answer, is_fresh, measured, monkeypatch, tmp_path
 ):

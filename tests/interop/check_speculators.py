@@ -21,8 +21,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +126,7 @@ def load_by_package(folder: Path, also_missing: set[str]) -> Eagle3DraftModel:
     config = SpeculatorModelConfig.from_dict(json.loads((folder / "config.json").read_text()))
     expect(type(config).__name__, "Eagle3SpeculatorConfig", "the class of the config")
     config.transformer_layer_config._attn_implementation = "eager"
-    with default_dtype(torch.bfloat16):
-        model = Eagle3DraftModel(config)
+    model = Eagle3DraftModel(config)
     found = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     expect(set(found.missing_keys), VERIFIERS_OWN | also_missing, "missing tensors")
     expect(list(found.unexpected_keys), [], "unexpected tensors")
@@ -194,17 +191,6 @@ def without(source: Path, out: Path, name: str, extra: dict[str, torch.Tensor] |
     save_file({**tensors, **(extra or {})}, out / "model.safetensors")
     (out / "config.json").write_text((source / "config.json").read_text())
     return out
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Sets the default dtype within the block, which halves the memory of a draft of the 7B shape."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def expect(found: object, wanted: object, what: str) -> None:

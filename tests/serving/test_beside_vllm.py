@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.serving import beside_vllm
-from benchmarks.serving.beside_vllm import OURS, VLLM, Lab, Load, ServerSetting
+from benchmarks.serving.beside_vllm import VLLM, Load, ServerSetting
 
 RESULT: dict[str, Any] = {
     "output_throughput": 100.0,
@@ -35,30 +30,3 @@ def test_figures_of_a_load() -> None:
     assert "| 2 | vLLM 3 tokens | 200 | 100-300 | 200 | 290 |" in beside_vllm.table([found])
     with pytest.raises(ValueError, match="1 of 2 requests failed: +Timeout"):
         Load.read({**RESULT, "errors": ["", "Traceback\n  Timeout"]})
-
-
-def test_servers_take_turns_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-
-    @contextmanager
-    def serving(setting: ServerSetting, lab: Lab) -> Iterator[Any]:
-        yield SimpleNamespace(label=setting.label, address=setting.label, wait=lambda: None)
-
-    def load(lab: Lab, address: str, prompts: Path, count: int, concurrency: int, max_new_tokens: int) -> Load:
-        rows = [json.loads(line) for line in prompts.read_text().splitlines()]
-        assert count == len(rows) == 2 and {part["type"] for part in rows[0]["content"]} == {"text", "image_url"}
-        calls.append((address, concurrency))
-        return Load.read(RESULT)
-
-    monkeypatch.setattr(beside_vllm, "serving", serving)
-    monkeypatch.setattr(beside_vllm, "load", load)
-    monkeypatch.setattr("benchmarks.engines.comparison.SETTLE_S", 0.0)
-    settings = [ServerSetting(side=OURS, policy="chain"), ServerSetting(side=VLLM)]
-    args: Any = SimpleNamespace(prompts=2, repeats=2, max_new_tokens=4)
-    names: dict[str, Any] = {name: Path(name) for name in ("target", "draft", "export", "python")}
-    found = beside_vllm.measure(Lab(**names, cores=[0], scratch=tmp_path, max_requests=4), settings, [1, 4], args)
-    ours, theirs = "sage-serve chain", "vLLM without draft"
-    warm_up, alone = [(ours, 4), (theirs, 4)], [(ours, 1)]
-    in_turns = [(server, number) for number in (1, 4) for server in (ours, theirs, theirs, ours)]
-    assert calls == [*warm_up, *in_turns, *alone]
-    assert [(row["server"], row["requests"]) for row in found] == [(ours, 1), (theirs, 1), (ours, 4), (theirs, 4)]

@@ -24,7 +24,7 @@ MODEL = "models/toy"
 
 @dataclass
 class Reply:
-    """A response in place of an answer; `action` is empty, "hang", "cut" (close the connection) or "garbage" (not JSON)."""
+    """A response in place of an answer; `action` is empty, "cut" (close the connection) or "garbage" (not JSON)."""
 
     status: int = 200
     body: Any = None
@@ -134,7 +134,6 @@ def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 @contextmanager
 def serving(processor: Processor, answer: Callable[[list[Message], int], TargetAnswer], **options: Any) -> Iterator[ChatServer]:
     chat = ChatServer(processor, answer, **options)
-    closing = threading.Event()
 
     class Handler(JsonHandler):
         def do_GET(self) -> None:
@@ -146,9 +145,7 @@ def serving(processor: Processor, answer: Callable[[list[Message], int], TargetA
             self._reply(chat.chat(body) if self.path == "/v1/chat/completions" else refusal("Not Found", 404))
 
         def _reply(self, reply: Reply) -> None:
-            if reply.action == "hang":
-                closing.wait(60)
-            if reply.action in ("hang", "cut") or closing.is_set():
+            if reply.action == "cut":
                 self.close_connection = True
                 return
             data = b"<html>" if reply.action == "garbage" else json.dumps(reply.body).encode()
@@ -156,7 +153,4 @@ def serving(processor: Processor, answer: Callable[[list[Message], int], TargetA
 
     with listening(Handler) as address:
         chat.url = f"{address}/v1"
-        try:
-            yield chat
-        finally:
-            closing.set()
+        yield chat

@@ -40,12 +40,6 @@ CASES = [("llama", method) for method in (*AT_LOAD, *WRITERS)]
 CASES += [(family, method) for family, method in zip(cycle(MAKERS), (*AT_LOAD, *WRITERS)) if method not in SAME]
 
 
-@pytest.fixture(autouse=True)
-def torchs_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`deepspeed.zero.Init`, in other tests of the process, leaves a linear layer of its own that reads plain tensors only."""
-    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
-
-
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     """Folders by family and method, written once."""

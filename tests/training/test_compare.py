@@ -179,13 +179,8 @@ def test_a_job_is_named_by_what_the_sweep_changes() -> None:
     assert swept(arguments.split()) == (["optim.lr", "a.b", "seed"], 2 * 2 * 2) and swept(["-m", "seed=1"]) == ([], 1)
     assert swept(["seed=1,2", "sweep=optuna"]) == (["seed"], None)
     assert job_line(1, 3, "seed=2", [60.0]) == "job 2 of 3: seed=2, about 0:02:00 left"
-    assert job_line(0, 3, "seed=1", []) == "job 1 of 3: seed=1" and job_line(1, None, "seed=2", [1.0]) == "job 2: seed=2"
-    assert swept(["optim.lr=tag(log,interval(1e-5,1e-3))"]) == (["optim.lr"], None)
+    assert job_line(1, None, "seed=2", [1.0]) == "job 2: seed=2"
     assert folder_name("optim.lr=1e-4 a.b=1") == "optim.lr_1e-4-a.b_1"
-    assert (
-        folder_name("draft.path=runs/x/draft decode.policies=[sage,chain]")
-        == "draft.path_runs_x_draft-decode.policies_sage_chain"
-    )
     assert len(folder_name("y" * 400)) < 255 and folder_name("y" * 400) != folder_name("y" * 401)
     compose("config", [f"run.dir=runs/{folder_name('optim.lr=1e-4 a=[b]')}"], Config)  # valid on a command line
 

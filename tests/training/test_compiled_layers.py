@@ -31,12 +31,6 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch reads it, and hides the warning
 
 
-@pytest.fixture(autouse=True)
-def torch_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests of the process may have run DeepSpeed under ZeRO-3, which replaces it."""
-    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
-
-
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     """Counts the functions that are compiled."""

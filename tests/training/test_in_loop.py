@@ -19,13 +19,16 @@ from support.messages import refused
 from support.train_helpers import VALIDATE, configured, draft_weights, quick_report, train_quickly
 
 from checkpoints.run_folder import read_reports
+from checkpoints.store import StateStore
 from data_prep.conversation import FOLLOW_UPS, Conversation
 from sage.bench.measurement import BenchPrompt, Interrupted, Measurement, Planned
 from sage.decoding.settings import Sampling
 from train.config.hydra_app import compose
 from train.config.schema import Config, ValidateOn
 from train.job.loop import TrainingError
+from train.launch.launcher import launch
 from train.launch.ranks import Ranks
+from train.launch.supervisor import RankFailed, StopFlag
 from train.state.resume import TrainState
 from train.validation.in_loop import InLoopValidation, ValidationOutcome, all_ranks_decode, interleave, shard_prompts
 from train.validation.prompts import PromptSet, limit_turns
@@ -226,3 +229,41 @@ def test_measurements_are_merged_without_sending_pixels(monkeypatch: pytest.Monk
     assert [(prompt.name, prompt.inputs) for prompt in measured[1].prompts] == [
         *(("a", {"input_ids": 0}), ("b", {"input_ids": 0}), ("c", {"input_ids": 0}), ("b-turn-2", {"input_ids": 2}))
     ]
+
+
+@pytest.mark.slow
+def test_two_interrupts_during_the_last_validation_lose_nothing(target: Path, tmp_path: Path) -> None:
+    """The state is saved before the validation, and again with its result in the resumed run."""
+    run, saved, signals = tmp_path / "run", list[list[int]](), [signal.SIGINT, signal.SIGINT]
+
+    def decode(*_: Any, progress: Any, **__: Any) -> dict[str, Any]:
+        saved.append(StateStore(run / "state").steps())
+        while signals:
+            signal.raise_signal(signals.pop())
+        progress(2, 2)
+        return quick_report(tokens_per_target_pass=2.0)
+
+    def best() -> Any:
+        return json.loads((run / "state" / "step_00000002" / "trainer.json").read_text())["best"]
+
+    with refused("run.resume=true", error=RankFailed) as caught:
+        launch(configured(target, run, "train.save_every=0"), lambda config: train_quickly(config, decode))
+    assert caught.value.exit_code == 3 and saved == [[2]] and best() is None
+    assert train_quickly(configured(target, run, "train.save_every=0", "run.resume=true"), decode) == 0
+    assert saved == [[2]] * 2 and best() == 2.0
+
+
+def test_a_rank_that_aborts_tells_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, sent = compose("config", ["train.validate_on=all"], Config), list[object]()
+    monkeypatch.setattr(Ranks, "gather_on_main", lambda _, item: sent.append(item) or [])
+    prompts = [conversation(name, 0) for name in "abc"]
+    shard = shard_prompts(config, Ranks(1, 2, torch.device("cpu")), PromptSet(None, config.decode, prompts))
+    stop = StopFlag()
+    shard.check_stop(stop, 1, 2)
+    assert shard.prompts.prompts == prompts[1:2] and shard.num_turns == 3 and shard.merge(None) is None
+    stop.is_set = True
+    shard.check_stop(stop, 2, 2)  # all prompts are done: too late
+    with pytest.raises(Interrupted):
+        shard.check_stop(stop, 1, 2)
+    assert shard.merge(None, is_interrupted=True) is None
+    assert sent == [(None, False), (None, True)]

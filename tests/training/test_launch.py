@@ -287,3 +287,19 @@ def test_ranks_per_node(nodes: str, expected: int, monkeypatch: pytest.MonkeyPat
     """All of them unless every node has as many, numbered in a row."""
     monkeypatch.setattr(Ranks, "gather", lambda *_: list(nodes))
     assert Ranks(0, len(nodes), torch.device("cpu")).per_node() == expected
+
+
+@pytest.mark.parametrize(("ends_process", "received"), [(True, True), (True, False), (False, True)])
+def test_sigterm_after_a_stop(ends_process: bool, received: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is about to exit ignores it, without a gap between the flag's handler and ignoring it."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(StopFlag, "ends_process", ends_process)
+    try:
+        with StopFlag() as stop:
+            stop.is_polled = True
+            if received:
+                signal.raise_signal(signal.SIGUSR1)
+        expected = signal.SIG_IGN if ends_process and received else before
+        assert signal.getsignal(signal.SIGTERM) == expected
+    finally:
+        signal.signal(signal.SIGTERM, before)

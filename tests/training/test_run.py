@@ -294,16 +294,6 @@ def test_a_run_returns_its_report_and_calls_back(target: Path, tmp_path: Path) -
     assert ("validate", 2) in recorder.events
 
 
-def test_mistakes_are_errors_of_one_line(target: Path, tmp_path: Path) -> None:
-    with refused("optim.lr", error=train.ConfigError):
-        train.compose("optim.lr=fast")
-    with refused("optim.lr=-1", error=train.ConfigError):
-        train.run(train.compose(*command(target, tmp_path / "run"), "optim.lr=-1"))
-    with refused("launch.plan", error=train.ConfigError):
-        train.run(train.compose(*command(target, tmp_path / "run"), "launch.plan=true"))
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("script", "words", "is_refused"),
     [

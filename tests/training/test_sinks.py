@@ -142,17 +142,6 @@ def test_wandb_without_a_login_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_errors_of_wandb_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-
-    def refuse(**_: object) -> None:
-        raise wandb.errors.CommError("server\nsays no")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    with refused("tracking=wandb: server says no", "wandb login", error=ConfigError):
-        open_tracker(config_in(tmp_path, "tracking=wandb"), {}, 0)
-
-
 # -- provenance -----------------------------------------------------------------------------------------------------------
 
 

@@ -89,20 +89,11 @@ CASES: list[tuple[Facts, str, str, str]] = [  # facts, cause, next command, part
         facts(FEW, num_prompts=32, report=ONE, **{"data.holdout": 0.01}),
         *("few_prompts", f"{REPEATED} data.holdout=0.2 run.dir=runs/a-more_prompts", "all 1|32"),
     ),
-    (facts(policy(1.8, 0.9, None), report=ONE), "cost_of_a_round", SHALLOW, "not decided|2.00 passes"),
     # a command that has been followed is not given again
     (facts(FEW, num_prompts=32, **{"data.holdout": 0.2}), "few_prompts", MORE_DATA, ""),
     (
-        facts(FEW, run=False, num_prompts=32),
-        *("few_prompts", "sage-validate checkpoint=exports/d data=auto data.path=FILE data.holdout=0.2", ""),
-    ),
-    (
         facts(SLOW_ROUNDS, others={"cost_aware": SLOW_ROUNDS}, report=TRIED),
         *("", "sage-train --resume runs/a train.max_steps=100", "slower"),
-    ),
-    (
-        facts(SLOW_ROUNDS, run=False, others={"cost_aware": SLOW_ROUNDS}, report=TRIED),
-        *("", f"sage-generate --draft exports/d --policy autoregressive {QUESTION}", "slower"),
     ),
 ]
 
