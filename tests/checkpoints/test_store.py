@@ -25,19 +25,10 @@ from sage.io.files import (
     locked,
     naming_write_errors,
     read_json,
-    write_json,
     write_text,
     writing,
 )
 from sage.io.manifest import CorruptFolder
-
-
-def test_files_are_replaced_and_no_temporary_ones_are_left(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "x.json"
-    write_json(path, {"a": 1})
-    write_json(path, {"a": 2})
-    assert read_json(path) == {"a": 2}
-    assert [found.name for found in path.parent.iterdir()] == ["x.json"]
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])

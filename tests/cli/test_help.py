@@ -91,10 +91,8 @@ def test_the_help_fits_a_screen(command: str, monkeypatch: pytest.MonkeyPatch) -
 def test_topics_are_described() -> None:
     text = helped("sage-train", "optim")
     assert "optim=\n  * adamw " in text and "  optim.grad_clip=1.0 " in text and "train." not in text
-    assert "a number above 0; SpecVLM uses 8e-5 for a 7B target" in text
     assert "optim.lr=0.5 " in helped("sage-train", "optim.lr", "optim.lr=0.5")
     assert "target.recipe.lr" in helped("sage-train", "lr")
-    assert "`sage-bench policies` lists them" in helped("sage-train", "decode.options")
     assert helped("sage-train", "draft/compressor").count("\n  draft.compressor.") > 3
     assert "qwen2_5_vl_72b" in helped("sage-train", "target") and "num_hidden_layers" not in helped("sage-train", "target")
     for topic, near in (("optim.learning", ""), ("lrr", "did you mean lr?"), ("optm", "did you mean optim?")):

@@ -67,13 +67,15 @@ def main() -> int:
         target = sage.Target(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32))
         for share in (None, 3):
             ids = None if share is None else torch.arange(0, target.vocab_size, share)
-            draft = noisy(sage.new_draft(target, "eagle3", seed=1, vocabulary=ids, feature_levels=levels_of(target)))
+            draft = noisy(
+                sage.new_draft(target, "eagle3", seed=1, vocabulary=ids, feature_levels=default_levels(target.num_layers))
+            )
             what = "full" if share is None else f"{len(ids)} of {target.vocab_size}"
             run_case(f"{folder.name}, vocabulary {what}", draft, folder)
         draft.config.norm_before_residual = draft.midlayer.norm_before_residual = True  # the default of speculators' trainer
         run_case(f"{folder.name}, norm_before_residual", draft, folder)
         norms = {"fc_norm": True, "norm_output": True}
-        draft = noisy(sage.new_draft(target, "eagle3", seed=1, feature_levels=levels_of(target), **norms))
+        draft = noisy(sage.new_draft(target, "eagle3", seed=1, feature_levels=default_levels(target.num_layers), **norms))
         run_case(f"{folder.name}, EAGLE-3.1", draft, folder)
     target = sage.Target(AutoModelForImageTextToText.from_pretrained(QWEN, dtype=torch.float32))
     for name in ONE_PASS:
@@ -83,12 +85,6 @@ def main() -> int:
             print(f"{name}, vocabulary {what}: config, tensors, logits (largest difference {gap:.1e})", flush=True)
     print("interop: all checks pass")
     return 0
-
-
-def levels_of(target: sage.Target) -> list[int]:
-    """Returns the engines' default levels, or three valid ones for a target with too few layers."""
-    count = target.num_layers
-    return default_levels(count) if count >= 7 else [1, count // 2, count - 1]
 
 
 def run_case(name: str, draft: Eagle3Draft, target: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +16,10 @@ from support.train_helpers import command, configure
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import gpu_quarter_hour, visual_tokens
 from benchmarks import training as bench
-from benchmarks import visual_tokens
 from benchmarks.figures import Figures
+from benchmarks.gpu_quarter_hour import Step, run_steps
 from sage.io.files import read_json
 from sage.targets.families import family_of
 from train.distill.teacher import Staging
@@ -109,9 +113,7 @@ def test_shares_of_visual_tokens_under_a_compressor() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["deepspeed=zero3"], ("deepspeed.stage=3", "0, 1 or 2")),
         ([*IMAGES, "--layers", "99"], ("--layers 99", "pocket_qwen2_5_vl", "1 to 12")),
-        ([*IMAGES, "--length", "12"], ("--images", "--length 12", "too short")),
         (
             ["--images", "--device", "cpu", "target=qwen3_8b", "draft=eagle", "data.path=/no", "data=llava_instruct"],
             ("--images", "qwen3", "no images"),
@@ -121,3 +123,30 @@ def test_shares_of_visual_tokens_under_a_compressor() -> None:
 def test_unknown_and_unsupported_arguments_are_refused(printed, arguments, words):
     with refused(*words):
         printed(*arguments)
+
+
+# -- the quarter of an hour of a GPU ------------------------------------------------------------------------------------
+
+
+DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('hangs', flush=True); time.sleep(600)"
+
+
+def step(name: str, code: str, limit_s: float = 600.0, estimate_s: float = 0.0) -> Step:
+    return Step(name=name, estimate_s=estimate_s, limit_s=limit_s, command=[sys.executable, "-c", code], shows="")
+
+
+def test_steps_that_fail_hang_and_do_not_fit_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grace_s = {signal.SIGINT: 0.1}  # which the step ignores; it ends as soon as the next signal has printed its stack
+    monkeypatch.setattr(
+        gpu_quarter_hour, "SIGNALS", [(number, grace_s.get(number, 60)) for number, _ in gpu_quarter_hour.SIGNALS]
+    )
+    writes = f"open(r'{tmp_path}/work/works/table.json', 'w').write('{{\"rows\": [NaN]}}')"
+    todo = [step("fails", "print('why'); exit(3)"), step("hangs", DEAF, limit_s=5), step("works", writes)]
+    (tmp_path / "work" / "works").mkdir(parents=True)
+    assert run_steps([*todo, step("large", "", estimate_s=9999)], tmp_path, tmp_path / "work", budget_s=999) == 1
+    rows = read_json(tmp_path / "results.json")["steps"]
+    outcomes = [row["outcome"] for row in rows]
+    assert outcomes[:3] == ["failed, exit code 3", "killed at 5 s", "ran"] and re.fullmatch(r"skipped, \d+ s left", outcomes[3])
+    figures = read_json(tmp_path / "figures.json")
+    assert figures["fails"]["output"] == "why" and "Fatal Python error: Aborted" in figures["hangs"]["output"]
+    assert figures["works"]["files"] == {"table.json": {"rows": ["NaN"]}}
