@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from support.export_helpers import BLOCK, EXPORTS, MASK, REDUCED, edit_json, export_draft, make_draft, save_draft
-from support.messages import check_message, refused
+from support.messages import refused
 from transformers import Qwen3Config
 
 import sage
@@ -137,12 +137,6 @@ class TestRefusals:
         card = (tmp_path / "out" / "README.md").read_text()
         served = f"sage-serve --target {unserved.name} --draft {tmp_path / 'out'} --port 8000"
         assert "No engine serves drafts for llava_onevision." in card and served in card
-
-    def test_family_that_vllm_serves_with_our_plugin(self, targets: Any, tmp_path: Path) -> None:
-        done = export(save_draft(tmp_path / "draft", targets["llava_onevision"]), tmp_path / "out", "eagle3")
-        card = (tmp_path / "out" / "README.md").read_text()
-        assert not any("serves drafts" in warning for warning in done.warnings)
-        check_message(card, "vLLM with our plugin (`python -m pip install --no-deps sage-draft`", "vllm serve")
 
     @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
     def test_compressor(self, target: sage.Target, tmp_path: Path, kind: str) -> None:

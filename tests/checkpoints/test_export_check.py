@@ -162,12 +162,10 @@ DAMAGES: list[tuple[Any, ...]] = [
     ("plain", change_config(**{BLOCK_AUX: [0, 1]}), BLOCK_AUX, ("[0, 1]", "one too low", "output of layer k - 1"), IMPORTED),
     ("native", native(target_layer_ids=[1, 2]), TARGET_IDS, ("one too high", "[1, 2]", "[2, 3]")),
     ("plain", change_config(dflash_config=TWICE), BLOCK_AUX, ("[1, 2]", "[2, 3]", "convention")),
-    ("native", change_config(**{AUX: [0, 1]}), TARGET_IDS, ("[1, 2]", "[0, 1]")),
     ("plain", change_config(**{BLOCK_AUX: ...}), BLOCK_AUX, ("missing", "fc")),
     ("native", native(target_layer_ids=[1, 3]), TARGET_IDS, ("[2, 4]", "3 layers", "one too high")),
     # how slots attend
     ("plain", implicitly_causal, f"{LAYER}.is_causal", ("missing", "trains"), IMPORTED),
-    ("plain", layer(is_causal=True), f"{LAYER}.is_causal", ("true", "says false"), IMPORTED),
     ("native", change_config(is_causal=True), "is_causal", ("causal says false",), IMPORTED),
     ("plain", layer(layer_types=["full_attention"] * 2), f"{LAYER}.layer_types", ("expected 1",), IMPORTED),
     ("plain", layer(layer_types=["sliding_attention"]), f"{LAYER}.sliding_window", ("None",)),

@@ -50,10 +50,6 @@ def test_the_export_of_an_engine_or_the_settings_in_its_way_are_named(targets: d
     assert export_choice(make_draft(targets[family], kind, **options), targets[family].model.config) == choice
 
 
-def test_a_target_family_that_no_engine_serves(unserved: sage.Target) -> None:
-    assert f"{ONLY}target=llava_onevision" in line_of(unserved)
-
-
 def facts_of(name: str) -> TargetFacts:
     """Facts about a published target, from its YAML."""
     target: Any = OmegaConf.load(config_dir() / "target" / f"{name}.yaml")

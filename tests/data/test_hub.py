@@ -191,9 +191,3 @@ def test_invalid_stream_items_are_replaced_and_listed(tmp_path: Path) -> None:
     assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == 3
     with refused("a: item 2:", error=BadItem):
         take(stream_loader(stream(tmp_path, TextStream("a", 16, bad=(2,)))), 2)
-
-
-def test_a_data_set_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with refused("data set org/name", "package datasets is not installed", "pip install 'sage-draft[data]'"):
-        load_table("org/name", "", "train", "", streaming=True)

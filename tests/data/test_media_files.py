@@ -41,7 +41,6 @@ FLAT = Image.new("RGB", (32, 16), "red")
 RED_ABOVE_BLUE = Image.fromarray(np.repeat(np.array([[RED] * 32, [BLUE] * 32], dtype=np.uint8), 8, axis=0))
 OPENED: dict[str, tuple[Callable[[], bytes], tuple[int, int], tuple[int, int, int] | None]] = {  # file, size, first pixel
     "JPEG": (lambda: encoded(make_noise(32, 16), "JPEG"), (32, 16), None),
-    "progressive JPEG": (lambda: encoded(make_noise(32, 16), "JPEG", progressive=True), (32, 16), None),
     "CMYK": (lambda: encoded(Image.new("CMYK", (32, 16), (0, 255, 255, 0)), "JPEG", quality=100), (32, 16), None),
     "gray with alpha": (lambda: encoded(Image.new("LA", (32, 16), (0, 128)), "PNG"), (32, 16), (127, 127, 127)),
     "transparent": (lambda: encoded(Image.new("RGBA", (32, 16), (255, 0, 0, 0)), "PNG"), (32, 16), WHITE),
@@ -52,7 +51,6 @@ OPENED: dict[str, tuple[Callable[[], bytes], tuple[int, int], tuple[int, int, in
     "animated GIF": (lambda: animated("GIF"), (32, 16), RED),
     "APNG": (lambda: animated("PNG"), (32, 16), RED),
     "pages of TIFF": (lambda: animated("TIFF"), (32, 16), RED),
-    "BMP": (lambda: encoded(FLAT, "BMP"), (32, 16), RED),
     "floats from 0 to 1": (lambda: encoded(Image.fromarray(1 - RAMP), "TIFF"), (32, 16), WHITE),
     "floats from 0 to 255": (lambda: encoded(Image.fromarray(255 - 255 * RAMP), "TIFF"), (32, 16), WHITE),
     "negative floats": (lambda: encoded(Image.fromarray(1 - 2 * RAMP), "TIFF"), (32, 16), WHITE),
@@ -69,7 +67,6 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "NaN": (lambda: encoded(Image.fromarray(np.where(RAMP > 0.5, np.nan, RAMP)), "TIFF"), "NaN"),
     "infinite": (lambda: encoded(Image.fromarray(np.where(RAMP > 0.5, np.inf, RAMP)), "TIFF"), "NaN or infinite"),
     "SVG": (lambda: b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "an SVG drawing"),
-    "PDF": (lambda: b"%PDF-1.7", "a PDF"),
     "text": (lambda: b"not an image", "not an image in a known format"),
 }
 

@@ -59,11 +59,6 @@ FORMS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {
     ),
     "pattern": lambda at, rows: FORMS["shards"](at, rows) / "*.jsonl",
     "nested": lambda at, rows: FORMS["shards"](at / "n", rows).parent,
-    "lines, and an array": lambda at, rows: (
-        [_put(at / "d" / "0.jsonl", json.dumps(rows[0]).encode()), FORMS["array"](_put(at / "d" / "a", b"").parent, rows[1:])][
-            1
-        ].parent
-    ),
     "parquet": lambda at, rows: _table(rows, lambda table: table.to_parquet(at / "t.parquet"), at / "t.parquet"),
     "saved": lambda at, rows: _table(rows, lambda table: table.save_to_disk(at / "disk"), at / "disk"),
     "arrow": lambda at, rows: next(FORMS["saved"](at, rows).glob("*.arrow")),

@@ -7,15 +7,11 @@ import re
 
 import pytest
 from support.doc_pages import ROOT, pages, read, spans
-from support.doc_workspace import DEMO, ENTRY_POINTS, Workspace
+from support.doc_workspace import ENTRY_POINTS, Workspace
 from support.fork_server import ForkServer
 
 EXAMPLES = ROOT / "examples"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a page is one test
-SERVED = (
-    "can be served by vLLM with our plugin (sage-export --format eagle --flavour plugin; lower acceptance at image positions "
-    "than with draft.image_inputs=token), this decoder"
-)
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +28,6 @@ def test_runs_named_in_docs_and_help_exist_after_the_demo(workspace: Workspace) 
     for where, text in texts.items():
         for path in re.findall(r"\bruns/demo[\w/]*", text):
             assert (workspace.folder / path).exists(), f"{where}: {path}"
-
-
-def test_a_run_states_at_its_start_and_at_its_end_which_engines_serve_its_draft(workspace: Workspace) -> None:
-    first, last = (line for line in workspace.execute("README.md")[0].splitlines() if "can be served by" in line)
-    assert SERVED in first and last == f"draft: {DEMO}/draft: {SERVED}"
-    assert "next: sage-export" not in workspace.execute("README.md")[0]  # it would be refused
 
 
 def test_ones_own_data_become_a_run_and_an_export(workspace: Workspace) -> None:

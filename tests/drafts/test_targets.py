@@ -118,22 +118,23 @@ class TestMistakes:
         with refused("target: ", "config.json"):
             sage.load_target(tmp_path)
 
-    @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
     @pytest.mark.parametrize(
-        ("files", "message"),
+        ("family", "files"),
         [
-            (["tokenizer.json", "tokenizer_config.json"], "its tokenizer "),
-            (["tokenizer.json"], "its tokenizer or image processor cannot be read"),
-            (["preprocessor_config.json"], "its tokenizer or image processor cannot be read"),
+            ("qwen2_5_vl", ["tokenizer.json", "tokenizer_config.json"]),
+            ("llava_onevision", ["tokenizer.json"]),
+            ("qwen2_5_vl", ["preprocessor_config.json"]),
         ],
     )
-    def test_missing_processor_files(self, tmp_path: Path, family: str, files: list[str], message: str) -> None:
+    def test_missing_processor_files(self, tmp_path: Path, family: str, files: list[str]) -> None:
         """For some families transformers creates an empty tokenizer if the files are missing."""
         folder = save_target(family, tmp_path / "target")
         for file in files:
             (folder / file).unlink()
         for load in (sage.load_target, lambda folder: load_processor(str(folder))):
-            with pytest.raises(ValueError, match=f"^target: .*target: {message}.*; copy the files that came with the model"):
+            with pytest.raises(
+                ValueError, match="^target: .*target: its tokenizer .*; copy the files that came with the model"
+            ):
                 load(folder)
 
     def test_another_models_tokenizer(self, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,10 @@ def check(folder: Path, home: Path, server: Path) -> int:
             ours = decode_chain(target, sage.load_draft(folder / label, target), prompts, DEPTH, MAX_NEW_TOKENS)
             for damage in (None, *DAMAGES[label]):
                 out = folder / f"{label}_export"
-                save_damaged(draft, damage, folder / label)
+                other = copy.deepcopy(draft)
+                if damage is not None:
+                    damage(other)
+                other.save_pretrained(folder / label)
                 given = {"target": str(folder / name), "dtype": torch.float32, "converter": str(home), "overwrite": True}
                 exported = export(folder / label, out, "gguf", ExportOptions(**given))
                 with running(server, folder / f"{name}.gguf", out / FILE, exported.format.spec_type):
@@ -135,14 +138,6 @@ DAMAGES = {  # of each draft
     "dflash": (other_mask_token,),
     "dspark": (first_levels, shifted_d2t),
 }
-
-
-def save_damaged(draft: Any, damage: Callable[[Any], None] | None, folder: Path) -> None:
-    """Saves a damaged copy of a draft."""
-    other = copy.deepcopy(draft)
-    if damage is not None:
-        damage(other)
-    other.save_pretrained(folder)
 
 
 def save_target(folder: Path, rope: dict[str, Any]) -> sage.Target:

@@ -140,12 +140,6 @@ def test_nccl_has_a_shorter_time_limit_than_waiting_for_rank_0(one_gpu: FakeCuda
     assert groups["gloo"]["timeout"] == timedelta(seconds=7200)
 
 
-def test_more_ranks_than_gpus_are_refused_with_the_key_that_was_given(one_gpu: FakeCuda) -> None:
-    for key in ("gpus", "ranks"):
-        with refused(f"launch.{key}=2", "1 GPU(s)", "launch.device=cpu", error=ConfigError):
-            check_devices(LaunchConfig(**{key: 2}), 2)  # type: ignore[arg-type]
-
-
 def test_gpus_of_a_machine_without_any_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before eight ranks load a target on its CPU; `launch.ranks`, or `launch.device=cpu`, says that this is meant."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -14,7 +14,6 @@ from support.data_helpers import one_by_one
 from support.messages import check_message, refused
 from support.train_helpers import configured, train_quickly
 
-from checkpoints.run_folder import read_metrics
 from data_prep import dialog
 from data_prep.chat import encode_example
 from data_prep.conversation import Message
@@ -53,17 +52,6 @@ def test_share_counts_the_most_likely_tokens() -> None:
     found = measured.end_step(alone, MAX_STEPS, 10.0)
     assert found is not None and found.counts == expected
     assert measured.end_step(alone, MAX_STEPS + 1, 1e6) is None and MAX_STEPS < 10
-
-
-@pytest.mark.slow
-def test_foreign_answers_are_named_in_log_and_metrics(target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        train_quickly(configured(target, tmp_path / "run", *SHORT))
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    check_message(next(text for text in warnings if "own" in text), "0%", "data.answers=target", f"run.dir={tmp_path}/run-own")
-    shares = [line["own_answers"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "own_answers" in line]
-    assert len(shares) == 1 and shares[0] < 0.1  # of a random target
-    assert "own answers: 0% of " in caplog.text and "supervised tokens are the target's own choice" in caplog.text
 
 
 class Model:

@@ -41,9 +41,7 @@ def test_a_documented_plan_is_what_is_printed(words: str) -> None:
         (140, 8, "auto", 8),
         (170, 8, "auto", 32),
         (170, 8, "node", 8),
-        (140, 8, "world", 32),
         (1, 1, "auto", 32),
-        (1, 5, "auto", 32),
     ],
 )
 def test_a_target_is_sharded_over_the_ranks_of_a_node_where_its_part_fits(

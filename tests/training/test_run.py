@@ -280,10 +280,8 @@ def test_a_run_returns_its_report_and_calls_back(target: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("script", "words", "is_refused"),
     [
-        ("if x:\n    train.run(config)\n", ["launch.ranks=2"], True),
         ("train.run(config)\n", ["data.num_workers=2"], True),
         ("if __name__ == '__main__':\n    train.run(config)\n", ["data.num_workers=2", "launch.ranks=2"], False),
-        ("train.run(config)\n", ["data.num_workers=0"], False),
         ("%matplotlib inline\n", ["data.num_workers=2"], False),
     ],
 )

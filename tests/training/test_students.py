@@ -223,8 +223,6 @@ class TestMistakes:
             (["draft=eagle3", "draft.draft_vocab_size=99999"], ("draft.draft_vocab_size=99999", "at most")),
             (["draft=eagle3"], ("draft.feature_levels", "2 layers")),
             (["draft=eagle3", "draft.feature_levels=[0,1,9]"], ("draft.feature_levels=[0, 1, 9]", "0 to 2")),
-            (["data.max_length=60"], ("data.max_length: 60", "more than 20%", "data.on_long=drop")),
-            (["draft.num_attention_heads=3"], ("draft.num_attention_heads=3", "draft.num_key_value_heads=2")),
             (["draft=model", "draft.num_layers=2"], ("draft.num_layers", "1 to 1")),
         ],
     )
