@@ -76,6 +76,11 @@ class TestCalibrator:
         ratio = float(after.abs().sum() / before.abs().sum())
         assert ratio > 2 if is_wrong else ratio < 0.5
 
+    def test_siblings_are_accepted_with_one_at_most(self) -> None:
+        """They exclude each other: after 0.9, a second candidate of 0.9 has a tenth left, and a third nothing."""
+        accepted = Calibrator().leading([0.9, 0.9, 0.9], 1, 0.0)
+        assert accepted[:2] == pytest.approx([0.9, 0.1]) and sum(accepted) == pytest.approx(1.0)
+
     def test_one_newton_step_is_that_of_a_naive_loop(self) -> None:
         calibrator = Calibrator(prior=3.0, memory=0.9)
         probs, depths, weights = random_probs(7, 3, 5), torch.arange(7) + 1, torch.rand(7)
