@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sage.runtime import timing
-from sage.runtime.host_tensors import CPU, TokenStagingBuffer, double_tensor, long_tensor
+from sage.runtime.host_tensors import CPU, TokenStagingBuffer
 
 
 def test_round_times_can_be_resolved_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +63,6 @@ def test_events_of_many_rounds_are_resolved_with_one_synchronization(monkeypatch
     assert Event.num_waits == 1
     seconds = clock.seconds()
     assert (seconds["draft_steps"], seconds["verify"]) == (20.0, 20.0)
-
-
-@pytest.mark.parametrize("values", [[], [7], [3, -1, 2**40]])
-def test_host_tensors_equal_torch_tensor(values: list[int]) -> None:
-    assert torch.equal(long_tensor(values, CPU), torch.tensor(values, dtype=torch.long))
-    assert torch.equal(double_tensor([0.5 * value for value in values]), 0.5 * torch.tensor(values, dtype=torch.float64))
 
 
 def test_staging_buffer_holds_the_tokens_of_the_last_call() -> None:

@@ -111,7 +111,6 @@ def test_ratios_are_taken_within_a_repeat_and_of_the_fastest(monkeypatch: pytest
     ("words", "parts"),
     [
         (["--engine-python", "nowhere/bin/python"], ["--engine-python", "nowhere/bin/python", "make engines-env"]),
-        (["--baselines", "vllm"], ["--baselines", "'vllm'", "hf_generate"]),
         (["--draft", "nowhere"], ["--draft", "no such folder"]),
         (["--server", "http://host", "--num-speculative-tokens", "3"], ["--num-speculative-tokens", "--server"]),
     ],
