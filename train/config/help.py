@@ -57,7 +57,10 @@ def help_text(config_name: str, schema: type, arguments: Sequence[str]) -> str:
     runtime = composed.hydra.runtime.choices
     chosen = {group: [choice] if isinstance(choice, str) else choice for group, choice in runtime.items()}
     chosen |= {POLICY_GROUP: composed.decode.policies} if "decode" in composed else {}
-    groups, rows = _groups(config_name), list(_rows(schema, composed))
+    listed: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / f"{config_name}.yaml"))
+    named = [group for entry in listed["defaults"] if isinstance(entry, dict) for group in entry]
+    groups = [group for group in (*named, *([POLICY_GROUP] if "decode" in named else ())) if len(group_choices(group)) > 1]
+    rows = list(_rows(schema, composed))
     if topics and ALL not in topics:
         return "\n".join(_topic(topic, groups, rows, chosen, width) for topic in topics).rstrip()
     if topics:
@@ -84,14 +87,6 @@ def _topic(topic: str, groups: Sequence[str], rows: Sequence[Row], chosen: Mappi
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
-
-
-def _groups(config_name: str) -> list[str]:
-    """Returns the groups with several choices that a command takes: those of its defaults list."""
-    listed: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / f"{config_name}.yaml"))
-    groups = [group for entry in listed["defaults"] if isinstance(entry, dict) for group in entry]
-    groups += [POLICY_GROUP] if "decode" in groups else []
-    return [group for group in groups if len(group_choices(group)) > 1]
 
 
 def _names(group: str, chosen: Mapping[str, Any]) -> str:

@@ -49,26 +49,21 @@ def group_choices(group: str) -> list[str]:
 
 
 def choice_meaning(group: str, choice: str) -> str:
-    """Returns the meaning of `group=choice`: the comment at the top of its file, else the values it sets."""
+    """Returns the meaning of `group=choice`: the docstring of its class, the comment at the top of its file, or its values."""
     if group == "draft":
         return first_sentence(KINDS[choice].options.__doc__)
-    if group == POLICY_GROUP:
-        return _policy_meaning(choice)
+    if group == POLICY_GROUP:  # from the source of its class: importing it would load torch
+        folder = Path(sage.trees.__file__).parent
+        path = folder / f"{choice}.py" if (folder / f"{choice}.py").is_file() else folder / choice / "policy.py"
+        classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+        [node] = [node for node in classes if any(ast.unparse(line) == f"name = {choice!r}" for line in node.body)]
+        return first_sentence(ast.get_docstring(node))
     path = config_dir() / group / f"{choice}.yaml"
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line)
     values = dotted_keys(cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))))
     described = (f"{key}={value}" for key, value in values.items() if not key.startswith(UNLISTED) and "${" not in str(value))
     return comment.removesuffix(".") or ", ".join(described)
-
-
-def _policy_meaning(policy: str) -> str:
-    """Returns the first sentence about a policy, from the source of its class: importing it would load torch."""
-    folder = Path(sage.trees.__file__).parent
-    path = folder / f"{policy}.py" if (folder / f"{policy}.py").is_file() else folder / policy / "policy.py"
-    classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    [node] = [node for node in classes if any(ast.unparse(line) == f"name = {policy!r}" for line in node.body)]
-    return first_sentence(ast.get_docstring(node))
 
 
 def register() -> None:
