@@ -177,9 +177,8 @@ def _other_convention(layout: BlockLayout, given: CheckInput, levels: list[int])
         effect = f"one of them is in the other layout's convention ({CONVENTIONS}): {OTHER_FEATURES}"
         return Finding(key, found, effect, refusal=f"{GIVE_LEVELS}: those used in training")
     if trained is not None and trained != levels:
-        is_paired = len(levels) == len(trained) and all(isinstance(level, int) for level in trained)
-        differences = {right - left for left, right in zip(levels, trained, strict=True)} if is_paired else set()
-        shift = {1: "one too low", -1: "one too high"}.get(differences.pop()) if len(differences) == 1 else None
+        shifts = {1: "one too low", -1: "one too high"}
+        shift = next((words for by, words in shifts.items() if [level + by for level in levels] == trained), "")
         convention = f", {shift}: the other layout's convention ({CONVENTIONS})" if shift else ""
         found = f"{written} means hidden_states{levels}, it was trained with hidden_states{trained}{convention}"
         return Finding(key, found, OTHER_FEATURES)
