@@ -154,18 +154,14 @@ def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothin
     """
     is_signalled = [True]
 
-    def decode(*arguments: Any, progress: Any, show: Any, **options: Any) -> Any:
-        def after_prompt(done: int, total: int) -> None:
-            if is_signalled.pop():
-                signal.raise_signal(signal.SIGTERM)
-            progress(done, total)
-            is_signalled.append(False)
-
-        def shown(*now: Any) -> None:
+    def decode(*arguments: Any, progress: Any, **options: Any) -> Any:
+        def after_prompt(*now: Any) -> None:
             seen.append(now)
-            show(*now)
+            if now[0] == 1 and is_signalled and is_signalled.pop():
+                signal.raise_signal(signal.SIGTERM)
+            progress(*now)
 
-        return validate(*arguments, progress=after_prompt, show=shown, **options)
+        return validate(*arguments, progress=after_prompt, **options)
 
     seen = list[tuple[int, int, str]]()
     length = ["train.max_steps=null", "train.max_minutes=1e-6"]
@@ -180,7 +176,6 @@ def test_an_interrupted_validation_keeps_what_was_measured_and_counts_for_nothin
     assert "**Partial: interrupted after 1 of 2 prompts.**" in (partial / "report.md").read_text()
     assert [now[:2] for now in seen] == [(0, 2), (1, 2)]
     assert re.fullmatch(r"chain \d\.\d\d tokens/pass \d+\.\d\dx", seen[1][2])
-    is_signalled.append(False)
     resumed = [*overrides, "run.resume=true"]
     assert train_quickly(configured(Path(config.target.path), run, *resumed), decode) == 0
     assert not partial.exists() and read_reports(run)[0][1]["prompts"] == 2
@@ -240,7 +235,7 @@ def test_two_interrupts_during_the_last_validation_lose_nothing(target: Path, tm
         saved.append(StateStore(run / "state").steps())
         while signals:
             signal.raise_signal(signals.pop())
-        progress(2, 2)
+        progress(2, 2, "")
         return quick_report(tokens_per_target_pass=2.0)
 
     def best() -> Any:

@@ -69,7 +69,7 @@ def test_later_turns_follow_the_targets_own_answers(tmp_path):
     draft = sage.new_draft(target, "eagle", seed=0)
     settings = decode(num_prompts=4, baselines=[], policies=["sage", "chain"], traces=1)
 
-    def stop(done, total):
+    def stop(done, total, _):
         if (done, total) == (1, 2):  # of the prompts that are traced
             raise Interrupted
 

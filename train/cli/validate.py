@@ -99,8 +99,8 @@ def _measure(config: ValidateConfig, folder: Path) -> dict[str, Any]:
     draft = sage.load_draft(folder, target)
     prompt_set, ends = PromptSet(target, config.decode, held_out), (KeyboardInterrupt,)
     with closing(open_display(None, TrainConfig.log_interval_s, is_main=True)) as display:
-        show = display.show_validation
-        report = validate(config.decode, target, draft, prompt_set, info, policies=policies, show=show, ends=ends)
+        options: dict[str, Any] = {"policies": policies, "progress": display.show_validation, "ends": ends}
+        report = validate(config.decode, target, draft, prompt_set, info, **options)
     assert report is not None
     print("\n".join([format_table(report), "", *verdict_lines(report)]))
     print(f"report: {Path(report['path']) / REPORT_PAGE}\npage: {Path(report['path']) / REPORT_HTML}")

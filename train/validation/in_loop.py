@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +210,10 @@ class InLoopValidation:
         """
         shard, has_merged = self.shard, False
 
+        def progress(done: int, total: int, figures: str) -> None:
+            self.display.show_validation(done, total, figures)
+            shard.check_stop(self.stop, done, total)
+
         def merge(own: Measurement | None, **options: bool) -> Measurement | None:
             nonlocal has_merged
             has_merged = True
@@ -232,8 +235,7 @@ class InLoopValidation:
                     shard.prompts,
                     ReportInfo(run_dir=self._run_dir, step=self.state.step, draft_name=str(folder), run=self._run_dir),
                     policies=copy.deepcopy(self.policies),
-                    progress=partial(shard.check_stop, self.stop),
-                    show=self.display.show_validation,
+                    progress=progress,
                     merge=merge,
                 )
         except Exception:

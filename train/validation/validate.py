@@ -46,6 +46,7 @@ NUM_POLICIES = 2  # that are traced, the fastest ones
 Traces = Mapping[str, Mapping[str, Trace]]  # by prompt, then policy
 NO_TRACES: Traces = {}
 Merge = Callable[..., Measurement | None]  # the signature of `DecodeShard.merge`
+Progress = Callable[[int, int, str], None]  # of `Display.show_validation`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +80,7 @@ def validate(
     info: ReportInfo,
     *,
     policies: Mapping[str, Policy] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    show: Callable[[int, int, str], None] | None = None,
+    progress: Progress = lambda *_: None,
     merge: Merge = lambda own, **_: own,
     ends: tuple[type[BaseException], ...] = (Interrupted,),
 ) -> dict[str, Any] | None:
@@ -93,8 +93,8 @@ def validate(
         decode: the measured policies and settings; `decode.dtype` unset keeps the target's dtype.
         draft: None if only `autoregressive` is measured.
         policies: of `build_policies`; they learn from the measurement. None: builds them.
-        progress: called with (done, total), counting prompts once per repeat, then traced ones; may raise one of `ends`.
-        show: called with (done, total, figures so far) at the start and after each prompt.
+        progress: called with (done, total, figures so far) at the start and after each prompt, counted once per repeat, and
+            so with traced prompts; may raise one of `ends`.
         merge: merges the measurements of several processes; where it returns None, nothing is written.
         ends: exceptions that interrupt the measurement; raised if no prompt is complete.
 
@@ -106,7 +106,7 @@ def validate(
     policies = build_policies(decode) if policies is None else policies
     runners = build_runners(decode, target, draft, policies)
     with _measuring(target, draft, decode):
-        if (measured := _measure(runners, prompts, decode, progress, show, merge, ends)) is None:
+        if (measured := _measure(runners, prompts, decode, progress, merge, ends)) is None:
             return None
         is_complete, draft_name = measured.planned is None, info.draft_name or str(info.run_dir)
         report = build_report(
@@ -134,8 +134,7 @@ def _measure(
     runners: Sequence[Runner],
     prompts: PromptSet,
     decode: DecodeConfig,
-    progress: Callable[[int, int], None] | None,
-    show: Callable[[int, int, str], None] | None,
+    progress: Progress,
     merge: Merge,
     ends: tuple[type[BaseException], ...],
 ) -> Measurement | None:
@@ -143,14 +142,11 @@ def _measure(
     figures = RunningFigures(runners, [str(name) for name in decode.policies])
 
     def after_prompt(done: int, total: int) -> None:
-        if show is not None:
-            show(done, total, str(figures))
-        if progress is not None and done:
-            progress(done, total)
+        progress(done, total, str(figures))
 
     turns, sampling = prompts.turns, Sampling.from_attributes(decode)
-    after_prompt(0, decode.repeats * len(turns))
     try:
+        after_prompt(0, decode.repeats * len(turns))
         own = measure(
             runners, turns, sampling, decode.repeats, decode.warmup, after_prompt, figures.add, ends, decode.batch_size
         )
@@ -256,7 +252,7 @@ def _trace_extremes(
     draft: Any,
     policies: Mapping[str, Policy],
     count: int,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress,
     ends: tuple[type[BaseException], ...],
 ) -> Traces:
     """Returns the traces of the `count` best and worst prompts by tokens per target pass, for the fastest policies, until one
@@ -268,14 +264,15 @@ def _trace_extremes(
     traces: dict[str, dict[str, Trace]] = {}
     try:
         for done, name in enumerate(chosen):
-            if progress is not None:
-                progress(done, len(chosen))
+            progress(done, len(chosen), "traced")
             prompt, settings = by_name[name], {"draft": str(report["draft"]), "prompt": name}
             inputs, sampling = on_device(prompt.inputs, target.device), prompt.seeded(measured.sampling)
             race = decode_race(target, inputs, sampling)
             for policy, traced in copies.items():
                 recorder = record_rounds(start(target, draft, inputs, traced, sampling=sampling))
                 traces.setdefault(name, {})[policy] = recorder.trace(settings, prompt.messages or None, race)
+        if chosen:
+            progress(len(chosen), len(chosen), "traced")
     except ends:
         logger.warning("interrupted after %d traces; the figures of the report are complete", sum(map(len, traces.values())))
     return traces
