@@ -25,7 +25,6 @@ def test_every_figure_of_a_report_is_on_its_page():
     for row in (
         "| sage | 4.87 | 3.87 | 336.0 | 2.24x | 2.08-2.37 | 1.99x | 16/16 | 16/16 |",
         "| hf_prompt_lookup |  |  | 163.0 | 1.09x | 0.98-1.21 | 1.05x | - |  |",
-        "| `cost_aware` | 250 | 4500 | 0.100 | 0.050 | 3.50 | 4.00 |",
         "| caption | 16 | `sage` | 4.90 | 2.30x |",
         "static 1.20x (1.10-1.30)",
         "checkpoint=runs/demo",
