@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -43,6 +44,7 @@ REPEATS = 16
 MIN_REPEATS = 4
 BUDGET_S = 4.0  # of timing, beyond which there are fewer than `REPEATS` runs
 MIN_CONTEXT_SPAN = 1024  # tokens between the two contexts
+MIN_SHARE = 0.75  # of a timing in which this thread runs; below it, other programs took part of the time
 
 
 @torch.inference_mode()
@@ -62,13 +64,13 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
     commit, level = draft_commit(session, target, context), draft_level(session, target, 1, context)
     drafting = [_after(verify_pass(passes, target, cache, LONGER_NODES, context), then=commit)]
     drafting += [_after(level, then=draft_level(session, target, width, context)) for width in DRAFT_WIDTHS]
-    commit_s, *levels = _median_s(drafting, target.device)
+    (commit_s, *levels), drafting_share = _median_s(drafting, target.device)
     is_stepped = passes.executor.has_buckets
     counts = list(dict.fromkeys(map(node_bucket, VERIFY_NODES))) if is_stepped else list(VERIFY_NODES)
     sizes = [*((nodes, context) for nodes in counts), (1, longer), (LONGER_NODES, longer)]
     calls = [verify_pass(passes, target, cache, nodes, tokens) for nodes, tokens in sizes]
     rounds = [_after(call, commit, *[level] * DRAFTED_LEVELS, then=call) for call in calls]
-    *at_context, one_s, several_s = _median_s(rounds, target.device)
+    (*at_context, one_s, several_s), share = _median_s(rounds, target.device)
     tokens = max(longer - context, 1)
     per_token = max(one_s - at_context[0], 0.0) / tokens
     growth = max(several_s - at_context[counts.index(LONGER_NODES)], 0.0) / tokens
@@ -80,6 +82,7 @@ def measure_costs(target: Target, draft: Draft, context: int, longer: int) -> Co
         verify_per_pair=max(growth - per_token, 0.0) / (LONGER_NODES - 1),
         commit_s=commit_s,
         has_key_buckets=is_stepped and not passes.is_split,
+        is_disturbed=target.device.type == "cpu" and min(drafting_share, share) < MIN_SHARE,
     )
 
 
@@ -147,14 +150,17 @@ def _after(*calls: TimedCall, then: TimedCall) -> TimedCall:
     return TimedCall(then.run, reset)
 
 
-def _median_s(calls: Sequence[TimedCall], device: torch.device) -> list[float]:
-    """Returns the median of each call's seconds over `REPEATS` runs, or over as many as fit into `BUDGET_S`."""
+def _median_s(calls: Sequence[TimedCall], device: torch.device) -> tuple[list[float], float]:
+    """Returns the median of each call's seconds over `REPEATS` runs, or over as many as fit into `BUDGET_S`, and the share of
+    the time in which this thread ran.
+    """
     interleaved_s(calls, 0, device)  # compiles and captures
-    start = now_s(device)
+    start, running_s = now_s(device), time.thread_time()
     times = interleaved_s(calls, 1, device)
     repeats = int(BUDGET_S / (now_s(device) - start) * 2)
     more = interleaved_s(calls, min(max(repeats, MIN_REPEATS), REPEATS) - 1, device)
-    return [statistics.median(first + others) for first, others in zip(times, more, strict=True)]
+    share = (time.thread_time() - running_s) / (now_s(device) - start)
+    return [statistics.median(first + others) for first, others in zip(times, more, strict=True)], share
 
 
 def costs_folder() -> Path:
@@ -165,7 +171,8 @@ def costs_folder() -> Path:
 def known_costs(target: Target, draft: Draft, context: int, longer: int, is_fresh: bool = False) -> Costs:
     """Returns the costs of passes on this machine: those on disk, or measured now and kept there.
 
-    A file that is damaged is replaced. If the folder is not writable, a warning says so.
+    A file that is damaged is replaced. Costs that other programs disturbed are not kept, as they would mislead every later
+    process. If the folder is not writable, a warning says so.
 
     Args:
         context, longer: the least and the most S of the request.
@@ -178,6 +185,8 @@ def known_costs(target: Target, draft: Draft, context: int, longer: int, is_fres
         return known
     with preparation():
         costs = measure_costs(target, draft, *contexts)
+    if costs.is_disturbed:
+        return costs
     try:
         write_json(path, {"costs": costs.state(), "depends_on": facts})
     except OSError as error:

@@ -93,6 +93,7 @@ class Costs:
         commit_s: seconds of the draft pass that starts a round, over the accepted tokens; None: as a level of one node.
         overhead: seconds per round beyond passes and levels.
         has_key_buckets: whether a target pass costs as much as the bucket of its keys.
+        is_disturbed: whether other programs took part of the time of the measurement.
     """
 
     verify: Curve
@@ -103,6 +104,7 @@ class Costs:
     commit_s: float | None = None
     overhead: float = 0.0
     has_key_buckets: bool = False
+    is_disturbed: bool = False
 
     def drafting_s(self, widths: Sequence[int]) -> list[float]:
         """Returns the seconds of draft passes by width; 0 stands for the pass that starts a round."""

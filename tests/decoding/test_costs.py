@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,17 @@ def test_measured_again_where_something_differs(
     draft = ModelDraft(make_qwen(seed=1), target) if what == "kind" else draft.to(target.dtype)
     known_costs(target, draft, context, context + 40)
     assert len(measured) == 2 and len(files()) == 2
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_costs_that_other_programs_disturb_are_not_kept(
+    share: float, tiny_qwen: sage.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    start = time.perf_counter()
+    monkeypatch.setattr(measure.time, "thread_time", lambda: share * (time.perf_counter() - start))
+    known = known_costs(tiny_qwen, random_draft(tiny_qwen).eval(), 20, 60)
+    assert known.is_disturbed is (share == 0.5) and costs_folder().exists() is (share == 1.0)
 
 
 @pytest.mark.parametrize(
