@@ -117,7 +117,7 @@ class Processor:
         finally:
             self.thinking = before
 
-    def render(self, messages: Messages, add_generation_prompt: bool, **arguments: Any) -> str:
+    def render(self, messages: Messages, add_generation_prompt: bool, /, **arguments: Any) -> str:
         """Renders the chat template (TemplateFault if there is none), with one placeholder per image or video.
 
         The first message may have `tools`; `arguments` are further ones of the template. Raises ValueError if it refuses them.
@@ -139,7 +139,7 @@ class Processor:
         except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the target's chat template refuses the messages: {error}") from error
 
-    def prepare(self, messages: Messages, media: OpenedMedia | None = None, **arguments: Any) -> BatchFeature:
+    def prepare(self, messages: Messages, media: OpenedMedia | None = None, /, **arguments: Any) -> BatchFeature:
         """Messages -> inputs [1, T] up to the assistant's turn; `arguments` are further ones of the chat template.
 
         Raises ValueError: an empty prompt, invalid Unicode, or media that cannot be read.
@@ -160,7 +160,7 @@ class Processor:
         [ids] = self._tokenize([self._prompt(messages)])
         return [token for piece in ids for token in piece]
 
-    def _prompt(self, messages: Messages, **arguments: Any) -> list[Segment]:
+    def _prompt(self, messages: Messages, /, **arguments: Any) -> list[Segment]:
         """Renders messages up to the assistant's turn, cut where a message quotes a special token."""
         messages, separator = escape(messages, self.quotable)
         text = self.render(messages, True, **arguments)

@@ -67,13 +67,14 @@ def test_fields_of_common_clients_change_nothing(server: Running) -> None:
         "cache_salt": "x",
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "none",
-        "chat_template_kwargs": {"enable_thinking": False},
+        "chat_template_kwargs": {"enable_thinking": False, "media": [[], [], []]},  # unknown to the template
         "mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 1003520},
         "foo": None,
         "max_tokens": 8.0,
     }
     assert server.chat(sent, **fields).json()["choices"] == expected
     assert server.chat(with_images("?", image_url().rstrip("=")), **fields).status_code == 200
+    assert server.chat(HELLO, chat_template_kwargs={"messages": []}).status_code == 400
 
 
 def test_completions_of_a_text_and_of_its_tokens(server: Running) -> None:
