@@ -9,7 +9,7 @@ Shapes: N verified nodes, M drafted nodes (M >= N), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,18 @@ class _Tap(Verifier):
         return verdict
 
 
+@dataclass
+class _Seen:
+    """References to one round; `log_probs`: [N], the target's, of the tokens of all nodes but the root, then the bonus."""
+
+    emitted: Round
+    tree: Tree
+    verdict: Verdict
+    calibration: Calibration | None
+    log_probs: Tensor
+    phases: Callable[[], dict[str, float]]
+
+
 class TraceRecorder:
     """Records a request that has not started yet; `add` takes every round of it as soon as it is yielded."""
 
@@ -55,7 +67,7 @@ class TraceRecorder:
         self.generation = generation
         request = generation.request
         self._tap = request.verifier = _Tap(request.verifier, request.policy)
-        self._rounds: list[Callable[..., TracedRound]] = []  # `_traced` of each, but for what is known at the end
+        self._seen: list[_Seen] = []
 
     def add(self, emitted: Round) -> None:
         """Records a round; its time counts for no phase."""
@@ -67,7 +79,7 @@ class TraceRecorder:
         parents, tokens = torch.tensor(places, device=logits.device)
         log_probs = logits.log_softmax(-1, dtype=torch.float32)[parents, tokens]  # one fused kernel
         phases = self.generation.request.clock.round_phases()
-        self._rounds.append(partial(_traced, emitted, tree, verdict, calibration, log_probs, phases))
+        self._seen.append(_Seen(emitted, tree, verdict, calibration, log_probs, phases))
         self._tap.seen = None
 
     def trace(
@@ -88,10 +100,10 @@ class TraceRecorder:
             "dtype": dtype_name(target.dtype),
             "passes": describe_passes(target),
         }
-        rounds, start_ = list[TracedRound](), 1
-        for traced, figures in zip(self._rounds, output.stats.rounds_log, strict=False):
-            rounds.append(traced(start_, figures, request.policy))
-            start_ += len(rounds[-1].tokens)
+        rounds, start_ = [], 1
+        for seen, figures in zip(self._seen, output.stats.rounds_log, strict=False):
+            rounds.append(_traced(seen, start_, figures, request.policy))
+            start_ += len(seen.emitted.tokens)
         return Trace(
             output=output,
             rounds=rounds,
@@ -160,22 +172,12 @@ def _prompt_text(messages: Sequence[Mapping[str, Any]] | None, generation: Gener
     return [("prompt", tokenizer.decode(kept))]
 
 
-def _traced(
-    emitted: Round,
-    tree: Tree,
-    verdict: Verdict,
-    calibration: Calibration | None,
-    log_probs: Tensor,
-    phases: Callable[[], dict[str, float]],
-    start_: int,
-    figures: dict[str, float],
-    policy: Policy,
-) -> TracedRound:
-    """Returns a round; `log_probs`: [N], the target's, of the tokens of all nodes but the root, then the bonus."""
+def _traced(seen: _Seen, start_: int, figures: dict[str, float], policy: Policy) -> TracedRound:
+    tree, verdict, emitted = seen.tree, seen.verdict, seen.emitted
     columns = tree.columns
     find = tree.find_drafted
     drafted = Drafted(columns.tokens, columns.parents, columns.depths, [None] * len(tree)) if find is None else find()
-    *target, bonus_prob = log_probs.exp().tolist()
+    *target, bonus_prob = seen.log_probs.exp().tolist()
     bonus, topk = None, drafted.topk[verdict.path[-1]]
     if len(emitted.tokens) > emitted.num_drafted:
         token = verdict.tokens[-1]
@@ -190,13 +192,13 @@ def _traced(
         parents=drafted.parents,
         depths=drafted.depths,
         draft=_below(drafted, lambda probs, depth: probs),
-        calibrated=_below(drafted, calibration) if calibration is not None else None,
+        calibrated=_below(drafted, seen.calibration) if seen.calibration is not None else None,
         target=[1.0, *target],
         path=list(verdict.path),
         bonus=bonus,
         figures=figures,
         reason=policy.explain(figures),
-        time_s=phases(),
+        time_s=seen.phases(),
     )
 
 
