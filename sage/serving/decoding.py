@@ -158,8 +158,8 @@ def decode(connection: Connection, load: Callable[..., Plan], args: tuple[Any, .
         except (ValueError, OSError) as error:
             connection.send(" ".join(str(error).split()))
             return
-        connection.send((plan.max_context, plan.end_token_ids))
-        with frozen_heap():
+        with frozen_heap():  # before the server listens: collecting what a compiler has left takes longer than an answer
+            connection.send((plan.max_context, plan.end_token_ids))
             _Loop(plan, connection).run()
 
 

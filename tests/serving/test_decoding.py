@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from sage.decoding.answer import Stats
 from sage.decoding.settings import Sampling
 from sage.runtime.compiled import CompiledFunction
 from sage.runtime.modes import PassMode
-from sage.serving.decoding import Decoding, Plan, greeting, plan_decoding
+from sage.serving.decoding import Decoding, Plan, decode, greeting, plan_decoding
 from sage.serving.errors import ApiError
 from sage.serving.scheduler import Job, Metrics, Scheduler
 from sage.serving.settings import ServerLimits
@@ -148,6 +150,14 @@ def test_a_process_that_is_killed_ends_its_requests_and_the_server() -> None:
 def test_a_mistake_that_the_process_finds_is_raised() -> None:
     with pytest.raises(ValueError, match="^target: none, give one$"):
         Decoding(no_plan).wait()
+
+
+def test_what_loading_has_left_is_collected_before_the_server_listens() -> None:
+    connection, frozen = MagicMock(), list[int]()
+    connection.send.side_effect = lambda _: frozen.append(gc.get_freeze_count())
+    connection.poll.side_effect = EOFError
+    decode(connection, plan, (), is_process=False)
+    assert len(frozen) == 1 and frozen[0] > gc.get_freeze_count()
 
 
 def test_no_pass_is_compiled_after_the_start(models: tuple[sage.Target, Any], monkeypatch: pytest.MonkeyPatch) -> None:
