@@ -26,7 +26,7 @@ from train.config.schema import Config, Offload
 from train.engine.optimizers import matrices_of
 from train.plan.data import DataPlan, extent_of
 from train.plan.estimate import LaunchPlan
-from train.plan.memory import WORKING, Extent, build_on_meta, draft_activations, draft_memory
+from train.plan.memory import BLOCK_BYTES, WORKING, Extent, build_on_meta, draft_activations, draft_memory
 from train.plan.text import gigabytes, render
 
 ROOT = Path(__file__).parents[2]
@@ -191,6 +191,11 @@ def test_a_trained_lm_head_of_a_large_vocabulary_is_planned_with_32000_tokens() 
     found, whole = (big("qwen2_5_vl_3b", "draft=eagle3", *words) for words in ([], ["draft.draft_vocab_size=0"]))
     assert found.memory["lm_head, draft's rows"] == 32_000 * 2048 * 2 and not whole.memory["lm_head, draft's rows"]
     assert whole.models.draft_parameters - found.models.draft_parameters == (151_936 - 32_000) * 2048
+
+
+def test_the_objective_has_smaller_blocks_on_a_cpu() -> None:
+    found, cpu = (big("llava_onevision_0_5b", f"launch.device={device}").memory["objective"] for device in ("cuda", "cpu"))
+    assert found - cpu == (2**24 - 2**20) * BLOCK_BYTES
 
 
 def test_the_longest_example_of_the_data_is_planned() -> None:

@@ -339,7 +339,8 @@ def _objective(work: Workload) -> float:
     supervised = tokens * work.supervised_share
     predicted = steps * tokens * work.drafted_share
     rows = min(config.objective.chunk_tokens, predicted)
-    chunk = vocabulary * rows * (1 + 1 / steps) * size + min(BLOCK_LOGITS["cuda"], vocabulary * rows) * BLOCK_BYTES
+    block = min(BLOCK_LOGITS["cpu" if config.launch.device is Device.cpu else "cuda"], vocabulary * rows)
+    chunk = vocabulary * rows * (1 + 1 / steps) * size + block * BLOCK_BYTES
     states = (supervised + 2 * predicted) * hidden * size
     own_head = vocabulary * hidden * (MASTER_BYTES + (size if size < MASTER_BYTES else 0))  # the sum, and its cast
     return chunk + states + models.draft.has_own_lm_head * own_head
