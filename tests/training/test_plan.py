@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -302,3 +303,4 @@ def test_a_plan_writes_nothing_and_needs_no_data(
     assert train(configure("run.dir=run", "target=llava_onevision_7b", "data=llava_instruct")) == 0
     assert capsys.readouterr().out.startswith("plan: eagle draft for llava_onevision_7b on 1 GPU(s), ZeRO 2")
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "config.yaml"]
+    assert not logging.getLogger("torchao").isEnabledFor(logging.WARNING)  # which names every kernel that the machine lacks

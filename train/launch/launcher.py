@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from checkpoints.run_folder import is_locked, waiting_line
-from sage.commands.cli import EXIT_STOPPED
+from sage.commands.cli import EXIT_STOPPED, plain_warnings
 from sage.training import call
 from train.config.checks import check_deepspeed
 from train.config.derived import check_batch
@@ -179,7 +179,9 @@ def reported_if_killed(run_dir: str) -> Iterator[None]:
 
 
 def configure_logging(debug: bool, is_main: bool = True) -> None:
-    """Logs to stderr: everything on rank 0, only errors on the other ranks."""
+    """Logs to stderr: everything on rank 0, only errors on the other ranks. Warnings are lines, unless `debug`."""
+    if not debug:
+        plain_warnings()
     level = (logging.DEBUG if debug else logging.INFO) if is_main else logging.ERROR
     handler = StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
