@@ -21,7 +21,7 @@ from checkpoints.export.registry import imported_drafts
 from checkpoints.export.target import EMBEDDING, LM_HEAD, TargetFacts, read_table
 from checkpoints.run_folder import CONFIG as RUN_CONFIG
 from checkpoints.run_folder import is_run
-from sage.drafts.head import DraftHead, check_target
+from sage.drafts.head import FORM, DraftHead, check_target
 from sage.drafts.location import EXPORT_INFO
 from sage.io.files import write_json
 from sage.io.manifest import MANIFEST, has_manifest
@@ -155,8 +155,9 @@ def load_export(folder: Path, target: sage.Target) -> DraftHead:
     stored = export_info(folder).get("target") or {}
     changes: dict[str, Any] = {key: stored.get(key) for key in ("adapter", "adapter_path", "quantize")}
     facts = replace(facts, **changes)
-    check_target(facts.fingerprint, target, folder)
+    check_target(facts.fingerprint, target, folder, FORM)
     draft = read_draft(folder, facts, tables=tables)
+    draft.config.name_or_path = str(folder)
     draft.to(device=target.device, dtype=target.dtype)
     if not target.is_meta:
         draft.borrow(target)

@@ -73,7 +73,7 @@ class Draft(Protocol):
 
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> Self:
-        """Loads a draft; ValueError for corrupt files, or a draft for another target (names both)."""
+        """Loads a draft; ValueError for corrupt files, or a draft for another target than this or another form of it."""
 
 
 def new_session(draft: Draft, target: Target, capacity: int) -> DraftSession:
@@ -203,6 +203,7 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
         ValueError: no draft there, a corrupt one, a head in another dtype, or one for another target (names both).
     """
     draft = open_draft(path, target, dtype or target.dtype)
+    draft.check(target)
     if draft.reads_features and draft.dtype != target.dtype:
         raise ValueError(
             f"draft: {path}: in {draft.dtype}, but it reads the features of a target in {target.dtype}; leave dtype out"
@@ -211,7 +212,9 @@ def load_draft(path: str | Path, target: Target, dtype: torch.dtype | None = Non
 
 
 def open_draft(path: str | Path, target: Target, dtype: torch.dtype) -> Draft:
-    """`load_draft` in any dtype, with its other errors: training keeps a head in float32 beside a target in bfloat16."""
+    """`load_draft` for training, which keeps a head in float32 beside a target in bfloat16: in any dtype, also for another
+    form of the target (quantized at load, with an adapter).
+    """
     folder = find_draft(path)
     if not target.is_meta:
         refuse_corrupt_draft(folder)

@@ -8,6 +8,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,8 @@ from sage.runtime.cache import SharedCache, TreeCache
 from sage.runtime.pass_function import PassFunction
 from sage.targets import Features, Prompt, Target
 from sage.targets.tree_passes import without_paths
+
+FORM = ("adapter", "quantize")  # fields of a target's fingerprint in which training may continue with another one
 
 
 class HeadConfig(PreTrainedConfig):
@@ -118,12 +121,16 @@ class DraftHead(PreTrainedModel):
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: torch.dtype) -> Self:
         sizes = read_config(folder)
-        check_target(sizes["target"], target, folder)
+        check_target(sizes["target"], target, folder, FORM)
         if target.is_meta:
             return cls(cls.config_class(**sizes))
         head: Self = load_weights(cls, folder, "draft", dtype=dtype).to(target.device).eval()
         head.borrow(target)
         return head
+
+    def assign(self, target: Target) -> None:
+        """Makes a loaded head one for another form of its target (`FORM`), with which its training continues."""
+        self.config.update(_identity(target))
 
     def borrow(self, target: Target) -> None:
         """Copies what the head reads of the target and does not save; called after loading."""
@@ -304,10 +311,11 @@ class DraftHead(PreTrainedModel):
             module.reset_parameters()
 
 
-def check_target(made_for: dict[str, Any], target: Target, where: Any) -> None:
-    """Raises ValueError, naming both, if `made_for` is not the target's fingerprint."""
-    if made_for != target.fingerprint:
-        changes = [key for key in ("adapter", "quantize") if made_for.get(key) != target.fingerprint.get(key)]
+def check_target(made_for: dict[str, Any], target: Target, where: Any, ignored: Collection[str] = ()) -> None:
+    """Raises ValueError, naming both, if `made_for` is not the target's fingerprint, except for `ignored` fields."""
+    fields = made_for.keys() | target.fingerprint.keys()
+    if differing := {key for key in fields if made_for.get(key) != target.fingerprint.get(key)} - {*ignored}:
+        changes = [key for key in FORM if key in differing]
         hint = "".join(f", or load the target as it was then (--{key}, target.{key})" for key in changes)
         raise ValueError(
             f"draft: {where} was made for {_describe(made_for)}, but the target is {_describe(target.fingerprint)}; "
@@ -334,7 +342,10 @@ def _sizes_after(target: Target) -> dict[str, Any]:
         "rms_norm_eps": text.rms_norm_eps,
         "hidden_act": getattr(text, "hidden_act", "silu"),
         **target.family.rope().fields,
-        "target": target.fingerprint,
-        "target_path": target.name,
-        "target_adapter": target.adapter.path if target.adapter else None,
+        **_identity(target),
     }
+
+
+def _identity(target: Target) -> dict[str, Any]:
+    adapter = target.adapter.path if target.adapter else None
+    return {"target": target.fingerprint, "target_path": target.name, "target_adapter": adapter}

@@ -25,6 +25,7 @@ from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausa
 import sage
 from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.inspect import inspect_folder
+from sage.drafts.draft import open_draft
 from sage.runtime.modes import PassMode
 from sage.targets import loading, weights
 from sage.targets.weights import dense_weight, weight_bytes
@@ -178,6 +179,9 @@ def test_a_draft_is_for_one_quantization(method: str, base: Path, tmp_path: Path
             sage.load_draft(folder, made)
             with refused("draft: ", "was made for llama", f"quantize {method}", "--quantize, target.quantize"):
                 sage.load_draft(folder, other)
+            trained_on = open_draft(folder, other, torch.float32)
+            trained_on.assign(other)
+            trained_on.check(other)
             assert (f"quantized to {method} at load" in inspect_folder(folder).facts["target"]) == (made is target)
         card = (tmp_path / "out" / "README.md").read_text()
         assert (f"--quantize {method}" in card) == (f"target.quantize={method}" in card) == (made is target)
@@ -273,12 +277,13 @@ def test_training_resumes(family: str, method: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_training_resumes_exactly(tmp_path: Path) -> None:
-    """A draft of an int8 target with an adapter; the run's validation and a resumed run load both again."""
+    """A draft of an int8 target goes on with an adapter; the run's validation and a resumed run load both again."""
     peft = pytest.importorskip("peft")
     folder, adapter = make_target(tmp_path), tmp_path / "adapter"
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(AutoModelForImageTextToText.from_pretrained(folder), config).save_pretrained(adapter)
     WRITERS["torchao Int8WeightOnly"](AutoModelForImageTextToText, folder)
-    resume(folder, tmp_path, f"target.adapter={adapter}")
+    sage.new_draft(sage.load_target(folder, dtype=torch.float32), "eagle", seed=0).save_pretrained(tmp_path / "draft")
+    resume(folder, tmp_path, f"target.adapter={adapter}", f"draft.path={tmp_path / 'draft'}")
     with refused("draft: ", "adapter "):
         sage.load_draft(tmp_path / "half", sage.load_target(folder))

@@ -12,6 +12,7 @@ from torch import Tensor
 import sage
 from data_prep.dataset.dataset import count_tokens, most_frequent
 from sage.drafts.draft import Draft, open_draft
+from sage.drafts.head import DraftHead
 from sage.drafts.location import find_draft
 from sage.drafts.registry import KINDS, VocabularyOptions, resolve
 from train.config.draft import CompressorConfig, CompressorKind, DraftConfig
@@ -41,6 +42,8 @@ def build_student(config: Config, target: sage.Target, dataset: Any, ranks: Rank
         logger.info("draft: continues from %s", folder)
         check_kind(chosen, draft)
         _check_same(chosen, draft)
+        if isinstance(draft, DraftHead):
+            draft.assign(target)
     student = new_student(draft, config)
     student.layers = draft_layers(config, student.compilable(), target.device)
     return student
