@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import sage
 from checkpoints.export.exporter import ExportOptions, export
 from data_prep import pocket
 from data_prep.config import DataConfig, data_config
+from sage.drafts.location import target_of
 from train.serve_check import check as serve_check
 from train.serve_check.acceptance import Answers, differing_rounds, verdict
 from train.serve_check.vllm_process import EngineFacts, EngineSetting, VllmProcess, prompt_data, validation_prompts
@@ -179,6 +181,21 @@ class TestCommand:
         page = (home / "export_serve_check.html").read_text(encoding="utf-8")
         assert page.count("<article ") == page.count("<img ") == 2 and "All good" in page
         assert ' differs"' not in page.partition("<article ")[2]
+
+    def test_other_forms_of_the_target(
+        self, home: Path, sage_export: Any, fake_process: type[FakeEngine], tmp_path: Path
+    ) -> None:
+        """A target with an adapter is given merged; one quantized at load is refused."""
+        run = shutil.copytree(home / "run", tmp_path / "run")
+        command = (run, "--serve-check", home / "export", "--engine-python", PYTHON, "--num-prompts", 1, "--max-new-tokens", 4)
+        page = ("--page", tmp_path / "page.html")
+        for form, parts in (("adapter", ("--target", "README.md")), ("quantize", ("RUN", "int8", "sage-validate"))):
+            edit_json(run / "draft" / "config.json", lambda config, form=form: config["target"].update({form: "int8"}))
+            code, _, err = sage_export(*command, *page)
+            assert code == 2 and not fake_process.started
+            check_message(err, *parts)
+            edit_json(run / "draft" / "config.json", lambda config: config["target"].pop("quantize", None))
+        assert sage_export(*command, *page, "--target", target_of(home / "run" / "draft", ""))[0] == 0
 
     def test_a_known_fault_of_the_engine(
         self, home: Path, sage_export: Any, fake_process: type[FakeEngine], tmp_path: Path

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import sage
-from checkpoints.export.exporter import find_source, load_trained
+from checkpoints.export.exporter import CARD, find_source, load_trained
 from checkpoints.export.formats import variants
 from checkpoints.export.formats.base import ExportFormat, ImportOptions
 from checkpoints.export.importer import CheckResult, check_folder
@@ -85,6 +85,7 @@ def serve_check(options: ServeCheck) -> ServeResult:
     check_writable(options.page_path)
     source = find_source(options.source)
     trained = load_trained(source.draft)
+    check_form(trained.config, options)
     facts = TargetFacts.of_folder(options.target or trained.config.target_path)
     fed_in_training = getattr(trained.config, "image_inputs", None)
     checked = check_folder(options.export, facts)
@@ -126,6 +127,19 @@ def serve_check(options: ServeCheck) -> ServeResult:
     has_fault = bool(facts.mrope_section) and facts.has_images and not engine.has_plugin
     faults = verdict([*rows.values()], fed, fed_in_training, has_fault)
     return ServeResult(rows, faults, render_check(rows, faults, prompts, tokenizer, shown))
+
+
+def check_form(config: Any, options: ServeCheck) -> None:
+    """Makes the draft of a target with an adapter one for the merged target.
+
+    Raises:
+        ValueError: that is not given, or the draft's target was quantized at load.
+    """
+    if method := config.target.get("quantize"):
+        raise ValueError(f"RUN: {ENGINE} does not quantize its target to {method} at load; sage-validate measures the draft")
+    if config.target.pop("adapter", None) and not options.target:
+        merged = f"the folder that the command in {options.export / CARD} writes"
+        raise ValueError(f"--target: missing; the draft's target has the adapter {config.target_adapter}; give {merged}")
 
 
 def check_served(checked: CheckResult, facts: TargetFacts) -> ExportFormat:
