@@ -39,6 +39,7 @@ from sage.trees import AUTOREGRESSIVE
 logger = logging.getLogger(__name__)
 
 CARD, CARD_TEMPLATE = "README.md", Path(__file__).with_name("card.md.jinja")
+MAX_LORA_RANK = 64  # of the adapters that vLLM is started for
 OMITTED = f"{COMPRESSOR}."  # prefix of tensors that the user allows to leave out, see check_compatible
 REPORT_SETTINGS = ("step", "target", "device", "dtype", "prompts", "repeats", "max_new_tokens", "temperature", "seed")
 RECIPE = (  # keys of the configuration that the card lists, or groups of them
@@ -135,7 +136,8 @@ def export(path: Path | str, out: Path | str, name: str, options: ExportOptions 
     with new_export(out, source.step or 0, options.overwrite) as part:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, part / WEIGHTS, metadata={"format": "pt"})
-        write_json(part / CONFIG, format_.config(trained.config, named, options.dtype))
+        served = replace(named, name=options.target_name or MERGED) if facts.adapter else named
+        write_json(part / CONFIG, format_.config(trained.config, served, options.dtype))
         try:
             check = check_folder(part, named)
             check.raise_if_invalid()
@@ -287,6 +289,7 @@ def render_card(card: ExportResult) -> str:
         is_hub_id=name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists(),
         measured_with=measured_with(card.source.report or {}),
         commands=serve_commands(card.format, card.facts, card.name, card.speculative_tokens),
+        lora_command=lora_command(card),
         notes={"SGLang": " (as it documents; this project has not run it)", "vLLM": install},
         target=name or "TARGET",
         known=known,
@@ -303,6 +306,16 @@ def serve_commands(format_: ExportFormat, facts: TargetFacts, draft: str, tokens
     """
     target = MERGED if facts.adapter else facts.name or "TARGET"
     return {engine: format_.serve_command(engine, target, draft, tokens) for engine in engines_for(format_, facts)}
+
+
+def lora_command(card: ExportResult) -> str:
+    """Returns the command line of vLLM for a target beside its adapter; empty without one, or where that was not checked."""
+    format_, facts = card.format, card.facts
+    is_checked = "vLLM" in engines_for(format_, facts) and not format_.needs_plugin(facts) and not format_.names_target
+    if not facts.adapter or not is_checked:
+        return ""
+    command = format_.serve_command("vLLM", facts.name or "TARGET", card.name, card.speculative_tokens)
+    return f"{command} \\\n  --enable-lora --max-lora-rank {MAX_LORA_RANK} --lora-modules adapted={facts.adapter_path}"
 
 
 def _settings(source: DraftSource) -> dict[str, Any]:

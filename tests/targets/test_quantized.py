@@ -230,6 +230,9 @@ def test_an_adapter_is_merged_to_the_bit(base: Path, tmp_path: Path, monkeypatch
                 sage.load_draft(folder, other)
         card = (tmp_path / "out" / "README.md").read_text()
         assert (f"--adapter {adapter}" in card) == ("vllm serve merged" in card) == (made is adapted)
+        assert (f"--lora-modules adapted={adapter}" in card) == (made is adapted)
+        export(tmp_path / "draft", tmp_path / "speculators", "speculators", ExportOptions(overwrite=True))
+        assert ('"merged"' in (tmp_path / "speculators" / "config.json").read_text()) == (made is adapted)
         if made is adapted:  # the command of the card
             monkeypatch.chdir(tmp_path)
             exec(shlex.split(next(line for line in card.splitlines() if line.startswith("python -c ")))[2], {})
