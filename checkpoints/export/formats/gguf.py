@@ -31,7 +31,7 @@ from sage.io.model_files import read_config
 
 FILE = "draft.gguf"
 SCRIPT, PACKAGE = "convert_hf_to_gguf.py", "gguf-py"
-IMAGE_TARGETS = ("qwen2_5_vl", "qwen3_vl")  # besides text targets; its converter and server read them
+TARGETS = ("llama", "qwen3")  # by `make engines-llama`; for some others, the server keeps no layers for a draft, and stops
 NOT_COMPUTED = ("fc_norm", "norm_output", "norm_before_residual")  # the last one by an `eagle3` folder's other engines
 OUTTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.(.+)\.weight")
@@ -75,11 +75,8 @@ class ConvertedFormat(ExportFormat):
         return self.name
 
     def served_by(self, facts: TargetFacts) -> tuple[str, ...]:
-        is_read = facts.is_known and (not facts.has_images or facts.model_type in IMAGE_TARGETS)
-        return self.engines if is_read else ()
-
-    def warnings(self, draft: Any, facts: TargetFacts) -> list[str]:
-        return ["llama.cpp was measured with text prompts only, not with images."] if facts.has_images else []
+        """Returns llama.cpp too where it serves the target; others read the same folder."""
+        return (*super().served_by(facts), *(self.engines if facts.model_type in TARGETS else ()))
 
     def recognizes(self, config: EngineConfig) -> bool:
         """Its folders are those of another format."""
