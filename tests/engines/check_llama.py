@@ -1,59 +1,81 @@
 """Serves `gguf` exports with llama.cpp and compares them with our decoder: `make engines-llama` builds it and runs this.
 
-Small random text targets have the tokenizer of the published model of `make real`, which the converter knows. Their drafts are
+Small random targets have the tokenizer of the published model of `make real`, which the converter knows. Their drafts are
 trained on their answers. Served in float32, greedy, with `DEPTH` drafted tokens per round, every prompt must have the same
 token ids as under our policy `chain`, up to a tie of the target's two best tokens, and the accepted tokens differ by at most
 `TOLERANCE` where the texts are equal. Controls are drafts that are damaged after training; llama.cpp must accept less of them.
 
-    python tests/engines/check_llama.py --llama SOURCE --server llama-server
+Image targets are served with `--mmproj`, with and without a draft. What this llama.cpp cannot serve must stop it with the error
+in `STOPS`; once it does not, the formats can name more targets.
+
+    python tests/engines/check_llama.py --llama SOURCE --server llama-server [--only TARGET ..]
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
 import json
-import shutil
+import math
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_checks import DEPTH, MAX_NEW_TOKENS, answers_to, questions, train
-from layouts import FILES, SCALED, TEXT, Layout, save_layout
+from layouts import CONVERTED, FILES, Layout, save_layout
+from PIL import Image
 
 import sage
 from checkpoints.export.exporter import ExportOptions, export
 from checkpoints.export.formats.gguf import FILE, SCRIPT
 from data_prep.real import build_target as build_published
+from sage.bench.measurement import BenchPrompt
 from sage.io.tables import markdown_table
-from train.serve_check.acceptance import decode_chain
+from train.serve_check.acceptance import Answers, decode_chain
 from train.serve_check.vllm_process import write_prompts
 
 PORT, WAIT_S = 18471, 120
 TRAIN_PROMPTS, NUM_PROMPTS = 32, 8
 TOLERANCE = 0.02  # of the accepted tokens
 TIE = 1e-3  # difference of the two best logits: which one is chosen depends on the order of sums
-TOKENS = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # of the published tokenizer
-ROPES = {
-    "scaled": SCALED,
-    "plain": {"rope_type": "default", "rope_theta": 10000.0},
-}  # by target; one-pass drafts need the second
-BLOCK = {"feed": False, "feature_levels": [2, 4, 6]}
-DRAFTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {  # target -> draft -> kind, options
-    "scaled": {"eagle3": ("eagle3", {"vocabulary": True})},
-    "plain": {
-        "dflash": ("block", BLOCK | {"conditional": "none", "block_size": DEPTH + 1}),
-        "dspark": ("block", BLOCK | {"conditional": "markov", "block_size": DEPTH, "vocabulary": True}),
-    },
+MARKER = "<__media__>"  # of an image in a prompt
+AROUND = ("<|vision_start|><|image_pad|><|vision_end|>", "<image>")  # its placeholders; llama.cpp adds what is around it
+SPECIALS = {  # of the published tokenizer, unused; ids 3 to 6
+    **{"repo_name": "<|image_pad|>", "reponame": "<|video_pad|>"},
+    **{"file_sep": "<|vision_start|>", "filename": "<|vision_end|>"},
 }
-HEAD = ("draft", "texts equal, gap of others", "drafted", "accepted by llama.cpp", "by our decoder")
+LIMITS = ("--image-min-tokens", "8", "--image-max-tokens", "64")  # llama.cpp does not read those of preprocessor_config.json
+SIDES = 224, 190  # pixels; other sides than those of whole patches, of another ratio
+QUESTIONS = {"text": "text", "image": "question"}  # of the pocket world, by kind of prompts
+BLOCK = {"feed": False, "feature_levels": [2, 4, 6]}
+DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {  # kind, options
+    "eagle3": ("eagle3", {"vocabulary": True}),
+    "dflash": ("block", BLOCK | {"conditional": "none", "block_size": DEPTH + 1}),
+    "dspark": ("block", BLOCK | {"conditional": "markov", "block_size": DEPTH, "vocabulary": True}),
+}
+TARGETS = {  # target -> its drafts; one-pass drafts need plain rope
+    "scaled": ("eagle3",),
+    "plain": ("dflash", "dspark"),
+    **dict.fromkeys(("mistral", "qwen3", "qwen3_moe"), ("eagle3",)),
+    "smolvlm": ("eagle3", "dflash"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), ("eagle3", "dflash")),
+}
+NOT_EXTRACTED, NOT_CONSECUTIVE = "layer input tensor is null", "failed to process speculative batch"
+STOPS = {  # target, draft, prompts -> what llama.cpp says
+    **{(name, draft, "text"): NOT_EXTRACTED for name in ("qwen2_5_vl", "qwen3_vl") for draft in DRAFTS},
+    ("smolvlm", "eagle3", "image"): NOT_CONSECUTIVE,  # its EAGLE-3 skips images, then wants positions without a gap
+}
+HEAD = ("target", "draft", "prompts", "texts equal, gap of others", "drafted", "accepted by llama.cpp", "by our decoder")
 
 
 def main() -> int:
@@ -61,50 +83,173 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama", type=Path, required=True, help="source folder of llama.cpp")
     parser.add_argument("--server", type=Path, required=True, help="its llama-server")
+    parser.add_argument("--only", nargs="*", choices=list(TARGETS), default=list(TARGETS), help="only these targets")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        return check(Path(scratch), args.llama, args.server)
-
-
-def check(folder: Path, home: Path, server: Path) -> int:
-    """Runs the check in `folder`; returns the exit code."""
-    rows, failed = [], False
-    for name, rope in ROPES.items():
-        target = save_target(folder / name, rope)
-        convert = [sys.executable, str(home / SCRIPT), str(folder / name), "--outtype", "f32", "--outfile"]
-        subprocess.run([*convert, str(folder / f"{name}.gguf")], check=True, capture_output=True)
-        prompts, _ = write_prompts(target, questions("text", "test", NUM_PROMPTS), folder)
-        ids = [prompt.inputs["input_ids"][0].tolist() for prompt in prompts]
-        examples = answers_to(target, questions("text", "train", TRAIN_PROMPTS), folder / f"{name}_examples")
-        for label, (kind, options) in DRAFTS[name].items():
-            draft = train_draft(target, kind, options, examples)
-            draft.save_pretrained(folder / label)
-            ours = decode_chain(target, sage.load_draft(folder / label, target), prompts, DEPTH, MAX_NEW_TOKENS)
-            for damage in (None, *DAMAGES[label]):
-                out = folder / f"{label}_export"
-                other = copy.deepcopy(draft)
-                if damage is not None:
-                    damage(other)
-                other.save_pretrained(folder / label)
-                given = {"target": str(folder / name), "dtype": torch.float32, "converter": str(home), "overwrite": True}
-                exported = export(folder / label, out, "gguf", ExportOptions(**given))
-                with running(server, folder / f"{name}.gguf", out / FILE, exported.format.spec_type):
-                    answers = [answer(prompt) for prompt in ids]
-                pairs = zip(ids, ours.tokens, (given["tokens"] for given in answers), strict=True)
-                gaps = [gap_at_difference(target, *pair) for pair in pairs]
-                texts = f"{gaps.count(None)}/{len(ids)} {' '.join(f'{gap:.1e}' for gap in gaps if gap is not None)}".strip()
-                equal = [place for place, gap in enumerate(gaps) if gap is None]  # after a tie, rounds differ
-                counts = [answers[place]["timings"] for place in equal]
-                drafted, accepted = (sum(given.get(key, 0) for given in counts) for key in ("draft_n", "draft_n_accepted"))
-                expected = sum(sum((ours.counts or [])[place]) for place in equal)
-                title = label if damage is None else f"{label}, {damage.__name__}"
-                rows.append([title, texts, str(drafted), str(accepted), str(expected)])
-                is_near = abs(accepted - expected) <= TOLERANCE * expected
-                failed |= any(gap is not None and gap > TIE for gap in gaps) or is_near != (damage is None)
-    print(markdown_table(list(HEAD), rows, "<"))
+        for name in args.only:
+            for row in check(Served(name, Path(scratch), args.llama, args.server)):
+                print("FAILED" if row.is_wrong else "passed", *row.cells, sep=" | ", flush=True)
+                rows.append(row)
+    print(markdown_table(list(HEAD), [row.cells for row in rows], "<"))
+    failed = any(row.is_wrong for row in rows)
     print("engines-llama: FAILED" if failed else "engines-llama: all checks pass")
     return int(failed)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    cells: list[str]
+    is_wrong: bool
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts as our decoder and llama.cpp read them: token ids, or text with `MARKER` and images."""
+
+    kind: str
+    ours: list[BenchPrompt]
+    sent: list[Any]
+
+
+class Served:
+    """A random target, converted by llama.cpp, and its prompts."""
+
+    def __init__(self, name: str, scratch: Path, home: Path, server: Path) -> None:
+        self.name, self.folder, self.home, self.server = name, scratch / name, home, server
+        self.target = save_target(CONVERTED[name], self.folder / "target")
+        self.has_grid = "image_grid_thw" in self.target.family.pixel_keys  # images of patches of any number
+        self.options: list[Any] = ["-m", self.converted()]
+        if self.target.family.placeholders:
+            self.options += ["--mmproj", self.converted("--mmproj"), *(LIMITS if self.has_grid else ())]
+
+    def converted(self, *options: str) -> Path:
+        """Returns the target, or its vision tower, as llama.cpp's converter writes it."""
+        file = self.folder / f"target{''.join(options)}.gguf"
+        command = [sys.executable, self.home / SCRIPT, self.folder / "target", "--outtype", "f32", "--outfile", file, *options]
+        subprocess.run(command, check=True, capture_output=True)
+        return file
+
+    def prompts(self, kind: str, change: Callable[[Image.Image], Image.Image] = lambda image: image) -> Prompts:
+        """Returns questions, with an image each if `kind` is not `text`, which `change` changes."""
+        talks, folder = questions(QUESTIONS[kind.split(",")[0]], "test", NUM_PROMPTS), Path(tempfile.mkdtemp(dir=self.folder))
+        for part in (part for talk in talks for part in talk.messages[0]["content"] if part["type"] == "image"):
+            part["image"] = change(part["image"])
+        ours, file = write_prompts(self.target, talks, folder)
+        return Prompts(kind, ours, [self.sent(row) for row in json.loads(file.read_text())])
+
+    def sent(self, row: Mapping[str, Any]) -> Any:
+        """Returns a prompt for llama.cpp."""
+        if not row["images"]:
+            return row["ids"]
+        assert self.target.processor is not None
+        text = self.target.processor.tokenizer.decode(row["ids"])
+        for placeholder in AROUND:
+            text = text.replace(placeholder, MARKER)
+        images = [base64.b64encode(Path(image).read_bytes()).decode() for image in row["images"]]
+        return {"prompt_string": text, "multimodal_data": images}
+
+    def answers(self, prompts: Prompts, draft: Sequence[Any] = ()) -> list[dict[str, Any]] | str:
+        """Returns llama.cpp's answers; what it says if it stops."""
+        log = self.folder / "llama-server.log"
+        try:
+            with running([self.server, *self.options, *draft], log):
+                return [answer(prompt) for prompt in prompts.sent]
+        except (OSError, RuntimeError) as error:
+            found = log.read_text(errors="replace")
+            return next((message for message in set(STOPS.values()) if message in found), f"{error}: {found[-800:]}")
+
+    def exported(self, draft: Any, label: str) -> list[Any]:
+        """Returns the options that serve a draft."""
+        draft.save_pretrained(self.folder / label)
+        out = self.folder / f"{label}_export"
+        given = {"target": str(self.folder / "target"), "dtype": torch.float32, "converter": str(self.home)}
+        options = ExportOptions(**given, overwrite=True, allow_unserved=True)
+        spec_type = export(self.folder / label, out, "gguf", options).format.spec_type  # type: ignore[attr-defined]
+        sizes = "--spec-draft-n-max", str(DEPTH), "--spec-draft-p-min", "0", "-ctkd", "f32", "-ctvd", "f32"
+        return ["-md", out / FILE, "--spec-type", spec_type, *sizes]
+
+
+def check(served: Served) -> Iterator[Row]:
+    """Yields the rows of a target."""
+    target, kinds = served.target, ["text", *(["image"] if served.target.family.placeholders else [])]
+    prompts = [served.prompts(kind) for kind in kinds]
+    if len(prompts) > 1:
+        yield from check_images(served, prompts)
+    is_stopped = (served.name, TARGETS[served.name][0], "text") in STOPS
+    count = 1 if is_stopped else TRAIN_PROMPTS // len(kinds)
+    asked = [talk for kind in kinds for talk in questions(QUESTIONS[kind], "train", count)]
+    examples = answers_to(target, asked, served.folder / "examples")
+    for label in TARGETS[served.name]:
+        draft = new_draft(target, label, examples)
+        if is_stopped:  # no export takes weights that are zero, as some are before training
+            [weight.data.normal_(std=0.05) for weight in draft.parameters() if not weight.any()]
+        else:
+            train(target, draft, DRAFTS[label][0], examples)
+        for some in prompts:
+            said = served.answers(some, served.exported(draft, label))
+            expected = STOPS.get((served.name, label, some.kind))
+            if expected is not None:
+                yield Row([served.name, label, some.kind, f"stops: {said}", *[""] * 3], said != expected)
+                break
+            answers = decode_chain(target, sage.load_draft(served.folder / label, target), some.ours, DEPTH, MAX_NEW_TOKENS)
+            yield compare(served, label, some, answers, said)
+            for damage in DAMAGES[label] if served.name in ("scaled", "plain") else DAMAGES[label][-1:]:
+                other = copy.deepcopy(draft)
+                damage(other)
+                said = served.answers(some, served.exported(other, label))
+                yield compare(served, f"{label}, {damage.__name__}", some, answers, said, is_control=True)
+
+
+def check_images(served: Served, prompts: Sequence[Prompts]) -> Iterator[Row]:
+    """Yields the rows without a draft: text, images, and where sizes are kept, images that are no whole patches.
+
+    llama.cpp keeps the ratio of their sides and pads with black, the published processor stretches them. Texts must be equal if
+    the images are padded before our processor reads them, and not otherwise.
+    """
+    for some in prompts:
+        yield compare(served, "none", some, alone(served.target, some), served.answers(some))
+    if not served.has_grid:
+        return
+    other = served.prompts("image, stretched by ours", lambda image: image.resize(SIDES))
+    patch = served.target.processor.image_processor.patch_size  # type: ignore[union-attr]
+    _, rows, columns = (other.ours[0].inputs["image_grid_thw"][0] * patch).tolist()
+    same = served.prompts("image, padded by ours", lambda image: padded(image.resize(SIDES), (columns, rows)))
+    said = served.answers(other)
+    yield compare(served, "none", same, alone(served.target, same), said)
+    row = compare(served, "none", other, alone(served.target, other), said)
+    yield replace(row, is_wrong=not row.is_wrong)
+
+
+def compare(
+    served: Served, label: str, prompts: Prompts, ours: Answers, said: list[dict[str, Any]] | str, is_control: bool = False
+) -> Row:
+    """Returns the row of a draft; the rounds count where texts are equal, since after a tie they differ."""
+    title = [served.name, label, prompts.kind]
+    if isinstance(said, str):
+        return Row([*title, f"stops: {said}", *[""] * 3], True)
+    triples = zip(prompts.ours, ours.tokens, (given["tokens"] for given in said), strict=True)
+    gaps = [gap_at_difference(served.target, *triple) for triple in triples]
+    texts = f"{gaps.count(None)}/{len(gaps)} {' '.join(f'{gap:.1e}' for gap in gaps if gap is not None)}".strip()
+    equal = [place for place, gap in enumerate(gaps) if gap is None]
+    counts = [said[place]["timings"] for place in equal]
+    drafted, accepted = (sum(given.get(key, 0) for given in counts) for key in ("draft_n", "draft_n_accepted"))
+    expected = sum(sum(ours.counts[place]) for place in equal) if ours.counts else 0
+    is_near = abs(accepted - expected) <= TOLERANCE * expected
+    is_wrong = any(gap is not None and gap > TIE for gap in gaps) or is_near is is_control
+    lengths = [prompt.inputs["input_ids"].shape[1] for prompt in prompts.ours]
+    is_wrong |= [given["tokens_evaluated"] for given in said] != lengths or (ours.counts is not None and not expected)
+    return Row([*title, texts, *map(str, (drafted, accepted, expected))], is_wrong)
+
+
+def alone(target: sage.Target, prompts: Prompts) -> Answers:
+    """Returns our answers without a draft."""
+    options = {"policy": "autoregressive", "max_new_tokens": MAX_NEW_TOKENS}
+    tokens = [sage.generate(target, None, prompt.inputs, **options).tokens.tolist() for prompt in prompts.ours]
+    return Answers(tokens, [], DEPTH)
 
 
 def lower_levels(draft: Any) -> None:
@@ -134,47 +279,61 @@ def foreign_lm_head(draft: Any) -> None:
 
 
 DAMAGES = {  # of each draft
-    "eagle3": (lower_levels, shifted_d2t, foreign_lm_head),
+    "eagle3": (lower_levels, foreign_lm_head, shifted_d2t),
     "dflash": (other_mask_token,),
     "dspark": (first_levels, shifted_d2t),
 }
 
 
-def save_target(folder: Path, rope: dict[str, Any]) -> sage.Target:
-    """Saves a random Llama with the published model's tokenizer, and loads it."""
-    save_layout(Layout(config={"type": "LlamaConfig", **TEXT, **TOKENS, "head_dim": 64, "rope_parameters": rope}), folder)
-    for file in ("chat_template.jinja", *FILES):
-        shutil.copy(build_published() / file, folder)
+def save_target(layout: Layout, folder: Path) -> sage.Target:
+    """Saves a random target with the published model's tokenizer, and loads it."""
+    save_layout(layout, folder)
+    for file in FILES if layout.image else ("chat_template.jinja", *FILES):
+        text = (build_published() / file).read_text()
+        if layout.image is not None:
+            for old, new in SPECIALS.items():
+                text = text.replace(f'"<{old}>"', f'"{layout.tokens.get(new, new)}"')
+        (folder / file).write_text(text)
     return sage.load_target(folder, dtype=torch.float32)
 
 
-def train_draft(target: sage.Target, kind: str, options: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
-    """Trains a draft on the target's answers; `vocabulary` stands for their tokens."""
+def new_draft(target: sage.Target, label: str, rows: list[dict[str, Any]]) -> Any:
+    """Returns a fresh draft; `vocabulary` stands for the tokens of the examples."""
+    kind, options = DRAFTS[label]
     chosen = {"vocabulary": torch.cat([row["input_ids"] for row in rows]).unique()} if options.get("vocabulary") else {}
-    draft: Any = sage.new_draft(target, kind, seed=0, **options | chosen)
-    train(target, draft, kind, rows)
-    return draft
+    return sage.new_draft(target, kind, seed=0, **options | chosen)
+
+
+def padded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Resizes an image to width and height as `img_tool::resize` of llama.cpp does: within them, then centered on black."""
+    scale = min(size[0] / image.width, size[1] / image.height)
+    width, height = (min(math.ceil(side * scale), most) for side, most in zip(image.size, size, strict=True))
+    canvas = Image.new("RGB", size)
+    canvas.paste(image.resize((width, height), Image.Resampling.BICUBIC), ((size[0] - width) // 2, (size[1] - height) // 2))
+    return canvas
 
 
 @torch.no_grad()
-def gap_at_difference(target: sage.Target, prompt: list[int], ours: list[int], theirs: list[int]) -> float | None:
+def gap_at_difference(target: sage.Target, prompt: BenchPrompt, ours: list[int], theirs: list[int]) -> float | None:
     """Returns by how much the target prefers its best token to the next one where two answers first differ; None if equal."""
     if ours == theirs:
         return None
     place = next(place for place, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
-    logits = target.model(input_ids=torch.tensor([prompt + ours[:place]])).logits[0, -1]
+    ids = torch.cat((prompt.inputs["input_ids"], torch.tensor([ours[:place]], dtype=torch.long)), 1)
+    pixels = {key: value for key, value in prompt.inputs.items() if key in target.family.pixel_keys}
+    logits = target.model(input_ids=ids, **target.family.token_inputs(ids), **pixels).logits[0, -1]
     first, second = logits.topk(2).values.tolist()
     return float(first - second)
 
 
 @contextmanager
-def running(server: Path, target: Path, draft: Path, spec_type: str) -> Iterator[None]:
-    """Runs llama-server until the block ends."""
-    options = [*("--spec-type", spec_type, "--spec-draft-n-max", str(DEPTH), "--spec-draft-p-min", "0")]
-    options += [*("--port", str(PORT), "-t", "1", "-np", "1", "-c", "1024", "--no-warmup")]
-    log = draft.with_suffix(".log")
+def running(command: Sequence[Any], log: Path) -> Iterator[None]:
+    """Runs llama-server until the block ends, all in float32: flash attention would read float16."""
+    options = ["--port", str(PORT), "-t", "1", "-np", "1", "-c", "1024", "--no-warmup"]
+    options += ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]
     with log.open("w") as out:
-        process = subprocess.Popen([server, "-m", target, "-md", draft, *options], stdout=out, stderr=out)
+        environment = {**os.environ, "LLAMA_MEDIA_MARKER": MARKER}
+        process = subprocess.Popen([*command, *options], stdout=out, stderr=out, env=environment)
         try:
             wait_for(process, log)
             yield
@@ -195,8 +354,8 @@ def wait_for(process: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"llama-server does not answer: {log.read_text()[-800:]}")
 
 
-def answer(prompt: list[int]) -> dict[str, Any]:
-    """Returns the server's greedy answer to token ids."""
+def answer(prompt: Any) -> dict[str, Any]:
+    """Returns the server's greedy answer to a prompt."""
     body = {"prompt": prompt, "n_predict": MAX_NEW_TOKENS, "temperature": 0, "return_tokens": True, "cache_prompt": False}
     address, kind = f"http://127.0.0.1:{PORT}/completion", {"Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode(), kind), timeout=WAIT_S) as reply:

@@ -28,7 +28,6 @@ EMBEDDING_STD = 0.5
 SPECIAL_IDS = range(1024, 1030)  # of the pocket tokenizer
 FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 TABLE = yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
-TEXT, SCALED = TABLE["text"], TABLE["scaled"]  # configuration of a text model, and its rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Layout:
         return getattr(transformers, self.config["type"])(**copy.deepcopy(fields))
 
 
-LAYOUTS = {name: Layout(**row) for name, row in TABLE["layouts"].items()}
+LAYOUTS, CONVERTED = ({name: Layout(**row) for name, row in TABLE[key].items()} for key in ("layouts", "llama_cpp"))
 PUBLISHED = "published"  # LLaVA-OneVision 0.5B, its layers narrow and few
 
 
