@@ -1,5 +1,5 @@
 """`python -m benchmarks.passes`: time, calls and memory of target passes and draft levels, eager, compiled and captured, beside
-the time that reading weights, keys and values would take.
+the time that reading weights, keys, values and states of linear layers would take, and beside single steps.
 """
 
 from __future__ import annotations
@@ -107,25 +107,40 @@ def first_call(target: Any, mode: PassMode, make: Callable[[], TimedCall]) -> tu
     return call, [f"{first_s:.2f}", *(f"{max(size - before, 0) / 1e6:.1f}" for size in sizes)]
 
 
-def rows_of(name: str, target: Any, make: Callable[[], TimedCall], repeats: int, weights: Sequence[Tensor]) -> list[list[str]]:
-    """Times one pass in turns in the modes that the device has, the reference first; returns a row of the table for each.
+def spread(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Returns the ratio of paired times as a cell."""
+    return "{:.2f} ({:.2f}-{:.2f})".format(*ratio_spread(ours, theirs))
+
+
+def beside_steps(whole: TimedCall, one: TimedCall, count: int, repeats: int, device: torch.device) -> str:
+    """Returns the ratio of a pass of `count` nodes to as many passes of one after the other, timed in turns, as a cell."""
+    steps = TimedCall(lambda: [one.run() for _ in range(count)], one.reset)
+    return spread(*interleaved_s([whole, steps], repeats, device))
+
+
+def rows_of(
+    name: str, target: Any, make: Callable[[int], TimedCall], count: int, repeats: int, weights: Sequence[Tensor], states: int
+) -> list[list[str]]:
+    """Times a pass of `count` nodes in turns in the modes that the device has, the reference first; returns a row of the table
+    for each.
 
     The bandwidth is measured just before and after, because on shared machines it changes from minute to minute.
 
     Args:
         weights: of target and draft.
+        states: bytes of linear layers' states that the pass reads.
     """
     modes = (PassMode.eager, PassMode.captured if target.device.type == "cuda" else PassMode.compiled)
-    calls, cells = zip(*(first_call(target, mode, make) for mode in modes), strict=True)
+    calls, cells = zip(*(first_call(target, mode, partial(make, count)) for mode in modes), strict=True)
     before = read_bandwidth(target.device)
     times = interleaved_s(calls, repeats, target.device)
-    read, bandwidth = bytes_read(calls[0], weights), (before + read_bandwidth(target.device)) / 2
+    read, bandwidth = bytes_read(calls[0], weights) + states, (before + read_bandwidth(target.device)) / 2
     bound_s, rows = read / bandwidth, []
     for mode, call, first, own in zip(modes, calls, cells, times, strict=True):
-        spread = "{:.2f} ({:.2f}-{:.2f})".format(*ratio_spread(own, times[0]))
-        median_s = statistics.median(own)
+        target.passes, median_s = mode, statistics.median(own)
+        spreads = [spread(own, times[0]), beside_steps(call, make(1), count, repeats, target.device) if count > 1 else ""]
         bound = [f"{read / 1e6:.1f}", f"{bandwidth / 1e9:.1f}", f"{1e3 * bound_s:.3f}", f"{median_s / bound_s:.2f}"]
-        rows.append([name, str(mode), f"{1e3 * median_s:.3f}", spread, *bound, str(num_operators(call)), *first])
+        rows.append([name, str(mode), f"{1e3 * median_s:.3f}", *spreads, *bound, str(num_operators(call)), *first])
     return rows
 
 
@@ -144,23 +159,24 @@ def measure(
     def level(width: int) -> TimedCall:
         return draft_level(new_session(draft, target, context + room), target, width, context)
 
-    calls = [(f"target pass, {count} nodes", partial(verify, count)) for count in nodes]
+    state, slot = target.linear.num_bytes(target.dtype.itemsize) if target.linear else (0, 0)
+    calls: list[Any] = [("target pass", verify, count, state + count * slot) for count in nodes]
     if draft is not None:
-        calls += [(f"draft level, {width} nodes", partial(level, width)) for width in widths]
-    for name, make in calls:
-        rows += rows_of(name, target, make, repeats, weights)
+        calls += [("draft level", level, width, 0) for width in widths]
+    for name, make, count, states in calls:
+        rows += rows_of(f"{name}, {count} nodes", target, make, count, repeats, weights, states)
         figures = _figures(target, context, rows)
         figures.write(out)
     return figures
 
 
 def _figures(target: Any, context: int, rows: Sequence[Sequence[str]]) -> Figures:
-    measured = ("ms", "ratio to eager", "reads, MB", "at GB/s", "takes ms", "ratio to that")
+    measured = ("ms", "ratio to eager", "to single steps", "reads, MB", "at GB/s", "takes ms", "ratio to that")
     head = ("", "passes", *measured, "ATen calls", "first call, s", "peak, MB", "kept, MB")
     kept_mb = sum(path.stat().st_size for path in passes_folder().glob(f"*{PACKAGE_SUFFIX}")) / 1e6
     notes = [
         f"passes in the last rows: {describe_passes(target)}",
-        "reads: weights, keys and values; GB/s: at which memory is read, measured before and after; caches are faster",
+        "reads: weights, keys, values, states; GB/s: at which memory is read, measured before and after; caches are faster",
         "peak, kept: memory allocated by the first call, without compilers' processes",
         f"compiled passes are kept in {passes_folder()}, {kept_mb:.1f} MB; without it, starts are cold",
     ]

@@ -32,6 +32,7 @@ def test_times_calls_and_memory_of_both_modes(tiny_qwen: sage.Target, monkeypatc
     modes = [next(word for word in row if word in list(PassMode)) for row in rows]
     assert modes == ["eager", "compiled"] * 3
     assert all(float(row[-1]) >= 0 and float(row[-2]) >= 0 and int(row[-4]) > 0 and float(row[-5]) > 0 for row in rows)
+    assert ["".join(row).count("(") for row in rows] == [1, 1, 2, 2, 2, 2]  # beside eager and single steps
     assert "reads, MB" in text and "peak, MB  kept, MB" in text and "1.5 MB" in text
 
 
