@@ -33,6 +33,7 @@ FAMILIES = {folder.name.removeprefix("pocket_"): folder for folder in sorted(Pat
 VOCAB, CONTEXT = 1280, 32768
 WIDTH, INNER = 192, 512  # of the text layers
 WEIGHTS, TEMPLATE = "model.safetensors", "chat_template.jinja"
+SLOW_DECAY = -4.6  # softplus of it is 0.01; with transformers' initial 1, most linear layers forget within two tokens
 MAX_WEIGHT_BYTES = 16 * 2**20  # the repository contains them
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -85,7 +86,10 @@ def new_model(family: str, tokenizer: PreTrainedTokenizerBase, layers: int, seed
     """Returns a model of a family with `layers` text layers and random weights."""
     torch.manual_seed(seed)
     model: Any = AutoModelForImageTextToText.from_config(new_config(family, tokenizer, layers))
-    if family == "qwen3_vl":
+    for layer in model.model.language_model.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.dt_bias.data.fill_(SLOW_DECAY)
+    if family.startswith("qwen3"):
         patch_embed = model.model.visual.patch_embed
         patch_embed.proj = LinearPatchProjection(patch_embed.proj)
     # The backward pass of fused attention takes half of a step on short sequences.
@@ -102,12 +106,15 @@ def new_model(family: str, tokenizer: PreTrainedTokenizerBase, layers: int, seed
 def deepen(model: PreTrainedModel, family: str, tokenizer: PreTrainedTokenizerBase, layers: int, seed: int) -> PreTrainedModel:
     """Returns a model with `layers` text layers that computes the same function.
 
-    The layers that deepstack features are added to stay in front; the others are spaced evenly between the new ones. The output
-    projections of a new layer are zero, so that it is the identity; its other weights are random.
+    The layers that deepstack features are added to stay in front, as do all layers of a model with linear ones; the others are
+    spaced evenly between the new ones. The output projections of a new layer are zero, so that it is the identity; its other
+    weights are random.
     """
     deep = new_model(family, tokenizer, layers, seed + 1)
     old, new = model.model.language_model.layers, deep.model.language_model.layers
     front = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+    if any(hasattr(layer, "linear_attn") for layer in old):
+        front = len(old)
     rest, room = len(old) - front, layers - front
     sources = {k: k for k in range(front)}  # new layer -> old layer
     sources |= {front + round((k + 0.5) * room / rest - 0.5): front + k for k in range(rest)}
@@ -117,7 +124,7 @@ def deepen(model: PreTrainedModel, family: str, tokenizer: PreTrainedTokenizerBa
         if number in sources:
             layer.load_state_dict(old[sources[number]].state_dict())
         else:
-            layer.self_attn.o_proj.weight.zero_()
+            (layer.linear_attn.out_proj if hasattr(layer, "linear_attn") else layer.self_attn.o_proj).weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     return deep
 

@@ -165,17 +165,18 @@ class Recipe:
     is_autocast: bool = True  # bfloat16 matrix products
 
 
-def stages(naming_steps: int, language_steps: int, deep_steps: int, deep_lr: float = 1e-3) -> tuple[Stage, ...]:
+def stages(naming_steps: int, language_steps: int, deep_steps: int, deep_lr: float = 1e-3, deep: int = 12) -> tuple[Stage, ...]:
     return (
         Stage("naming", 4, naming_steps, 2e-3, NAMING_MIXTURE, min_lr_ratio=0.6),
         Stage("language", 4, language_steps, 2e-3, FULL_MIXTURE, min_lr_ratio=0.1),
-        Stage("deep", 12, deep_steps, deep_lr, FULL_MIXTURE, min_lr_ratio=0.02),
+        Stage("deep", deep, deep_steps, deep_lr, FULL_MIXTURE, min_lr_ratio=0.02),
     )
 
 
 RECIPES = {
     "qwen2_5_vl": Recipe(probe_steps=1300, has_positions=True, stages=stages(250, 2000, 550)),
     "qwen3_vl": Recipe(900, stages(200, 3000, 550, deep_lr=1.5e-3), True, batch_size=16, num_pooled=8, is_autocast=False),
+    "qwen3_5": Recipe(900, stages(200, 2200, 550, deep_lr=1.5e-3, deep=8), True, batch_size=16, num_pooled=8),
     # Its patches are four times as large: shapes and digits take more steps to learn, but a step is cheap.
     # Its language model has no two-dimensional positions, so the visual tokens must encode their positions.
     "llava_onevision": Recipe(probe_steps=3000, has_positions=False, stages=stages(250, 3000, 900)),

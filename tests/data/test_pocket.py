@@ -97,7 +97,8 @@ def test_grammar_finds_a_wrong_sign_bar_and_answer():
 
 
 families = pytest.mark.parametrize("family", FAMILIES)
-LEARNED = {"qwen3_vl": ("colour", "shape", "size")}  # of KINDS; the pocket README gives the others
+# Of KINDS; the pocket README gives the others.
+LEARNED = {"qwen3_vl": ("colour", "shape", "size"), "qwen3_5": tuple(kind for kind in KINDS if kind != "sign")}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def encode(task, family, processor):
 @families
 def test_inserted_layers_do_not_change_the_output(tokenizers, family):
     tokenizer = tokenizers[family]
-    shallow = architecture.new_model(family, tokenizer, 3, 0).eval()
+    shallow = architecture.new_model(family, tokenizer, 4, 0).eval()
     deep = architecture.deepen(shallow, family, tokenizer, 7, 0).eval()
     processor = architecture.new_processor(family, tokenizer)
     batch = encode("caption", family, processor)
@@ -185,7 +186,7 @@ def test_shipped_folder(family):
 @pytest.mark.slow
 @families
 def test_shipped_targets_describe_held_out_images(family):
-    """`qwen3_vl` has not learned to read signs and bars."""
+    """Those of `LEARNED` cannot read signs, `qwen3_vl` nor bars."""
     found = score_target(load_target(FAMILIES[family], dtype=torch.float32), 1)
     right = sum(found["right"][kind] * number for kind, number in found["words"].items())
-    assert right / sum(found["words"].values()) > (0.6 if family == "qwen3_vl" else 0.9) and found["finished"] == 1
+    assert right / sum(found["words"].values()) > (0.6 if family in LEARNED else 0.9) and found["finished"] == 1

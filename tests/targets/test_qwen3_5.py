@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.family_passes import TREE, Exported, paths, tree
+from support.family_passes import TREE, Exported, paths, tree, use_cuda_layouts
 from support.family_suite import EXACT, QWEN_TEMPLATE, QWEN_TOKENS, FamilySuite, qwen_images, text
 from support.models import QWEN_IDS, greedy_text, in_double, token_fields
-from support.pass_helpers import tree_pass
+from support.pass_helpers import answer, call_again, capture_with, head, tree_pass
 from support.processors import user
+from support.quantized_targets import resume
+from support.train_helpers import make_target
 from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -23,7 +26,9 @@ import sage
 from sage.decoding.decoder import TURN_TOKENS
 from sage.decoding.generation import Chat
 from sage.planning.tree import Tree
+from sage.runtime.executors import describe_passes
 from sage.runtime.linear_states import Window
+from sage.runtime.modes import PassMode
 from sage.targets.tree_passes import RecurrentTreeInputs, TreePasses
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -159,6 +164,16 @@ class TestQwen3_5(FamilySuite):
         first, second = reads[:2], reads[2:]
         assert first[1] == TURN_TOKENS and sum(second) == inputs["input_ids"].shape[1] - first[0]
 
+    def test_captured_passes_are_those_of_the_draft(self, target: sage.Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        capture_with(monkeypatch, call_again)
+        use_cuda_layouts(monkeypatch)
+        draft = head(target).double()
+        expected = answer(target, draft, PassMode.eager, "sage")
+        assert answer(target, draft, PassMode.captured, "sage") == expected
+        functions = draft.pass_functions(target), target.functions.values()
+        assert [any(function.kept for function in each) for each in functions] == [True, False]
+        assert describe_passes(target).startswith("eager, for it has linear layers; those of the draft captured")
+
     def test_modules_run_in_the_models_order(self, target: sage.Target) -> None:
         """ZeRO-3 gathers weights module by module; ranks without requests run the model's own forward."""
         prompt, orders = target.embed(self.prompts(target)["short"]), []
@@ -190,6 +205,11 @@ def test_an_exported_pass_is_its_paths() -> None:
                 found.append(own(TREE.tokens[:nodes], positions, ancestors, cache).logits)
                 cache.keep_path(first, path)
         torch.testing.assert_close(found[:2], found[2:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_training_resumes_exactly(tmp_path: Path) -> None:
+    resume(make_target(tmp_path, "qwen3_5", layers=4), tmp_path)
 
 
 SPARSE = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
