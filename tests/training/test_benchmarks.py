@@ -16,7 +16,8 @@ from support.train_helpers import command, configure
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu_quarter_hour, visual_tokens
+import sage
+from benchmarks import gpu_quarter_hour, large_pictures, visual_tokens
 from benchmarks import training as bench
 from benchmarks.figures import Figures
 from benchmarks.gpu_quarter_hour import Step, run_steps
@@ -92,21 +93,34 @@ def test_counted_operations_are_those_of_the_plan() -> None:
 
 
 def test_shares_of_visual_tokens_under_a_compressor() -> None:
-    """By hand: fc and a layer read all tokens, one in twenty under `pool`; of a resampler keys and values read all."""
-    tokens = 4096
-    layer = 2 * 3584 * 128 * (28 + 4) + 3 * 3584 * 18944
-
-    def operations(layers: int, rows: int, other: float = 2 * 3584**2) -> float:
-        return 2 * rows * (layers * layer + other) + 2 * layers * rows**2 * 3584
-
-    text = operations(28, tokens, 0)
+    """By hand: fc, keys and values of all tokens, of one in twenty under `pool`; those of a resampler read all."""
+    tokens, size, keys = 4096, 3584, 4 * 128
+    layer = 2 * size * 128 * (28 + 4) + 3 * size * 18944
+    text = 28 * (2 * tokens * layer + 2 * tokens**2 * size)
     for kind, draft in (
-        ("none", operations(1, tokens)),
-        ("pool", operations(1, 205)),
-        ("resampler", operations(1, 2) + 2 * tokens * 2 * 7168 * 3584),
+        ("none", 2 * tokens * (2 * size**2 + 2 * size * keys)),
+        ("pool", 2 * 205 * (2 * size**2 + 2 * size * keys)),
+        ("resampler", 2 * 2 * (2 * size**2 + 2 * size * keys) + 2 * tokens * 2 * 2 * size * size),
     ):
         models = visual_tokens.models_of("qwen2_5_vl_7b", kind)
         assert visual_tokens.counted(models, tokens)[0] == pytest.approx(draft / (draft + text), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_heads_are_trained_and_measured_on_large_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 visual tokens, 63 pairs are replaced; every head decodes the target's text."""
+    large_pictures.adapt(tmp_path / "target", steps=1, examples=2, rate=1e-3)
+    loaded = sage.load_target(tmp_path / "target", dtype=torch.float32)
+    monkeypatch.setattr(large_pictures, "MAX_NEW_TOKENS", 8)
+    large_pictures.train_heads(loaded, visual_tokens.KINDS, tmp_path, [(16, 1, 2), (64, 1, 1)])
+    drafts = {kind: sage.load_draft(tmp_path / kind, loaded) for kind in visual_tokens.KINDS}
+    found = large_pictures.measure(loaded, drafts, 64, pictures=1)
+    rows = {kind: head["rows"] for kind, head in found["heads"].items()}
+    left = {kind: rows[kind] - rows["text_only"] for kind in rows if kind not in ("select", "text_only")}
+    assert left == {"none": 63, "prune": 4, "pool": 4, "conv": 21, "resampler": 2, "weighted": 21, "concat": 27}
+    assert [head["match"] for head in found["heads"].values()] == [found["answers"]] * len(drafts)
+    text = visual_tokens.table("qwen2_5_vl_7b", [64, 128], {"64": found})
+    assert f"| {rows['pool']:.0f} | {found['heads']['pool']['tokens_per_pass']:.2f} |" in text and "; 64: 2 answers" in text
 
 
 @pytest.mark.slow

@@ -1,0 +1,212 @@
+"""`python -m benchmarks.large_pictures`: draft heads with a compressor at 1,024 and more visual tokens (docs/compressor.md).
+
+A picture is repeated in rows and columns. Pocket targets know pictures of 16 visual tokens and fail on larger ones, so one is
+adapted first: in attention, R copies of a token are a single one whose logit is larger by log R (proportional attention,
+arXiv 2210.09461), so single pictures suffice. Then all heads are trained on the same batches, and decode under a chain.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+import sage
+from benchmarks.figures import counts
+from benchmarks.visual_tokens import FIGURES, LEVELS, config_of
+from data_prep.chat import build_example
+from data_prep.conversation import Conversation
+from data_prep.pocket import architecture, world
+from data_prep.pocket.scenes import CAPTION_PROMPTS
+from data_prep.pocket.score import score_answer
+from sage.bench.report import machine
+from sage.commands.cli import new_parser, run
+from sage.decoding.answer import Stats
+from sage.decoding.generation import CachedPrefix, Generation, start
+from sage.io.files import read_json, write_json
+from sage.trees import AUTOREGRESSIVE
+from train.distill.build import fresh_draft, new_student
+from train.distill.teacher import Staging, Teacher
+from train.job.schedule import learning_rate
+
+logger = logging.getLogger(__name__)
+FAMILY = "qwen2_5_vl"  # its M-RoPE: a picture of 128 x 128 tokens takes 128 positions
+SIDE, TOKENS = 4, 16  # visual tokens of a single picture
+ADAPTATION = (80, 16, 1e-3)  # steps, examples of a step, learning rate
+STAGES = ((16, 100, 8), (1024, 10, 4))  # of the heads: visual tokens, steps, examples of a step
+FAMILIES = ("caption", "question", "sign", "chart")  # with one picture
+QUESTIONS, MAX_NEW_TOKENS = CAPTION_PROMPTS[:2], 64
+
+
+def conversations(first: int, count: int) -> list[Conversation]:
+    return [world.sample("train", number, FAMILIES) for number in range(first, first + count)]
+
+
+def adapt(folder: Path, steps: int, examples: int, rate: float) -> None:
+    """Trains the text layers of the shipped target on pictures that count as 1 to 1,024 copies, and saves it to `folder`."""
+    shipped = architecture.FAMILIES[FAMILY]
+    model: Any = AutoModelForImageTextToText.from_pretrained(shipped, dtype=torch.float32, attn_implementation="eager").train()
+    processor: Any = sage.load_target(shipped).processor
+    model.model.visual.requires_grad_(False)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    torch.manual_seed(0)
+    for step in range(steps):
+        batch = processor.collate([build_example(talk, processor) for talk in conversations(10**6 + step * examples, examples)])
+        optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 10) * (1 + math.cos(math.pi * step / steps / 2)) / 2
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = model.model(**repeated(model, batch, random.Random(step))).last_hidden_state
+            chosen = batch["loss_mask"][:, 1:].bool()
+            logits = model.lm_head(hidden[:, :-1][chosen]).float()
+        loss = torch.nn.functional.cross_entropy(logits, batch["input_ids"][:, 1:][chosen])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        logger.info("adapting the target, step %d of %d: loss %.3f", step + 1, steps, loss.item())
+    architecture.save(model, processor.tokenizer, FAMILY, folder)
+
+
+def repeated(model: Any, batch: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Returns inputs in which each picture counts as k x k copies; a visual token has the position of one of its copies."""
+    keys = ("input_ids", "attention_mask", "image_grid_thw", "mm_token_type_ids")
+    positions, _ = model.model.get_rope_index(**{key: batch[key] for key in keys})
+    ids, is_token = batch["input_ids"], batch["attention_mask"].bool()
+    copies = torch.tensor([2 ** rng.randrange(6) for _ in ids])[:, None]
+    visual = ids == model.config.image_token_id
+    for axis in (1, 2):
+        positions[axis] += torch.where(visual, SIDE * (torch.rand(ids.shape) * copies).long(), 0)
+    positions += torch.where((visual.cumsum(1) > 0) & ~visual, SIDE * (copies - 1), 0)
+    weight = torch.where(visual, 2 * copies.float().log(), 0.0).masked_fill(~is_token, -1e9)
+    mask = weight[:, None, None] + torch.full((ids.shape[1],) * 2, -1e9).triu(1)
+    given = {key: batch[key] for key in ("input_ids", "pixel_values", "image_grid_thw")}
+    return given | {"position_ids": positions, "attention_mask": mask}
+
+
+def enlarged(target: sage.Target, talk: Conversation, tokens: int) -> Conversation:
+    """Returns a conversation whose picture is repeated to so many visual tokens, and lets the image processor accept it."""
+    part, copies = talk.messages[0]["content"][0], math.isqrt(tokens // TOKENS)
+    picture = part["image"]
+    width, height = picture.size
+    large = Image.new("RGB", (copies * width, copies * height))
+    for place in range(copies**2):
+        large.paste(picture, (place % copies * width, place // copies * height))
+    images: Any = target.processor and target.processor.image_processor
+    pixels = tokens * (images.patch_size * images.merge_size) ** 2
+    images.size = {"shortest_edge": pixels, "longest_edge": pixels}
+    part["image"] = large
+    return talk
+
+
+def train_heads(target: sage.Target, kinds: Sequence[str], folder: Path, stages: Iterable[tuple[int, int, int]]) -> None:
+    """Trains a head per compressor with the objective and the rate of `sage-train`, and saves it to `folder / KIND`.
+
+    All learn from the same batches, which the teacher reads once; every stage has a cosine of its own.
+    """
+    torch.manual_seed(0)
+    configs = {kind: config_of(f"pocket_{FAMILY}", kind) for kind in kinds}
+    students = {kind: new_student(fresh_draft(config, target, None), config) for kind, config in configs.items()}
+    optim, first = configs[kinds[0]].optim, 0
+    groups = [{"params": list(student.draft.parameters())} for student in students.values()]
+    optimizer = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=optim.weight_decay)
+    teacher, staging, processor = Teacher(target), Staging(target, target.device, target.dtype), target.processor
+    assert processor is not None
+    for tokens, steps, examples in stages:
+        for step in range(steps):
+            talks = [enlarged(target, talk, tokens) for talk in conversations(first, examples)]
+            first += examples
+            pairs = teacher(staging(processor.collate([build_example(talk, processor) for talk in talks])))
+            losses = []
+            for group, student in zip(optimizer.param_groups, students.values(), strict=True):
+                group["lr"] = learning_rate(optim, step, steps)
+                loss = student(pairs, teacher.lm_head).loss / pairs.mask.sum()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(group["params"], optim.grad_clip)
+                losses.append(f"{loss.item():.3f}")
+            optimizer.step()
+            optimizer.zero_grad()
+            logger.info("%d visual tokens, step %d of %d: losses %s", tokens, step + 1, steps, " ".join(losses))
+    for kind, student in students.items():
+        student.draft.save_pretrained(folder / kind)
+
+
+def measure(target: sage.Target, drafts: Mapping[str, Any], tokens: int, pictures: int) -> dict[str, Any]:
+    """Decodes `QUESTIONS` about each picture, repeated to so many visual tokens, with every head.
+
+    The target reads a picture once: what is cached of it serves all questions and heads. Each head reads all of it every time.
+    """
+    found, prefill_s = defaultdict[str, list[Stats]](list), list[float]()
+    score, match = Counter[Any](), Counter[str]()
+    prefix: CachedPrefix | None = None
+
+    def decoded(draft: Any, policy: Any) -> Generation:
+        generation = start(target, draft, inputs, policy, prefix=prefix, keep_prefix=True, max_new_tokens=MAX_NEW_TOKENS)
+        deque(generation.rounds(), maxlen=0)
+        return generation
+
+    for index in range(pictures):
+        talk, prefix = enlarged(target, world.sample("test", index, ["caption"]), tokens), None
+        for question in QUESTIONS:
+            content = [talk.messages[0]["content"][0], {"type": "text", "text": question}]
+            inputs = target.prepare([{"role": "user", "content": content}])
+            plain = decoded(None, AUTOREGRESSIVE)
+            logger.info("%d visual tokens, picture %d of %d: %s", tokens, index + 1, pictures, plain.output().text)
+            score += score_answer(plain.output().text, talk.meta["truth"], [])
+            prefill_s += [] if prefix else [plain.stats.time_s["target_prefill"]]
+            prefix = plain.prefix()
+            for kind, draft in drafts.items():
+                drafted = decoded(draft, sage.policy("chain", depth=LEVELS))
+                prefix = drafted.prefix()
+                found[kind].append(drafted.stats)
+                match[kind] += drafted.tokens == plain.tokens
+    right = sum(count for (_, is_right), count in score.items() if is_right) / max(1, score.total())
+    heads = {kind: figures(stats, median(prefill_s)) | {"match": match[kind]} for kind, stats in found.items()}
+    return {"answers": pictures * len(QUESTIONS), "right": right, "prefill_s": median(prefill_s), "heads": heads}
+
+
+def figures(stats: Sequence[Stats], target_s: float) -> dict[str, float]:
+    """Returns the figures of a head, given the seconds of the target's prefill; `round` is the draft's share of its time."""
+    passes, draft_s = sum(each.target_passes for each in stats), median(each.time_s["draft_prefill"] for each in stats)
+    steps_s, decode_s = sum(each.time_s["draft_steps"] for each in stats), sum(each.decode_s for each in stats)
+    return {
+        "rows": median(each.draft_context for each in stats),
+        "tokens_per_pass": sum(each.new_tokens - 1 for each in stats) / passes,
+        "first_token": draft_s / (draft_s + target_s),
+        "round": steps_s / decode_s,
+    }
+
+
+def main() -> int:
+    parser = new_parser("python -m benchmarks.large_pictures", description=__doc__)
+    parser.add_argument("--tokens", metavar="N,N", default="1024,4096,16384", help="visual tokens; default %(default)s")
+    parser.add_argument("--kinds", metavar="KIND,..", default="none,pool,conv,resampler,select,text_only", help="compressors")
+    parser.add_argument("--runs", metavar="DIR", default="runs/large_pictures", help="target and heads, made if missing")
+    parser.add_argument("--pictures", type=int, default=2, help="of each size; default %(default)s")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    folder, heads, kinds = Path(args.runs, "target"), Path(args.runs, "heads"), args.kinds.split(",")
+    if not folder.exists():
+        adapt(folder, *ADAPTATION)
+    target = sage.load_target(folder, dtype=torch.float32)
+    if not heads.exists():
+        train_heads(target, kinds, heads, STAGES)
+    drafts = {kind: sage.load_draft(heads / kind, target) for kind in kinds}
+    kept = read_json(FIGURES) if FIGURES.is_file() else {}
+    for count in counts(args.tokens):
+        kept[str(count)] = measure(target, drafts, count, args.pictures) | {"machine": machine("cpu")}
+        write_json(FIGURES, kept)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
