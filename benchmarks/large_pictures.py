@@ -1,6 +1,6 @@
 """`python -m benchmarks.large_pictures`: draft heads with a compressor at 1,024 and more visual tokens (docs/compressor.md).
 
-A picture is repeated in rows and columns. Pocket targets know pictures of 16 visual tokens and fail on larger ones, so one is
+A picture is repeated in rows and columns. The pocket Qwen2.5-VL knows those of 16 visual tokens and fails on larger ones: it is
 adapted first: in attention, R copies of a token are a single one whose logit is larger by log R (proportional attention,
 arXiv 2210.09461), so single pictures suffice. Then all heads are trained on the same batches, and decode under a chain.
 """

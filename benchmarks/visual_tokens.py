@@ -29,8 +29,8 @@ HEAD = ("`draft/compressor`", "first token, %", "round, %")
 MEASURED = {  # on a pocket target: figure, and its form
     "draft rows": ("rows", "{:.0f}"),
     "tokens/pass": ("tokens_per_pass", "{:.2f}"),
-    "first token": ("first_token", "{:.2%}"),
-    "draft in a round": ("round", "{:.0%}"),
+    "first token (pocket)": ("first_token", "{:.2%}"),
+    "draft in a round (pocket)": ("round", "{:.0%}"),
 }
 
 
@@ -77,7 +77,7 @@ def table(target: str, tokens: list[int], measured: Mapping[str, Any]) -> str:
     note = f"{numbers} visual tokens: the draft's share counted at {target}, of a round that of its cache"
     for count in tokens:
         if (size := measured.get(str(count))) is not None:
-            note += f"; {count:,}: {size['answers']} answers measured, {size['right']:.0%} of their facts right"
+            note += f"; {count:,}: {size['answers']} answers, {size['right']:.0%} of facts right"
     return f"{markdown_table((*HEAD, *MEASURED), rows, '<' + '>' * 6)}\n\n{note}"
 
 
