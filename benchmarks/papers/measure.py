@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import sage
 from benchmarks.engines.measure import Comparison, question
@@ -23,18 +24,20 @@ from benchmarks.engines.measure import measure as measure_beside_vllm
 from benchmarks.papers.runs import DRAFT, Json, Settings, digest, ensure_trained, training_of, weights_digest
 from benchmarks.wide import widen_to
 from checkpoints.run_folder import METRICS, read_metrics, read_reports
-from sage.bench.measurement import BenchPrompt, measure, read_jsonl
+from sage.bench.measurement import BenchPrompt, Measurement, measure, read_jsonl
 from sage.bench.options import variants
 from sage.bench.report import machine
 from sage.bench.runners import AUTOREGRESSIVE, PolicyRunner, baseline_runner
 from sage.bench.summary import summarize
 from sage.commands.cli import versions
+from sage.drafts.draft import open_draft
 from sage.drafts.pruning import KEEP_ALL, Pruning
 from sage.io.files import read_json, write_json
 from sage.io.progress import progress_callback
-from sage.io.target_paths import CONFIG, find_target
+from sage.io.target_paths import find_target
 from sage.planning.tree import Drafted, RoundOutcome
 from sage.runtime.modes import PassMode
+from sage.targets.weights import dense_weight, is_quantized
 from sage.trees.eagle2 import Eagle2
 from sage.trees.sage import confidence_of
 
@@ -61,13 +64,30 @@ def read_measurements(folder: Path, study: str) -> dict[str, Json]:
 
 
 @cache
-def load_target(path: str, passes: str, quantize: str | None = None) -> sage.Target:
-    return sage.load_target(path, dtype=torch.float32, passes=passes, quantize=quantize)
+def load_target(path: str, passes: str, quantize: str | None = None, is_dense: bool = False) -> sage.Target:
+    target = sage.load_target(path, dtype=torch.float32, passes=passes, quantize=quantize)
+    return with_dense_layers(target, passes) if is_dense else target
+
+
+def with_dense_layers(target: sage.Target, passes: str) -> sage.Target:
+    """Replaces quantized layers by dense ones of the same weights: a pass over quantized ones dequantizes all of them."""
+    for parent in [*target.model.modules()]:
+        for name, layer in parent.named_children():
+            if isinstance(layer, nn.Linear) and is_quantized(layer):
+                dense = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+                dense.bias, layer.bias = layer.bias, None
+                dense.weight = nn.Parameter(dense_weight(layer, target.dtype), requires_grad=False)
+                setattr(parent, name, dense)
+    target.quantization, target.passes = None, PassMode(passes)
+    return target
 
 
 @cache
 def load_draft(folder: Path, target: sage.Target) -> Any:
-    return sage.load_draft(folder, target)
+    """Loads a draft for the target, or for another form of it."""
+    draft: Any = open_draft(folder, target, target.dtype)
+    draft.assign(target)
+    return draft
 
 
 class Lab:
@@ -117,16 +137,11 @@ class Lab:
         return str(wide)
 
     def target(self, spec: Json) -> sage.Target:
-        return load_target(self.path(spec), spec["passes"], spec.get("quantize"))
+        return load_target(self.path(spec), spec["passes"], spec.get("quantize"), spec.get("is_dense", False))
 
     def draft(self, run: str, target: sage.Target) -> Any:
-        """Returns the draft of a run; trains the run if it is missing. A draft of the original fits its quantized form."""
-        folder = ensure_trained(self.settings, run) / DRAFT
-        if not target.quantize or "quantize" in read_json(folder / CONFIG)["target"]:
-            return load_draft(folder, target)
-        draft: Any = sage.load_draft(folder, load_target(target.name, PassMode.eager))
-        draft.config.target = target.fingerprint  # embedding and lm_head are the same
-        return draft
+        """Returns the draft of a run; trains the run if it is missing."""
+        return load_draft(ensure_trained(self.settings, run) / DRAFT, target)
 
     def prompts(self, spec: Json, split: str = "test", count: int = 0) -> list[BenchPrompt]:
         """Returns `count` questions of each task family or source, by default as many as the measurement says."""
@@ -156,7 +171,8 @@ class Lab:
                 runner.run(prompt.inputs, sampling)
         baselines = [baseline_runner(target, name) for name in (AUTOREGRESSIVE, *spec.get("baselines", ()))]
         progress = progress_callback("measuring")
-        found = measure([*runners, *baselines], self.prompts(spec), sampling, spec["repeats"], 1, progress)
+        together = spec.get("batch_size", 1)  # prompts
+        found = measure([*runners, *baselines], self.prompts(spec), sampling, spec["repeats"], 1, progress, batch_size=together)
         summary = summarize(found, target, [runner.name for runner in runners])
         decoders = {
             label: {name: part[name] for name in COUNTS + SPEEDS if name in part}
@@ -165,8 +181,19 @@ class Lab:
         for label, part in summary["by_family"].get("caption", {}).items():
             decoders[label]["captions"] = part["speedup"]
         runs = {run: training_of(self.settings, run) for run in sorted(set(runs_of(spec)))}
-        sources = {"sources": summary["by_family"]} if "prompts_file" in spec else {}
-        return {"prompts": len(found.prompts), "decoders": decoders, "runs": runs, **sources}
+        extra = {"sources": summary["by_family"]} if "prompts_file" in spec else {}
+        extra |= {"same_tokens": self._same_tokens(spec, found)} if spec.get("is_dense") else {}
+        return {"prompts": len(found.prompts), "decoders": decoders, "runs": runs, **extra}
+
+    def _same_tokens(self, spec: Json, found: Measurement) -> float:
+        """Returns the share of a quantized target's tokens that the original chooses after the same text."""
+        model, same = load_target(self.path(spec), PassMode.eager).model, []
+        for prompt, (run,) in zip(found.prompts, found.runs[AUTOREGRESSIVE], strict=True):
+            answer = torch.tensor(run.tokens)
+            with torch.inference_mode():
+                logits = model(torch.cat((prompt.inputs["input_ids"], answer[None]), 1)).logits[0]
+            same += (logits[-len(answer) - 1 : -1].argmax(-1) == answer).tolist()
+        return statistics.mean(same)
 
     def _runner(self, target: sage.Target, label: str, how: Json, spec: Json) -> PolicyRunner:
         draft = self.draft(how.pop("run", spec.get("run")), target)

@@ -191,10 +191,13 @@ def pruning(figures: Figures) -> str:
 
 
 def quantized(figures: Figures) -> str:
-    """Tokens per pass on a quantized target, of the draft of the original and of its own."""
-    names = ("chain, original", "chain", "sage, original", "sage")
-    rows = [[f"`{method}`", *(per_pass(part["decoders"][name]) for name in names)] for method, part in figures.items()]
-    return table(("target", "`chain`: original's", "own", "`sage`: original's", "own"), rows)
+    """Tokens per pass on a quantized target, of drafts trained with the original and with it; the share of equal tokens."""
+    names = [name for name in next(iter(figures.values()))["decoders"] if name != AUTOREGRESSIVE]
+    rows = []
+    for method, part in figures.items():
+        share = f", {part['same_tokens']:.1%}" if "same_tokens" in part else ""
+        rows.append([f"`{method}`{share}", *(per_pass(part["decoders"][name]) for name in names)])
+    return table(("target", *names), rows)
 
 
 def epochs(figures: Figures) -> str:
@@ -230,6 +233,7 @@ def real_tokens(figures: Figures) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[Figures], str]]] = {  # by name on the page: study and table
     "adaptive": ("headline", adaptive),
+    "real_quantized": ("real_quantized", quantized),
     "real_sources": ("real", real_sources),
     "real_length": ("real_length", length),
     "real_confidence": ("real_confidence", confidence),

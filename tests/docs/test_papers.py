@@ -91,7 +91,8 @@ def tiny_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "studies": {
             "headline": {
                 "qwen": {"decoders": {"chain": {"policy": "chain"}, "pruned": {"policy": "sage", "pruning": 0.5}}},
-                "int8": {"quantize": "int8", "decoders": {"x": {"policy": "chain"}}},
+                "int8": {"quantize": "int8", "is_dense": True, "decoders": {"x": {"policy": "chain"}}}
+                | {"prompts_file": "prompts.jsonl"},
                 "wide": {"megabytes": 4, "sampling": {"temperature": 1.0}, "decoders": {"x": {"policy": "cost_aware"}}}
                 | {"prompts_file": "prompts.jsonl"},
             },
@@ -130,6 +131,7 @@ def test_each_kind_is_measured_once(tiny_world: Path, monkeypatch: pytest.Monkey
     found = {study: command.read_figures(folder, study) for study in settings.studies}
     narrow, wide, int8 = (found["headline"][name]["decoders"] for name in ("qwen", "wide", "int8"))
     assert all(part["match"] == part["total"] == 2 for part in (*narrow.values(), wide["x"], int8["x"]))
+    assert 0.9 < found["headline"]["int8"]["same_tokens"] <= 1
     assert narrow["pruned"]["draft_context"] < narrow["chain"]["draft_context"]
     assert set(found["confidence"]["qwen"]) >= {"prompts", "between_rounds"}
     assert found["epochs"]["eagle"]["tokens_per_target_pass"] == [1.5, 2.0]
